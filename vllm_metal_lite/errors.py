@@ -1,0 +1,25 @@
+"""Errors a user can cause.  Each message is one line that names the value and the limit."""
+
+
+class MetalLiteError(ValueError):
+    """Base of every error that a user's input can cause; the CLI prints it without a traceback."""
+
+
+class ConfigError(MetalLiteError):
+    """An option of the engine is out of range."""
+
+
+class SamplingError(MetalLiteError):
+    """A sampling parameter is out of range."""
+
+
+class RequestError(MetalLiteError):
+    """A request that can never be served: refused when it is added, others go on."""
+
+
+class ModelLoadError(MetalLiteError):
+    """A model cannot be found, read, or run by this package."""
+
+
+class OutOfMemoryError(MetalLiteError):
+    """The model or its KV store does not fit the memory that may be used."""

@@ -1,0 +1,51 @@
+"""What the engine returns, named as vLLM names it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability under the raw logits; rank 1 is the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's `n` answers.
+
+    finish_reason: None while running, then "stop" (end of sequence, stop string or stop token),
+    "length" (max_tokens or the context is reached), "abort" or "error".
+    stop_reason: the stop string or the stop token id that ended it, None for end of sequence.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's state after a step: everything generated so far.
+
+    num_cached_tokens: prompt tokens that the prefix cache held when the request was admitted.
+    prompt_logprobs: one entry a prompt token, None for the first.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
