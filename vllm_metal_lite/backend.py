@@ -34,6 +34,9 @@ blas = _preload_blas()
 
 import mlx.core as mx  # noqa: E402
 
+if os.environ.get("METAL_LITE_DEVICE") == "cpu":
+    mx.set_default_device(mx.cpu)
+
 
 @cache
 def name() -> str:

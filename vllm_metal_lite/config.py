@@ -58,9 +58,7 @@ class EngineConfig:
                 f"max_model_len ({self.max_model_len})"
             )
         fraction = self.memory_fraction
-        if fraction is not None and not (
-            isinstance(fraction, (int, float)) and 0 < fraction <= 1
-        ):
+        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
             raise ConfigError(f"memory_fraction must be in (0, 1], got {fraction!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(

@@ -68,9 +68,7 @@ class SamplingParams:
             _require(
                 ok, name, value, f"a number >= {low}" if high is None else f"in [{low}, {high}]"
             )
-        _require(
-            _is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"
-        )
+        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(
             _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
             "repetition_penalty", self.repetition_penalty, "a number > 0",

@@ -1,0 +1,1 @@
+"""How packed queries meet the paged store."""

@@ -1,0 +1,163 @@
+"""How the reference attention cuts a step into calls of SDPA (host side, numpy).
+
+A segment's queries are cut into tiles; a tile sees the keys up to its own end.  Tiles of like shape
+run as one right-padded batch: padding at the end is never seen by earlier rows, so complete prompts
+need plain "causal" and no mask.  Short prompts of unlike lengths may instead be laid end to end
+under one block-diagonal causal mask ("packed").  Whichever computes fewer scores is taken, a call
+counting as `call_cost` scores.  Everything a mask must know is positions and segment numbers, so
+one formula serves every group:  key visible = same segment and k_pos <= q_pos (and in the window).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_metal_lite.batch import ForwardBatch
+from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
+
+NEVER = np.iinfo(np.int32).max  # position of a padding key: behind every query
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One call of SDPA: B rows of Lq queries over Lk keys.
+
+    q_rows (B, Lq): rows of the packed batch, padding repeats the last.  kv_slots (B, Lk): slots of
+    the store, padding repeats the first.  mask: None (all visible), "causal" (lower right) or
+    "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the segment of each row).
+    """
+
+    q_rows: np.ndarray
+    kv_slots: np.ndarray
+    q_pos: np.ndarray
+    kv_pos: np.ndarray
+    mask: str | None
+    segments: np.ndarray | None = None
+
+    @property
+    def num_scores(self) -> int:
+        return self.q_rows.size * self.kv_slots.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Query tiles, one entry each: segment, first row, rows, first and one past last key."""
+
+    segment: np.ndarray
+    row: np.ndarray
+    q_len: np.ndarray
+    kv_start: np.ndarray
+    kv_end: np.ndarray
+
+    def __getitem__(self, index: np.ndarray) -> "Tiles":
+        return Tiles(*(getattr(self, f)[index] for f in self.__slots__))
+
+    def __len__(self) -> int:
+        return len(self.segment)
+
+
+def plan_groups(
+    batch: ForwardBatch, window: int | None, *, tile: int, call_cost: int
+) -> list[Group]:
+    """Cut a step into SDPA calls that together cover every row of the batch once.
+
+    tile: most query rows in one tile (what a backend without a fused causal kernel saves on).
+    """
+    q_lens = np.diff(batch.cu_seqlens_q)
+    groups: list[Group] = []
+    complete = (q_lens == batch.seq_lens) & (q_lens > 1)
+    for pack in split_packs(np.flatnonzero(complete), q_lens):
+        padded = _padded(batch, _tiles(batch, pack, window, tile), window, call_cost)
+        cost = sum(g.num_scores for g in padded) + call_cost * len(padded)
+        if len(pack) > 1 and int(q_lens[pack].sum()) ** 2 + call_cost < cost:
+            groups.append(_packed(batch, pack))
+        else:
+            groups += padded
+    rest = np.flatnonzero(~complete)
+    if len(rest):
+        groups += _padded(batch, _tiles(batch, rest, window, tile), window, call_cost)
+    return groups
+
+
+def split_packs(
+    segments: np.ndarray, q_lens: np.ndarray, cap: int = MAX_PACKED_PREFILL_TOKENS
+) -> list[np.ndarray]:
+    """Split segments, in order, into packs of at most `cap` rows; a longer one is alone in its."""
+    packs: list[list[int]] = []
+    rows = cap
+    for s in segments.tolist():
+        rows += int(q_lens[s])
+        if rows > cap:
+            packs.append([])
+            rows = int(q_lens[s])
+        packs[-1].append(s)
+    return [np.array(p) for p in packs]
+
+
+def _tiles(batch: ForwardBatch, segments: np.ndarray, window: int | None, tile: int) -> Tiles:
+    start = batch.cu_seqlens_q[segments]
+    q_len = batch.cu_seqlens_q[segments + 1] - start
+    count = -(-q_len // tile)
+    index = np.repeat(np.arange(len(segments)), count)
+    nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+    first = nth * tile
+    rows = np.minimum(q_len[index] - first, tile)
+    context = batch.seq_lens[segments][index] - q_len[index]
+    kv_end = context + first + rows
+    kv_start = np.zeros_like(kv_end)
+    if window is not None:
+        kv_start = np.maximum(kv_end - rows + 1 - window, 0)
+    return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
+
+
+def _padded(batch: ForwardBatch, tiles: Tiles, window: int | None, call_cost: int) -> list[Group]:
+    """Gather tiles of like shape, longest first, while padding costs less than another call."""
+    kv_len = tiles.kv_end - tiles.kv_start
+    order = np.lexsort((-kv_len, -tiles.q_len))
+    groups, members = [], []
+    width = height = 0
+    for i, q, k in zip(order.tolist(), tiles.q_len[order].tolist(), kv_len[order].tolist(),
+                       strict=True):  # fmt: skip
+        if members and k <= height and width * height - q * k <= call_cost + q * k // 4:
+            members.append(i)
+            continue
+        if members:
+            groups.append(_padded_group(batch, tiles[np.array(members)], window))
+        members, width, height = [i], q, k
+    groups.append(_padded_group(batch, tiles[np.array(members)], window))
+    return groups
+
+
+def _padded_group(batch: ForwardBatch, tiles: Tiles, window: int | None) -> Group:
+    q_len, kv_len = tiles.q_len, tiles.kv_end - tiles.kv_start
+    row = np.minimum(np.arange(q_len.max()), q_len[:, None] - 1)
+    q_rows = tiles.row[:, None] + row
+    key = np.arange(kv_len.max())
+    real = key < kv_len[:, None]
+    position = np.where(real, tiles.kv_start[:, None] + key, tiles.kv_start[:, None])
+    bs = batch.block_size
+    blocks = batch.block_tables[tiles.segment[:, None], position // bs]
+    in_window = window is None or bool((tiles.kv_end <= window).all())
+    uniform = (q_len == q_len[0]).all() and (kv_len == kv_len[0]).all()
+    if uniform and q_len[0] == 1:
+        mask = None
+    elif in_window and (uniform or (q_len == tiles.kv_end).all()):
+        mask = "causal"
+    else:
+        mask = "array"
+    return Group(
+        q_rows=q_rows.astype(np.int32),
+        kv_slots=(blocks * bs + position % bs).astype(np.int32),
+        q_pos=batch.positions[q_rows],
+        kv_pos=np.where(real, position, NEVER).astype(np.int32),
+        mask=mask,
+    )
+
+
+def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
+    """Complete prompts end to end: rows and keys are the same rows of the step."""
+    cu = batch.cu_seqlens_q
+    rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
+    segments = np.repeat(pack, cu[pack + 1] - cu[pack]).astype(np.int32)[None]
+    positions = batch.positions[rows]
+    return Group(rows, batch.slot_mapping[rows], positions, positions, "array", segments)

@@ -1,0 +1,174 @@
+"""Attention and K/V writes in MLX operations: runs on every backend, and is the oracle for kernels.
+
+The entry has the form of flash-attention's varlen call: packed queries (N, H, D), the layer's paged
+store, the step's metadata.  Keys are always read from the store, after the rows of this step were
+written to it: a segment may share blocks that another segment of the same step fills.
+"""
+
+import numpy as np
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.plan import Group, plan_groups
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import PAD_SLOT, ForwardBatch
+from vllm_metal_lite.kv.store import PagedStore
+
+# The CPU backend has no fused kernel: scores are computed in full, a causal half for nothing, and
+# exp dominates.  Small query tiles save most of that half; a call costs little beside it.
+# Elsewhere SDPA is fused and skips what "causal" hides, and calls are what costs.
+_TILE = {"cpu": 256}
+_CALL_COST = {"cpu": 1 << 12}
+_WHOLE, _GPU_CALL_COST = 1 << 30, 1 << 20
+
+# Fetched when this module loads: the seam replaces the public name while a forward is built.
+_sdpa = mx.fast.scaled_dot_product_attention
+
+
+class _DeviceGroup:
+    """A Group's indices on the device, and its mask once it was asked for."""
+
+    def __init__(self, group: Group, window: int | None) -> None:
+        self.group, self.window = group, window
+        self.q_rows = mx.array(group.q_rows)
+        self.kv_slots = mx.array(group.kv_slots)
+        self._masks: dict[mx.Dtype, mx.array] = {}
+
+    def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
+        return self.mask_array(dtype) if self.group.mask == "array" else self.group.mask
+
+    def mask_array(self, dtype: mx.Dtype) -> mx.array:
+        """Bool (B, 1, Lq, Lk), or additive in the queries' dtype where bool is not fused (CUDA)."""
+        additive = backend.name() == "cuda"
+        key = dtype if additive else mx.bool_
+        if key not in self._masks:
+            q_pos, kv_pos = mx.array(self.group.q_pos)[:, :, None], mx.array(self.group.kv_pos)
+            kv_pos = kv_pos[:, None, :]
+            visible = kv_pos <= q_pos
+            if self.window is not None:
+                visible = visible & (kv_pos > q_pos - self.window)
+            if self.group.segments is not None:
+                segments = mx.array(self.group.segments)
+                visible = visible & (segments[:, :, None] == segments[:, None, :])
+            if additive:
+                zero, hidden = mx.array(0, dtype), mx.array(-float("inf"), dtype)
+                visible = mx.where(visible, zero, hidden)
+            self._masks[key] = visible[:, None]
+        return self._masks[key]
+
+
+class StepMetadata:
+    """A ForwardBatch on the device; plans are made once a step for each window a layer asks for.
+
+    positions, slot_mapping: (num_rows,), padded behind the batch's own rows.
+    """
+
+    def __init__(self, batch: ForwardBatch, num_rows: int, padding_slot: int) -> None:
+        self.batch, self.num_rows = batch, num_rows
+        pad = (0, num_rows - batch.num_tokens)
+        self.token_ids = mx.array(np.pad(batch.token_ids, pad))
+        self.positions = mx.array(np.pad(batch.positions, pad))
+        slots = np.pad(batch.slot_mapping, pad, constant_values=PAD_SLOT)
+        self.slot_mapping = mx.array(np.where(slots == PAD_SLOT, padding_slot, slots))
+        self._plans: dict[int | None, tuple[list[_DeviceGroup], mx.array | None]] = {}
+
+    def plan(self, window: int | None) -> tuple[list[_DeviceGroup], mx.array | None]:
+        """The groups, and for each row its place in their concatenated outputs (None: as is)."""
+        if window is not None and window >= int(self.batch.seq_lens.max()):
+            window = None
+        if window not in self._plans:
+            where = backend.name()
+            groups = plan_groups(
+                self.batch,
+                window,
+                tile=_TILE.get(where, _WHOLE),
+                call_cost=_CALL_COST.get(where, _GPU_CALL_COST),
+            )
+            rows = np.concatenate([g.q_rows.ravel() for g in groups])
+            place = np.zeros(self.num_rows, np.int32)
+            # Backwards, so that a row's first place wins: later ones are padding, which under a
+            # plain "causal" saw too far.
+            place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
+            as_is = len(rows) == self.num_rows and (rows == np.arange(len(rows))).all()
+            self._plans[window] = (
+                [_DeviceGroup(g, window) for g in groups],
+                None if as_is else mx.array(place),
+            )
+        return self._plans[window]
+
+
+class ReferenceAttention:
+    """Writes K and V by scatter, attends by gathering from the store into SDPA."""
+
+    name = "reference"
+
+    def __init__(self, store: PagedStore) -> None:
+        self.store = store
+
+    def prepare(self, batch: ForwardBatch, num_rows: int) -> StepMetadata:
+        """Put a step's metadata on the device, its rows padded to num_rows."""
+        return StepMetadata(batch, num_rows, self.store.padding_slot)
+
+    def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
+        """Write k, v (N, num_kv_heads, head_dim) of this step's rows to their slots."""
+        self.store.write(layer, k, v, step.slot_mapping)
+
+    def attend(
+        self,
+        layer: int,
+        q: mx.array,
+        step: StepMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Causal attention of q (N, H, D) to each row's own sequence -> (N, H, v_head_dim).
+
+        window: tokens a query sees, its own included.  softcap: scores become
+        softcap * tanh(score / softcap).  sinks: (H,), a logit each that takes weight, gives none.
+        """
+        groups, place = step.plan(window)
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        outputs = []
+        for g in groups:
+            queries = q[g.q_rows].swapaxes(1, 2)
+            k, v = (mx.contiguous(a[g.kv_slots].swapaxes(1, 2)) for a in (keys, values))
+            if softcap is None:
+                out = _sdpa(queries, k, v, scale=scale, mask=g.mask(q.dtype), sinks=sinks)
+            else:
+                out = _softcapped(queries, k, v, scale, softcap, g.mask_array(q.dtype), sinks)
+            outputs.append(out.swapaxes(1, 2).reshape(-1, *out.shape[1::2]))
+        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        return out if place is None else out[place]
+
+
+def _softcapped(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    softcap: float,
+    mask: mx.array,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention with capped scores, which MLX's SDPA lacks; shapes are SDPA's."""
+    b, heads, rows, _ = q.shape
+    kv_heads = k.shape[1]
+    q = q.reshape(b, kv_heads, heads // kv_heads, rows, -1)
+    scores = (q * scale) @ k[:, :, None].swapaxes(-1, -2)
+    scores = softcap * mx.tanh(scores / softcap)
+    mask = mask[:, :, None]
+    if mask.dtype == mx.bool_:
+        scores = mx.where(mask, scores, mx.array(-float("inf"), scores.dtype))
+    else:
+        scores = scores + mask
+    if sinks is not None:
+        column = mx.broadcast_to(
+            sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1), (*scores.shape[:-1], 1)
+        )
+        scores = mx.concatenate([column, scores], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    if sinks is not None:
+        weights = weights[..., 1:]
+    return (weights @ v[:, :, None]).reshape(b, heads, rows, -1)

@@ -1,0 +1,105 @@
+"""One answer being generated: its tokens, text, log-probabilities, and when it ends."""
+
+from typing import TYPE_CHECKING
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from vllm_metal_lite.engine.detokenizer import Detokenizer
+from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_metal_lite.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm_metal_lite.engine.request import Request
+    from vllm_metal_lite.runner import Logprobs
+
+
+class Answer:
+    """Ties the scheduler's Request to what its user sees.
+
+    `result` is shared by a request's `n` answers; all of it is updated in place.
+    """
+
+    def __init__(
+        self,
+        request: "Request",
+        params: SamplingParams,
+        result: RequestOutput,
+        index: int,
+        tokenizer: TokenizerWrapper | None,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        seed: int,
+    ) -> None:
+        self.request, self.params, self.result, self.seed = request, params, result, seed
+        self.output = CompletionOutput(index)
+        if params.logprobs is not None:
+            self.output.logprobs = []
+            self.output.cumulative_logprob = 0.0
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, params) if tokenizer is not None else None
+        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._stop_ids = frozenset(params.stop_token_ids or ())
+        room = max_model_len - request.num_prompt_tokens
+        self._max_tokens = min(params.max_tokens or room, room)
+
+    @property
+    def prompt_logprobs_from(self) -> int | None:
+        """First prompt position whose successor is still to be scored; None: none asked for."""
+        scored = self.result.prompt_logprobs
+        if scored is None or self.output.index != 0:
+            return None
+        return len(scored) - 1
+
+    def append(self, token_id: int) -> bool:
+        """Take a sampled token; True when it ends the answer."""
+        out = self.output
+        out.token_ids.append(token_id)
+        count = len(out.token_ids)
+        may_stop = count >= self.params.min_tokens
+        if may_stop and token_id in self._eos:
+            return self._finish("stop")
+        stop = self._detokenizer.add(token_id, may_stop) if self._detokenizer else None
+        if may_stop and token_id in self._stop_ids:
+            return self._finish("stop", token_id)
+        if self._detokenizer:
+            out.text = self._detokenizer.text
+        if stop is not None:
+            out.finish_reason, out.stop_reason = "stop", stop
+            return True
+        return self._finish("length") if count >= self._max_tokens else False
+
+    def _finish(self, reason: str, stop_reason: int | None = None) -> bool:
+        if self._detokenizer:
+            self._detokenizer.finish()
+            self.output.text = self._detokenizer.text
+        self.output.finish_reason, self.output.stop_reason = reason, stop_reason
+        return True
+
+    def abort(self, reason: str = "abort") -> None:
+        """End the answer where it stands."""
+        self._finish(reason)
+
+    def append_logprobs(self, logprobs: "Logprobs", row: int) -> None:
+        """Report a sampled token's row of log-probabilities, if they were asked for."""
+        if self.output.logprobs is not None:
+            self.output.logprobs.append(self._logprobs(logprobs, row, self.params.logprobs))
+            self.output.cumulative_logprob += float(logprobs.logprobs[row, 0])
+
+    def append_prompt_logprobs(self, logprobs: "Logprobs", row: int) -> None:
+        """Report the next prompt token's log-probabilities."""
+        self.result.prompt_logprobs.append(
+            self._logprobs(logprobs, row, self.params.prompt_logprobs)
+        )
+
+    def _logprobs(self, logprobs: "Logprobs", row: int, k: int) -> dict[int, Logprob]:
+        ids = logprobs.token_ids[row, : k + 1].tolist()
+        values = logprobs.logprobs[row, : k + 1].tolist()
+        ranks = [int(logprobs.ranks[row]), *range(1, len(ids))]
+        # Backwards, so that the chosen token's own rank wins if it is among the most likely.
+        return {
+            token: Logprob(value, rank, self._decode(token))
+            for token, value, rank in reversed(list(zip(ids, values, ranks, strict=True)))
+        }
+
+    def _decode(self, token_id: int) -> str | None:
+        return self._tokenizer.decode([token_id]) if self._tokenizer is not None else None

@@ -1,0 +1,148 @@
+"""The engine for servers: one thread steps, coroutines stream.
+
+The thread owns the engine.  Everything else reaches it through a queue of calls, which it runs
+between steps, so an abort takes effect at the next step at the latest.
+"""
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from vllm_metal_lite.engine.engine import LLMEngine, Prompt
+from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.sampling_params import SamplingParams
+
+
+class _Stream:
+    """What a request's coroutine waits on; filled from the engine's thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        with suppress(RuntimeError):  # its event loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    async def get(self) -> RequestOutput | Exception:
+        """The newest state; older ones are skipped, since a state holds all that came before."""
+        item = await self._queue.get()
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+        return item
+
+
+class AsyncEngine:
+    """Streams answers from an LLMEngine that steps in a thread of its own."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = (
+            queue.SimpleQueue()
+        )
+        self._streams: dict[str, _Stream] = {}  # touched by the engine's thread only
+        self._ids = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="vllm-metal-lite", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        atomic: bool = False,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the request's state (all of its output so far) whenever it has grown.
+
+        The object yielded is updated in place.  Leaving the loop early aborts the request.
+        Raises RequestError or SamplingError for a request that is refused.
+        """
+        request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
+        stream = _Stream()
+
+        def add() -> None:
+            self._engine.add_request(request_id, prompt, params, priority=priority, atomic=atomic)
+            self._streams[request_id] = stream
+
+        adding = self._submit(add)
+        try:
+            await asyncio.wrap_future(adding)
+            finished = False
+            while not finished:
+                item = await stream.get()
+                if isinstance(item, Exception):
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            if not (adding.done() and not adding.cancelled() and adding.exception()):
+                self._submit(lambda: self._abort(request_id, stream))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request where it stands; its stream ends with finish_reason "abort"."""
+        await asyncio.wrap_future(self._submit(lambda: self._abort(request_id)))
+
+    async def metrics(self) -> dict[str, int]:
+        return await asyncio.wrap_future(self._submit(self._engine.metrics))
+
+    def shutdown(self) -> None:
+        """Stop the thread after the step under way; streams still open end with an error."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _submit(self, call: Callable[[], Any]) -> Future:
+        future: Future = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
+        if stream is not None and self._streams.get(request_id) is not stream:
+            return  # it has finished, and its id may be another's by now
+        for output in self._engine.abort(request_id):
+            self._deliver(output)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:
+            stream.put(output)
+            if output.finished:
+                del self._streams[output.request_id]
+
+    def _fail_all(self, error: Exception) -> None:
+        for request_id, stream in list(self._streams.items()):
+            self._engine.abort(request_id)
+            stream.put(error)
+        self._streams.clear()
+
+    def _run(self) -> None:
+        while True:
+            block = not self._engine.has_unfinished_requests()
+            while block or not self._calls.empty():
+                item = self._calls.get()
+                if item is None:
+                    self._fail_all(RuntimeError("the engine was shut down"))
+                    return
+                self._answer(*item)
+                block = False
+            try:
+                for output in self._engine.step():
+                    self._deliver(output)
+            except Exception as e:
+                # The step cannot be tried again with any better hope, but the engine goes on.
+                self._fail_all(e)
+
+    @staticmethod
+    def _answer(call: Callable[[], Any], future: Future) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(call())
+        except Exception as e:
+            future.set_exception(e)

@@ -1,0 +1,275 @@
+"""The engine loop: requests in, steps, outputs."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.answer import Answer
+from vllm_metal_lite.engine.request import Request
+from vllm_metal_lite.engine.scheduler import Scheduler, SchedulerOutput
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.kv.sizing import limit_buffer_cache, size_store
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.loader import LoadedModel, load
+from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.runner import ModelRunner, StepResult
+from vllm_metal_lite.sampling import Sampler, validate
+from vllm_metal_lite.sampling_params import SamplingParams
+
+Prompt = str | list[int] | Mapping[str, Any]
+
+# Prompt log-probabilities want logits for every row of a chunk: (rows, vocab_size) float32.
+_PROMPT_LOGPROBS_CHUNK = 256
+
+
+class LLMEngine:
+    """Requests are added at any moment; each `step` runs one packed forward and reports on it.
+
+    Not thread-safe: one thread adds, aborts and steps (`AsyncEngine` sees to that for servers).
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
+        self.model, self.config = model, config or EngineConfig()
+        self.num_blocks, self.max_model_len = size_store(model, self.config)
+        limit_buffer_cache()
+        seats = self.config.max_num_seqs
+        specs = model.packed.attention_specs
+        store = PagedStore(specs, self.num_blocks, self.config.block_size)
+        self.sampler = Sampler(seats, model.vocab_size)
+        self.runner = ModelRunner(model.packed, store, self.sampler)
+        self.inputs = InputBatch(seats, self.max_model_len, self.config.block_size)
+        self.scheduler = Scheduler(self.config, self.num_blocks, self.max_model_len)
+        self._answers: dict[str, Answer] = {}  # by the scheduler's request id
+        self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
+        self._arrivals = itertools.count()
+        self._counts = dict.fromkeys(("steps", "prefill_tokens", "decode_tokens"), 0)
+
+    @classmethod
+    def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":
+        """Load a model ("demo", a folder or a Hugging Face name) and build its engine."""
+        config = config or EngineConfig()
+        return cls(load(name, config.dtype), config)
+
+    # Requests
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids"
+        or "prompt".  Raises RequestError if it is none of them or a token is not the model's."""
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        text = None
+        if isinstance(prompt, str):
+            if self.model.tokenizer is None:
+                raise RequestError("this model was loaded without a tokenizer: give token ids")
+            text, prompt = prompt, self.model.tokenizer.encode(prompt) if prompt else []
+        elif not isinstance(prompt, (list, tuple, np.ndarray)):
+            raise RequestError(
+                "a prompt must be a string, a list of token ids, or a dict with 'prompt' or "
+                f"'prompt_token_ids', got {type(prompt).__name__}"
+            )
+        if len(prompt) == 0:
+            raise RequestError("the prompt is empty: it must have at least one token")
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+                raise RequestError(f"token ids must be integers, got {token!r}")
+            if not 0 <= token < self.model.vocab_size:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary of {self.model.vocab_size}"
+                )
+        return text, [int(t) for t in prompt]
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+        """Token ids of a conversation under the model's chat template."""
+        tokenizer = self.model.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise RequestError(f"{self.model.name} has no chat template: use generate")
+        kwargs.setdefault("add_generation_prompt", True)
+        try:
+            return tokenizer.apply_chat_template(list(messages), **kwargs)
+        except Exception as e:  # templates raise what they like, for roles they do not know
+            raise RequestError(f"the chat template refuses these messages: {e}") from e
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        atomic: bool = False,
+    ) -> None:
+        """Queue a request.  Raises RequestError or SamplingError, and then nothing has changed.
+
+        priority: lower goes first.  atomic: its prompt is computed in one step, never chunked.
+        """
+        params = params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        if request_id in self._requests:
+            raise RequestError(f"request_id {request_id!r} is already in use")
+        validate(params, self.model.vocab_size)
+        text, token_ids = self.tokenize(prompt)
+        result = RequestOutput(request_id, text, token_ids, [])
+        if params.prompt_logprobs is not None:
+            result.prompt_logprobs = [None]
+        arrival = next(self._arrivals)
+        seed = params.seed if params.seed is not None else hash((self.config.seed, arrival))
+        answers = []
+        for index in range(params.n):
+            request = Request(
+                request_id if params.n == 1 else f"{request_id}#{index}",
+                token_ids,
+                params.max_tokens or self.max_model_len,
+                priority=priority,
+                arrival=arrival,
+                atomic=atomic,
+            )
+            if result.prompt_logprobs is not None and index == 0:
+                request.skip_prefix_cache_read = True
+                request.max_chunk = 0 if atomic else _PROMPT_LOGPROBS_CHUNK
+            self.scheduler.add(request)  # the first refuses for all: they are alike
+            answer = Answer(
+                request, params, result, index, self.model.tokenizer,
+                self.model.eos_token_ids, self.max_model_len, seed + index,
+            )  # fmt: skip
+            self._answers[request.request_id] = answer
+            answers.append(answer)
+        result.outputs = [a.output for a in answers]
+        self._requests[request_id] = answers
+
+    def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests where they stand; unknown ids are ignored.  Returns their last outputs."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ended = []
+        for request_id in ids:
+            for answer in self._requests.get(request_id, []):
+                if not answer.output.finished:
+                    answer.abort()
+                    self._end(answer)
+                    if answer.result.finished:
+                        ended.append(answer.result)
+        return ended
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    # Steps
+
+    def step(self) -> list[RequestOutput]:
+        """Run one forward; returns the requests that got a token (all of their output so far).
+
+        If the forward fails, by an error or by Ctrl-C, everything scheduled in it goes back to the
+        queue before the exception goes on: nothing is lost, and the next step starts afresh.
+        """
+        output = self.scheduler.schedule()
+        for request in output.preempted:
+            self._unseat(request)
+        if output.is_empty:
+            return []
+        try:
+            self._seat(output)
+            req_indices = np.array([s.request.req_index for s in output.segments])
+            batch = self.inputs.pack(
+                req_indices,
+                np.array([s.num_computed for s in output.segments]),
+                np.array([s.num_scheduled for s in output.segments]),
+            )
+            terminal = [output.segments[i] for i in batch.sample_segments.tolist()]
+            result = self.runner.execute(
+                batch, req_indices[batch.sample_segments], self._num_prompt_logprobs(output)
+            )
+        except BaseException:
+            for segment in output.segments:
+                self._unseat(segment.request)
+            self.scheduler.rollback(output)
+            raise
+        self.inputs.append_tokens(req_indices[batch.sample_segments], result.token_ids)
+        self.scheduler.update(output, result.token_ids.tolist())
+        self._count(output)
+        if result.prompt_logprobs is not None:
+            for row, i in enumerate(batch.prompt_segments.tolist()):
+                answer = self._answers[output.segments[i].request.request_id]
+                answer.append_prompt_logprobs(result.prompt_logprobs, row)
+        return self._report(terminal, result)
+
+    def _seat(self, output: SchedulerOutput) -> None:
+        """Give admitted requests their rows in the table and the sampler; add new blocks."""
+        for request in output.admitted:
+            answer = self._answers[request.request_id]
+            request.req_index = self.inputs.add(
+                request.token_ids, request.num_prompt_tokens, answer.prompt_logprobs_from
+            )
+            self.sampler.add(
+                request.req_index, answer.params, answer.seed,
+                np.array(request.token_ids, np.int32), request.num_prompt_tokens,
+                self.model.eos_token_ids,
+            )  # fmt: skip
+            if answer.output.index == 0:
+                answer.result.num_cached_tokens = request.num_cached_tokens
+        for segment in output.segments:
+            if segment.new_block_ids:
+                self.inputs.append_blocks(segment.request.req_index, segment.new_block_ids)
+
+    def _unseat(self, request: Request) -> None:
+        if request.req_index is not None:
+            self.inputs.remove(request.req_index)
+            self.sampler.remove(request.req_index)
+            request.req_index = None
+
+    def _num_prompt_logprobs(self, output: SchedulerOutput) -> int:
+        asked = (self._answers[s.request.request_id].params for s in output.segments)
+        return max((p.prompt_logprobs or 0 for p in asked), default=0)
+
+    def _report(self, terminal: list, result: StepResult) -> list[RequestOutput]:
+        reports: dict[str, RequestOutput] = {}
+        tokens = result.token_ids.tolist()
+        for row, (segment, token) in enumerate(zip(terminal, tokens, strict=True)):
+            answer = self._answers[segment.request.request_id]
+            if result.logprobs is not None:
+                answer.append_logprobs(result.logprobs, row)
+            if answer.append(token):
+                self._end(answer)
+            reports[answer.result.request_id] = answer.result
+        return list(reports.values())
+
+    def _end(self, answer: Answer) -> None:
+        """Give back all that a finished answer holds."""
+        self.scheduler.finish(answer.request)
+        self._unseat(answer.request)
+        del self._answers[answer.request.request_id]
+        result = answer.result
+        if all(o.finished for o in result.outputs):
+            result.finished = True
+            del self._requests[result.request_id]
+
+    def _count(self, output: SchedulerOutput) -> None:
+        decodes = sum(s.num_computed >= s.request.num_prompt_tokens for s in output.segments)
+        self._counts["steps"] += 1
+        self._counts["decode_tokens"] += decodes
+        self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.scheduler.reset_prefix_cache()
+
+    def metrics(self) -> dict[str, int]:
+        """Counters since the engine was made, and where the blocks are now."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return {
+            **self._counts,
+            "prefix_cache_hit_tokens": scheduler.prefix_hit_tokens,
+            "prefix_cache_queried_tokens": scheduler.prefix_queried_tokens,
+            "preemptions": scheduler.num_preemptions,
+            "recomputed_tokens": scheduler.num_recomputed_tokens,
+            "requests_running": scheduler.num_running,
+            "requests_waiting": scheduler.num_waiting,
+            "blocks_total": self.num_blocks,
+            "blocks_free": pool.num_free,
+            "blocks_cached": pool.num_cached,
+            "blocks_owned": pool.num_owned,
+            "blocks_peak_owned": pool.peak_owned,
+        }

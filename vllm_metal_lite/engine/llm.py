@@ -1,0 +1,147 @@
+"""The Python API for offline use, named as vLLM's."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine, Prompt
+from vllm_metal_lite.engine.interrupt import DeferredInterrupt
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.sampling_params import SamplingParams
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model, its engine, and blocking calls on it.
+
+    model: "demo" (shipped in the package), a local folder or a Hugging Face name.  The other
+    options are EngineConfig's.  Raises ModelLoadError, ConfigError or OutOfMemoryError.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        long_prefill_token_threshold: int = 0,
+        prefill_policy: str = "mixed",
+        enable_prefix_caching: bool = True,
+        memory_fraction: float | None = None,
+        dtype: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        config = EngineConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            prefill_policy=prefill_policy,
+            enable_prefix_caching=enable_prefix_caching,
+            memory_fraction=memory_fraction,
+            dtype=dtype,
+            seed=seed,
+        )
+        self.engine = LLMEngine.from_name(model, config)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        atomic: bool = False,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete the prompts; returns one RequestOutput a prompt, in order.
+
+        prompts: a string, a dict with "prompt" or "prompt_token_ids", or a list of these.
+        sampling_params: one for all, or one a prompt.  A prompt that can never be served raises
+        RequestError, naming it, before anything is computed.
+        """
+        batch = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        if batch and isinstance(batch[0], int):
+            batch = [batch]
+        params = _one_each(sampling_params, len(batch), "sampling_params")
+        priorities = _one_each(priority, len(batch), "priority")
+        ids = []
+        try:
+            for i, (prompt, p, rank) in enumerate(zip(batch, params, priorities, strict=True)):
+                request_id = str(next(self._ids))
+                try:
+                    self.engine.add_request(request_id, prompt, p, priority=rank, atomic=atomic)
+                except RequestError as e:
+                    raise RequestError(f"prompt {i}: {e}" if len(batch) > 1 else str(e)) from None
+                ids.append(request_id)
+            return self._run(ids, use_tqdm)
+        finally:
+            self.engine.abort(ids)  # whatever an error or Ctrl-C left unfinished
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template."""
+        if not messages:
+            raise RequestError("messages is empty: a conversation has at least one message")
+        many = [messages] if isinstance(messages[0], dict) else messages
+        prompts = [
+            {
+                "prompt_token_ids": self.engine.render_chat(
+                    m, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+                )
+            }
+            for m in many
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def metrics(self) -> dict[str, int]:
+        """Counters since the engine was made, and where its blocks are now."""
+        return self.engine.metrics()
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.engine.model.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.engine.reset_prefix_cache()
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        with (
+            DeferredInterrupt() as interrupt,
+            tqdm(total=len(ids), disable=not use_tqdm, desc="prompts", unit="prompt") as bar,
+        ):
+            while len(done) < len(ids):
+                for output in self.engine.step():
+                    if output.finished:
+                        done[output.request_id] = output
+                        bar.update()
+                if interrupt.pressed:
+                    raise KeyboardInterrupt
+        return [done[i] for i in ids]
+
+
+def _one_each(value: Any, count: int, name: str) -> list:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{len(value)} {name} for {count} prompts: give one, or one a prompt")
+    return list(value)

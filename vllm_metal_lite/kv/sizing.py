@@ -1,0 +1,117 @@
+"""How many blocks the device holds: what may be used, less the weights, less a step's peak."""
+
+import numpy as np
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.loader import LoadedModel
+
+# Share of `backend.memory_limit()` used unless --memory-fraction says otherwise.  On a CPU that
+# limit is all of the machine's memory, which others use too.
+_DEFAULT_FRACTION = {"metal": 0.9, "cuda": 0.9, "cpu": 0.4}
+
+# A full step takes a CPU seconds; a part of it, scaled up, errs on the safe side.
+_PROFILE_ROWS_ON_CPU = 64
+_PROFILE_CONTEXT = 4096
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def size_store(model: LoadedModel, config: EngineConfig) -> tuple[int, int]:
+    """(num_blocks, max_model_len) of the store.
+
+    Raises OutOfMemoryError, with the sum written out, if not even one context fits; ConfigError if
+    max_model_len is above what the model or the given num_blocks holds.
+    """
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_position:
+        raise ConfigError(
+            f"max_model_len ({wanted}) is above the model's context length ({model.max_position})"
+        )
+    max_model_len = wanted or model.max_position
+    block_bytes = config.block_size * model.kv_bytes_per_token
+    limit = backend.memory_limit()
+    if config.num_blocks is not None:
+        need = model.weight_bytes + config.num_blocks * block_bytes
+        if need > limit:
+            raise OutOfMemoryError(
+                f"num_blocks {config.num_blocks} needs {_gib(need)} with the weights; "
+                f"this device has {_gib(limit)}"
+            )
+        num_blocks = config.num_blocks
+    else:
+        num_blocks = _fitting_blocks(model, config, max_model_len, limit, block_bytes)
+    capacity = num_blocks * config.block_size
+    if capacity < max_model_len:
+        if wanted is not None:
+            raise ConfigError(
+                f"max_model_len ({wanted}) is above the {capacity} tokens that {num_blocks} blocks "
+                f"of {config.block_size} hold"
+            )
+        max_model_len = capacity
+    return num_blocks, max_model_len
+
+
+def _fitting_blocks(
+    model: LoadedModel, config: EngineConfig, max_model_len: int, limit: int, block_bytes: int
+) -> int:
+    fraction = config.memory_fraction or _DEFAULT_FRACTION[backend.name()]
+    peak = step_peak_bytes(model, config, max_model_len)
+    left = limit * fraction - model.weight_bytes - peak
+    num_blocks = int(left // block_bytes)
+    if num_blocks < 1:
+        raise OutOfMemoryError(
+            f"{model.name} does not fit: weights {_gib(model.weight_bytes)} + a step of "
+            f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
+            f"{_gib(block_bytes)}, and only {_gib(limit * fraction)} may be used "
+            f"(memory_fraction {fraction:g} of {_gib(limit)}); "
+            "lower max_num_batched_tokens or raise memory_fraction"
+        )
+    # More than every seat at full length can never be owned.
+    return min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+
+
+def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
+    """Bytes that a full step takes beyond weights and store, measured by running one.
+
+    One chunk with earlier context, and every seat asking for logits.  The context is one block
+    over and over, so that the store it needs is tiny.
+    """
+    rows = min(config.max_num_batched_tokens, max_model_len)
+    if backend.is_cpu():
+        rows = min(rows, _PROFILE_ROWS_ON_CPU)
+    seats = min(config.max_num_seqs, rows)
+    bs = config.block_size
+    context = max(min(max_model_len, _PROFILE_CONTEXT), rows)
+    inputs = InputBatch(seats, context, bs)
+    lengths = np.ones(seats, np.int64)
+    lengths[-1] = rows - seats + 1
+    table_rows = np.array([inputs.add([0], 1) for _ in range(seats)])
+    inputs.num_tokens[table_rows[-1]] = context
+    batch = inputs.pack(
+        table_rows, np.where(np.arange(seats) == seats - 1, context - lengths, 0), lengths
+    )
+    store = PagedStore(model.packed.attention_specs, 1, bs)
+    attention = ReferenceAttention(store)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    step = attention.prepare(batch, batch.num_tokens)
+    logits = model.packed(step, attention, mx.array(batch.logits_indices))
+    mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1))
+    peak = max(mx.get_peak_memory() - before, 0)
+    del logits, step, store, attention
+    mx.clear_cache()
+    scale = min(config.max_num_batched_tokens, max_model_len) / rows
+    return int(peak * max(scale, 1.0))
+
+
+def limit_buffer_cache() -> None:
+    """Keep MLX from hoarding freed buffers: a sixteenth of the memory, 256 MiB to 2 GiB."""
+    mx.set_cache_limit(min(max(backend.memory_limit() // 16, 256 << 20), 2 << 30))

@@ -1,0 +1,64 @@
+"""Where K and V live on the device: allocated once, at start; nothing of it grows while serving.
+
+Layout, per layer: K (num_slots, num_kv_heads, k_head_dim) and V (num_slots, num_kv_heads,
+v_head_dim), where slot = block_id * block_size + offset in the block.  This is vLLM's
+(num_blocks, block_size, num_kv_heads, head_dim) with the first two axes as one, so that a row is
+addressed by one number.  One more block lies behind the last: rows of padding are written there,
+and nobody reads it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_metal_lite.backend import mx
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one attention layer keeps for a token.
+
+    window: how many tokens, its own included, a query sees; None = all.
+    """
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    dtype: mx.Dtype
+    window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.size
+
+
+class PagedStore:
+    """K and V of every layer; written by `write`, read by attention through `keys` / `values`."""
+
+    def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        slots = (num_blocks + 1) * block_size
+        self.keys = [mx.zeros((slots, s.num_kv_heads, s.k_head_dim), s.dtype) for s in specs]
+        self.values = [mx.zeros((slots, s.num_kv_heads, s.v_head_dim), s.dtype) for s in specs]
+        mx.eval(self.arrays)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self.keys, *self.values]
+
+    @property
+    def padding_slot(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays)
+
+    def write(self, layer: int, k: mx.array, v: mx.array, slots: mx.array) -> None:
+        """Write rows k (N, num_kv_heads, k_head_dim), v likewise, at slots (N,).
+
+        A scatter, in place: MLX gives it the store's own memory as long as nothing else holds the
+        array, so read only after the last write of a step, and evaluate before the next step.
+        """
+        self.keys[layer][slots] = k
+        self.values[layer][slots] = v

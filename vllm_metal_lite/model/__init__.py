@@ -1,0 +1,1 @@
+"""mlx-lm models, unmodified, and the seam through which they meet the paged store."""

@@ -1,0 +1,224 @@
+"""From a name to a model that is ready for packed steps.
+
+A name is "demo" (shipped in the package), a local folder, or a Hugging Face repository.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.model.adapters import adapt
+from vllm_metal_lite.model.seam import PackedModel
+
+DEMO_PATH = Path(__file__).parent.parent / "demo_model"
+
+_CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length", "n_ctx")
+_DEFAULT_CONTEXT = 8192
+
+# Architectures whose layers look plain, but whose results cannot be trusted; with the reason.
+_REFUSED = {"plamo3": "its decoding from a cache is wrong in mlx-lm itself"}
+
+
+@dataclass
+class LoadedModel:
+    """A model, its tokenizer, and what the engine must know about them."""
+
+    name: str
+    model_type: str
+    packed: PackedModel
+    tokenizer: TokenizerWrapper
+    vocab_size: int
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
+    weight_bytes: int
+    dtype: mx.Dtype
+    generation_config: dict[str, Any]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(s.bytes_per_token for s in self.packed.attention_specs)
+
+
+def load(name: str, dtype: str = "auto") -> LoadedModel:
+    """Load a model by name; every failure is a ModelLoadError of one line.
+
+    dtype "auto": what the weights have on a GPU; on a CPU float32, with quantised weights expanded,
+    since MLX's CPU backend is quick in nothing else.
+    """
+    path = find(name)
+    config = _read_config(path)
+    model_type = str(config.get("model_type"))
+    if model_type in _REFUSED:
+        raise ModelLoadError(f"{name}: {model_type} is not supported: {_REFUSED[model_type]}")
+    try:
+        model, config = load_model(path, lazy=True)
+        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        _convert(model, dtype)
+        mx.eval(model.parameters())
+    except Exception as e:  # whatever a broken folder provokes in the libraries below
+        raise ModelLoadError(f"{name}: cannot load this model: {_first_line(e)}") from e
+    return from_model(model, tokenizer, config, name=name, path=path)
+
+
+def from_model(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper | None,
+    config: dict[str, Any],
+    name: str,
+    path: Path | None = None,
+) -> LoadedModel:
+    """Wrap an mlx-lm model that is already in memory; refuses what cannot be packed and paged."""
+    model_type = str(config.get("model_type"))
+    adapt(model)
+    specs, vocab_size = _layer_specs(model, model_type)
+    packed = PackedModel(model, specs)
+    _try_packed(packed, model_type)
+    weights = [w for _, w in tree_flatten(model.parameters())]
+    eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
+    return LoadedModel(
+        name=name,
+        model_type=model_type,
+        packed=packed,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_position=_context_length(config),
+        eos_token_ids=eos,
+        num_parameters=sum(w.size for w in weights),
+        weight_bytes=sum(w.nbytes for w in weights),
+        dtype=packed.attention_specs[0].dtype,
+        generation_config=_read_json(path / "generation_config.json") if path else {},
+    )
+
+
+def find(name: str) -> Path:
+    """The folder of a model, downloaded (with progress) if it is a Hugging Face repository."""
+    if name == "demo":
+        return DEMO_PATH
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelLoadError(f"{name}: a model is a folder, this is a file")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")):
+        raise ModelLoadError(
+            f"{name}: no such folder; a model is 'demo', a local folder, or a Hugging Face name "
+            "such as mlx-community/Qwen3-0.6B-4bit"
+        )
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
+    except errors.GatedRepoError as e:
+        raise ModelLoadError(
+            f"{name}: access to this model must be asked for on its page, then `hf auth login`"
+        ) from e
+    except errors.RepositoryNotFoundError as e:
+        raise ModelLoadError(f"{name}: there is no such model on the Hugging Face Hub") from e
+    except Exception as e:  # the hub's client has many ways to say "no network"
+        raise ModelLoadError(
+            f"{name}: not in the local cache, and the Hugging Face Hub cannot be reached "
+            f"({_first_line(e)})"
+        ) from e
+
+
+def _first_line(e: BaseException) -> str:
+    text = str(e).strip() or type(e).__name__
+    return text.splitlines()[0][:300]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ModelLoadError(f"{path}: not readable as JSON: {_first_line(e)}") from e
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: must be a JSON object")
+    return value
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"{path}: not a model folder: it has no config.json")
+    config = _read_json(path / "config.json")
+    if "model_type" not in config:
+        raise ModelLoadError(f"{path / 'config.json'}: has no model_type")
+    if not list(path.glob("model*.safetensors")):
+        raise ModelLoadError(f"{path}: not a model folder: it has no model*.safetensors")
+    return config
+
+
+def _convert(model: nn.Module, dtype: str) -> None:
+    if dtype == "auto" and backend.is_cpu():
+        dequantize_model(model)
+        dtype = "float32"
+    if dtype != "auto":
+        model.set_dtype(getattr(mx, dtype))
+
+
+def _context_length(config: dict[str, Any]) -> int:
+    for scope in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_KEYS:
+            if isinstance(scope.get(key), int) and scope[key] > 0:
+                return scope[key]
+    return _DEFAULT_CONTEXT
+
+
+def _layer_specs(model: nn.Module, model_type: str) -> tuple[list[LayerSpec | None], int]:
+    """What each layer's own cache holds after one token, read off shapes; nothing is computed."""
+    caches = make_prompt_cache(model)
+    for cache in caches:
+        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0):
+            raise ModelLoadError(
+                f"the architecture {model_type} is not supported yet: a layer of it keeps "
+                f"{type(cache).__name__}, only plain and sliding-window attention can be paged"
+            )
+    logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
+    specs: list[LayerSpec | None] = []
+    for cache in caches:
+        if cache.keys is None:  # a layer without attention
+            specs.append(None)
+            continue
+        _, heads, _, k_dim = cache.keys.shape
+        window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+        specs.append(LayerSpec(heads, k_dim, cache.values.shape[-1], cache.keys.dtype, window))
+    return specs, logits.shape[-1]
+
+
+def _try_packed(packed: PackedModel, model_type: str) -> None:
+    """Build (not run) a small packed step: what the seam cannot carry fails here, by name."""
+    inputs = InputBatch(max_num_seqs=2, max_model_len=16, block_size=8)
+    rows = [inputs.add([0] * n, n) for n in (3, 1)]
+    for row in rows:
+        inputs.append_blocks(row, [row])
+    batch = inputs.pack(np.array(rows[::-1]), np.array([0, 0]), np.array([1, 3]))
+    attention = ReferenceAttention(PagedStore(packed.attention_specs, 2, 8))
+    step = attention.prepare(batch, batch.num_tokens)
+    try:
+        packed(step, attention, mx.array(batch.logits_indices))
+    except Exception as e:
+        raise ModelLoadError(
+            f"the architecture {model_type} is not supported yet: its attention does not go "
+            f"through MLX's scaled_dot_product_attention ({_first_line(e)})"
+        ) from e

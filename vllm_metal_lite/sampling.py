@@ -1,0 +1,321 @@
+"""Batched sampling on the device: logits of a step in, one token a row out.
+
+Same order as vLLM's sampler: log-probabilities from the raw logits; min_tokens and logit_bias;
+repetition, frequency and presence penalties; temperature; min_p; top_k; top_p; the draw.  A draw is
+the argmax of logits plus Gumbel noise, whose key is made of the request's seed and of how many
+tokens it has generated, and of nothing else: neither the batch, nor the row, nor a preemption, nor
+chunking changes what a request draws from the same logits.
+
+A row whose logits are all -inf or NaN gives token 0; of several +inf the lowest id wins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, log
+
+import numpy as np
+
+from vllm_metal_lite import logits as ops
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.errors import SamplingError
+from vllm_metal_lite.logits import LogprobArrays
+from vllm_metal_lite.sampling_params import SamplingParams
+
+# A request's row of the host table.  The values of a greedy request, or of one that asks for
+# nothing, are neutral: a row is treated like its neighbours and comes out as if alone.
+_ROW = np.dtype(
+    [
+        ("seed", np.uint64),  # mixed
+        ("num_generated", np.int32),
+        ("num_logprobs", np.int32),  # -1: none asked for
+        ("temperature", np.float32),  # 0: greedy
+        ("min_p", np.float32),  # temperature * log(min_p), -inf: off
+        ("top_k", np.int32),  # 0: off
+        ("top_p", np.float32),  # 1 - top_p, -1: off
+        ("repetition", np.float32),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+        ("slot", np.int32),  # row of the device's `seen`, -1: no penalties
+    ]
+)
+_NEUTRAL = np.array((0, 0, -1, 0, -inf, 0, -1, 1, 0, 0, -1), _ROW)
+_LARGE = 1e30  # bound of what a user may set without limit: float32 must hold its products
+_FOREVER = np.iinfo(np.int32).max
+
+
+@dataclass
+class SamplerOutput:
+    """Lazy arrays. token_ids: (T,) int32.  logprobs: None unless a row asked for them."""
+
+    token_ids: mx.array
+    logprobs: LogprobArrays | None
+
+
+@dataclass
+class _Plan:
+    """What a set of rows puts into the graph; None leaves an operation out."""
+
+    key: tuple[int, bytes]
+    calls_left: int  # until a request reaches its min_tokens
+    num_logprobs: int  # -1: none
+    edits: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
+    slots: mx.array | None  # (T,) rows of `seen`; rows without penalties borrow row 0
+    all_slots: bool  # slots are 0, 1, 2, ..., all of them
+    increments: mx.array | None  # (T,) uint32
+    repetition: mx.array | None
+    frequency: mx.array | None
+    presence: mx.array | None
+    temperature: mx.array | None  # None: all greedy
+    filters: ops.Filters | None
+
+
+def validate(params: SamplingParams, vocab_size: int) -> None:
+    """Raise SamplingError for a token id that the model does not have."""
+    for name in ("logit_bias", "stop_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if token_id >= vocab_size:
+                raise SamplingError(
+                    f"{name} must hold token ids below the vocabulary's size, {vocab_size}, "
+                    f"got {token_id}"
+                )
+
+
+def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArrays:
+    """Score each target (P,) int and the k most likely tokens under logits (P, V), any float type.
+
+    Lazy; works on P * V float32 values at once, so a long prompt should come in parts.
+    """
+    return ops.gather_logprobs(logits, targets, k)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """The output function of splitmix64: uint64 to well-mixed uint64, one to one."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
+
+
+def _column(values: np.ndarray) -> mx.array:
+    return mx.array(values[:, None])
+
+
+class Sampler:
+    """Samples for up to max_num_seqs requests, each known by its req_index.
+
+    What a request wants is kept in host tables and cut out by index; what the rows of a step need
+    is sent to the device only when the rows change.  Tokens seen by requests with penalties live on
+    the device, (slots, V) uint32 holding 2 * (times generated) + (in the prompt), and are updated
+    there, so that a step can be built before the last one's tokens are known.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self._rows = np.full(max_num_seqs, _NEUTRAL)
+        # Additions to single logits: req_index -> token ids, addends, num_generated when they end.
+        self._edits: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._seen: mx.array | None = None
+        self._version = 0  # of the tables
+        self._plan: _Plan | None = None
+
+    def add(
+        self,
+        req_index: int,
+        params: SamplingParams,
+        seed: int,
+        token_ids: np.ndarray,
+        num_prompt_tokens: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """Set up the row of a request that gets a seat, new or back from a preemption.
+
+        token_ids: (n,) int, all tokens known so far.  params should have passed `validate`; ids
+        outside the vocabulary have no effect.  seed: any integer, the low 64 bits count.
+        """
+        self.remove(req_index)
+        row = self._rows[req_index]
+        row["seed"] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _STEP)[0]
+        row["num_generated"] = len(token_ids) - num_prompt_tokens
+        row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+        if not params.greedy:
+            row["temperature"] = temperature = min(params.temperature, _LARGE)
+            if params.min_p > 0:
+                row["min_p"] = temperature * log(params.min_p)
+            if 0 < params.top_k < self.vocab_size:
+                row["top_k"] = params.top_k
+            if params.top_p < 1:
+                row["top_p"] = 1 - params.top_p
+        row["repetition"] = min(max(params.repetition_penalty, 1 / _LARGE), _LARGE)
+        row["frequency"] = params.frequency_penalty
+        row["presence"] = params.presence_penalty
+        if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
+            1, 0, 0,
+        ):  # fmt: skip
+            row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
+        self._add_edits(req_index, params, eos_token_ids)
+
+    def _add_edits(
+        self, req_index: int, params: SamplingParams, eos_token_ids: Sequence[int]
+    ) -> None:
+        bias = params.logit_bias or {}
+        banned: set[int] = set()
+        if params.min_tokens > self._rows[req_index]["num_generated"]:
+            banned.update(params.stop_token_ids or (), () if params.ignore_eos else eos_token_ids)
+        tokens = np.array([*bias, *banned], np.int64)
+        if not len(tokens):
+            return
+        addends = np.array([*bias.values(), *[-inf] * len(banned)])
+        finite = np.clip(addends[: len(bias)], -_LARGE, _LARGE)
+        addends[: len(bias)] = finite
+        until = np.repeat([_FOREVER, params.min_tokens], [len(bias), len(banned)])
+        known = (tokens >= 0) & (tokens < self.vocab_size)
+        self._edits[req_index] = (
+            tokens[known].astype(np.int32), addends[known].astype(np.float32), until[known],
+        )  # fmt: skip
+
+    def remove(self, req_index: int) -> None:
+        """Give the row back; nothing happens if it is free."""
+        self._version += 1
+        self._rows[req_index] = _NEUTRAL
+        self._edits.pop(req_index, None)
+        if self._seen is not None and (self._rows["slot"] < 0).all():
+            self._seen = None
+
+    def _take_slot(self, token_ids: np.ndarray, num_prompt_tokens: int) -> int:
+        """Find a free row of `seen` for a request, more rows if there is none, and fill it."""
+        num_slots = 0 if self._seen is None else len(self._seen)
+        slot = int(np.setdiff1d(np.arange(num_slots + 1), self._rows["slot"])[0])
+        if slot == num_slots:
+            num_more = min(max(num_slots, 1), self.max_num_seqs - num_slots)
+            more = mx.zeros((num_more, self.vocab_size), mx.uint32)
+            self._seen = more if self._seen is None else mx.concatenate([self._seen, more])
+        in_vocab = (token_ids >= 0) & (token_ids < self.vocab_size)
+        prompt, output = (
+            part[known]
+            for part, known in zip(
+                np.split(token_ids, [num_prompt_tokens]),
+                np.split(in_vocab, [num_prompt_tokens]),
+                strict=True,
+            )
+        )
+        seen = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.uint32)
+        seen[prompt] |= 1
+        self._seen[slot] = mx.array(seen)
+        return slot
+
+    def num_logprobs(self, req_indices: np.ndarray) -> np.ndarray:
+        """How many of the most likely tokens each request wants beside its own; -1: no logprobs."""
+        return self._rows["num_logprobs"][req_indices]
+
+    def __call__(self, logits: mx.array, req_indices: np.ndarray) -> SamplerOutput:
+        """Choose the next token of each row; lazy: nothing is evaluated.
+
+        logits: (T, V) float32, float16 or bfloat16.  req_indices: (T,) int, the request of each
+        row, none twice.  Counts one more generated token for each.  If any of the requests wants
+        logprobs, all rows get as many as the most demanding one wants.
+        """
+        if logits.shape != (len(req_indices), self.vocab_size):
+            raise ValueError(
+                f"logits must be ({len(req_indices)}, {self.vocab_size}), got {logits.shape}"
+            )
+        if not len(req_indices):
+            return SamplerOutput(mx.zeros(0, mx.int32), None)
+        plan = self._plan_for(req_indices)
+        x = logits
+        if plan.edits is not None:
+            rows, tokens, addends = plan.edits
+            x = x.astype(mx.float32).at[rows, tokens].add(addends)
+        if plan.slots is not None:
+            x = x.astype(mx.float32)
+            seen = self._seen if plan.all_slots else self._seen[plan.slots]
+            if plan.repetition is not None:
+                x = ops.penalize_repetition(x, seen, plan.repetition)
+            if plan.frequency is not None:
+                x = ops.penalize_frequency(x, seen, plan.frequency, plan.presence)
+        if plan.temperature is not None:
+            x = x.astype(mx.float32)
+            table = self._rows[req_indices]
+            counter = table["num_generated"].astype(np.uint64) * _STEP
+            keys = mx.array(_mix(table["seed"] + counter).view(np.uint32).reshape(-1, 2))
+            bits = ops.random_bits(keys, self.vocab_size)
+            if plan.filters is None:
+                x = ops.perturb(x, bits, plan.temperature)
+            else:
+                floor = ops.thresholds(x, plan.filters, plan.temperature)
+                x = ops.perturb_above(x, floor, bits, plan.temperature)
+        token_ids = mx.argmax(x, -1).astype(mx.int32)
+        if plan.slots is not None:
+            self._seen = self._seen.at[plan.slots, token_ids].add(plan.increments)
+        self._rows["num_generated"][req_indices] += 1
+        plan.calls_left -= 1
+        if plan.num_logprobs < 0:
+            return SamplerOutput(token_ids, None)
+        return SamplerOutput(token_ids, ops.gather_logprobs(logits, token_ids, plan.num_logprobs))
+
+    def _plan_for(self, req_indices: np.ndarray) -> _Plan:
+        """The plan of these rows; a decode batch that stays as it is keeps its plan."""
+        key = (self._version, req_indices.tobytes())
+        if self._plan is None or self._plan.key != key or not self._plan.calls_left:
+            self._plan = self._make_plan(key, req_indices)
+        return self._plan
+
+    def _make_plan(self, key: tuple[int, bytes], req_indices: np.ndarray) -> _Plan:
+        table = self._rows[req_indices]
+        edits, calls_left = self._select_edits(req_indices)
+        slots = all_slots = increments = repetition = frequency = presence = None
+        has_slot = table["slot"] >= 0
+        if has_slot.any():
+            slots = np.maximum(table["slot"], 0)
+            all_slots = np.array_equal(slots, np.arange(len(self._seen))) and has_slot.all()
+            slots = mx.array(slots)
+            increments = mx.array(np.where(has_slot, 2, 0).astype(np.uint32))
+            if (table["repetition"] != 1).any():
+                repetition = _column(table["repetition"])
+            if table["frequency"].any() or table["presence"].any():
+                frequency, presence = _column(table["frequency"]), _column(table["presence"])
+        temperature = filters = None
+        if table["temperature"].any():
+            temperature = _column(table["temperature"])
+            filters = self._make_filters(table)
+        return _Plan(
+            key, calls_left, int(table["num_logprobs"].max()), edits, slots, bool(all_slots),
+            increments, repetition, frequency, presence, temperature, filters,
+        )  # fmt: skip
+
+    def _make_filters(self, table: np.ndarray) -> ops.Filters | None:
+        has_k, has_p = table["top_k"] > 0, table["top_p"] >= 0
+        has_min_p = (table["min_p"] > -inf).any()
+        if not (has_k.any() or has_p.any() or has_min_p):
+            return None
+        # A row with a top-p and no top-k may need all of its logits in order.
+        window = self.vocab_size if (has_p & ~has_k).any() else int(table["top_k"].max())
+        off = np.float32([-inf, 0])
+        return ops.Filters(
+            window=window,
+            min_p=_column(table["min_p"]) if has_min_p else None,
+            top_k=_column(np.where(has_k, -table["top_k"], -self.vocab_size)),
+            top_k_off=_column(off[has_k.astype(int)]),
+            top_p=_column(table["top_p"]) if has_p.any() else None,
+            top_p_off=_column(off[has_p.astype(int)]),
+        )
+
+    def _select_edits(
+        self, req_indices: np.ndarray
+    ) -> tuple[tuple[mx.array, mx.array, mx.array] | None, int]:
+        """Edits of these rows as flat arrays, and after how many calls the first of them ends."""
+        if not self._edits:
+            return None, _FOREVER
+        position = np.full(self.max_num_seqs, -1, np.int32)
+        position[req_indices] = np.arange(len(req_indices), dtype=np.int32)
+        lengths = [len(tokens) for tokens, _, _ in self._edits.values()]
+        req_index = np.repeat(np.fromiter(self._edits, np.int32, len(self._edits)), lengths)
+        tokens, addends, until = map(np.concatenate, zip(*self._edits.values(), strict=True))
+        left = until - self._rows["num_generated"][req_index]
+        now = (position[req_index] >= 0) & (left > 0)
+        if not now.any():
+            return None, _FOREVER
+        flat = (position[req_index[now]], tokens[now], addends[now])
+        return tuple(mx.array(a) for a in flat), int(left[now].min())
