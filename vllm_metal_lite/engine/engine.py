@@ -109,7 +109,8 @@ class LLMEngine:
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
-        if request_id in self._requests:
+        names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
+        if request_id in self._requests or any(name in self._answers for name in names):
             raise RequestError(f"request_id {request_id!r} is already in use")
         validate(params, self.model.vocab_size)
         text, token_ids = self.tokenize(prompt)
@@ -119,9 +120,9 @@ class LLMEngine:
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else hash((self.config.seed, arrival))
         answers = []
-        for index in range(params.n):
+        for index, name in enumerate(names):
             request = Request(
-                request_id if params.n == 1 else f"{request_id}#{index}",
+                name,
                 token_ids,
                 params.max_tokens or self.max_model_len,
                 priority=priority,

@@ -63,9 +63,7 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
     """
     path = find(name)
     config = _read_config(path)
-    model_type = str(config.get("model_type"))
-    if model_type in _REFUSED:
-        raise ModelLoadError(f"{name}: {model_type} is not supported: {_REFUSED[model_type]}")
+    _refuse_untrusted(name, str(config.get("model_type")))
     try:
         model, config = load_model(path, lazy=True)
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
@@ -85,6 +83,7 @@ def from_model(
 ) -> LoadedModel:
     """Wrap an mlx-lm model that is already in memory; refuses what cannot be packed and paged."""
     model_type = str(config.get("model_type"))
+    _refuse_untrusted(name, model_type)
     adapt(model)
     specs, vocab_size = _layer_specs(model, model_type)
     packed = PackedModel(model, specs)
@@ -104,6 +103,11 @@ def from_model(
         dtype=packed.attention_specs[0].dtype,
         generation_config=_read_json(path / "generation_config.json") if path else {},
     )
+
+
+def _refuse_untrusted(name: str, model_type: str) -> None:
+    if model_type in _REFUSED:
+        raise ModelLoadError(f"{name}: {model_type} is not supported: {_REFUSED[model_type]}")
 
 
 def find(name: str) -> Path:

@@ -7,6 +7,7 @@ attention when its keys are one.  The hook is in place only while a forward is b
 other use of a handle fails, because its array is empty and of an absurd width.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
 
 _POISON_SHAPE = (0, 7919)
+_HOOK_LOCK = threading.Lock()
 
 
 class KVHandle(mx.array):
@@ -84,19 +86,23 @@ class PagedLayerCache:
 
 @contextmanager
 def sdpa_hook() -> Iterator[None]:
-    """While open, SDPA with a KVHandle for keys is paged attention; any other call is MLX's own."""
-    original = mx.fast.scaled_dot_product_attention
+    """While open, SDPA with a KVHandle for keys is paged attention; any other call is MLX's own.
 
-    def hooked(q, k, v, *, scale, mask=None, sinks=None, **kwargs):
-        if not isinstance(k, KVHandle):
-            return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **kwargs)
-        return k.cache.attend(q, scale, mask, sinks)
+    One thread at a time: the name is the whole process's.
+    """
+    with _HOOK_LOCK:
+        original = mx.fast.scaled_dot_product_attention
 
-    mx.fast.scaled_dot_product_attention = hooked
-    try:
-        yield
-    finally:
-        mx.fast.scaled_dot_product_attention = original
+        def hooked(q, k, v, *, scale, mask=None, sinks=None, **kwargs):
+            if not isinstance(k, KVHandle):
+                return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **kwargs)
+            return k.cache.attend(q, scale, mask, sinks)
+
+        mx.fast.scaled_dot_product_attention = hooked
+        try:
+            yield
+        finally:
+            mx.fast.scaled_dot_product_attention = original
 
 
 class _Rows:

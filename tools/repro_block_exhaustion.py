@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Drive the block pool to exhaustion, and prove that no token changed.
+
+A crowd of requests runs twice over the same weights: in a pool that cannot hold them, and in one
+that can.  The pool's size follows from the crowd (demand / oversubscription), not from the machine,
+so exhaustion is certain.  Exit status 0 only if requests were preempted AND every token is equal.
+
+    python tools/repro_block_exhaustion.py
+    python tools/repro_block_exhaustion.py --oversubscribe 6 --num-requests 48 --json
+    python tools/repro_block_exhaustion.py --model mlx-community/Qwen3-0.6B-4bit
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+
+import numpy as np
+
+from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams
+from vllm_metal_lite.model.loader import LoadedModel, load
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
+    parser.add_argument("--num-requests", type=int, default=24)
+    parser.add_argument(
+        "--oversubscribe", type=float, default=3.0, help="demand for blocks / size of the pool"
+    )
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=256)
+    parser.add_argument("--prefill-policy", default="mixed")
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    if args.num_requests < 2:
+        parser.error(f"--num-requests must be at least 2, got {args.num_requests}")
+    if args.oversubscribe <= 1:
+        parser.error(f"--oversubscribe must be above 1, got {args.oversubscribe:g}")
+    return args
+
+
+def make_crowd(args: argparse.Namespace, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
+    """Short prompts and long answers: many get in, and all of them grow.
+
+    A prompt fills 1 to 3 blocks, an answer 6 to 8.  Every other request is greedy, the rest sample
+    with seeds of their own.
+    """
+    rng = np.random.default_rng(args.seed)
+    crowd = []
+    for i in range(args.num_requests):
+        prompt = rng.integers(0, vocab_size, rng.integers(1, 3 * args.block_size + 1))
+        max_tokens = int(rng.integers(6 * args.block_size, 8 * args.block_size + 1))
+        params = SamplingParams(
+            temperature=0.0 if i % 2 == 0 else 0.8,
+            seed=args.seed + i,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+        )
+        crowd.append((prompt.tolist(), params))
+    return crowd
+
+
+def blocks_of(prompt: list[int], params: SamplingParams, block_size: int) -> int:
+    """Blocks a request holds at its end; the last token sampled is never written."""
+    return -(-(len(prompt) + params.max_tokens - 1) // block_size)
+
+
+def show(engine: LLMEngine, label: str, started: float) -> None:
+    """Draw the pool on one line of the terminal."""
+    m = engine.metrics()
+    width = 40
+    owned = round(width * m["blocks_owned"] / m["blocks_total"])
+    cached = round(width * m["blocks_cached"] / m["blocks_total"])
+    bar = "#" * owned + "-" * min(cached, width - owned)
+    line = (
+        f"\r{label} [{bar:<{width}}] {m['blocks_owned']:4d}/{m['blocks_total']} blocks  "
+        f"running {m['requests_running']:3d}  waiting {m['requests_waiting']:3d}  "
+        f"preemptions {m['preemptions']:4d}  {time.perf_counter() - started:5.1f} s "
+    )
+    print(line, end="", file=sys.stderr, flush=True)
+
+
+def run(
+    model: LoadedModel, config: EngineConfig, crowd: list, label: str
+) -> tuple[list[list[int]], dict[str, int]]:
+    """Run the crowd to its end; returns each request's tokens, and the engine's metrics."""
+    engine = LLMEngine(model, config)
+    for i, (prompt, params) in enumerate(crowd):
+        engine.add_request(str(i), prompt, params)
+    tokens: list[list[int]] = [[] for _ in crowd]
+    started = time.perf_counter()
+    shown = 0.0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                tokens[int(output.request_id)] = output.outputs[0].token_ids
+        if (now := time.perf_counter()) - shown > 0.1:
+            show(engine, label, started)
+            shown = now
+    show(engine, label, started)
+    print(file=sys.stderr)
+    return tokens, engine.metrics()
+
+
+def main() -> int:
+    args = parse_args()
+    model = load(args.model)
+    crowd = make_crowd(args, model.vocab_size)
+    needs = [blocks_of(p, s, args.block_size) for p, s in crowd]
+    demand = sum(needs)
+    pool = max(int(demand / args.oversubscribe), max(needs))
+    roomy = EngineConfig(
+        block_size=args.block_size,
+        num_blocks=demand,
+        max_num_seqs=args.num_requests,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        prefill_policy=args.prefill_policy,
+        enable_prefix_caching=not args.no_prefix_caching,
+    )
+    tight = dataclasses.replace(roomy, num_blocks=pool)
+    print(
+        f"{args.num_requests} requests want {demand} blocks of {args.block_size} tokens; "
+        f"the pool has {pool}",
+        file=sys.stderr,
+    )
+    expected, _ = run(model, roomy, crowd, "unconstrained")
+    tokens, metrics = run(model, tight, crowd, "exhausted    ")
+
+    different = [i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b]
+    report = {
+        "model": args.model,
+        "requests": args.num_requests,
+        "tokens_compared": sum(map(len, expected)),
+        "blocks_demanded": demand,
+        "blocks_in_pool": pool,
+        "blocks_peak": metrics["blocks_peak_owned"],
+        "preemptions": metrics["preemptions"],
+        "recomputed_tokens": metrics["recomputed_tokens"],
+        "prefix_cache_hit_tokens": metrics["prefix_cache_hit_tokens"],
+        "requests_that_differ": different,
+        "passed": metrics["preemptions"] > 0 and not different,
+    }
+    if args.json:
+        print(json.dumps(report))
+    else:
+        for name, value in report.items():
+            print(f"{name.replace('_', ' '):<24} {value}")
+    for i in different[:3]:
+        at = next(
+            (k for k, (a, b) in enumerate(zip(tokens[i], expected[i], strict=False)) if a != b),
+            min(len(tokens[i]), len(expected[i])),
+        )
+        print(f"request {i} differs first at its token {at}", file=sys.stderr)
+    if not metrics["preemptions"]:
+        print("nothing was preempted: the pool was not exhausted", file=sys.stderr)
+    return 0 if report["passed"] else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MetalLiteError as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)

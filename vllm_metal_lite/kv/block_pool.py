@@ -1,0 +1,134 @@
+"""Who holds which block of the store.
+
+Every block is exactly one of
+    free    nameless, owned by nobody
+    cached  named by the hash of its tokens, owned by nobody: found again, or evicted
+    owned   in the block tables of `ref` > 0 requests, named or not
+and every move between the three is O(1) a block.  The pool knows numbers only: what the blocks
+hold is on the device.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Hands out the block ids 0 .. num_blocks - 1, and finds full blocks again by their name.
+
+    enable_caching False: nothing is ever named, so every block is free or owned.
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.peak_owned = 0
+        self._ref = [0] * num_blocks
+        self._name: list[bytes | None] = [None] * num_blocks
+        self._by_name: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def is_owned(self, block_id: int) -> bool:
+        return self._ref[block_id] > 0
+
+    def allocate(self, n: int) -> list[int] | None:
+        """Take n blocks, or none at all (None): free ones first, then the least recently used."""
+        if n > self.num_available:
+            return None
+        blocks = []
+        for _ in range(n):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            self._ref[block] = 1
+            blocks.append(block)
+        self.peak_owned = max(self.peak_owned, self.num_owned)
+        return blocks
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block of that name, owned or cached, or None."""
+        return self._by_name.get(block_hash)
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Own blocks that `lookup` found."""
+        for block in block_ids:
+            if self._ref[block] == 0:
+                del self._cached[block]
+            self._ref[block] += 1
+        self.peak_owned = max(self.peak_owned, self.num_owned)
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give back one ownership of each block of a sequence.
+
+        Its tail is evicted before its head: a block is of use only to those who hit all before it.
+        """
+        for block in reversed(block_ids):
+            assert self._ref[block] > 0, f"block {block} was freed twice"
+            self._ref[block] -= 1
+            if self._ref[block] == 0:
+                if self._name[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def publish(self, block_id: int, block_hash: bytes) -> bool:
+        """Name an owned, full block; False if another block has that name and so keeps it."""
+        if not self.enable_caching or block_hash in self._by_name:
+            return False
+        assert self._ref[block_id] > 0, f"block {block_id} is owned by nobody"
+        assert self._name[block_id] is None, f"block {block_id} has a name"
+        self._by_name[block_hash] = block_id
+        self._name[block_id] = block_hash
+        return True
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Take the names of these blocks away; those that have none are left alone."""
+        for block in block_ids:
+            if self._name[block] is not None:
+                self._forget(block)
+                if self._ref[block] == 0:
+                    del self._cached[block]
+                    self._free.append(block)
+
+    def reset(self) -> None:
+        """Forget every name; owners keep their blocks."""
+        self.unpublish(list(self._by_name.values()))
+
+    def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Assert that the account is right; with all block tables, that the ownerships are too."""
+        free, cached = set(self._free), set(self._cached)
+        owned = {b for b in range(self.num_blocks) if self._ref[b] > 0}
+        assert len(free) == self.num_free, "a block is free twice"
+        assert min(self._ref, default=0) >= 0
+        assert not (free & cached or free & owned or cached & owned), "a block is in two states"
+        assert len(free) + len(cached) + len(owned) == self.num_blocks, "a block is lost"
+        assert len(owned) == self.num_owned <= self.peak_owned
+        assert all(self._name[b] is None for b in free), "a free block has a name"
+        assert all(self._name[b] is not None for b in cached), "a cached block has no name"
+        names = {name: b for b, name in enumerate(self._name) if name is not None}
+        assert names == self._by_name, "the names and the index differ"
+        if block_tables is not None:
+            refs = Counter(b for table in block_tables for b in table)
+            assert [refs[b] for b in range(self.num_blocks)] == self._ref, "an ownership is wrong"
+
+    def _forget(self, block: int) -> None:
+        del self._by_name[self._name[block]]
+        self._name[block] = None
