@@ -10,11 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 
 # Candidates for the k largest logits are looked for in blocks of this many tokens.
 _BLOCK = 64
+
+
+def column(values: np.ndarray) -> mx.array:
+    """(T,) on the host as (T, 1) on the device."""
+    return mx.array(values[:, None])
+
+
+def row_numbers(rows: np.ndarray, num_rows: int) -> mx.array | None:
+    """Rising row numbers for the device; None if they are all there are."""
+    return mx.array(rows.astype(np.int32)) if len(rows) < num_rows else None
 
 
 def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -43,76 +55,132 @@ def penalize_frequency(
     return x - frequency * (seen >> 1) - presence * (seen > 1)
 
 
+def _blocks(x: mx.array) -> mx.array:
+    """(T, V) as (T, blocks, _BLOCK), the last one filled up with -inf."""
+    if x.shape[1] % _BLOCK:
+        x = mx.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)), constant_values=-mx.inf)
+    return x.reshape(len(x), -1, _BLOCK)
+
+
+def is_small(k: int, vocab_size: int) -> bool:
+    """Whether the k largest logits of a row can be found by sorting less than half of it."""
+    return 2 * k * _BLOCK < vocab_size
+
+
 def candidates(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """A few tokens of each row, in order of id, that include its k most likely ones.
 
     Returns logits (T, C) and token ids (T or 1, C).  The k blocks with the largest maxima hold the
-    k largest logits (ties: the lowest ids), so a row is read once and only C = k * 64 values are
-    sorted; on Metal a partition of the whole row would be a sort of it.  If that is no less than
-    half the row, C = V.
+    k largest logits (ties: the lowest ids), so a row is read once and C = k * 64 values are left to
+    sort; on Metal a partition of the whole row would be a sort of it.  C = V unless k `is_small`.
     """
-    num_rows, vocab_size = x.shape
-    num_blocks = -(-vocab_size // _BLOCK)
-    if 2 * k >= num_blocks:
+    vocab_size = x.shape[1]
+    if not is_small(k, vocab_size):
         return x, mx.arange(vocab_size)[None]
-    if vocab_size % _BLOCK:
-        x = mx.pad(x, ((0, 0), (0, -vocab_size % _BLOCK)), constant_values=-mx.inf)
-    x = x.reshape(num_rows, num_blocks, _BLOCK)
+    x = _blocks(x)
     blocks = mx.sort(mx.argsort(-x.max(-1), -1)[:, :k], -1)[:, :, None]
-    ids = (blocks * _BLOCK + mx.arange(_BLOCK)).reshape(num_rows, -1)
-    return mx.take_along_axis(x, blocks, 1).reshape(num_rows, -1), ids
+    ids = blocks * _BLOCK + mx.arange(_BLOCK)
+    return mx.take_along_axis(x, blocks, 1).flatten(1), ids.flatten(1)
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which tokens may be drawn; all arrays (T, 1), each with a value that means "all of them".
+    """Which tokens may be drawn, for R rows whose thresholds take the same amount of sorting.
 
-    window: how many of a row's largest logits have to be sorted, 0 if none.
-    min_p: float32 temperature * log(min_p), -inf: all; None if no row has one.
-    top_k: int32 -k; -V: all.  top_k_off: float32, 0 or, where top_k keeps all, -inf.
-    top_p: float32 1 - top_p, or None.  top_p_off: float32, as top_k_off.
+    rows: (R,) int32, None: every row.  k: how many of a row's largest logits have to be sorted, 0
+    if none.  The rest are (R, 1), or None if no row has one, with a value that keeps all tokens:
+    temperature; min_p: temperature * log(min_p), -inf; top_k: int32 -k, -V; top_p: 1 - top_p, -1.
     """
 
-    window: int
+    rows: mx.array | None
+    k: int
+    temperature: mx.array
     min_p: mx.array | None
     top_k: mx.array
-    top_k_off: mx.array
     top_p: mx.array | None
-    top_p_off: mx.array
+
+
+def make_filters(
+    temperature: np.ndarray,
+    min_p: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    vocab_size: int,
+) -> list[Filters]:
+    """Group the rows that filter; all (T,), as in `Filters`, but top_k as k, 0: all.
+
+    A top-p without a small top-k may need all of its row in order, and only that row pays for it.
+    """
+    has_min_p, has_top_p = min_p > -np.inf, top_p >= 0
+    small = (top_k > 0) & is_small(top_k, vocab_size)
+    large = ~small & ((top_k > 0) | has_top_p)
+    if small.any():  # let greedy rows, as top-1, join: gathering the others would cost more
+        small |= temperature == 0
+        top_k = np.where(temperature == 0, 1, top_k)
+    top_k = np.where(top_k > 0, top_k, vocab_size)
+    groups = []
+    for mine, k in (
+        (has_min_p & ~small & ~large, 0),
+        (small, int(top_k[small].max(initial=0))),
+        (large, vocab_size),
+    ):
+        if mine.any():
+            group = Filters(
+                rows=row_numbers(np.flatnonzero(mine), len(mine)),
+                k=k,
+                temperature=column(temperature[mine]),
+                min_p=column(min_p[mine]) if has_min_p[mine].any() else None,
+                top_k=column(-top_k[mine]),
+                top_p=column(top_p[mine]) if has_top_p[mine].any() else None,
+            )
+            groups.append(group)
+    return groups
+
+
+def thresholds(x: mx.array, groups: list[Filters]) -> mx.array:
+    """The lowest logit (T, 1) that may be drawn; -inf for a row in none of the groups.
+
+    A row with a NaN, or with an infinite best logit, may get NaN, which cuts nothing.
+    """
+    if groups[0].rows is None:
+        return _threshold(x, groups[0])
+    floor = mx.full((len(x), 1), -mx.inf)
+    for group in groups:
+        floor[group.rows] = _threshold(x[group.rows], group)
+    return floor
+
+
+def _threshold(x: mx.array, f: Filters) -> mx.array:
+    """Min-p, then top-k, then top-p of the mass that is left.  The best token always stays."""
+    if not f.k:
+        return x.max(-1, keepdims=True) + f.min_p
+    s = mx.sort(candidates(x, f.k)[0], -1)
+    size, best = s.shape[1], s[:, -1:]
+    floor = mx.take_along_axis(s, f.top_k, -1)  # -k counts from the end, s being in rising order
+    if f.min_p is not None:
+        floor = mx.maximum(floor, best + f.min_p)
+    if f.top_p is not None:
+        # Summed from the least likely up, as small terms would be lost against a sum near 1.
+        rank = mx.arange(-size, 0)[None]
+        mass = _weights(s, best, rank, f.top_k, floor, f.temperature).cumsum(-1)
+        cut = (mass <= f.top_p * mass[:, -1:]).sum(-1, keepdims=True)
+        floor = mx.maximum(floor, mx.take_along_axis(s, mx.minimum(cut, size - 1), -1))
+    return floor
 
 
 @_fused
 def _weights(
-    s: mx.array, rank: mx.array, top_k: mx.array, floor: mx.array, temperature: mx.array
+    s: mx.array,
+    best: mx.array,
+    rank: mx.array,
+    top_k: mx.array,
+    floor: mx.array,
+    temperature: mx.array,
 ) -> mx.array:
     # By rank, not by value: how many of the tokens that tie with the k-th are at hand depends on
-    # the window, hence on the batch.
+    # the other rows.
     out = (rank < top_k) | (s < floor)
-    return mx.where(out, 0.0, mx.exp((s - s[:, -1:]) / temperature))
-
-
-def thresholds(x: mx.array, filters: Filters, temperature: mx.array) -> mx.array:
-    """The lowest logit (T, 1) that may be drawn: min-p, then top-k, then top-p of what is left.
-
-    temperature: (T, 1), 0 in rows without a top-p.  The best token always stays.  A row with a NaN
-    or an infinite best logit may get NaN, which cuts nothing.
-    """
-    if not filters.window:
-        return x.max(-1, keepdims=True) + filters.min_p
-    s = mx.sort(candidates(x, filters.window)[0], -1)
-    size = s.shape[1]
-    # Of the candidates in rising order, top_k = -k counts from the end.
-    floor = mx.take_along_axis(s, mx.maximum(filters.top_k, -size), -1) + filters.top_k_off
-    if filters.min_p is not None:
-        floor = mx.maximum(floor, s[:, -1:] + filters.min_p)
-    if filters.top_p is not None:
-        # Summed from the least likely up, as small terms would be lost against a sum near 1.
-        rank = mx.arange(-size, 0)[None]
-        mass = _weights(s, rank, filters.top_k, floor, temperature).cumsum(-1)
-        cut = (mass <= filters.top_p * mass[:, -1:]).sum(-1, keepdims=True)
-        last_kept = mx.take_along_axis(s, mx.minimum(cut, size - 1), -1)
-        floor = mx.maximum(floor, last_kept + filters.top_p_off)
-    return floor
+    return mx.where(out, 0.0, mx.exp((s - best) / temperature))
 
 
 def random_bits(keys: mx.array, vocab_size: int) -> mx.array:
@@ -172,8 +240,10 @@ def gather_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArray
         values = mx.concatenate([chosen, mx.take_along_axis(top, order, -1)], -1)
         top_ids = mx.take_along_axis(ids.astype(mx.int32), order, -1)
         token_ids = mx.concatenate([token_ids, top_ids], -1)
+    # In two levels, as MLX's CPU sums a row from one end to the other: off by 2e-4 at V = 152,000.
+    total = mx.logsumexp(mx.logsumexp(_blocks(x), -1), -1, keepdims=True)
     return LogprobArrays(
         token_ids,
-        values - mx.logsumexp(x, -1, keepdims=True),
+        values - total,
         1 + (x > chosen).sum(-1),
     )

@@ -6,7 +6,8 @@ the argmax of logits plus Gumbel noise, whose key is made of the request's seed 
 tokens it has generated, and of nothing else: neither the batch, nor the row, nor a preemption, nor
 chunking changes what a request draws from the same logits.
 
-A row whose logits are all -inf or NaN gives token 0; of several +inf the lowest id wins.
+A row of nothing but -inf or NaN gives token 0; one with a NaN among others gives some token that is
+not -inf; of several +inf the lowest id wins.
 """
 
 from collections.abc import Sequence
@@ -59,14 +60,14 @@ class _Plan:
     calls_left: int  # until a request reaches its min_tokens
     num_logprobs: int  # -1: none
     edits: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
-    slots: mx.array | None  # (T,) rows of `seen`; rows without penalties borrow row 0
+    slots: mx.array | None  # (R,) rows of `seen` of the rows with penalties
     all_slots: bool  # slots are 0, 1, 2, ..., all of them
-    increments: mx.array | None  # (T,) uint32
+    penalty_rows: mx.array | None  # (R,) where these are in the batch, None: they are all of it
     repetition: mx.array | None
     frequency: mx.array | None
     presence: mx.array | None
     temperature: mx.array | None  # None: all greedy
-    filters: ops.Filters | None
+    filters: list[ops.Filters]
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
@@ -96,10 +97,6 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
-
-
-def _column(values: np.ndarray) -> mx.array:
-    return mx.array(values[:, None])
 
 
 class Sampler:
@@ -151,9 +148,7 @@ class Sampler:
         row["repetition"] = min(max(params.repetition_penalty, 1 / _LARGE), _LARGE)
         row["frequency"] = params.frequency_penalty
         row["presence"] = params.presence_penalty
-        if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
-            1, 0, 0,
-        ):  # fmt: skip
+        if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
             row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
         self._add_edits(req_index, params, eos_token_ids)
 
@@ -164,12 +159,11 @@ class Sampler:
         banned: set[int] = set()
         if params.min_tokens > self._rows[req_index]["num_generated"]:
             banned.update(params.stop_token_ids or (), () if params.ignore_eos else eos_token_ids)
-        tokens = np.array([*bias, *banned], np.int64)
-        if not len(tokens):
+        if not bias and not banned:
             return
+        tokens = np.array([*bias, *banned], np.int64)
         addends = np.array([*bias.values(), *[-inf] * len(banned)])
-        finite = np.clip(addends[: len(bias)], -_LARGE, _LARGE)
-        addends[: len(bias)] = finite
+        addends = np.where(np.isfinite(addends), np.clip(addends, -_LARGE, _LARGE), addends)
         until = np.repeat([_FOREVER, params.min_tokens], [len(bias), len(banned)])
         known = (tokens >= 0) & (tokens < self.vocab_size)
         self._edits[req_index] = (
@@ -193,16 +187,10 @@ class Sampler:
             more = mx.zeros((num_more, self.vocab_size), mx.uint32)
             self._seen = more if self._seen is None else mx.concatenate([self._seen, more])
         in_vocab = (token_ids >= 0) & (token_ids < self.vocab_size)
-        prompt, output = (
-            part[known]
-            for part, known in zip(
-                np.split(token_ids, [num_prompt_tokens]),
-                np.split(in_vocab, [num_prompt_tokens]),
-                strict=True,
-            )
-        )
+        is_prompt = np.arange(len(token_ids)) < num_prompt_tokens
+        output = token_ids[in_vocab & ~is_prompt]
         seen = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.uint32)
-        seen[prompt] |= 1
+        seen[token_ids[in_vocab & is_prompt]] |= 1
         self._seen[slot] = mx.array(seen)
         return slot
 
@@ -229,31 +217,37 @@ class Sampler:
             rows, tokens, addends = plan.edits
             x = x.astype(mx.float32).at[rows, tokens].add(addends)
         if plan.slots is not None:
-            x = x.astype(mx.float32)
-            seen = self._seen if plan.all_slots else self._seen[plan.slots]
-            if plan.repetition is not None:
-                x = ops.penalize_repetition(x, seen, plan.repetition)
-            if plan.frequency is not None:
-                x = ops.penalize_frequency(x, seen, plan.frequency, plan.presence)
+            x = self._penalize(x.astype(mx.float32), plan)
         if plan.temperature is not None:
             x = x.astype(mx.float32)
             table = self._rows[req_indices]
             counter = table["num_generated"].astype(np.uint64) * _STEP
             keys = mx.array(_mix(table["seed"] + counter).view(np.uint32).reshape(-1, 2))
             bits = ops.random_bits(keys, self.vocab_size)
-            if plan.filters is None:
-                x = ops.perturb(x, bits, plan.temperature)
-            else:
-                floor = ops.thresholds(x, plan.filters, plan.temperature)
+            if plan.filters:
+                floor = ops.thresholds(x, plan.filters)
                 x = ops.perturb_above(x, floor, bits, plan.temperature)
+            else:
+                x = ops.perturb(x, bits, plan.temperature)
         token_ids = mx.argmax(x, -1).astype(mx.int32)
         if plan.slots is not None:
-            self._seen = self._seen.at[plan.slots, token_ids].add(plan.increments)
+            drawn = token_ids if plan.penalty_rows is None else token_ids[plan.penalty_rows]
+            self._seen = self._seen.at[plan.slots, drawn].add(2)
         self._rows["num_generated"][req_indices] += 1
         plan.calls_left -= 1
         if plan.num_logprobs < 0:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, ops.gather_logprobs(logits, token_ids, plan.num_logprobs))
+
+    def _penalize(self, x: mx.array, plan: _Plan) -> mx.array:
+        seen = self._seen if plan.all_slots else self._seen[plan.slots]
+        rows = plan.penalty_rows
+        y = x if rows is None else x[rows]
+        if plan.repetition is not None:
+            y = ops.penalize_repetition(y, seen, plan.repetition)
+        if plan.frequency is not None:
+            y = ops.penalize_frequency(y, seen, plan.frequency, plan.presence)
+        return y if rows is None else mx.put_along_axis(x, rows[:, None], y, axis=0)
 
     def _plan_for(self, req_indices: np.ndarray) -> _Plan:
         """The plan of these rows; a decode batch that stays as it is keeps its plan."""
@@ -265,42 +259,28 @@ class Sampler:
     def _make_plan(self, key: tuple[int, bytes], req_indices: np.ndarray) -> _Plan:
         table = self._rows[req_indices]
         edits, calls_left = self._select_edits(req_indices)
-        slots = all_slots = increments = repetition = frequency = presence = None
-        has_slot = table["slot"] >= 0
-        if has_slot.any():
-            slots = np.maximum(table["slot"], 0)
-            all_slots = np.array_equal(slots, np.arange(len(self._seen))) and has_slot.all()
-            slots = mx.array(slots)
-            increments = mx.array(np.where(has_slot, 2, 0).astype(np.uint32))
-            if (table["repetition"] != 1).any():
-                repetition = _column(table["repetition"])
-            if table["frequency"].any() or table["presence"].any():
-                frequency, presence = _column(table["frequency"]), _column(table["presence"])
-        temperature = filters = None
-        if table["temperature"].any():
-            temperature = _column(table["temperature"])
-            filters = self._make_filters(table)
+        penalized = np.flatnonzero(table["slot"] >= 0)
+        slots = penalty_rows = repetition = frequency = presence = None
+        all_slots = False
+        if len(penalized):
+            wants = table[penalized]
+            slots = mx.array(wants["slot"])
+            all_slots = np.array_equal(wants["slot"], np.arange(len(self._seen)))
+            penalty_rows = ops.row_numbers(penalized, len(table))
+            if (wants["repetition"] != 1).any():
+                repetition = ops.column(wants["repetition"])
+            if wants["frequency"].any() or wants["presence"].any():
+                frequency, presence = ops.column(wants["frequency"]), ops.column(wants["presence"])
+        is_random = table["temperature"].any()
         return _Plan(
-            key, calls_left, int(table["num_logprobs"].max()), edits, slots, bool(all_slots),
-            increments, repetition, frequency, presence, temperature, filters,
+            key, calls_left, int(table["num_logprobs"].max()), edits, slots, all_slots,
+            penalty_rows, repetition, frequency, presence,
+            ops.column(table["temperature"]) if is_random else None,
+            ops.make_filters(
+                table["temperature"], table["min_p"], table["top_k"], table["top_p"],
+                self.vocab_size,
+            ) if is_random else [],
         )  # fmt: skip
-
-    def _make_filters(self, table: np.ndarray) -> ops.Filters | None:
-        has_k, has_p = table["top_k"] > 0, table["top_p"] >= 0
-        has_min_p = (table["min_p"] > -inf).any()
-        if not (has_k.any() or has_p.any() or has_min_p):
-            return None
-        # A row with a top-p and no top-k may need all of its logits in order.
-        window = self.vocab_size if (has_p & ~has_k).any() else int(table["top_k"].max())
-        off = np.float32([-inf, 0])
-        return ops.Filters(
-            window=window,
-            min_p=_column(table["min_p"]) if has_min_p else None,
-            top_k=_column(np.where(has_k, -table["top_k"], -self.vocab_size)),
-            top_k_off=_column(off[has_k.astype(int)]),
-            top_p=_column(table["top_p"]) if has_p.any() else None,
-            top_p_off=_column(off[has_p.astype(int)]),
-        )
 
     def _select_edits(
         self, req_indices: np.ndarray

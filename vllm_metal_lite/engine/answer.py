@@ -95,11 +95,11 @@ class Answer:
         ids = logprobs.token_ids[row, : k + 1].tolist()
         values = logprobs.logprobs[row, : k + 1].tolist()
         ranks = [int(logprobs.ranks[row]), *range(1, len(ids))]
-        # Backwards, so that the chosen token's own rank wins if it is among the most likely.
-        return {
-            token: Logprob(value, rank, self._decode(token))
-            for token, value, rank in reversed(list(zip(ids, values, ranks, strict=True)))
-        }
+        out: dict[int, Logprob] = {}  # the chosen token first, with its own rank, as in vLLM
+        for token, value, rank in zip(ids, values, ranks, strict=True):
+            if token not in out:
+                out[token] = Logprob(value, rank, self._decode(token))
+        return out
 
     def _decode(self, token_id: int) -> str | None:
         return self._tokenizer.decode([token_id]) if self._tokenizer is not None else None

@@ -174,219 +174,238 @@ class Scheduler:
         """Take note of a step that was run.
 
         token_ids: ints, one for each segment that ends at its request's last token, in order.
-        A request finished since `schedule` keeps its place in `token_ids`, and is passed over.
+        A request finished since `schedule` keeps its place in `token_ids` and is passed over.
         """
-        decodes, prefills = output.segments[: output.num_decodes], output.segments[
-            output.num_decodes :
-        ]  # fmt: skip
+        num_decodes, running = output.num_decodes, RequestStatus.RUNNING
+        prefills = output.segments[num_decodes:]
         terminal = [s for s in prefills if s.num_computed + s.num_scheduled == s.request.num_tokens]
-        if len(token_ids) != len(decodes) + len(terminal):
+        if len(token_ids) != num_decodes + len(terminal):
             raise ValueError(
-                f"{len(token_ids)} tokens for {len(decodes) + len(terminal)} segments that want one"
+                f"{len(token_ids)} tokens for {num_decodes + len(terminal)} segments that want one"
             )
-        tokens = iter(token_ids)
-        for segment in decodes:
-            self._advance(segment, next(tokens))
         for request in output.admitted:
             if self._reads_cache(request) and not request.num_computed_before:
                 self.prefix_hit_tokens += request.num_cached_tokens
-                self.prefix_queried_tokens += request.num_tokens
+                self.prefix_queried_tokens += request.num_prompt_tokens
         for segment in prefills:
             request, end = segment.request, segment.num_computed + segment.num_scheduled
             again = min(end, request.num_computed_before) - segment.num_computed
             self.num_recomputed_tokens += max(again, 0)
-            if end < request.num_tokens:
-                self._advance(segment, None)
-            elif self._advance(segment, next(tokens)):
+            if request.status is running:
+                request.num_computed_tokens = end
+        for segment, token in zip(output.segments[:num_decodes], token_ids, strict=False):
+            request = segment.request
+            if request.status is running:
+                request.num_computed_tokens += 1
+                request.token_ids.append(token)
+        for segment, token in zip(terminal, token_ids[num_decodes:], strict=True):
+            request = segment.request
+            if request.status is running:
+                request.token_ids.append(token)
                 _remove(self._partials, request)
                 insort(self._decodes, request, key=_RANK)
 
     def rollback(self, output: SchedulerOutput) -> None:
-        """Take back a step that failed: its requests wait again, as if they were preempted.
+        """Take back a step that failed before `update`: its requests wait, as if preempted.
 
-        Blocks that got their names in it were perhaps never written.  Whoever hit them was admitted
-        in the same step, and goes back too.
+        What it was to write was perhaps never written: blocks that it completed lose their names.
         """
         self.pool.unpublish(output.published)
         for request in output.admitted:
             request.num_computed_tokens = 0
         for segment in output.segments:
             if segment.request.status is RequestStatus.RUNNING:
-                self._to_waiting(segment.request)
+                self._requeue(segment.request)
 
-    # 1. Decodes
+    # The three phases
 
     def _schedule_decodes(self, out: SchedulerOutput) -> None:
-        block_size = self._block_size
-        for request in self._decodes[: self._budget_left(out)]:
-            if request.status is not RequestStatus.RUNNING:
-                break  # preempted for one before it, and so are all that follow
+        budget, block_size = self.config.max_num_batched_tokens, self._block_size
+        # A preempted request is the last of this list, so iterating goes on undisturbed.
+        for request in self._decodes:
+            if len(out.segments) == budget:
+                break
+            start = request.num_computed_tokens
             new_blocks: Sequence[int] = ()
-            if len(request.block_ids) * block_size < request.num_tokens:
-                new_blocks = self._reserve_or_preempt(request, out)
+            if start == len(request.block_ids) * block_size:
+                while (new_blocks := self.pool.allocate(1)) is None:
+                    victim = self._preempt_lowest(out)
+                    if victim is request:
+                        break
                 if new_blocks is None:
                     break
-            self._schedule_segment(request, 1, new_blocks, out)
-            out.num_decodes += 1
-
-    def _reserve_or_preempt(self, request: Request, out: SchedulerOutput) -> list[int] | None:
-        """A block for a decode, if need be the lowest in rank's; None if that was the decode."""
-        while (blocks := self._reserve(request, request.num_tokens)) is None:
-            last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
-            victim = max(last, key=_RANK)
-            # Decodes go in order of rank, so whatever is scheduled by now ranks above the victim.
-            assert victim.rank >= request.rank
-            self._preempt(victim, out)
-            if victim is request:
-                return None
-        return blocks
-
-    # 2. and 3. Prefills
+                request.block_ids += new_blocks
+            out.segments.append(Segment(request, start, 1, new_blocks))
+            if (start + 1) % block_size == 0:
+                self._publish(request, start, start + 1, out)
+        out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
-        blocked = False
-        for request in self._partials.copy():
-            chunk = self._chunk(request, out)
-            held = len(request.block_ids) + self.pool.num_available
-            fits = min(chunk, held * self._block_size - request.num_computed_tokens)
-            if fits > 0:
-                blocks = self._reserve(request, request.num_computed_tokens + fits)
-                self._schedule_segment(request, fits, blocks, out)
-            blocked |= fits < chunk
-        if blocked:
-            return  # let what runs drain rather than admit more
-        for request in self._waiting.copy():
-            if self.num_running >= self.config.max_num_seqs or not self._budget_left(out):
-                return
-            if not self._admit(request, out) and not request.atomic:
-                return
+        starting = not self._partials
+        self._resume(out)
+        # Whoever was preempted comes first, and there are no blocks for it.
+        if not out.preempted:
+            self._admit(out, starting)
 
-    def _admit(self, request: Request, out: SchedulerOutput) -> bool:
-        """Give a waiting request a seat, what the prefix cache holds of it, and its first chunk.
+    def _resume(self, out: SchedulerOutput) -> None:
+        for request in self._partials:
+            chunk = self._chunk(request, request.num_computed_tokens, out)
+            reach = (len(request.block_ids) + self.pool.num_available) * self._block_size
+            chunk = min(chunk, reach - request.num_computed_tokens)
+            # 0: out of budget, or of blocks.  Then it waits for decodes to end, and so does
+            # everything in the queue, since no prompt is admitted without a block of its own.
+            if chunk > 0:
+                self._schedule_chunk(request, chunk, [], out)
 
-        Reserved is the chunk only, but all of its tokens must fit now, with a block to spare for
-        each that runs: or it would soon be preempted, or preempt.
+    def _admit(self, out: SchedulerOutput, starting: bool) -> None:
+        """Give seats to waiting requests, in order.
+
+        A request is admitted if it and all that run can reach the end of their known tokens and
+        one more block each: less would soon preempt it.  (With nothing running, that always fits.)
+        An atomic request that does not fit is passed over; any other is waited for.
         """
-        hits = self._prefix_hits(request)
-        self.pool.touch(hits)
-        request.num_computed_tokens = len(hits) * self._block_size
-        chunk = self._chunk(request, out)
-        wanted = self._blocks(request.num_tokens) - len(hits) + self.num_running
-        if not chunk or wanted > self.pool.num_available:
-            self.pool.free(hits)
-            request.num_computed_tokens = 0
-            return False
-        if not request.num_computed_before:
-            request.num_cached_tokens = request.num_computed_tokens
-        _remove(self._waiting, request)
-        insort(self._partials, request, key=_RANK)
-        request.status = RequestStatus.RUNNING
-        request.block_ids = hits
-        self._reserve(request, request.num_computed_tokens + chunk)
-        self._schedule_segment(request, chunk, tuple(request.block_ids), out)
-        out.admitted.append(request)
-        return True
+        if not self._waiting or not self._has_room(out):
+            return
+        left = self.pool.num_available - sum(
+            self._wanted_blocks(r) - len(r.block_ids) for r in (*self._partials, *self._decodes)
+        )
+        at = 0
+        while at < len(self._waiting) and self._has_room(out):
+            request = self._waiting[at]
+            hits = self._find_prefix(request)
+            start = len(hits) * self._block_size
+            chunk = self._chunk(request, start, out)
+            # Cached blocks that it would own are no longer available; owned ones cost nothing.
+            cost = self._wanted_blocks(request) - sum(map(self.pool.is_owned, hits))
+            fits = chunk > 0 and cost <= left
+            if self.config.prefill_policy == "whole" and not starting:
+                # A turn ends with the prompts that it started with: decodes are waiting.
+                fits = fits and chunk == request.num_tokens - start
+            if not fits:
+                if not request.atomic:
+                    break
+                at += 1
+                continue
+            del self._waiting[at]
+            insort(self._partials, request, key=_RANK)
+            request.status = RequestStatus.RUNNING
+            request.num_computed_tokens = start
+            if not request.num_computed_before:
+                request.num_cached_tokens = start
+            self.pool.touch(hits)
+            request.block_ids += hits
+            out.admitted.append(request)
+            self._schedule_chunk(request, chunk, hits, out)
+            left -= cost
 
-    def _prefix_hits(self, request: Request) -> list[int]:
-        """Blocks of the longest prefix that is cached; never all tokens: the last has to be run."""
-        if not self._reads_cache(request):
-            return []
-        most = (request.num_tokens - 1) // self._block_size
-        extend_block_hashes(request.block_hashes, request.token_ids, self._block_size, most)
-        hits = []
-        for name in request.block_hashes[:most]:
-            if (block := self.pool.lookup(name)) is None:
-                break
-            hits.append(block)
-        return hits
+    def _has_room(self, out: SchedulerOutput) -> bool:
+        """Whether a seat and a token of the budget are left."""
+        return (
+            self.num_running < self.config.max_num_seqs
+            and out.total_num_scheduled_tokens < self.config.max_num_batched_tokens
+        )
 
-    def _chunk(self, request: Request, out: SchedulerOutput) -> int:
-        """Tokens that a prefill may get of this step; 0 if an atomic one cannot get all."""
-        gap, left = request.num_tokens - request.num_computed_tokens, self._budget_left(out)
+    def _schedule_chunk(
+        self, request: Request, chunk: int, hits: list[int], out: SchedulerOutput
+    ) -> None:
+        start = request.num_computed_tokens
+        end = start + chunk
+        blocks = self.pool.allocate(self._blocks(end) - len(request.block_ids))
+        assert blocks is not None, "a chunk was scheduled without its blocks"
+        request.block_ids += blocks
+        out.segments.append(Segment(request, start, chunk, hits + blocks))
+        out.total_num_scheduled_tokens += chunk
+        self._publish(request, start, end, out)
+
+    def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:
+        """How many tokens from `start` on the request may have now; 0: none."""
+        gap = request.num_tokens - start
+        budget = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
         if request.atomic:
-            return gap if gap <= left else 0
-        caps = (self.config.long_prefill_token_threshold, request.max_chunk)
-        return min(gap, left, *(cap for cap in caps if cap))
+            return gap if gap <= budget else 0
+        threshold = self.config.long_prefill_token_threshold
+        return min(gap, budget, threshold or gap, request.max_chunk or gap)
+
+    # Out of blocks
 
     def _break_deadlock(self, out: SchedulerOutput) -> None:
-        """Partial prefills hold every block and none can go on: the lowest in rank give theirs.
+        """Nothing decodes, and no partial prefill has a block to go on: the first one gets some."""
+        while not self.pool.num_available:
+            victim = self._preempt_lowest(out)
+            assert victim is not self._partials[0], "a request alone has all the blocks it needs"
+        self._resume(out)
 
-        The last one left fits the store, as `add` made sure.
-        """
-        while out.is_empty:
-            self._preempt(self._partials[-1], out)
-            self._schedule_prefills(out)
-
-    # What they share
-
-    def _schedule_segment(
-        self, request: Request, count: int, new_block_ids: Sequence[int], out: SchedulerOutput
-    ) -> None:
-        """Put a segment into the step, and name the blocks that it fills.
-
-        Named before they are written: in each layer all of a step's rows are written before any is
-        read, so a request of the same step may share them.
-        """
-        start = request.num_computed_tokens
-        out.segments.append(Segment(request, start, count, new_block_ids))
-        out.total_num_scheduled_tokens += count
-        first, end = start // self._block_size, (start + count) // self._block_size
-        if first < end and self.config.enable_prefix_caching:
-            hashes, blocks = request.block_hashes, request.block_ids
-            extend_block_hashes(hashes, request.token_ids, self._block_size, end)
-            for i in range(first, end):
-                if self.pool.publish(blocks[i], hashes[i]):
-                    out.published.append(blocks[i])
-
-    def _advance(self, segment: Segment, token_id: int | None) -> bool:
-        """Book a segment as computed; False if its request was finished in the meantime."""
-        request = segment.request
-        if request.status is not RequestStatus.RUNNING:
-            return False
-        request.num_computed_tokens = segment.num_computed + segment.num_scheduled
-        if token_id is not None:
-            request.token_ids.append(token_id)
-        return True
-
-    def _reserve(self, request: Request, end: int) -> list[int] | None:
-        """Blocks for the tokens up to `end`: the new ones, or None, and then nothing changed."""
-        blocks = self.pool.allocate(self._blocks(end) - len(request.block_ids))
-        if blocks is not None:
-            request.block_ids += blocks
-        return blocks
-
-    def _preempt(self, request: Request, out: SchedulerOutput) -> None:
-        self._to_waiting(request)
-        request.num_preemptions += 1
+    def _preempt_lowest(self, out: SchedulerOutput) -> Request:
+        last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
+        victim = max(last, key=_RANK)
+        # Steps are filled in order of rank, so whoever gives way has not had its turn.
+        assert all(s.request is not victim for s in out.segments), "a scheduled request gives way"
+        victim.num_preemptions += 1
         self.num_preemptions += 1
-        out.preempted.append(request)
+        self._requeue(victim)
+        out.preempted.append(victim)
+        return victim
 
-    def _to_waiting(self, request: Request) -> None:
-        request.num_computed_before = max(request.num_computed_before, request.num_computed_tokens)
+    def _requeue(self, request: Request) -> None:
+        """Seat and blocks are given back; all tokens, sampled ones too, are to be computed."""
         self._unseat(request)
-        request.status = RequestStatus.PREEMPTED
+        before = max(request.num_computed_before, request.num_computed_tokens)
+        request.num_computed_before, request.num_computed_tokens = before, 0
+        request.status = RequestStatus.PREEMPTED if before else RequestStatus.WAITING
         insort(self._waiting, request, key=_RANK)
 
     def _unseat(self, request: Request) -> None:
-        _remove(self._decodes if _holds(self._decodes, request) else self._partials, request)
+        if not _remove(self._decodes, request):
+            _remove(self._partials, request)
         self.pool.free(request.block_ids)
         request.block_ids = []
-        request.num_computed_tokens = 0
-
-    def _reads_cache(self, request: Request) -> bool:
-        return self.config.enable_prefix_caching and not request.skip_prefix_cache_read
-
-    def _budget_left(self, out: SchedulerOutput) -> int:
-        return self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
+    def _wanted_blocks(self, request: Request) -> int:
+        """Blocks for all its known tokens, and one to go on unless it will end before."""
+        return min(self._blocks(request.num_tokens) + 1, request.max_blocks)
 
-def _holds(queue: list[Request], request: Request) -> bool:
+    # Prefix cache
+
+    def _reads_cache(self, request: Request) -> bool:
+        return self.pool.enable_caching and not request.skip_prefix_cache_read
+
+    def _find_prefix(self, request: Request) -> list[int]:
+        """Blocks that hold the request's first tokens; its last token is always left to compute."""
+        hits: list[int] = []
+        if self._reads_cache(request):
+            most = (request.num_tokens - 1) // self._block_size
+            self._hash(request, most)
+            for block_hash in request.block_hashes[:most]:
+                block = self.pool.lookup(block_hash)
+                if block is None:
+                    break
+                hits.append(block)
+        return hits
+
+    def _publish(self, request: Request, start: int, end: int, out: SchedulerOutput) -> None:
+        """Name the blocks that tokens [start, end) complete.
+
+        Before they are written: every layer writes all rows of a step before it reads any, so
+        requests of this same step may share them.
+        """
+        first, last = start // self._block_size, end // self._block_size
+        if last > first and self.pool.enable_caching:
+            self._hash(request, last)
+            for i in range(first, last):
+                if self.pool.publish(request.block_ids[i], request.block_hashes[i]):
+                    out.published.append(request.block_ids[i])
+
+    def _hash(self, request: Request, num_blocks: int) -> None:
+        extend_block_hashes(request.block_hashes, request.token_ids, self._block_size, num_blocks)
+
+
+def _remove(queue: list[Request], request: Request) -> bool:
+    """Take a request out of a list in order of rank; False if it is not there."""
     at = bisect_left(queue, request.rank, key=_RANK)
-    return at < len(queue) and queue[at] is request
-
-
-def _remove(queue: list[Request], request: Request) -> None:
-    del queue[bisect_left(queue, request.rank, key=_RANK)]
+    if at == len(queue) or queue[at] is not request:
+        return False
+    del queue[at]
+    return True

@@ -118,8 +118,8 @@ class BlockPool:
         owned = {b for b in range(self.num_blocks) if self._ref[b] > 0}
         assert len(free) == self.num_free, "a block is free twice"
         assert min(self._ref, default=0) >= 0
-        assert not (free & cached or free & owned or cached & owned), "a block is in two states"
-        assert len(free) + len(cached) + len(owned) == self.num_blocks, "a block is lost"
+        assert free | cached | owned == set(range(self.num_blocks)), "a block is lost"
+        assert len(free) + len(cached) + len(owned) == self.num_blocks, "a block is in two states"
         assert len(owned) == self.num_owned <= self.peak_owned
         assert all(self._name[b] is None for b in free), "a free block has a name"
         assert all(self._name[b] is not None for b in cached), "a cached block has no name"
