@@ -8,6 +8,9 @@ PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
+# Seats are rows of host tables, made at start.
+MAX_NUM_SEQS = 16384
+
 # Longest pack of prompts that shares one block-diagonal mask: the mask grows with its square.
 MAX_PACKED_PREFILL_TOKENS = 4096
 
@@ -41,6 +44,8 @@ class EngineConfig:
         self._choice("prefill_policy", PREFILL_POLICIES)
         self._choice("dtype", DTYPES)
         self._at_least("max_num_seqs", 1)
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(f"max_num_seqs ({self.max_num_seqs}) is above {MAX_NUM_SEQS}")
         self._at_least("max_num_batched_tokens", 1)
         self._at_least("num_blocks", 1, optional=True)
         self._at_least("max_model_len", 1, optional=True)

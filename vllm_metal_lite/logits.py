@@ -8,7 +8,7 @@ kept too (as in vLLM for top-k; there top-p cuts ties in an order of its own).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 
 import numpy as np
 
@@ -32,14 +32,19 @@ def row_numbers(rows: np.ndarray, num_rows: int) -> mx.array | None:
 def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """One kernel instead of one an operation; on a CPU, MLX would call a C++ compiler for it."""
     compiled = cache(lambda: mx.compile(fn, shapeless=True))
-    return lambda *args: (fn if backend.is_cpu() else compiled())(*args)
+
+    @wraps(fn)
+    def call(*args: mx.array) -> mx.array:
+        return fn(*args) if backend.is_cpu() else compiled()(*args)
+
+    return call
 
 
 @_fused
 def penalize_repetition(x: mx.array, seen: mx.array, penalty: mx.array) -> mx.array:
     """Tokens seen (in the prompt or since) become less likely if the penalty is above 1.
 
-    seen: (T, V) uint32, see `Sampler`; penalty: (T, 1), 1 for rows that ask for none.
+    seen: (T, V) uint32, see `Sampler`; penalty: (T, 1), 1 for a row that asks for none.
     """
     return mx.where(seen > 0, mx.where(x > 0, x / penalty, x * penalty), x)
 
@@ -50,7 +55,7 @@ def penalize_frequency(
 ) -> mx.array:
     """Generated tokens become less likely, by how often they came and by whether they came.
 
-    seen: (T, V) uint32, see `Sampler`; frequency, presence: (T, 1), 0 for rows that ask for none.
+    seen: (T, V) uint32, see `Sampler`; frequency, presence: (T, 1), 0 for a row that asks for none.
     """
     return x - frequency * (seen >> 1) - presence * (seen > 1)
 

@@ -12,7 +12,9 @@ def _require(ok: bool, name: str, value: object, limit: str) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) < 2**1024 and isfinite(value)  # isfinite cannot take an int beyond a float
 
 
 def _is_int(value: object) -> bool:
@@ -96,21 +98,23 @@ class SamplingParams:
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and 0 <= value <= self.MAX_LOGPROBS)
             _require(ok, name, value, f"in [0, {self.MAX_LOGPROBS}] (or None)")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         _require(
-            all(isinstance(s, str) and s for s in stop), "stop", self.stop, "non-empty strings"
-        )
+            isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop),
+            "stop", self.stop, "a non-empty string, or a list of them",
+        )  # fmt: skip
         ids = self.stop_token_ids or ()
         _require(
-            all(_is_int(t) and t >= 0 for t in ids),
-            "stop_token_ids", self.stop_token_ids, "token ids >= 0",
+            isinstance(ids, (list, tuple)) and all(_is_int(t) and t >= 0 for t in ids),
+            "stop_token_ids", self.stop_token_ids, "a list of token ids >= 0",
         )  # fmt: skip
         bias = self.logit_bias or {}
         _require(
-            all(_is_int(t) and t >= 0 and _is_number(b) for t, b in bias.items()),
+            isinstance(bias, dict)
+            and all(_is_int(t) and t >= 0 and _is_number(b) for t, b in bias.items()),
             "logit_bias", self.logit_bias, "a dict of token id >= 0 to finite number",
         )  # fmt: skip
-        object.__setattr__(self, "stop_strings", stop)
+        object.__setattr__(self, "stop_strings", tuple(stop))
 
     @property
     def greedy(self) -> bool:

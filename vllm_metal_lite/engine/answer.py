@@ -58,9 +58,11 @@ class Answer:
         may_stop = count >= self.params.min_tokens
         if may_stop and token_id in self._eos:
             return self._finish("stop")
-        stop = self._detokenizer.add(token_id, may_stop) if self._detokenizer else None
         if may_stop and token_id in self._stop_ids:
+            if self._detokenizer and self.params.include_stop_str_in_output:
+                self._detokenizer.add(token_id, may_stop=False)
             return self._finish("stop", token_id)
+        stop = self._detokenizer.add(token_id, may_stop) if self._detokenizer else None
         if self._detokenizer:
             out.text = self._detokenizer.text
         if stop is not None:

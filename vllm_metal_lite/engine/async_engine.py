@@ -17,6 +17,8 @@ from vllm_metal_lite.engine.engine import LLMEngine, Prompt
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 
+_SHUT_DOWN = "the engine was shut down"
+
 
 class _Stream:
     """What a request's coroutine waits on; filled from the engine's thread."""
@@ -45,6 +47,8 @@ class AsyncEngine:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = (
             queue.SimpleQueue()
         )
+        self._closed = False
+        self._closing = threading.Lock()  # nothing comes into the queue behind its end, None
         self._streams: dict[str, _Stream] = {}  # touched by the engine's thread only
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="vllm-metal-lite", daemon=True)
@@ -93,13 +97,20 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._submit(self._engine.metrics))
 
     def shutdown(self) -> None:
-        """Stop the thread after the step under way; streams still open end with an error."""
-        self._calls.put(None)
+        """Stop the thread after the step under way; open streams and later calls get an error."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._calls.put(None)
         self._thread.join()
 
     def _submit(self, call: Callable[[], Any]) -> Future:
         future: Future = Future()
-        self._calls.put((call, future))
+        with self._closing:
+            if self._closed:
+                future.set_exception(RuntimeError(_SHUT_DOWN))
+            else:
+                self._calls.put((call, future))
         return future
 
     def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
@@ -127,7 +138,7 @@ class AsyncEngine:
             while block or not self._calls.empty():
                 item = self._calls.get()
                 if item is None:
-                    self._fail_all(RuntimeError("the engine was shut down"))
+                    self._fail_all(RuntimeError(_SHUT_DOWN))
                     return
                 self._answer(*item)
                 block = False

@@ -13,9 +13,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: TokenizerWrapper, params: SamplingParams) -> None:
         self._stream = tokenizer.detokenizer
-        self._skip = (
-            frozenset(tokenizer.all_special_ids) if params.skip_special_tokens else frozenset()
-        )
+        self._skip = _special_ids(tokenizer) if params.skip_special_tokens else frozenset()
         self._vocab_size = len(tokenizer)  # a model's vocabulary may be padded beyond it
         self._stop = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
@@ -40,10 +38,16 @@ class Detokenizer:
                 self.text = text[: at + len(stop)] if self._keep_stop else text[:at]
                 return stop
         self._searched = len(text)
-        self.text = text[: len(text) - self._hold_back] if self._hold_back else text
+        self.text = text[: max(len(text) - self._hold_back, 0)]
         return None
 
     def finish(self) -> None:
         """Flush what was held back; not after a stop string was found."""
         self._stream.finalize()
         self.text = self._stream.text
+
+
+def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
+    """Tokens that are markup: the named ones (end of sequence, ...) and those marked special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}

@@ -65,7 +65,7 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.model.tokenizer is None:
                 raise RequestError("this model was loaded without a tokenizer: give token ids")
-            text, prompt = prompt, self.model.tokenizer.encode(prompt) if prompt else []
+            text, prompt = prompt, self._encode(prompt) if prompt else []
         elif not isinstance(prompt, (list, tuple, np.ndarray)):
             raise RequestError(
                 "a prompt must be a string, a list of token ids, or a dict with 'prompt' or "
@@ -81,6 +81,12 @@ class LLMEngine:
                     f"token id {token} is outside the vocabulary of {self.model.vocab_size}"
                 )
         return text, [int(t) for t in prompt]
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return self.model.tokenizer.encode(text)
+        except Exception as e:  # half a surrogate pair, say, which no tokenizer takes
+            raise RequestError(f"the tokenizer refuses the prompt: {e}") from e
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of a conversation under the model's chat template."""
@@ -109,6 +115,10 @@ class LLMEngine:
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, got {request_id!r}")
+        if not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}")
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._answers for name in names):
             raise RequestError(f"request_id {request_id!r} is already in use")

@@ -17,7 +17,11 @@ class DeferredInterrupt:
         self._active = False
 
     def __enter__(self) -> "DeferredInterrupt":
-        self._active = threading.current_thread() is threading.main_thread()
+        self._active = (
+            threading.current_thread() is threading.main_thread()
+            # Ignored: a background job of a script, which Ctrl-C is not meant for.
+            and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        )
         if self._active:
             self._previous = signal.signal(signal.SIGINT, self._handle)
         return self

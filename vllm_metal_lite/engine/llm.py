@@ -1,9 +1,10 @@
 """The Python API for offline use, named as vLLM's."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from vllm_metal_lite.config import EngineConfig
@@ -66,12 +67,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete the prompts; returns one RequestOutput a prompt, in order.
 
-        prompts: a string, a dict with "prompt" or "prompt_token_ids", or a list of these.
+        prompts: text, token ids, a dict with "prompt" or "prompt_token_ids", or a list of these.
         sampling_params: one for all, or one a prompt.  A prompt that can never be served raises
         RequestError, naming it, before anything is computed.
         """
-        batch = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        if batch and isinstance(batch[0], int):
+        batch = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        if batch and isinstance(batch[0], (int, np.integer)):
             batch = [batch]
         params = _one_each(sampling_params, len(batch), "sampling_params")
         priorities = _one_each(priority, len(batch), "priority")

@@ -211,7 +211,11 @@ def _layer_specs(model: nn.Module, model_type: str) -> tuple[list[LayerSpec | No
 
 
 def _try_packed(packed: PackedModel, model_type: str) -> None:
-    """Build (not run) a small packed step: what the seam cannot carry fails here, by name."""
+    """Run a small packed step: what the seam cannot carry fails here, by name.
+
+    Running it also evaluates what models compute lazily when they are made and keep outside of
+    their parameters (RoPE's frequencies): MLX can only do so in the thread that made it.
+    """
     inputs = InputBatch(max_num_seqs=2, max_model_len=16, block_size=8)
     rows = [inputs.add([0] * n, n) for n in (3, 1)]
     for row in rows:
@@ -220,7 +224,7 @@ def _try_packed(packed: PackedModel, model_type: str) -> None:
     attention = ReferenceAttention(PagedStore(packed.attention_specs, 2, 8))
     step = attention.prepare(batch, batch.num_tokens)
     try:
-        packed(step, attention, mx.array(batch.logits_indices))
+        mx.eval(packed(step, attention, mx.array(batch.logits_indices)))
     except Exception as e:
         raise ModelLoadError(
             f"the architecture {model_type} is not supported yet: its attention does not go "

@@ -1,0 +1,1 @@
+"""The command line: `vllm-metal-lite chat` and `vllm-metal-lite generate`."""

@@ -1,0 +1,128 @@
+"""Many requests through one engine, in bounded memory."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm_metal_lite.cli.files import LineReader, OrderedWriter
+from vllm_metal_lite.cli.jsonl import BadLine, Job, parse_line, result_line
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.engine.interrupt import DeferredInterrupt
+from vllm_metal_lite.errors import MetalLiteError
+from vllm_metal_lite.outputs import RequestOutput
+
+_IDLE_SECONDS = 0.1  # how long to wait for a line at a time; a Ctrl-C is seen between waits
+
+_REFRESH_SECONDS = 0.2  # of the progress bar
+
+
+class Batch:
+    """Keeps at most `window` requests in the engine, and writes their results."""
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        reader: LineReader,
+        writer: OrderedWriter,
+        defaults: Mapping[str, Any],
+        window: int,
+    ) -> None:
+        self._engine, self._reader, self._writer = engine, reader, writer
+        self._defaults, self._window = defaults, window
+        self._jobs: dict[str, tuple[int, Job]] = {}  # in the engine, by request id
+        self._live: dict[str, RequestOutput] = {}  # the last state seen of each
+        self._num_read = 0
+        self.num_refused = 0
+        self.first_refusal = ""
+        self._num_done = self._prompt_tokens = self._cached_tokens = self._new_tokens = 0
+        self._seconds = 0.0
+
+    def run(self, total: int | None, show_bar: bool) -> bool:
+        """Run to the end of the input; True if Ctrl-C came first (what is done is written).
+
+        total: lines of the input, if known, for the progress bar.
+        """
+        start = time.perf_counter()
+        with (
+            DeferredInterrupt() as interrupt,
+            tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not show_bar) as bar,
+        ):
+            shown = start
+            try:
+                while not interrupt.pressed and (self._jobs or not self._reader.ended):
+                    self._fill(bar)
+                    self._step(bar)
+                    now = time.perf_counter()
+                    if now - shown >= _REFRESH_SECONDS:
+                        bar.set_postfix_str(f"{self._num_new() / (now - start):.0f} tokens/s")
+                        shown = now
+            except KeyboardInterrupt:  # an impatient second one, within a step
+                pass
+            finally:
+                self._seconds = time.perf_counter() - start
+                self._engine.abort(list(self._jobs))
+        return interrupt.pressed
+
+    def summary(self) -> str:
+        """One line: what was done, and how fast."""
+        return (
+            f"{self._num_done} requests: {self._prompt_tokens:,} prompt tokens "
+            f"({self._cached_tokens:,} cached), {self._new_tokens:,} generated in "
+            f"{self._seconds:.1f} s: {self._new_tokens / max(self._seconds, 1e-9):,.1f} tokens/s, "
+            f"{self._engine.metrics()['preemptions']} preemptions"
+        )
+
+    def _fill(self, bar: tqdm) -> None:
+        """Add requests up to the window; waits for a line only if there is nothing else to do."""
+        for _ in range(self._window - len(self._jobs)):
+            line = self._reader.next(timeout=0 if self._jobs else _IDLE_SECONDS)
+            if line is None:
+                return
+            position, self._num_read = self._num_read, self._num_read + 1
+            number, content = line
+            job = None
+            try:
+                job = parse_line(content, number, self._defaults)
+                self._add(str(number), job)
+            except MetalLiteError as e:
+                job_id = e.id if isinstance(e, BadLine) else job.id
+                self._refuse(position, job_id, f"line {number}: {e}")
+                bar.update()
+            else:
+                self._jobs[str(number)] = position, job
+
+    def _add(self, request_id: str, job: Job) -> None:
+        prompt = job.prompt
+        if job.is_chat:
+            prompt = {"prompt_token_ids": self._engine.render_chat(prompt)}
+        elif isinstance(prompt, list):
+            prompt = {"prompt_token_ids": prompt}
+        self._engine.add_request(request_id, prompt, job.params, priority=job.priority)
+
+    def _refuse(self, position: int, job_id: Any, message: str) -> None:
+        self.num_refused += 1
+        self.first_refusal = self.first_refusal or message
+        self._writer.put(position, {"id": job_id, "error": message})
+
+    def _step(self, bar: tqdm) -> None:
+        for output in self._engine.step() if self._jobs else ():
+            if not output.finished:
+                self._live[output.request_id] = output
+                continue
+            self._live.pop(output.request_id, None)
+            position, job = self._jobs.pop(output.request_id)
+            self._num_done += 1
+            self._prompt_tokens += len(output.prompt_token_ids)
+            self._cached_tokens += output.num_cached_tokens
+            self._new_tokens += _num_new(output)
+            self._writer.put(position, result_line(job, output))
+            bar.update()
+
+    def _num_new(self) -> int:
+        return self._new_tokens + sum(map(_num_new, self._live.values()))
+
+
+def _num_new(output: RequestOutput) -> int:
+    return sum(len(o.token_ids) for o in output.outputs)

@@ -1,0 +1,32 @@
+"""`vllm-metal-lite chat`: a conversation in the terminal, or one answer in a pipe."""
+
+import argparse
+
+from vllm_metal_lite.cli import options
+from vllm_metal_lite.cli.startup import start_engine
+from vllm_metal_lite.cli.terminal import Terminal
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.sampling_params import SamplingParams
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    config, given = options.engine_config(args), options.sampling_flags(args)
+    terminal = Terminal(args.verbose)
+    message = "" if terminal.interactive else terminal.read_all()
+    if not (terminal.interactive or message):
+        raise RequestError("there is no message on stdin")
+    engine = start_engine(args.model, config, terminal.status, "vllm-metal-lite chat")
+    if not engine.model.tokenizer.has_chat_template:
+        raise RequestError(
+            f"{args.model} has no chat template, so it cannot chat; it completes text with "
+            "`vllm-metal-lite generate`"
+        )
+    from vllm_metal_lite.cli.session import Conversation, Session  # they import MLX
+
+    params = SamplingParams(**options.sampling_fields(engine.model.generation_config, given, None))
+    # An argument that is not UTF-8 arrives with half characters in it, which no tokenizer reads.
+    system = (args.system or "").encode(errors="surrogateescape").decode(errors="replace")
+    conversation = Conversation(engine, params, system or None, thinking=not args.no_thinking)
+    session = Session(conversation, terminal)
+    return session.run() if terminal.interactive else session.answer_once(message)

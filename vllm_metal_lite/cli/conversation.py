@@ -1,0 +1,96 @@
+"""A conversation with a model: its messages, and one more turn."""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.engine.interrupt import DeferredInterrupt
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.sampling_params import SamplingParams
+
+
+class ContextFull(RequestError):
+    """The conversation, with the message that was refused, is longer than the context."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How an answer went.  kept: False if it was stopped before its first token."""
+
+    output: RequestOutput
+    seconds_to_first: float
+    seconds: float
+    kept: bool
+
+
+class Conversation:
+    """Messages so far; every turn renders all of them, and the prefix cache knows most of it."""
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        params: SamplingParams,
+        system: str | None = None,
+        thinking: bool = True,
+    ) -> None:
+        self.engine, self.params, self.system = engine, params, system
+        self._template = {} if thinking else {"enable_thinking": False}
+        self._ids = itertools.count()
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over; the system prompt stays."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def ask(self, text: str, write: Callable[[str], None]) -> Turn:
+        """Say something and stream the answer to `write`.
+
+        Ctrl-C ends the answer, and what was said of it stays in the conversation.  If the message
+        is refused (RequestError, ContextFull), the conversation is as it was before.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self.engine.render_chat(messages, **self._template)
+        if len(prompt) >= self.engine.max_model_len:
+            raise ContextFull(
+                f"the conversation would have {len(prompt)} tokens, "
+                f"and the context holds {self.engine.max_model_len}"
+            )
+        turn = self._run(prompt, write)
+        if turn.kept:
+            answer = turn.output.outputs[0].text
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return turn
+
+    def _run(self, prompt: list[int], write: Callable[[str], None]) -> Turn:
+        request_id = f"turn-{next(self._ids)}"
+        start = first = time.perf_counter()
+        shown = 0
+        output: RequestOutput | None = None
+        try:
+            with DeferredInterrupt() as interrupt:
+                self.engine.add_request(request_id, {"prompt_token_ids": prompt}, self.params)
+                while not (output and output.finished):
+                    for output in self.engine.step():
+                        text = output.outputs[0].text
+                        if len(output.outputs[0].token_ids) == 1:
+                            first = time.perf_counter()
+                        write(text[shown:])
+                        shown = len(text)
+                    if interrupt.pressed:
+                        raise KeyboardInterrupt
+        except KeyboardInterrupt:  # ours, between two steps, or an impatient second one
+            for output in self.engine.abort(request_id):
+                write(output.outputs[0].text[shown:])
+            if output is None:
+                raise
+        finally:
+            self.engine.abort(request_id)
+        return Turn(
+            output,
+            first - start,
+            time.perf_counter() - start,
+            bool(output.outputs[0].token_ids),
+        )

@@ -1,0 +1,127 @@
+"""Where the lines of `generate` come from and go to."""
+
+import json
+import os
+import queue
+import stat
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vllm_metal_lite.cli.options import UsageError
+from vllm_metal_lite.errors import MetalLiteError
+
+
+def open_input(name: str) -> BinaryIO:
+    """Open the input ("-": stdin); UsageError if it cannot be read."""
+    try:
+        # A file object of our own: sys.stdin may not be in use by a thread when Python exits.
+        return open(0 if name == "-" else name, "rb", closefd=name != "-")
+    except OSError as e:
+        raise UsageError(f"{name}: {e.strerror}") from None
+
+
+def count_lines(file: BinaryIO) -> int | None:
+    """How many lines are not blank; None for a pipe, which can be read only once."""
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return None
+    start = file.tell()
+    count = sum(1 for line in file if line.strip())
+    file.seek(start)
+    return count
+
+
+class LineReader:
+    """Reads numbered lines in a thread, a few ahead: a slow pipe does not stop the engine."""
+
+    def __init__(self, file: BinaryIO, ahead: int) -> None:
+        self._file = file
+        self._queue: queue.Queue[tuple[int, bytes] | OSError | None] = queue.Queue(ahead)
+        self.ended = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def next(self, timeout: float) -> tuple[int, bytes] | None:
+        """The next line that is not blank; None if there is none in time, or no more (`ended`)."""
+        if self.ended:
+            return None
+        try:
+            item = self._queue.get(timeout > 0, timeout or None)
+        except queue.Empty:
+            return None
+        if isinstance(item, OSError):
+            raise MetalLiteError(f"the input cannot be read: {item.strerror}")
+        self.ended = item is None
+        return item
+
+    def _read(self) -> None:
+        try:
+            for number, line in enumerate(self._file, 1):
+                if line.strip():
+                    self._queue.put((number, line))
+            self._queue.put(None)
+        except OSError as e:
+            self._queue.put(e)
+
+
+class OrderedWriter:
+    """Writes numbered results in the order of their numbers, each as soon as that order allows."""
+
+    def __init__(self, name: str, input_file: BinaryIO) -> None:
+        """Open the output ("-": stdout), to see that it can be written; it is emptied by `start`.
+
+        Raises UsageError if it cannot be written, or is the input.
+        """
+        self._path = None if name == "-" else Path(name)
+        self._created = self._path is not None and not self._path.exists()
+        self._next = 0
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self.num_written = 0
+        if self._path is None:
+            self._file = sys.stdout
+            return
+        try:
+            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as e:
+            raise UsageError(f"{name}: {e.strerror}") from None
+        ours, theirs = (os.fstat(f.fileno()) for f in (self._file, input_file))
+        if stat.S_ISREG(ours.st_mode) and os.path.samestat(ours, theirs):
+            raise UsageError(f"{name} is the input: write the output to another file")
+
+    def start(self) -> None:
+        """Empty the file: results are about to come."""
+        self._created = False
+        if self._path is not None and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.truncate(0)
+
+    def put(self, position: int, result: dict[str, Any]) -> None:
+        """Take the result at a position (from 0, without gaps)."""
+        self._waiting[position] = result
+        ready = []
+        while self._next in self._waiting:
+            ready.append(self._waiting.pop(self._next))
+            self._next += 1
+        self._write(ready)
+
+    def close(self) -> None:
+        """Write what still waits for its turn; remove a file that was made but never started."""
+        self._write([self._waiting[position] for position in sorted(self._waiting)])
+        self._waiting.clear()
+        if self._path is not None:
+            with suppress(OSError):  # of a write that has failed before
+                self._file.close()
+            if self._created:
+                self._path.unlink(missing_ok=True)
+
+    def _write(self, results: list[dict[str, Any]]) -> None:
+        if not results:
+            return
+        try:
+            self._file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in results)
+            self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            raise MetalLiteError(f"the output cannot be written: {e.strerror}") from None
+        self.num_written += len(results)

@@ -1,0 +1,47 @@
+"""`vllm-metal-lite generate`: a file of prompts in, a file of answers out."""
+
+import argparse
+import sys
+
+from vllm_metal_lite.cli import options
+from vllm_metal_lite.cli.files import LineReader, OrderedWriter, count_lines, open_input
+from vllm_metal_lite.cli.startup import start_engine
+
+_MAX_TOKENS = 256
+# Requests in the engine, in seats: enough to keep every seat busy, however long the input is.
+_WINDOW = 4
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    config, given = options.engine_config(args), options.sampling_flags(args)
+    source = open_input(args.input)
+    writer = OrderedWriter(args.output, source)
+    try:
+        engine = start_engine(args.model, config, _say, "--model")
+        from vllm_metal_lite.cli.batch import Batch  # it imports MLX
+
+        defaults = options.sampling_fields(engine.model.generation_config, given, _MAX_TOKENS)
+        window = _WINDOW * config.max_num_seqs
+        total = count_lines(source)
+        writer.start()
+        batch = Batch(engine, LineReader(source, window), writer, defaults, window)
+        results_on_screen = args.output == "-" and sys.stdout.isatty()
+        interrupted = batch.run(total, sys.stderr.isatty() and not results_on_screen)
+    finally:
+        writer.close()
+    _say(batch.summary())
+    if interrupted:
+        _say(f"interrupted: {writer.num_written} results are kept")
+        return 130
+    if batch.num_refused:
+        _say(
+            f"error: {batch.num_refused} of {writer.num_written} lines were refused; the first: "
+            f"{batch.first_refusal}"
+        )
+        return 1
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

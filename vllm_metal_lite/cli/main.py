@@ -1,0 +1,155 @@
+"""The entry point `vllm-metal-lite`: which command, and how it ends.
+
+Exit codes: 0 fine, 1 an error (one line on stderr), 2 a command line that cannot be meant,
+130 Ctrl-C, 141 the reader of our output went away.
+"""
+
+import os
+import sys
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib import import_module
+
+from vllm_metal_lite import __version__
+from vllm_metal_lite.cli import options
+from vllm_metal_lite.errors import MetalLiteError
+
+_EXAMPLES = """\
+examples:
+  vllm-metal-lite chat                                    the demo model, nothing to download
+  vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit      a model of the Hugging Face Hub
+  vllm-metal-lite generate prompts.jsonl -o answers.jsonl
+"""
+_CHAT_EXAMPLES = """\
+examples:
+  vllm-metal-lite chat
+  vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit --system "Answer in one sentence."
+  vllm-metal-lite chat ~/models/my-model --temperature 0 --max-model-len 8192
+  echo "My name is Ada. What is my name?" | vllm-metal-lite chat
+"""
+_GENERATE_NOTES = """\
+Each line of the input is a JSON object with one of
+  "prompt": TEXT, "prompt_token_ids": [IDS], "messages": [{"role": "user", "content": TEXT}, ...]
+and, where wanted, "id" (else the line's number), "priority" (lower goes first) and any sampling
+parameter ("temperature", "max_tokens", "seed", "stop", "n", ...), which overrides its flag.
+
+Each line of the output, in the order of the input, is an object with id, text, token_ids,
+finish_reason, num_prompt_tokens and num_cached_tokens; with "n" above 1, "outputs" is a list of
+text, token_ids and finish_reason.  A line that is refused becomes {"id": ..., "error": ...}.
+
+examples:
+  vllm-metal-lite generate prompts.jsonl -o answers.jsonl
+  vllm-metal-lite generate prompts.jsonl --model mlx-community/Qwen3-0.6B-4bit --temperature 0
+  echo '{"prompt": "Once upon a time"}' | vllm-metal-lite generate - | jq -r .text
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    _open_closed_streams()
+    try:
+        try:
+            args = _parser().parse_args(argv)
+            # Imported only now: `--help` is instant, and a bad flag is told at once.
+            code = import_module(f"vllm_metal_lite.cli.{args.command}").run(args)
+        finally:
+            sys.stdout.flush()
+    except options.UsageError as e:
+        return _fail(str(e), 2)
+    except MetalLiteError as e:
+        return _fail(str(e), 1)
+    except MemoryError as e:  # numpy's, for an absurd option
+        return _fail(f"out of memory: {e}", 1)
+    except BrokenPipeError:
+        _discard_output()
+        return 141
+    except OSError as e:  # a full disk, a terminal that went away
+        _discard_output()
+        return _fail(e.strerror or str(e), 1)
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> options.Parser:
+    parser = options.Parser(
+        prog="vllm-metal-lite",
+        description="Chat and batch generation on MLX: packed prefill over a paged KV store.",
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-metal-lite {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model",
+        description="Talk to a model.  With a pipe on stdin, all of it is one message, and only "
+        "the answer is printed.",
+        epilog=_CHAT_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    chat.add_argument(
+        "model",
+        nargs="?",
+        default="demo",
+        metavar="MODEL",
+        help="'demo' (default), a folder, or a Hugging Face name",
+    )
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt")
+    chat.add_argument(
+        "--no-thinking",
+        action="store_true",
+        help="ask a model that can think first to answer at once",
+    )
+    chat.add_argument(
+        "--verbose", action="store_true", help="notices on stderr also when stdin is a pipe"
+    )
+    options.add_sampling_options(chat, max_tokens="what the context holds")
+    # A conversation needs one seat, and the store is sized by the seats.
+    options.add_engine_options(chat, max_num_seqs=1)
+
+    generate = commands.add_parser(
+        "generate",
+        help="answer a file of prompts",
+        description="Answer a file of prompts, many at a time.",
+        epilog=_GENERATE_NOTES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    generate.add_argument("input", metavar="INPUT.jsonl", help="one JSON object a line; -: stdin")
+    generate.add_argument(
+        "-o", "--output", default="-", metavar="OUTPUT.jsonl", help="default: stdout"
+    )
+    generate.add_argument(
+        "--model",
+        default="demo",
+        metavar="MODEL",
+        help="'demo' (default), a folder, or a Hugging Face name",
+    )
+    options.add_sampling_options(generate, max_tokens="256")
+    options.add_engine_options(generate, max_num_seqs=64)
+    return parser
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split("\n"))
+    print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+def _open_closed_streams() -> None:
+    """Python leaves None where a standard stream was closed (`>&-`); give it the null device."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _discard_output() -> None:
+    """What is still buffered has no reader: without this, Python complains when it exits."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

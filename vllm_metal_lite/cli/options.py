@@ -1,0 +1,137 @@
+"""The flags that the commands share, and what they become: EngineConfig and SamplingParams.
+
+Every flag is named after the field it sets (`--top-k` sets `top_k`), so the tables below are all
+there is to it.  Nothing here imports MLX: a bad value is refused before a model is loaded.
+"""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from vllm_metal_lite.config import BLOCK_SIZES, DTYPES, PREFILL_POLICIES, EngineConfig
+from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
+from vllm_metal_lite.sampling_params import SamplingParams
+
+_TEMPERATURE = 0.7  # where neither the user nor the model says
+
+
+class UsageError(MetalLiteError):
+    """A command line that cannot be meant: exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, like all others of this program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _names(values: tuple) -> str:
+    return ", ".join(map(str, values))
+
+
+# field, type, metavar, help
+_ENGINE = (
+    ("block_size", int, "N", f"tokens a block of the KV store holds: {_names(BLOCK_SIZES)}"),
+    ("num_blocks", int, "N", "blocks of the KV store (default: what the memory holds)"),
+    ("max_num_seqs", int, "N", "requests that run at the same time"),
+    ("max_num_batched_tokens", int, "N", "tokens of one step"),
+    ("max_model_len", int, "N", "longest context in tokens (default: the model's own)"),
+    ("long_prefill_token_threshold", int, "N", "prompt tokens a request gets in one step; 0: any"),
+    ("prefill_policy", str, "NAME", _names(PREFILL_POLICIES)),
+    ("memory_fraction", float, "F", "share of the memory to use (default: what is safe)"),
+    ("dtype", str, "NAME", _names(DTYPES)),
+    ("seed", int, "N", "seed of requests that have none of their own"),
+)
+_SAMPLING = (
+    ("temperature", float, "T", "0: always the most likely token"),
+    ("top_k", int, "N", "only the N most likely tokens; 0: all"),
+    ("top_p", float, "P", "only the most likely tokens that together have probability P"),
+    ("min_p", float, "P", "only tokens at least P times as likely as the most likely one"),
+    ("max_tokens", int, "N", "longest answer"),
+    ("repetition_penalty", float, "X", "above 1: tokens seen before become less likely"),
+    ("presence_penalty", float, "X", "-2 to 2, for tokens in the answer so far"),
+    ("frequency_penalty", float, "X", "-2 to 2, times how often they are in it"),
+)
+# What a model's generation_config.json may say about sampling.
+_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
+    """Add the engine's flags; `max_num_seqs` is this command's default."""
+    group = parser.add_argument_group("engine options")
+    defaults = EngineConfig(max_num_seqs=max_num_seqs)
+    for field, kind, metavar, text in _ENGINE:
+        default = getattr(defaults, field)
+        if default is not None:
+            text = f"{text} (default: {default})"
+        group.add_argument(_flag(field), type=kind, metavar=metavar, help=text, default=default)
+    group.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="compute every prompt from its first token",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's options from parsed flags; UsageError if one is out of range."""
+    fields = [field for field, *_ in _ENGINE] + ["enable_prefix_caching"]
+    try:
+        return EngineConfig(**{field: getattr(args, field) for field in fields})
+    except ConfigError as e:
+        raise UsageError(str(e)) from None
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+    """Add the sampling flags; `max_tokens` says in words what this command's default is."""
+    group = parser.add_argument_group(
+        "sampling options", "Those not given are the model's own (its generation_config.json)."
+    )
+    for field, kind, metavar, text in _SAMPLING:
+        if field == "max_tokens":
+            text = f"{text} (default: {max_tokens})"
+        group.add_argument(_flag(field), type=kind, metavar=metavar, help=text)
+    group.add_argument(
+        "--sample-seed",
+        dest="sample_seed",
+        type=int,
+        metavar="N",
+        help="the same tokens for the same prompt, whatever else is running",
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end an answer before TEXT; repeatable"
+    )
+
+
+def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The SamplingParams fields that flags were given for; UsageError if one is out of range."""
+    given = {field: getattr(args, field) for field, *_ in _SAMPLING}
+    given |= {"seed": args.sample_seed, "stop": args.stop}
+    given = {field: value for field, value in given.items() if value is not None}
+    try:
+        SamplingParams(**given)
+    except SamplingError as e:
+        raise UsageError(str(e)) from None
+    return given
+
+
+def sampling_fields(
+    generation_config: Mapping[str, Any], given: Mapping[str, Any], max_tokens: int | None
+) -> dict[str, Any]:
+    """SamplingParams fields: the user's, else the model's, else ours; SamplingError if the model's
+    are out of range."""
+    fields: dict[str, Any] = {"temperature": _TEMPERATURE, "max_tokens": max_tokens}
+    own = {k: generation_config[k] for k in _GENERATION_CONFIG if k in generation_config}
+    fields |= {k: v for k, v in own.items() if v is not None}
+    if generation_config.get("do_sample") is False:
+        fields["temperature"] = 0.0
+    try:
+        SamplingParams(**fields)
+    except (SamplingError, TypeError) as e:
+        raise SamplingError(f"the model's generation_config.json: {e}") from None
+    return fields | dict(given)
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,47 @@
+"""Numbers in words."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_metal_lite.cli.conversation import Turn
+
+
+def turn_line(turn: "Turn", max_model_len: int) -> str:
+    """One line about an answer: its tokens, its speed, and whether it was cut."""
+    output = turn.output
+    answer = output.outputs[0]
+    prompt, new = len(output.prompt_token_ids), len(answer.token_ids)
+    parts = [f"{prompt} prompt tokens, {output.num_cached_tokens} of them cached", f"{new} new"]
+    later = turn.seconds - turn.seconds_to_first
+    if new > 1 and later > 0:
+        parts.append(f"{(new - 1) / later:.1f} tokens/s")
+    if new:
+        parts.append(f"first after {turn.seconds_to_first:.2f} s")
+    line = f"[{', '.join(parts)}]"
+    if answer.finish_reason == "length":
+        full = prompt + new >= max_model_len
+        why = f"the context of {max_model_len} tokens is full (/reset)" if full else "max_tokens"
+        line += f" cut: {why}"
+    elif answer.finish_reason != "stop":
+        line += " stopped" if turn.kept else " stopped before its first token, message taken back"
+    return line
+
+
+def engine_stats(m: Mapping[str, int], block_size: int) -> str:
+    """LLMEngine.metrics() for people."""
+    asked, hit = m["prefix_cache_queried_tokens"], m["prefix_cache_hit_tokens"]
+    return (
+        f"steps     {m['steps']:,}: {m['prefill_tokens']:,} prompt tokens computed, "
+        f"{m['decode_tokens']:,} decoded\n"
+        f"cache     {hit:,} of {asked:,} prompt tokens found ({_percent(hit, asked)})\n"
+        f"preempted {m['preemptions']:,} times, {m['recomputed_tokens']:,} tokens computed again\n"
+        f"blocks    {m['blocks_total']:,} of {block_size} tokens: {m['blocks_free']:,} free, "
+        f"{m['blocks_cached']:,} cached, {m['blocks_owned']:,} owned "
+        f"(at most {m['blocks_peak_owned']:,})\n"
+        f"requests  {m['requests_running']:,} running, {m['requests_waiting']:,} waiting"
+    )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"

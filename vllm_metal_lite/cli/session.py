@@ -1,0 +1,100 @@
+"""The loop of a chat: messages and commands, until the user leaves."""
+
+from vllm_metal_lite.cli import report
+from vllm_metal_lite.cli.conversation import Conversation, Turn
+from vllm_metal_lite.cli.terminal import Terminal
+from vllm_metal_lite.errors import MetalLiteError
+
+_HELP = """\
+/help           this list
+/reset          forget the conversation
+/system TEXT    set the system prompt and start over (alone: show it; /system -: remove it)
+/stats          what the engine has done so far
+/quit           leave (also Ctrl-D)
+A line that ends in a backslash goes on in the next.  Ctrl-C stops an answer."""
+
+
+class Session:
+    """Ties a conversation to a terminal."""
+
+    def __init__(self, conversation: Conversation, terminal: Terminal) -> None:
+        self._conversation, self._terminal = conversation, terminal
+        self._commands = {
+            "/help": self._help,
+            "/reset": self._reset,
+            "/system": self._system,
+            "/stats": self._stats,
+        }
+
+    def run(self) -> int:
+        """Talk until the user leaves; returns the exit code."""
+        self._terminal.status("Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.")
+        asked = False  # Ctrl-C at the empty prompt leaves when it is pressed twice
+        while True:
+            try:
+                message = self._terminal.read_message()
+                if message is None:
+                    self._terminal.notice("")
+                    return 0
+                if message.strip() == "/quit":
+                    return 0
+                asked = False
+                self._take(message)
+            except KeyboardInterrupt:
+                self._terminal.notice("")
+                if asked:
+                    return 130
+                self._terminal.status("(Ctrl-C again leaves; so do Ctrl-D and /quit)")
+                asked = True
+
+    def answer_once(self, message: str) -> int:
+        """One message, one answer; returns the exit code."""
+        turn = self._turn(message)
+        return 130 if turn.output.outputs[0].finish_reason == "abort" else 0
+
+    def _take(self, message: str) -> None:
+        if message.startswith("/"):
+            name, _, rest = message.strip().partition(" ")
+            if name in self._commands:
+                self._commands[name](rest.strip())
+            else:
+                self._terminal.notice(
+                    f"There is no command {name}; /help lists them.  (To send it as a message, "
+                    "put a space before the slash.)"
+                )
+        elif message.strip():
+            try:
+                self._turn(message.strip())
+            except MetalLiteError as e:
+                self._terminal.notice(
+                    f"error: {e}\nYour message was taken back; the conversation is as it was "
+                    "before (/reset starts over)."
+                )
+
+    def _turn(self, message: str) -> Turn:
+        turn = self._conversation.ask(message, self._terminal.write)
+        if not turn.output.outputs[0].text.endswith("\n"):
+            self._terminal.write("\n")
+        self._terminal.status(report.turn_line(turn, self._conversation.engine.max_model_len))
+        return turn
+
+    def _help(self, _: str) -> None:
+        self._terminal.notice(_HELP)
+
+    def _stats(self, _: str) -> None:
+        engine = self._conversation.engine
+        self._terminal.notice(report.engine_stats(engine.metrics(), engine.config.block_size))
+
+    def _reset(self, _: str) -> None:
+        self._conversation.reset()
+        self._terminal.notice("The conversation starts over.")
+
+    def _system(self, text: str) -> None:
+        conversation = self._conversation
+        if text:
+            conversation.system = None if text == "-" else text
+            self._reset("")
+        elif conversation.system:
+            self._terminal.notice(f"The system prompt is: {conversation.system}")
+        else:
+            self._terminal.notice("There is no system prompt; /system TEXT sets one.")

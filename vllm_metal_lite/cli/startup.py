@@ -1,0 +1,58 @@
+"""From a model's name to an engine, and the lines that say what was started."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_metal_lite.config import EngineConfig
+
+if TYPE_CHECKING:
+    from vllm_metal_lite.engine.engine import LLMEngine
+
+_DEMO = """\
+demo is a tiny model (about 3 million parameters) that is shipped to show that everything works: it
+recalls what you tell it, copies, sorts, and does small sums, and knows nothing else.
+For a real one, give its name or its folder: {} mlx-community/Qwen3-0.6B-4bit"""
+
+
+def start_engine(
+    name: str, config: EngineConfig, say: Callable[[str], None], name_after: str
+) -> "LLMEngine":
+    """Load a model and build its engine; `say` gets the lines for the user.
+
+    name_after: what a model's name follows on the command line, for the line that tells how.
+    """
+    say(f"Loading {name} ...")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from vllm_metal_lite import backend
+    from vllm_metal_lite.engine.engine import LLMEngine
+
+    engine = LLMEngine.from_name(name, config)
+    model = engine.model
+    dtype = str(model.dtype).removeprefix("mlx.core.")
+    tokens = engine.num_blocks * config.block_size
+    store = _size(tokens * model.kv_bytes_per_token)
+    say(
+        f"Model:     {name}: {model.model_type}, {_count(model.num_parameters)} parameters, "
+        f"{_size(model.weight_bytes)}, computes in {dtype}"
+    )
+    say(f"Device:    {backend.describe()}")
+    say(
+        f"Context:   {engine.max_model_len:,} tokens; the KV store holds {tokens:,} "
+        f"({engine.num_blocks:,} blocks of {config.block_size}, {store})"
+    )
+    say(f"Attention: {engine.runner.attention.name}")
+    if name == "demo":
+        say(_DEMO.format(name_after))
+    return engine
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,94 @@
+"""What the user sees and types: answers on stdout, notices on stderr, lines from stdin."""
+
+import os
+import sys
+from types import ModuleType
+from typing import TextIO
+
+_PROMPT, _MORE = ">>> ", "... "
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+# What a model writes must not drive the terminal: control characters become visible.
+_CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"}
+_CONTROLS |= dict.fromkeys(range(127, 160), "�")
+
+
+class Terminal:
+    """Standard input, output and error of a chat.
+
+    interactive: a person types; otherwise stdin is a pipe or a file, and notices are shown only if
+    `verbose`.
+    """
+
+    def __init__(self, verbose: bool = False) -> None:
+        self.interactive = sys.stdin.isatty()
+        self._quiet = not (self.interactive or verbose)
+        self._dim = _has_colour(sys.stderr)
+        self._filter = sys.stdout.isatty()
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace")
+        self._readline = _readline() if self.interactive else None
+
+    def write(self, text: str) -> None:
+        """A part of an answer."""
+        if self._filter:
+            text = text.translate(_CONTROLS)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def notice(self, text: str) -> None:
+        """Something the user should know, on stderr."""
+        if not self._quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def status(self, text: str) -> None:
+        """Something the user may know: dim."""
+        self.notice(f"{_DIM}{text}{_PLAIN}" if self._dim else text)
+
+    def read_all(self) -> str:
+        """All of stdin as one message."""
+        return sys.stdin.read().strip()
+
+    def read_message(self) -> str | None:
+        """A message, which a backslash at the end of a line continues; None: end of input.
+
+        Ctrl-C drops what has been typed; with nothing typed, it raises KeyboardInterrupt.
+        """
+        lines: list[str] = []
+        while True:
+            try:
+                line = _ask(_MORE if lines else _PROMPT)
+            except EOFError:
+                return "\n".join(lines) if lines else None
+            except UnicodeDecodeError:
+                self.notice("error: that is not text in this terminal's encoding")
+                continue
+            except KeyboardInterrupt:
+                if not lines and not (self._readline and self._readline.get_line_buffer()):
+                    raise
+                self.notice("")
+                lines.clear()
+                continue
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+
+
+def _ask(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)  # stdout is for answers only
+    return input()
+
+
+def _readline() -> ModuleType | None:
+    """Importing it gives `input` line editing and a history; some Pythons have none."""
+    try:
+        import readline
+    except ImportError:
+        return None
+    return readline
+
+
+def _has_colour(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
