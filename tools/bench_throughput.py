@@ -200,7 +200,9 @@ def main() -> int:
     if args.json:
         print(json.dumps(rows))
         return 0
-    print("| load | in / out tokens | ours / mlx-lm, output tokens/s | TTFT, times shorter | equal |")
+    print(
+        "| load | in / out tokens | ours / mlx-lm, output tokens/s | TTFT, times shorter | equal |"
+    )
     print("| --- | --- | --- | --- | --- |")
     for r in rows:
         print(

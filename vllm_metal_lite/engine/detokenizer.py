@@ -1,5 +1,7 @@
 """From token ids to text as they come, and where a stop string ends it."""
 
+from functools import lru_cache
+
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -47,6 +49,7 @@ class Detokenizer:
         self.text = self._stream.text
 
 
+@lru_cache(maxsize=4)  # slow to ask for, and the same for every request
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
     """Tokens that are markup: the named ones (end of sequence, ...) and those marked special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})

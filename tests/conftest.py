@@ -1,0 +1,18 @@
+"""What all tests share."""
+
+import os
+import sys
+from pathlib import Path
+
+# Before anything imports MLX: tests run where mlx-lm's own CPU answers are the oracle, and never
+# ask a network for a model.
+os.environ.setdefault("METAL_LITE_DEVICE", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hypothesis import settings
+
+import vllm_metal_lite.backend  # noqa: F401  (loads a fast BLAS before anybody imports MLX)
+
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.load_profile("fixed")

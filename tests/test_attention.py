@@ -1,0 +1,216 @@
+"""ReferenceAttention against float64 numpy, one query at a time, by definition.
+
+Measured: float32 at most 2e-7, float16 6e-4, bfloat16 5e-3 of the outputs' scale (about 1): in the
+two narrow types the result itself is rounded to 2^-11 and 2^-8, and so are the weights and, under a
+softcap, the scores.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import BLOCK_SIZE, make_batch
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention import reference
+from vllm_metal_lite.attention.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import ForwardBatch
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+
+
+class Case:
+    """A filled store and the queries of one step, exact in `dtype`."""
+
+    def __init__(
+        self, segments, *, heads=4, kv_heads=2, dim=32, v_dim=None, dtype=mx.float32,
+        sinks=False, seed=0,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        self.batch, self.dtype = make_batch(segments, seed), dtype
+        self.scale = dim**-0.5
+        num_blocks = int(self.batch.block_tables.max()) + 2
+        slots = (num_blocks + 1) * BLOCK_SIZE
+
+        def draw(*shape: int) -> mx.array:
+            return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+        self.q = draw(self.batch.num_tokens, heads, dim)
+        self.k, self.v = draw(slots, kv_heads, dim), draw(slots, kv_heads, v_dim or dim)
+        self.sinks = 2 * draw(heads) if sinks else None
+        spec = LayerSpec(kv_heads, dim, v_dim or dim, dtype)
+        self.store = PagedStore([spec], num_blocks, BLOCK_SIZE)
+        every = mx.arange(slots)
+        self.store.write(0, self.k, self.v, every)
+        self.attention = ReferenceAttention(self.store)
+
+    def run(self, padding: int = 0, **how) -> np.ndarray:
+        n = self.batch.num_tokens
+        step = self.attention.prepare(self.batch, n + padding)
+        q = mx.concatenate([self.q, mx.full((padding, *self.q.shape[1:]), 7, self.dtype)])
+        out = self.attention.attend(0, q, step, scale=self.scale, sinks=self.sinks, **how)
+        assert out.shape == (n + padding, self.q.shape[1], self.v.shape[2])
+        assert out.dtype == self.dtype
+        return np.array(out[:n].astype(mx.float32))
+
+    def expected(self, window: int | None = None, softcap: float | None = None) -> np.ndarray:
+        q, k, v = (np.array(a.astype(mx.float32), np.float64) for a in (self.q, self.k, self.v))
+        sinks = None if self.sinks is None else np.array(self.sinks.astype(mx.float32), np.float64)
+        group, b = q.shape[1] // k.shape[1], self.batch
+        out = np.zeros((*q.shape[:2], v.shape[2]))
+        for s in range(b.num_segments):
+            for row in range(b.cu_seqlens_q[s], b.cu_seqlens_q[s + 1]):
+                end = b.positions[row] + 1
+                at = np.arange(0 if window is None else max(0, end - window), end)
+                slots = b.block_tables[s][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                for h in range(q.shape[1]):
+                    scores = k[slots, h // group] @ q[row, h] * self.scale
+                    if softcap is not None:
+                        scores = softcap * np.tanh(scores / softcap)
+                    extra = [] if sinks is None else [sinks[h]]
+                    weights = np.exp(np.array([*scores, *extra]))
+                    out[row, h] = weights[: len(at)] / weights.sum() @ v[slots, h // group]
+        return out
+
+
+def check(case: Case, padding: int = 0, **how) -> None:
+    got, expected = case.run(padding, **how), case.expected(**how)
+    error = np.abs(got - expected).max() / max(1.0, np.abs(expected).max())
+    assert error < TOLERANCE[case.dtype], error
+
+
+RAGGED = [(0, 1), (17, 1), (30, 1), (0, 13), (0, 13), (0, 30), (21, 9), (8, 25)]
+shape = st.tuples(st.integers(0, 40), st.integers(1, 20)) | st.tuples(
+    st.just(0), st.integers(1, 20)
+)
+
+
+@given(
+    st.lists(shape, min_size=1, max_size=5),
+    st.none() | st.integers(1, 25),
+    st.none() | st.just(2.0),
+    st.booleans(),
+    st.sampled_from([(4, 4), (4, 2), (6, 2), (4, 1)]),
+    st.integers(0, 5),
+)
+@settings(max_examples=60)
+def test_random_segments(segments, window, softcap, sinks, heads, padding):
+    case = Case(segments, heads=heads[0], kv_heads=heads[1], dim=16, sinks=sinks)
+    check(case, padding, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("dim", "v_dim"), [(32, 32), (64, 32), (80, 80), (96, 128), (128, 128), (192, 128), (256, 256)]
+)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_head_dims_and_dtypes(dim, v_dim, dtype):
+    check(Case(RAGGED, dim=dim, v_dim=v_dim, dtype=dtype), window=11)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_softcap_and_sinks_in_narrow_types(dtype):
+    check(Case(RAGGED, dtype=dtype, sinks=True), softcap=5.0, window=11)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda", "metal"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_every_backend_cuts_the_step_its_own_way_to_the_same_result(monkeypatch, where, window):
+    monkeypatch.setattr(backend, "name", lambda: where)
+    monkeypatch.setitem(reference._TILE, "cpu", 8)
+    check(Case(RAGGED), padding=3, window=window)
+    check(Case(RAGGED, sinks=True), window=window, softcap=3.0)
+
+
+def test_the_packed_form_equals_the_padded_one(monkeypatch):
+    """The same prompts, laid end to end or padded, by the price of a call."""
+    case = Case([(0, 60), (0, 3), (0, 5), (0, 2)])
+    results, forms = [], []
+    for cost in (1 << 20, 0):
+        monkeypatch.setitem(reference._CALL_COST, "cpu", cost)
+        groups, _ = case.attention.prepare(case.batch, 70).plan(None)
+        forms.append([g.group.segments is not None for g in groups])
+        results.append(case.run())
+    assert forms[0] == [True]
+    assert not any(forms[1])
+    np.testing.assert_allclose(results[0], results[1], atol=1e-5)
+    assert np.abs(results[0] - case.expected()).max() < 1e-5
+
+
+def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
+    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).plan(window)
+    return [m for g in groups if isinstance(m := g.mask(dtype), mx.array)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("where", ["cpu", "metal", "cuda"])
+def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
+    """Bool, but on CUDA, where a bool mask is not fused, the queries' own dtype."""
+    monkeypatch.setattr(backend, "name", lambda: where)
+    masks = masks_of(Case(RAGGED), dtype, window=7)
+    assert masks
+    assert {m.dtype for m in masks} == {dtype if where == "cuda" else mx.bool_}
+
+
+def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
+    case = Case(RAGGED)
+    step = case.attention.prepare(case.batch, case.batch.num_tokens)
+    first, second = (step.plan(7)[0] for _ in range(2))
+    assert first is second
+    assert first[0].mask_array(mx.float32) is second[0].mask_array(mx.float32)
+
+
+def test_a_window_that_hides_nothing_is_no_window():
+    case = Case(RAGGED)
+    longest = int(case.batch.seq_lens.max())
+    step = case.attention.prepare(case.batch, case.batch.num_tokens)
+    assert step.plan(longest) is step.plan(None)
+    assert step.plan(longest - 1) is not step.plan(None)
+
+
+def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:
+    batch = make_batch([(0, 1)])
+    batch.block_tables[:] = slot // BLOCK_SIZE
+    batch.slot_mapping[:] = slot
+    batch.validate(num_blocks)
+    return batch
+
+
+def test_the_store_is_written_in_place():
+    """A step on a store of 64 MiB must not copy it."""
+    num_blocks, spec = 8192, LayerSpec(4, 128, 128, mx.float32)
+    store = PagedStore([spec], num_blocks, BLOCK_SIZE)
+    attention = ReferenceAttention(store)
+    for slot in (0, 8, 8 * 9):
+        step = attention.prepare(one_token_batch(slot, num_blocks), 1)
+        row = mx.full((1, 4, 128), slot + 1.0)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        attention.write(0, row, row, step)
+        out = attention.attend(0, row, step, scale=1.0)
+        mx.eval(out, store.arrays)
+        assert mx.get_peak_memory() - before < store.nbytes // 16
+        assert mx.array_equal(out, row)
+        assert mx.array_equal(store.keys[0][slot], row[0])
+
+
+def test_rows_of_padding_write_nowhere_that_is_read():
+    case = Case(RAGGED)
+    before = np.array(case.store.keys[0])
+    n = case.batch.num_tokens
+    step = case.attention.prepare(case.batch, n + 5)
+    rows = mx.full((n + 5, 2, 32), float("nan"))
+    rows[:n] = case.k[mx.array(case.batch.slot_mapping)]
+    case.attention.write(0, rows, rows, step)
+    after = np.array(case.store.keys[0])
+    last = case.store.padding_slot
+    np.testing.assert_array_equal(after[:last], before[:last])
+    assert np.isnan(after[last]).all()
+
+
+def test_scores_far_apart_do_not_overflow():
+    case = Case(RAGGED, dim=16)
+    case.q = case.q * 1e4
+    got = case.run(window=7)
+    assert np.isfinite(got).all()

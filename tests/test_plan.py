@@ -1,0 +1,162 @@
+"""How the reference attention cuts a step into calls of SDPA."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_metal_lite.attention.plan import NEVER, Group, plan_groups, split_packs
+from vllm_metal_lite.batch import ForwardBatch, InputBatch
+from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
+
+BLOCK_SIZE = 8
+
+
+def make_batch(segments: list[tuple[int, int]], seed: int = 0) -> ForwardBatch:
+    """(tokens computed before, tokens of this step) a segment; block tables are a permutation."""
+    segments = sorted(segments, key=lambda s: s[1] > 1)
+    longest = max(before + count for before, count in segments)
+    inputs = InputBatch(len(segments), longest, BLOCK_SIZE)
+    counts = [-(-(before + count) // BLOCK_SIZE) for before, count in segments]
+    blocks = np.random.default_rng(seed).permutation(sum(counts)).tolist()
+    rows = []
+    for (before, count), num_blocks in zip(segments, counts, strict=True):
+        rows.append(inputs.add([0] * (before + count), before + count))
+        inputs.append_blocks(rows[-1], [blocks.pop() for _ in range(num_blocks)])
+    before, count = np.array(segments).T
+    batch = inputs.pack(np.array(rows), before, count)
+    batch.validate(sum(counts))
+    return batch
+
+
+def expected_pairs(batch: ForwardBatch, window: int | None) -> dict[int, list[int]]:
+    """By definition: the slots that each row sees, in order of position."""
+    seen = {}
+    for s, length in enumerate(batch.seq_lens.tolist()):
+        table = batch.block_tables[s]
+        for row in range(batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]):
+            position = int(batch.positions[row])
+            start = 0 if window is None else max(0, position - window + 1)
+            assert position < length
+            at = np.arange(start, position + 1)
+            seen[row] = (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).tolist()
+    return seen
+
+
+def visible(group: Group, window: int | None) -> np.ndarray:
+    """(B, Lq, Lk) bool: what SDPA under this group's mask lets a query see."""
+    shape = (*group.q_rows.shape, group.kv_slots.shape[1])
+    if group.mask is None:
+        return np.ones(shape, bool)
+    if group.mask == "causal":
+        lower_right = np.tri(shape[1], shape[2], shape[2] - shape[1], dtype=bool)
+        return np.broadcast_to(lower_right, shape)
+    q_pos, kv_pos = group.q_pos[:, :, None], group.kv_pos[:, None, :]
+    out = kv_pos <= q_pos
+    if window is not None:
+        out &= kv_pos > q_pos - window
+    if group.segments is not None:
+        out &= group.segments[:, :, None] == group.segments[:, None, :]
+    return out
+
+
+def seen_pairs(groups: list[Group], window: int | None) -> dict[int, list[int]]:
+    """The slots that each row sees at its first place, which is the one that counts."""
+    seen: dict[int, list[int]] = {}
+    for g in groups:
+        mask = visible(g, window)
+        for b in range(len(g.q_rows)):
+            for i, row in enumerate(g.q_rows[b].tolist()):
+                if row not in seen:
+                    seen[row] = g.kv_slots[b][mask[b, i]].tolist()
+    return seen
+
+
+segment = st.tuples(st.integers(0, 30), st.integers(1, 24))
+whole = st.tuples(st.just(0), st.integers(1, 24))
+
+
+@given(
+    st.lists(st.one_of(segment, whole), min_size=1, max_size=7),
+    st.none() | st.integers(1, 20),
+    st.sampled_from([1, 3, 8, 1 << 30]),
+    st.sampled_from([0, 30, 500, 1 << 20]),
+)
+@settings(max_examples=400)
+def test_every_row_sees_exactly_what_the_definition_says(segments, window, tile, call_cost):
+    batch = make_batch(segments)
+    if window is not None and window >= int(batch.seq_lens.max()):
+        window = None  # as StepMetadata.plan does
+    groups = plan_groups(batch, window, tile=tile, call_cost=call_cost)
+    seen = seen_pairs(groups, window)
+    expected = expected_pairs(batch, window)
+    assert {r: sorted(s) for r, s in seen.items()} == {r: sorted(s) for r, s in expected.items()}
+    tiles = [np.unique(rows) for g in groups for rows in g.q_rows]  # padding repeats a row
+    computed = np.sort(np.concatenate(tiles))
+    assert computed.tolist() == list(range(batch.num_tokens)), "a row is computed twice"
+    for g in groups:
+        assert (np.diff(g.q_rows, axis=1) >= 0).all()
+        assert g.q_rows.shape[1] <= max(tile, 1) or g.segments is not None
+        assert (g.kv_pos[:, 0] < NEVER).all()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60))
+def test_packs_hold_at_most_the_cap_in_order_and_oversized_prompts_are_alone(lengths, cap):
+    q_lens = np.array(lengths)
+    packs = split_packs(np.arange(len(q_lens)), q_lens, cap)
+    assert np.concatenate(packs).tolist() == list(range(len(q_lens)))
+    for pack, following in zip(packs, [*packs[1:], None], strict=True):
+        rows = q_lens[pack].sum()
+        assert rows <= cap or len(pack) == 1
+        if following is not None:
+            assert rows + q_lens[following[0]] > cap, "split too early"
+
+
+def test_the_default_cap_is_the_documented_one():
+    lengths = np.array([3000, 1096, 1, 5000, 10])
+    packs = split_packs(np.arange(5), lengths)
+    assert MAX_PACKED_PREFILL_TOKENS == 4096
+    assert [p.tolist() for p in packs] == [[0, 1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("call_cost", [0, 1 << 20])
+def test_an_oversized_prompt_runs_alone_and_needs_no_mask(call_cost):
+    batch = make_batch([(0, 5000), (0, 40), (0, 30)])
+    groups = plan_groups(batch, None, tile=1 << 30, call_cost=call_cost)
+    oversized = [g for g in groups if 4999 in g.q_rows]
+    assert len(oversized) == 1
+    assert oversized[0].q_rows.shape == (1, 5000)
+    assert oversized[0].mask == "causal"
+
+
+def test_prompts_of_unlike_lengths_are_packed_where_calls_are_dear():
+    """At a GPU's call cost: one block-diagonal call, not a padded batch four times its size."""
+    batch = make_batch([(0, 60), (0, 3), (0, 5), (0, 2)])
+    groups = plan_groups(batch, None, tile=1 << 30, call_cost=1 << 20)
+    assert len(groups) == 1
+    assert groups[0].segments is not None
+    assert groups[0].q_rows.shape == (1, 70)
+
+
+@pytest.mark.parametrize("context", [0, 13])
+def test_like_segments_share_one_causal_call_without_a_mask(context):
+    batch = make_batch([(context, 20)] * 4)
+    (group,) = plan_groups(batch, None, tile=1 << 30, call_cost=1000)
+    assert group.mask == "causal"
+    assert group.q_rows.shape == (4, 20)
+
+
+def test_decodes_of_equal_context_need_no_mask_at_all():
+    (group,) = plan_groups(make_batch([(9, 1)] * 3), None, tile=256, call_cost=0)
+    assert group.mask is None
+    (group,) = plan_groups(make_batch([(20, 1), (30, 1)]), 4, tile=256, call_cost=0)
+    assert group.mask is None, "beyond the window they are equal too"
+    assert group.kv_slots.shape == (2, 4)
+
+
+def test_padding_never_costs_more_than_another_call():
+    """A short decode is not padded to a long one's context, unless that is cheap."""
+    batch = make_batch([(4000, 1), (3, 1), (3900, 1)])
+    groups = plan_groups(batch, None, tile=256, call_cost=100)
+    assert [g.q_rows.ravel().tolist() for g in groups] == [[0, 2], [1]]
+    assert len(plan_groups(batch, None, tile=256, call_cost=1 << 20)) == 1

@@ -1,0 +1,109 @@
+"""One step through model, store, attention and sampler."""
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+
+from vllm_metal_lite import backend, runner
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.runner import ModelRunner, bucket
+from vllm_metal_lite.sampling import Sampler
+from vllm_metal_lite.sampling_params import SamplingParams
+
+
+class Bench:
+    """A runner with one request a prompt, greedy, with block tables filled in order."""
+
+    def __init__(self, prompts, num_blocks=32, prompt_logprobs=False, name="llama", **params):
+        self.model = tiny.packed(name)
+        store = PagedStore(self.model.packed.attention_specs, num_blocks, 8)
+        sampler = Sampler(4, self.model.vocab_size)
+        self.runner = ModelRunner(self.model.packed, store, sampler)
+        self.inputs = InputBatch(4, 128, 8)
+        self.rows = []
+        at = 0
+        for prompt in prompts:
+            row = self.inputs.add(prompt, len(prompt), 0 if prompt_logprobs else None)
+            self.inputs.append_blocks(row, list(range(at, at + 8)))
+            at += 8
+            greedy = SamplingParams(temperature=0, **params)
+            sampler.add(row, greedy, 0, np.array(prompt, np.int32), len(prompt), ())
+            self.rows.append(row)
+
+    def step(self, which, computed, scheduled, k=0):
+        rows = np.array([self.rows[i] for i in which])
+        batch = self.inputs.pack(rows, np.array(computed), np.array(scheduled))
+        sampled = rows[batch.sample_segments]
+        result = self.runner.execute(batch, sampled, k)
+        self.inputs.append_tokens(sampled, result.token_ids)
+        return result
+
+
+PROMPTS = tiny.prompts(2, 20, 20, seed=3)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_greedy_tokens_equal_the_model_alone_with_and_without_padding_to_buckets(
+    monkeypatch, where
+):
+    monkeypatch.setattr(backend, "name", lambda: where)
+    monkeypatch.setattr(runner.backend, "is_cpu", lambda: where == "cpu")
+    bench = Bench(PROMPTS)
+    tokens = [bench.step([0, 1], [0, 0], [20, 20]).token_ids.tolist()]
+    for i in range(5):
+        tokens.append(bench.step([0, 1], [20 + i] * 2, [1, 1]).token_ids.tolist())
+    expected = [tiny.alone(tiny.native("llama"), p, 6) for p in PROMPTS]
+    assert list(zip(*tokens, strict=True)) == [tuple(e) for e in expected]
+
+
+def test_a_step_of_chunks_alone_samples_nothing():
+    bench = Bench(PROMPTS)
+    result = bench.step([0, 1], [0, 0], [7, 12])
+    assert result.token_ids.shape == (0,)
+    assert result.logprobs is result.prompt_logprobs is None
+    result = bench.step([0, 1], [7, 12], [13, 8])
+    expected = [tiny.alone(tiny.native("llama"), p, 1)[0] for p in PROMPTS]
+    assert result.token_ids.tolist() == expected
+
+
+def test_logprobs_of_prompt_and_answer_in_one_step():
+    bench = Bench(PROMPTS, prompt_logprobs=True, logprobs=3)
+    result = bench.step([0, 1], [0, 0], [20, 20], k=2)
+    assert result.logprobs.token_ids.shape == (2, 4)
+    assert result.prompt_logprobs.logprobs.shape == (2 * 19, 3)
+    logits = tiny.logits_alone(tiny.native("llama"), PROMPTS[1]).astype(np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = logp[np.arange(19), PROMPTS[1][1:]]
+    np.testing.assert_allclose(result.prompt_logprobs.logprobs[19:, 0], chosen, atol=1e-4)
+    np.testing.assert_allclose(result.logprobs.logprobs[1, 0], logp[19].max(), atol=1e-4)
+
+
+def test_a_batch_that_points_outside_the_store_is_refused():
+    bench = Bench(PROMPTS, num_blocks=9)
+    with pytest.raises(ValueError, match="outside the store"):
+        bench.step([0, 1], [0, 0], [20, 20])
+
+
+def test_a_decode_step_copies_no_store():
+    """48 MiB of K and V: a step that lost the donation would need at least one layer more."""
+    bench = Bench(PROMPTS, num_blocks=8192)
+    layer = bench.runner.store.keys[0].nbytes
+    assert layer == 8193 * 8 * 2 * 16 * 4
+    bench.step([0, 1], [0, 0], [20, 20])
+    for i in range(3):
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        bench.step([0, 1], [20 + i] * 2, [1, 1])
+        assert mx.get_peak_memory() - before < layer // 8
+
+
+def test_buckets_are_few_and_never_too_small(monkeypatch):
+    assert [bucket(n) for n in (1, 63, 2048)] == [1, 63, 2048]  # a CPU pads nothing
+    monkeypatch.setattr(runner.backend, "is_cpu", lambda: False)
+    sizes = [bucket(n) for n in range(1, 4097)]
+    assert all(size >= n for n, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 32
+    assert all(size <= max(2 * n, n + 256) for n, size in enumerate(sizes, 1))
