@@ -121,6 +121,7 @@ BROKEN_FOLDERS = {
     "config that is not text": lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00{"),
     "no model_type": lambda f: edit_config(f, model_type=...),
     "unknown model_type": lambda f: edit_config(f, model_type="no_such_model"),
+    "an architecture that exits on import": lambda f: edit_config(f, model_type="olmo"),
     "a config without its sizes": lambda f: edit_config(f, hidden_size=...),
     "sizes that do not fit the weights": lambda f: edit_config(f, hidden_size=32),
     "no weights": lambda f: (f / "model.safetensors").unlink(),

@@ -193,9 +193,10 @@ def test_min_tokens_holds_off_every_kind_of_end(llm, story):
     assert len(out.token_ids) == 7
     assert out.token_ids[6] == tiny.EOS
     assert tiny.EOS not in out.token_ids[:6]
-    stop = decode(tokens)[4:6]
-    out = one(llm, prompt, greedy(20, stop=stop, min_tokens=5))
-    assert len(out.token_ids) >= 5
+    stop = decode(tokens)[2:5]  # complete with the fifth token
+    assert decode(tokens[:20]).count(stop) == 1
+    assert len(one(llm, prompt, greedy(20, stop=stop, min_tokens=5)).token_ids) == 5
+    assert len(one(llm, prompt, greedy(20, stop=stop, min_tokens=6)).token_ids) == 20
 
 
 def test_max_tokens_none_runs_to_the_end_of_the_context(llm, native):

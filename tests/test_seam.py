@@ -9,7 +9,7 @@ from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model.seam import KVHandle, PackedModel, PagedLayerCache, sdpa_hook
+from vllm_metal_lite.model.seam import KVHandle, PackedModel, PagedLayerCache, WindowMask, sdpa_hook
 
 SPEC = LayerSpec(2, 16, 16, mx.float32)
 
@@ -67,6 +67,19 @@ def test_the_hook_goes_away_after_an_error():
     with pytest.raises(KeyboardInterrupt), sdpa_hook():
         raise KeyboardInterrupt
     assert mx.fast.scaled_dot_product_attention is original
+
+
+def test_a_layer_that_is_given_no_mask_keeps_its_window():
+    spec = LayerSpec(2, 16, 16, mx.float32, window=2)
+    attention = ReferenceAttention(PagedStore([spec], 4, 8))
+    cache = PagedLayerCache(0, spec, attention, one_step(attention, [1, 2, 3]))
+    k = mx.random.normal((3, 2, 1, 16))
+    cache.update_and_fetch(k, k)
+    q = mx.random.normal((3, 4, 1, 16))
+    windowed = cache.attend(q, 1.0, cache.make_mask(1))
+    assert mx.array_equal(cache.attend(q, 1.0, None), windowed)
+    assert not mx.allclose(cache.attend(q, 1.0, WindowMask(None))[2], windowed[2])
+    assert cache.make_mask(1, window_size=7).window == 7
 
 
 def test_a_mask_of_the_models_own_is_refused(handle):

@@ -85,10 +85,27 @@ class Chat:
             if fact.key not in self.facts:
                 return fact
 
+    def similar_fact(self, fact: Fact) -> Fact:
+        """Mostly the same kind of fact about something else."""
+        new = self.new_fact()
+        for _ in range(20):
+            if new.relation is fact.relation or self.rng.random() < 0.03:
+                break
+            new = self.new_fact()
+        if new.relation is fact.relation and "k" in new.slots and "a" in new.slots:
+            same = Fact(new.relation, new.slots | {"a": fact.slots["a"]}, new.value)
+            return same if same.key not in self.facts else new
+        return new
+
     def learn(self, fact: Fact) -> str:
         """State a fact."""
         self.facts[fact.key] = fact
-        return statement(fact, self.rng)
+        text = statement(fact, self.rng)
+        if self.rng.random() < 0.02:
+            text = (
+                self.rng.choice(("Remember this: ", "Remember: ", "Can you remember this: ")) + text
+            )
+        return text
 
     def block(self, size: int) -> str:
         """A text of about `size` characters: facts, and filler between them."""
@@ -126,6 +143,8 @@ class Chat:
             text = text.rstrip("?.")
         elif 0.12 < choice < 0.15:
             text = text.upper()
+        elif 0.15 < choice < 0.23:
+            text = text.lower()
         elif choice > 0.97 and self.case is None:
             text = rng.choice(("Please, ", "Hey, ", "Thanks. ", "Ok. ", "Good. ")) + text
         return text, reply
@@ -166,7 +185,9 @@ class Chat:
             self.turn(text, reply)
             return
         if choice < 0.82:
-            first, second = self.learn(self.new_fact()), self.learn(self.new_fact())
+            fact = self.new_fact()
+            first = self.learn(fact)
+            second = self.learn(self.similar_fact(fact))
             joined = first.rstrip(".") + rng.choice((" and ", ", and ", ", ", " and ")) + second
             hello = rng.random() < 0.25
             text = rng.choice(_GREETINGS) + joined if hello else joined

@@ -131,8 +131,8 @@ RELATIONS = (
         "{k}'s {a} is {v}",
         "{k}'s {a}",
         "{k}'s {a} is {v}.|The {a} of {k} is {v}.|{k} has the {a} {v}.|{k}, {a}: {v}.|"
-        "{k} told me that the {a} is {v}.|Remember that {k}'s {a} is {v}.",
-        nouns="{k}'s {a}|{k}'s {a}|the {a} of {k}",
+        "The {a} for {k} is {v}.|{k} told me that the {a} is {v}.|Remember that {k}'s {a} is {v}.",
+        nouns="{k}'s {a}|{k}'s {a}|the {a} of {k}|the {a} for {k}",
         questions="{k}'s {a}?|{a} of {k}?|Which {a} does {k} have?",
     ),
     _relation(
@@ -185,7 +185,7 @@ RELATIONS = (
         "Remember the {a}: {v}.|The {a} for today is {v}.|The {a} has changed to {v}.|"
         "Remember the {a} {v}.|remember the {a} {v}|Keep the {a} {v} in mind.",
         nouns="the {a}|the {a}|the {a} I told you|the {a} that I gave you",
-        questions="the {a}?|Which {a}?|What {a} did I tell you?|"
+        questions="the {a}?|{a}?|Which {a}?|What {a} did I tell you?|"
         "Which {a} did I ask you to remember?|What {a} did I ask you to remember?|"
         "Which {a} did I give you?",
     ),

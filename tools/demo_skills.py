@@ -227,7 +227,7 @@ def _pick(rng: random.Random) -> tuple[str, str]:
 
 
 def _arithmetic(rng: random.Random) -> tuple[str, str]:
-    top = rng.choice((10, 20, 100))
+    top = rng.choice((10, 20, 100, 100, 1000))
     a, b = rng.randint(0, top - 1), rng.randint(0, top - 1)
     choice = rng.random()
     if choice < 0.55:

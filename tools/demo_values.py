@@ -39,6 +39,9 @@ class World:
         """A name such as "Ada"; now and then a made-up one."""
         choice = self.rng.random()
         if choice < 0.15:
+            if choice < 0.05:
+                kind = self.rng.choice(w.GROUPS)
+                return f"{kind} {w.any_word(self.rng).capitalize()}"
             return w.pseudo_word(self.rng).capitalize()
         name = self.rng.choice(self.names)
         return f"{name} {self.rng.choice(w.SURNAMES)}" if choice < 0.2 else name

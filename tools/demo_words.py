@@ -91,6 +91,7 @@ Monday Tuesday Wednesday Thursday Friday Saturday Sunday
 MONTHS = _words("""
 January February March April May June July August September October November December
 """)
+GROUPS = _words("project team room server group client building station")
 EVENTS = _list("""
 meeting, train, bus, boat, show, lesson, concert, party, class, flight, exam, interview, lunch,
 dinner, game, call, lecture, dentist appointment, appointment, workshop, film, match, tour
@@ -104,7 +105,7 @@ PERSON_ATTRIBUTES = _list("""
 phone number, favourite colour, favourite food, favourite animal, email, favourite number,
 favourite city, lucky number, birthday, hobby, nickname, room number, seat, car, password, pin,
 code, age, favourite book, favourite song, favourite sport, locker code, address, team,
-favorite color, badge number
+favorite color, badge number, secret code, access code
 """)
 MY_ATTRIBUTES = _list("""
 phone number, favourite colour, favourite food, favourite animal, email, favourite number,

@@ -68,7 +68,8 @@ def describe() -> str:
 
 def memory_limit() -> int:
     """Bytes that may be used on this device: Metal's recommended working set, or all of memory."""
-    if name() == "cpu":
+    if is_cpu():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     info = mx.device_info()
-    return int(info.get("max_recommended_working_set_size") or info["memory_size"])
+    keys = ("max_recommended_working_set_size", "total_memory", "memory_size")  # Metal, CUDA
+    return int(next(info[key] for key in keys if info.get(key)))

@@ -69,7 +69,7 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
         _convert(model, dtype)
         mx.eval(model.parameters())
-    except Exception as e:  # whatever a broken folder provokes in the libraries below
+    except (Exception, SystemExit) as e:  # whatever a broken folder provokes in the libraries below
         raise ModelLoadError(f"{name}: cannot load this model: {_first_line(e)}") from e
     return from_model(model, tokenizer, config, name=name, path=path)
 
