@@ -1,9 +1,13 @@
 """The engine over real tiny models: what a user's requests get, whatever else happens."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import tiny_models as tiny
 
+from vllm_metal_lite import LLM
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -253,3 +257,27 @@ def test_stepping_an_idle_engine_does_nothing():
     engine = tiny.engine()
     assert engine.step() == []
     assert engine.metrics()["steps"] == 0
+
+
+def test_ctrl_c_ends_a_blocking_call_between_steps_and_the_engine_goes_on(tmp_path, monkeypatch):
+    llm = LLM(str(tiny.write_folder(tmp_path)), num_blocks=32, block_size=8)
+    step, calls, finished = llm.engine.step, [], []
+
+    def press_ctrl_c():
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        outputs = step()
+        finished.append(len(calls))  # the step under way is run to its end
+        return outputs
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(llm.engine, "step", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[0], PROMPTS[1]], greedy(20, ignore_eos=True))
+    assert finished == [1, 2, 3]
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.metrics()["blocks_owned"] == 0
+    (output,) = llm.generate([PROMPTS[0]], greedy(12, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 12

@@ -126,6 +126,13 @@ def test_a_threshold_and_a_requests_own_limit_make_chunks_smaller():
     run_and_check(engine)
 
 
+def test_chunks_shrink_as_the_context_grows(monkeypatch):
+    monkeypatch.setattr("vllm_metal_lite.engine.scheduler.MAX_CHUNK_TIMES_CONTEXT", 100)
+    engine = make(max_num_batched_tokens=10)
+    engine.add(prompt(40), max_tokens=1)
+    assert [shape(out)[0][2] for out in run_and_check(engine)] == [10, 9, 5, 4, 3, 3, 2, 2, 2]
+
+
 def test_order_is_priority_then_arrival_then_order_of_adding():
     engine = make(max_num_seqs=1)
     for priority, arrival in ((1, 0), (0, 2), (0, 1), (0, 1)):

@@ -8,6 +8,11 @@ PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
+# Most tokens of a chunk times tokens of context before it.  One step's attention grows with this
+# product, and macOS kills GPU work that runs for seconds while a display is on.  It binds a chunk of
+# 2,048 tokens beyond a context of 32k.
+MAX_CHUNK_TIMES_CONTEXT = 2048 * 32768
+
 # Seats are rows of host tables, made at start.
 MAX_NUM_SEQS = 16384
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
 from vllm_metal_lite.engine.request import Request, RequestStatus
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.block_pool import BlockPool
@@ -324,7 +324,8 @@ class Scheduler:
         if request.atomic:
             return gap if gap <= budget else 0
         threshold = self.config.long_prefill_token_threshold
-        return min(gap, budget, threshold or gap, request.max_chunk or gap)
+        work = MAX_CHUNK_TIMES_CONTEXT // (start + 1)
+        return min(gap, budget, threshold or gap, request.max_chunk or gap, work)
 
     # Out of blocks
 
