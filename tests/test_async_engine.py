@@ -49,6 +49,7 @@ async def idle(engine: AsyncEngine) -> dict[str, int]:
         metrics = await engine.metrics()
         if not (metrics["requests_running"] or metrics["requests_waiting"]):
             assert metrics["blocks_owned"] == 0
+            assert not engine._streams
             return metrics
         await asyncio.sleep(0.01)
     raise AssertionError(metrics)

@@ -259,6 +259,15 @@ def test_stepping_an_idle_engine_does_nothing():
     assert engine.metrics()["steps"] == 0
 
 
+@pytest.fixture
+def ctrl_c_works():
+    """As in a terminal: a background job, which a test run may be, is deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_works")
 def test_ctrl_c_ends_a_blocking_call_between_steps_and_the_engine_goes_on(tmp_path, monkeypatch):
     llm = LLM(str(tiny.write_folder(tmp_path)), num_blocks=32, block_size=8)
     step, calls, finished = llm.engine.step, [], []
@@ -271,12 +280,11 @@ def test_ctrl_c_ends_a_blocking_call_between_steps_and_the_engine_goes_on(tmp_pa
         finished.append(len(calls))  # the step under way is run to its end
         return outputs
 
-    handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(llm.engine, "step", press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPTS[0], PROMPTS[1]], greedy(20, ignore_eos=True))
     assert finished == [1, 2, 3]
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not llm.engine.has_unfinished_requests()
     assert llm.metrics()["blocks_owned"] == 0
     (output,) = llm.generate([PROMPTS[0]], greedy(12, ignore_eos=True))

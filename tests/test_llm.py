@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import tiny_models as tiny
+from mlx_lm.utils import load_tokenizer
 
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.model.loader import DEMO_PATH
 
 # Tokens beyond the tokenizer's vocabulary are the model's padding, and decode to nothing.
 DECODED = dict(enumerate([*tiny.CHARACTERS, "</s>", "<s>"]))
@@ -284,7 +286,7 @@ def test_penalties_follow_their_definition(llm, native):
 
 
 def test_the_detokenizer_holds_back_what_may_be_a_stop_string_even_at_the_start(llm):
-    stream = Detokenizer(llm.get_tokenizer(), SamplingParams(stop="abcdef"))
+    stream = Detokenizer(llm.get_tokenizer(), SamplingParams(stop="abcdef"), 0)
     shown = []
     for token in encode("abcdeX"):
         assert stream.add(token) is None
@@ -292,6 +294,17 @@ def test_the_detokenizer_holds_back_what_may_be_a_stop_string_even_at_the_start(
     assert shown == ["", "", "", "", "", "a"]
     stream.finish()
     assert stream.text == "abcdeX"
+
+
+def test_an_answer_keeps_its_first_space():
+    tokenizer = load_tokenizer(DEMO_PATH)
+    ids = tokenizer.encode("the red box is 4821")
+    for cut in range(1, len(ids)):
+        stream = Detokenizer(tokenizer, SamplingParams(), ids[cut - 1])
+        for token in ids[cut:]:
+            stream.add(token)
+        stream.finish()
+        assert tokenizer.decode(ids[:cut]) + stream.text == "the red box is 4821"
 
 
 def test_tokens_outside_the_tokenizer_are_silent(llm):

@@ -16,9 +16,12 @@ _LIBRARIES = {
 }
 
 
+_mlx_came_first = "mlx.core" in sys.modules
+
+
 def _preload_blas() -> str | None:
     """Load a fast BLAS on Linux; returns its name, or None when MLX will use its own."""
-    if sys.platform != "linux" or "mlx.core" in sys.modules:
+    if sys.platform != "linux" or _mlx_came_first:
         return None
     for name, files in _LIBRARIES.items():
         for file in files:
@@ -60,10 +63,10 @@ def describe() -> str:
         return line
     if blas:
         return f"{line}, BLAS: {blas}"
-    return (
-        f"{line}, BLAS: MLX's own (slow); about 25 times faster with OpenBLAS: "
-        "apt install libopenblas0-pthread"
-    )
+    cure = "apt install libopenblas0-pthread"
+    if _mlx_came_first:
+        cure = "import vllm_metal_lite.backend before mlx"
+    return f"{line}, BLAS: MLX's own (slow); OpenBLAS is about 25 times faster: {cure}"
 
 
 def memory_limit() -> int:

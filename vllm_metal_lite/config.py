@@ -9,8 +9,8 @@ BLOCK_SIZES = (8, 16, 32)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # Most tokens of a chunk times tokens of context before it.  One step's attention grows with this
-# product, and macOS kills GPU work that runs for seconds while a display is on.  It binds a chunk of
-# 2,048 tokens beyond a context of 32k.
+# product, and macOS kills GPU work that runs for seconds while a display is on.  A chunk of 2,048
+# tokens feels it beyond a context of 32k.
 MAX_CHUNK_TIMES_CONTEXT = 2048 * 32768
 
 # Seats are rows of host tables, made at start.

@@ -36,7 +36,9 @@ class Answer:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, params) if tokenizer is not None else None
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, params, request.prompt_token_ids[-1])
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids or ())
         room = max_model_len - request.num_prompt_tokens

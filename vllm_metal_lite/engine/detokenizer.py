@@ -11,9 +11,12 @@ class Detokenizer:
     """The text of one answer.
 
     `text` never shows a part that could still turn out to be the start of a stop string.
+    last_prompt_token: the stream starts behind it, as streams drop the very first space.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: TokenizerWrapper, params: SamplingParams, last_prompt_token: int
+    ) -> None:
         self._stream = tokenizer.detokenizer
         self._skip = _special_ids(tokenizer) if params.skip_special_tokens else frozenset()
         self._vocab_size = len(tokenizer)  # a model's vocabulary may be padded beyond it
@@ -22,13 +25,17 @@ class Detokenizer:
         self._hold_back = max(map(len, self._stop), default=1) - 1
         self._searched = 0
         self.text = ""
+        self._start = 0
+        if last_prompt_token < self._vocab_size:
+            self._stream.add_token(last_prompt_token)
+            self._start = len(self._stream.text)
 
     def add(self, token_id: int, may_stop: bool = True) -> str | None:
         """Add a token; returns the stop string that now stands in the text, if one does."""
         if token_id in self._skip or token_id >= self._vocab_size:
             return None
         self._stream.add_token(token_id)
-        text = self._stream.text
+        text = self._stream.text[self._start :]
         if not self._stop:
             self.text = text
             return None
@@ -46,7 +53,7 @@ class Detokenizer:
     def finish(self) -> None:
         """Flush what was held back; not after a stop string was found."""
         self._stream.finalize()
-        self.text = self._stream.text
+        self.text = self._stream.text[self._start :]
 
 
 @lru_cache(maxsize=4)  # slow to ask for, and the same for every request

@@ -198,7 +198,10 @@ def _layer_specs(model: nn.Module, model_type: str) -> tuple[list[LayerSpec | No
                 f"the architecture {model_type} is not supported yet: a layer of it keeps "
                 f"{type(cache).__name__}, only plain and sliding-window attention can be paged"
             )
-    logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
+    try:
+        logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
+    except Exception as e:
+        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {_first_line(e)}") from e
     specs: list[LayerSpec | None] = []
     for cache in caches:
         if cache.keys is None:  # a layer without attention
@@ -207,6 +210,8 @@ def _layer_specs(model: nn.Module, model_type: str) -> tuple[list[LayerSpec | No
         _, heads, _, k_dim = cache.keys.shape
         window = cache.max_size if isinstance(cache, RotatingKVCache) else None
         specs.append(LayerSpec(heads, k_dim, cache.values.shape[-1], cache.keys.dtype, window))
+    if not any(specs):
+        raise ModelLoadError(f"the architecture {model_type} has no attention layer to page")
     return specs, logits.shape[-1]
 
 
