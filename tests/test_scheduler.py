@@ -264,15 +264,14 @@ def test_blocked_partials_alone_do_not_wait_for_each_other():
 
 
 def test_admission_leaves_running_requests_what_they_need():
-    # r0's prompt needs 4 of 6 blocks, though it holds 1 so far: 2 more may be promised, not 3.
+    # r0's prompt needs 4 of 6 blocks, though it holds 2 so far: 2 more may be promised, not 3.
     engine = make(num_blocks=6, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     engine.add(prompt(16), max_tokens=1)
+    engine.step()
     engine.add(prompt(9, 1), max_tokens=1)
-    assert shape(engine.step()) == [("r0", 0, 4)]
-    run_and_check(engine)
-    engine.add(prompt(16, 2), max_tokens=1)
-    engine.add(prompt(8, 3), max_tokens=1)
-    assert shape(engine.step()) == [("r2", 0, 4), ("r3", 0, 4)]
+    assert shape(engine.step()) == [("r0", 4, 4)]
+    engine.add(prompt(8, 2), max_tokens=1, priority=-1)
+    assert shape(engine.step()) == [("r0", 8, 4), ("r2", 0, 4)]
     run_and_check(engine)
     assert engine.scheduler.num_preemptions == 0
 

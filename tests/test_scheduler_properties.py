@@ -121,6 +121,7 @@ class Play:
     decodes: list[Request] = field(default_factory=list)
     partials: list[Request] = field(default_factory=list)
     movable: list[Request] = field(default_factory=list)
+    num_available: int = 0  # blocks
     seen: Counter = field(default_factory=Counter)  # how often a workload reached a hard case
 
     def running(self) -> list[Request]:
@@ -169,7 +170,9 @@ def run(workload: Workload) -> Play:
 
 def _add(play: Play, number: int, a: Arrival) -> None:
     waiting = play.engine.scheduler.num_waiting
-    prompt = STEMS[a.stem][: a.shared] + [200 + number] * a.own
+    prompt = (
+        STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
+    )  # two by two, some are alike to the end
     try:
         play.engine.add(
             prompt, a.max_tokens, request_id=str(number), arrival=number // 2, priority=a.priority,
@@ -184,14 +187,15 @@ def _add(play: Play, number: int, a: Arrival) -> None:
 
 def _step(play: Play) -> None:
     engine, block_size = play.engine, play.workload.block_size
-    running, available = play.running(), engine.scheduler.pool.num_available
+    running = play.running()
+    play.num_available = engine.scheduler.pool.num_available
     play.decoding &= {r.request_id for r in running}
     play.decodes = [r for r in running if r.request_id in play.decoding]
     play.partials = [r for r in running if r.request_id not in play.decoding]
     play.movable = [
         r
         for r in play.partials
-        if (len(r.block_ids) + available) * block_size > r.num_computed_tokens
+        if (len(r.block_ids) + play.num_available) * block_size > r.num_computed_tokens
     ]
     out = engine.schedule()
     for request in out.preempted:
@@ -316,16 +320,27 @@ def check_the_queue_is_served_in_order_of_rank(play: Play, out: SchedulerOutput)
     assert all(a.rank < w for a in out.admitted for w in blocking)
 
 
+def check_admission_leaves_all_who_run_a_block_to_go_on(play: Play, out: SchedulerOutput) -> None:
+    """They can compute all tokens they know, and one block more unless they end before."""
+    if out.admitted:
+        promised = 0
+        for request in play.running():
+            size = request.num_prompt_tokens + request.max_tokens
+            tokens = min(request.num_tokens + play.workload.block_size, size - 1, MAX_MODEL_LEN - 1)
+            promised += -(-tokens // play.workload.block_size) - len(request.block_ids)
+        assert promised <= play.engine.scheduler.pool.num_available
+
+
 def check_who_gives_way_ranks_below_all_who_stay(play: Play, out: SchedulerOutput) -> None:
     assert all(r.rank < v.rank for v in out.preempted for r in play.running())
     assert not (out.preempted and out.admitted)
 
 
 def check_nobody_gives_way_without_need(play: Play, out: SchedulerOutput) -> None:
+    """Only for want of blocks, and for a partial prefill only if nobody can go on."""
     if out.preempted:
-        served = [s for s in out.segments if s.new_block_ids]
-        assert served or out.preempted[-1] in play.decodes
-        assert out.num_decodes or not play.movable or play.decodes
+        assert sum(len(s.new_block_ids) for s in out.segments) >= play.num_available
+        assert play.decodes or not play.movable
 
 
 def check_policies_keep_their_promise(play: Play, out: SchedulerOutput) -> None:

@@ -30,8 +30,19 @@ class _DeviceGroup:
     def __init__(self, group: Group, window: int | None) -> None:
         self.group, self.window = group, window
         self.q_rows = mx.array(group.q_rows)
-        self.kv_slots = mx.array(group.kv_slots)
+        self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
+
+    def gather(self, store: mx.array) -> mx.array:
+        """The group's keys or values, (B, num_kv_heads, Lk, head_dim), in one pass.
+
+        store: (num_slots, num_kv_heads, head_dim), seen as one row a slot and head.
+        """
+        heads = store.shape[1]
+        if heads not in self._head_rows:
+            first = mx.array(self.group.kv_slots)[:, None, :] * heads
+            self._head_rows[heads] = first + mx.arange(heads)[:, None]
+        return store.reshape(-1, store.shape[2])[self._head_rows[heads]]
 
     def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
         return self.mask_array(dtype) if self.group.mask == "array" else self.group.mask
@@ -133,7 +144,7 @@ class ReferenceAttention:
         outputs = []
         for g in groups:
             queries = q[g.q_rows].swapaxes(1, 2)
-            k, v = (mx.contiguous(a[g.kv_slots].swapaxes(1, 2)) for a in (keys, values))
+            k, v = g.gather(keys), g.gather(values)
             if softcap is None:
                 out = _sdpa(queries, k, v, scale=scale, mask=g.mask(q.dtype), sinks=sinks)
             else:

@@ -270,7 +270,7 @@ class Scheduler:
             self._wanted_blocks(r) - len(r.block_ids) for r in (*self._partials, *self._decodes)
         )
         at = 0
-        while at < len(self._waiting) and self._has_room(out):
+        while left > 0 and at < len(self._waiting) and self._has_room(out):
             request = self._waiting[at]
             hits = self._find_prefix(request)
             start = len(hits) * self._block_size
