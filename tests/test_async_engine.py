@@ -1,6 +1,8 @@
 """The engine in a thread of its own: MLX runs there, streams are read here."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -153,11 +155,11 @@ def test_a_refused_request_raises_in_its_own_stream_only():
 def test_a_failing_step_ends_its_streams_with_the_error_and_serving_goes_on():
     async def test(engine):
         runner = engine._engine.runner
-        execute, countdown = runner.execute, [3]
+        execute, broken = runner.execute, []
 
         def fail(*args):
-            countdown[0] -= 1
-            if countdown[0] == 0:
+            if len(engine._streams) == 3 and not broken:  # all of them are in
+                broken.append(True)
                 raise RuntimeError("the device is gone")
             return execute(*args)
 
@@ -218,3 +220,21 @@ def test_two_engines_in_two_threads():
         serve(test)
     finally:
         other.shutdown()
+
+
+@pytest.mark.parametrize("shutdown", [True, False])
+def test_a_process_that_used_the_engine_ends_well(tmp_path, shutdown):
+    folder = tiny.write_folder(tmp_path / "tiny")
+    script = f"""
+import asyncio
+from vllm_metal_lite import AsyncEngine, LLMEngine, SamplingParams
+async def main():
+    engine = AsyncEngine(LLMEngine.from_name({str(folder)!r}))
+    async for output in engine.generate([1, 2, 3], SamplingParams(max_tokens=3)):
+        pass
+    if {shutdown}:
+        engine.shutdown()
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -160,3 +160,16 @@ def test_padding_never_costs_more_than_another_call():
     groups = plan_groups(batch, None, tile=256, call_cost=100)
     assert [g.q_rows.ravel().tolist() for g in groups] == [[0, 2], [1]]
     assert len(plan_groups(batch, None, tile=256, call_cost=1 << 20)) == 1
+
+
+@pytest.mark.parametrize("call_cost", [1 << 12, 1 << 20], ids=["cpu", "gpu"])
+def test_short_decodes_are_not_padded_to_a_long_neighbour(call_cost):
+    batch = make_batch([(60, 1)] * 63 + [(32_000, 1)])
+    groups = plan_groups(batch, None, tile=256, call_cost=call_cost)
+    assert sum(g.kv_slots.size for g in groups) < 1.5 * batch.seq_lens.sum()
+
+
+def test_one_call_gathers_a_bounded_number_of_keys():
+    batch = make_batch([(999, 1)] * 300)
+    groups = plan_groups(batch, None, tile=256, call_cost=1 << 20)
+    assert [g.kv_slots.shape for g in groups] == [(131, 1000), (131, 1000), (38, 1000)]

@@ -12,6 +12,7 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv import sizing
 from vllm_metal_lite.kv.sizing import size_store, step_peak_bytes
+from vllm_metal_lite.model.loader import load
 
 BYTES_PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, KV heads, K and V, float32
 
@@ -96,3 +97,9 @@ def test_weights_larger_than_the_memory(model, monkeypatch):
     monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
     with pytest.raises(OutOfMemoryError, match=r"does not fit: weights 8\.00 GiB"):
         size_store(replace(model, weight_bytes=8 << 30), EngineConfig())
+
+
+def test_the_demo_starts_with_its_defaults_on_a_small_machine(monkeypatch):
+    monkeypatch.setattr(backend, "memory_limit", lambda: 4 << 30)
+    num_blocks, max_model_len = size_store(load("demo"), EngineConfig())
+    assert (num_blocks * 16 >= 4 * max_model_len, max_model_len) == (True, 4608)

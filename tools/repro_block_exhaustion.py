@@ -40,7 +40,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.num_requests < 2:
         parser.error(f"--num-requests must be at least 2, got {args.num_requests}")
-    if args.oversubscribe <= 1:
+    if not args.oversubscribe > 1:
         parser.error(f"--oversubscribe must be above 1, got {args.oversubscribe:g}")
     return args
 

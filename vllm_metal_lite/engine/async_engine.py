@@ -5,6 +5,7 @@ between steps, so an abort takes effect at the next step at the latest.
 """
 
 import asyncio
+import atexit
 import itertools
 import queue
 import threading
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine, Prompt
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -53,6 +55,7 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="vllm-metal-lite", daemon=True)
         self._thread.start()
+        atexit.register(self.shutdown)
 
     async def generate(
         self,
@@ -103,6 +106,7 @@ class AsyncEngine:
                 self._closed = True
                 self._calls.put(None)
         self._thread.join()
+        atexit.unregister(self.shutdown)
 
     def _submit(self, call: Callable[[], Any]) -> Future:
         future: Future = Future()
@@ -133,6 +137,14 @@ class AsyncEngine:
         self._streams.clear()
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            # Streams of a thread that are still there when the process ends abort it.
+            mx.synchronize()
+            mx.clear_streams()
+
+    def _loop(self) -> None:
         while True:
             block = not self._engine.has_unfinished_requests()
             while block or not self._calls.empty():

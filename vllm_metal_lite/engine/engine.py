@@ -60,7 +60,8 @@ class LLMEngine:
         """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids"
         or "prompt".  Raises RequestError if it is none of them or a token is not the model's."""
         if isinstance(prompt, Mapping):
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            ids = prompt.get("prompt_token_ids")
+            prompt = prompt.get("prompt") if ids is None else ids
         text = None
         if isinstance(prompt, str):
             if self.model.tokenizer is None:
@@ -88,14 +89,21 @@ class LLMEngine:
         except Exception as e:  # half a surrogate pair, say, which no tokenizer takes
             raise RequestError(f"the tokenizer refuses the prompt: {e}") from e
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
         """Token ids of a conversation under the model's chat template."""
         tokenizer = self.model.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise RequestError(f"{self.model.name} has no chat template: use generate")
-        kwargs.setdefault("add_generation_prompt", True)
         try:
-            return tokenizer.apply_chat_template(list(messages), **kwargs)
+            return tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, **kwargs
+            )
         except Exception as e:  # templates raise what they like, for roles they do not know
             raise RequestError(f"the chat template refuses these messages: {e}") from e
 

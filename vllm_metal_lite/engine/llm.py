@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """A model, its engine, and blocking calls on it.
+    """A model, its engine, and blocking calls on it, from one thread at a time.
 
     model: "demo" (shipped in the package), a local folder or a Hugging Face name.  The other
     options are EngineConfig's.  Raises ModelLoadError, ConfigError or OutOfMemoryError.
@@ -71,6 +71,8 @@ class LLM:
         sampling_params: one for all, or one a prompt.  A prompt that can never be served raises
         RequestError, naming it, before anything is computed.
         """
+        if not isinstance(prompts, (str, Mapping, list, tuple, np.ndarray)):
+            raise RequestError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
         batch = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         if batch and isinstance(batch[0], (int, np.integer)):
             batch = [batch]
@@ -102,14 +104,8 @@ class LLM:
         if not messages:
             raise RequestError("messages is empty: a conversation has at least one message")
         many = [messages] if isinstance(messages[0], dict) else messages
-        prompts = [
-            {
-                "prompt_token_ids": self.engine.render_chat(
-                    m, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
-                )
-            }
-            for m in many
-        ]
+        options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        prompts = [{"prompt_token_ids": self.engine.render_chat(m, **options)} for m in many]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def metrics(self) -> dict[str, int]:

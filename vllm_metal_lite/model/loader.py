@@ -69,9 +69,11 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
         _convert(model, dtype)
         mx.eval(model.parameters())
+        if not len(tokenizer):
+            raise ModelLoadError("it has no tokenizer")
+        return from_model(model, tokenizer, config, name=name, path=path)
     except (Exception, SystemExit) as e:  # whatever a broken folder provokes in the libraries below
-        raise ModelLoadError(f"{name}: cannot load this model: {_first_line(e)}") from e
-    return from_model(model, tokenizer, config, name=name, path=path)
+        raise ModelLoadError(f"{name}: cannot load this model: {_one_line(e)}") from e
 
 
 def from_model(
@@ -141,13 +143,12 @@ def _download(name: str) -> Path:
     except Exception as e:  # the hub's client has many ways to say "no network"
         raise ModelLoadError(
             f"{name}: not in the local cache, and the Hugging Face Hub cannot be reached "
-            f"({_first_line(e)})"
+            f"({_one_line(e)})"
         ) from e
 
 
-def _first_line(e: BaseException) -> str:
-    text = str(e).strip() or type(e).__name__
-    return text.splitlines()[0][:300]
+def _one_line(e: BaseException) -> str:
+    return (" ".join(str(e).split()) or type(e).__name__)[:300]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ModelLoadError(f"{path}: not readable as JSON: {_first_line(e)}") from e
+        raise ModelLoadError(f"{path}: not readable as JSON: {_one_line(e)}") from e
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: must be a JSON object")
     return value
@@ -201,7 +202,7 @@ def _layer_specs(model: nn.Module, model_type: str) -> tuple[list[LayerSpec | No
     try:
         logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
     except Exception as e:
-        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {_first_line(e)}") from e
+        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {_one_line(e)}") from e
     specs: list[LayerSpec | None] = []
     for cache in caches:
         if cache.keys is None:  # a layer without attention
@@ -233,5 +234,5 @@ def _try_packed(packed: PackedModel, model_type: str) -> None:
     except Exception as e:
         raise ModelLoadError(
             f"the architecture {model_type} is not supported yet: its attention does not go "
-            f"through MLX's scaled_dot_product_attention ({_first_line(e)})"
+            f"through MLX's scaled_dot_product_attention ({_one_line(e)})"
         ) from e
