@@ -118,7 +118,7 @@ def test_softcap_and_sinks_in_narrow_types(dtype):
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_backend_cuts_the_step_its_own_way_to_the_same_result(monkeypatch, where, window):
     monkeypatch.setattr(backend, "name", lambda: where)
-    monkeypatch.setitem(reference._TILE, "cpu", 8)
+    monkeypatch.setitem(reference._COSTS["cpu"], "tile", 8)
     check(Case(RAGGED), padding=3, window=window)
     check(Case(RAGGED, sinks=True), window=window, softcap=3.0)
 
@@ -128,7 +128,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     case = Case([(0, 60), (0, 3), (0, 5), (0, 2)])
     results, forms = [], []
     for cost in (1 << 20, 0):
-        monkeypatch.setitem(reference._CALL_COST, "cpu", cost)
+        monkeypatch.setitem(reference._COSTS["cpu"], "call_cost", cost)
         groups, _ = case.attention.prepare(case.batch, 70).plan(None)
         forms.append([g.group.segments is not None for g in groups])
         results.append(case.run())

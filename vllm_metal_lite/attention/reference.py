@@ -16,9 +16,8 @@ from vllm_metal_lite.kv.store import PagedStore
 # The CPU backend has no fused kernel: scores are computed in full, a causal half for nothing, and
 # exp dominates.  Small query tiles save most of that half; a call costs little beside it.
 # Elsewhere SDPA is fused and skips what "causal" hides, and calls are what costs.
-_TILE = {"cpu": 256}
-_CALL_COST = {"cpu": 1 << 12}
-_WHOLE, _GPU_CALL_COST = 1 << 30, 1 << 20
+_COSTS = {"cpu": {"tile": 256, "call_cost": 1 << 12}}
+_FUSED_COSTS = {"tile": 1 << 30, "call_cost": 1 << 20}
 
 # Fetched when this module loads: the seam replaces the public name while a forward is built.
 _sdpa = mx.fast.scaled_dot_product_attention
@@ -87,13 +86,8 @@ class StepMetadata:
         if window is not None and window >= int(self.batch.seq_lens.max()):
             window = None
         if window not in self._plans:
-            where = backend.name()
-            groups = plan_groups(
-                self.batch,
-                window,
-                tile=_TILE.get(where, _WHOLE),
-                call_cost=_CALL_COST.get(where, _GPU_CALL_COST),
-            )
+            costs = _COSTS.get(backend.name(), _FUSED_COSTS)
+            groups = plan_groups(self.batch, window, **costs)
             rows = np.concatenate([g.q_rows.ravel() for g in groups])
             place = np.zeros(self.num_rows, np.int32)
             # Backwards, so that a row's first place wins: later ones are padding, which under a

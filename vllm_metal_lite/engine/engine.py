@@ -219,13 +219,13 @@ class LLMEngine:
         """Give admitted requests their rows in the table and the sampler; add new blocks."""
         for request in output.admitted:
             answer = self._answers[request.request_id]
+            tokens = np.array(request.token_ids, np.int32)
             request.req_index = self.inputs.add(
-                request.token_ids, request.num_prompt_tokens, answer.prompt_logprobs_from
+                tokens, request.num_prompt_tokens, answer.prompt_logprobs_from
             )
             self.sampler.add(
-                request.req_index, answer.params, answer.seed,
-                np.array(request.token_ids, np.int32), request.num_prompt_tokens,
-                self.model.eos_token_ids,
+                request.req_index, answer.params, answer.seed, tokens,
+                request.num_prompt_tokens, self.model.eos_token_ids,
             )  # fmt: skip
             if answer.output.index == 0:
                 answer.result.num_cached_tokens = request.num_cached_tokens
