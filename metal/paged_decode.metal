@@ -7,9 +7,9 @@
 //   scaling       (2,) float32                  scale, softcap
 //   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
 //   token         (1,) int32 -> next_token      read after the writes before it
-//   out           PARTIAL = false: (B, heads, V_DIM) of T
-//                 PARTIAL = true: (B, heads, splits, V_DIM) float32, and in `lse` (B, heads, splits)
-//                 the log2 of the sum of exponentials; merge_partitions adds them up
+//   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
+//                 float, and merge_partitions adds them up by
+//   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen
 //
 // Layout.  One threadgroup serves one sequence, one split of its context, and HEADS query heads of
 // one KV head, so that a key is loaded once for all of them (GQA).  Groups of more than HEADS heads
@@ -231,7 +231,7 @@ for (int h = 0; h < HEADS; h++) {
       out[out_row * V_DIM + at] = OUT_T(sum > 0.0f ? value / sum : 0.0f);
     }
   }
-  if (PARTIAL && head <= last_head && thread_position_in_threadgroup.x == 0) {
+  if (head <= last_head && thread_position_in_threadgroup.x == 0) {
     lse[out_row] = sum > 0.0f ? top + metal::log2(sum) : LOWEST;
   }
   // shared_* is written again for the next head.

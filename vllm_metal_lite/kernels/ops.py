@@ -1,7 +1,7 @@
 """The kernels as functions: shapes, template values and grids, one function a kernel.
 
-Every function that touches the store takes a token and returns the next one (see metal/kv_write.metal):
-pass to each the token that the one before it returned, and nothing else.
+Every function that touches the store takes a token and returns the next one: pass to each the token
+that the one before it returned, and no other (metal/kv_write.metal says why).
 
 Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
 layer's store; metadata is int32; B sequences, N packed rows.
@@ -62,7 +62,7 @@ def kv_write(
 def kv_gather(
     kv_slots: mx.array, keys: mx.array, values: mx.array, token: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Copy slots (B, L) out of the store: (B, num_kv_heads, L, head_dim) of K and of V; the token."""
+    """Copy slots (B, L) out of the store -> K and V (B, num_kv_heads, L, head_dim), the token."""
     batch, length = kv_slots.shape
     _, kv_heads, k_dim = keys.shape
     v_dim = values.shape[2]
@@ -93,7 +93,7 @@ def paged_decode(
     softcap: float | None = None,
     sinks: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys each -> (B, H, v_head_dim), the token.
+    """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
 
     block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  splits: parts that each
     context is cut into; `decode_splits` chooses.  sinks: (H,).

@@ -1,7 +1,7 @@
 """The text of a kernel of metal/, and what makes of it a CUDA kernel.
 
-A file `metal/NAME.metal` is a header comment, includes and helper templates; then a marker; then the
-body.  `mx.fast.metal_kernel` writes the function around the body: its signature comes from the
+A file `metal/NAME.metal` is a header comment, includes and helper templates; then a marker; then
+the body.  `mx.fast.metal_kernel` writes the function around the body: its signature comes from the
 arrays given at launch.
 """
 
@@ -43,9 +43,11 @@ const uint simdgroup_index_in_threadgroup = threadIdx.x / 32;
 """
 
 _SHARED = re.compile(r"^(\s*)threadgroup (\w+ \w+\[)", flags=re.MULTILINE)
+_ADDRESS_SPACE = re.compile(r"\b(device|thread|threadgroup) ")
 
 
 def to_cuda(header: str, body: str) -> tuple[str, str]:
     """The same kernel for `mx.fast.cuda_kernel`.  Threadgroups must be one-dimensional."""
     shim = (FOLDER / "host" / "cuda" / "shim.h").read_text(encoding="utf-8")
-    return shim + header, _CUDA_INDICES + _SHARED.sub(r"\1__shared__ \2", body)
+    body = _SHARED.sub(r"\1__shared__ \2", body)
+    return shim + _ADDRESS_SPACE.sub("", header), _CUDA_INDICES + _ADDRESS_SPACE.sub("", body)

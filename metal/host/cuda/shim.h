@@ -1,16 +1,12 @@
 // Lets a kernel of metal/ compile as CUDA: what MSL means, in CUDA's words.
 //
-// A simdgroup is a warp, threadgroup memory is shared memory (its declarations are rewritten to
-// __shared__ by the loader), and the other address spaces mean nothing here.
+// A simdgroup is a warp and threadgroup memory is shared memory.  Address spaces are rewritten by the
+// loader (kernels/source.py), not by macros: `device` is part of what __device__ expands to.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #define METAL_FUNC __device__ __forceinline__
-#define device
-#define thread
-#define threadgroup
-#define constant const
 
 using bfloat16_t = __nv_bfloat16;
 using float16_t = __half;
