@@ -129,7 +129,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     results, forms = [], []
     for cost in (1 << 20, 0):
         monkeypatch.setitem(reference._COSTS["cpu"], "call_cost", cost)
-        groups, _ = case.attention.prepare(case.batch, 70).plan(None)
+        groups, _ = case.attention.prepare(case.batch, 70).sdpa.calls(None)
         forms.append([g.group.segments is not None for g in groups])
         results.append(case.run())
     assert forms[0] == [True]
@@ -139,7 +139,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
 
 
 def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
-    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).plan(window)
+    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).sdpa.calls(window)
     return [m for g in groups if isinstance(m := g.mask(dtype), mx.array)]
 
 
@@ -156,7 +156,7 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
 def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
     case = Case(RAGGED)
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    first, second = (step.plan(7)[0] for _ in range(2))
+    first, second = (step.sdpa.calls(7)[0] for _ in range(2))
     assert first is second
     assert first[0].mask_array(mx.float32) is second[0].mask_array(mx.float32)
 
@@ -165,8 +165,8 @@ def test_a_window_that_hides_nothing_is_no_window():
     case = Case(RAGGED)
     longest = int(case.batch.seq_lens.max())
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    assert step.plan(longest) is step.plan(None)
-    assert step.plan(longest - 1) is not step.plan(None)
+    assert step.sdpa.calls(longest) is step.sdpa.calls(None)
+    assert step.sdpa.calls(longest - 1) is not step.sdpa.calls(None)
 
 
 def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:

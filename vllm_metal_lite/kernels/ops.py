@@ -11,6 +11,7 @@ import math
 from functools import cache
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Kernel
 
@@ -23,6 +24,16 @@ _PAGED_DECODE = Kernel(
     ["out", "lse", "next_token"],
 )
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
+
+
+def unsupported(shape: AttentionShape) -> str | None:
+    """Why the kernels cannot serve this shape, or None if they can."""
+    if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
+        return f"no kernels for {shape.dtype}"
+    for dim in (shape.k_head_dim, shape.v_head_dim):
+        if dim % 8 or not 8 <= dim <= 576:
+            return f"head size {dim} is not a multiple of 8 up to 576"
+    return None
 
 
 def new_token() -> mx.array:

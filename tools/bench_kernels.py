@@ -1,0 +1,129 @@
+"""Check every kernel of metal/ on this GPU, then measure it beside MLX's own attention.
+
+    python tools/bench_kernels.py               everything
+    python tools/bench_kernels.py --only check  only right or wrong (for a sanitizer)
+
+Prints Markdown.  Exit code 1 if a kernel is wrong.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.step import AttentionShape
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import measure, ops, selfcheck
+
+QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
+SECTIONS = ("check", "sanitize", "decode", "splits", "shapes")
+
+
+def check() -> bool:
+    """Every kernel at every shape of the full list."""
+    results = [r for shape, bs in selfcheck.full_list() for r in selfcheck.check(shape, bs)]
+    failed = [r for r in results if not r.passed]
+    print(f"\n## Right or wrong\n\n{len(results)} checks, {len(failed)} failed.")
+    for kernel in selfcheck.KERNELS:
+        errors = [r.error / (r.tolerance or 1) for r in results if r.kernel == kernel]
+        print(f"- {kernel}: {len(errors)} checks, worst error {max(errors):.2g} of what is allowed")
+    for r in failed:
+        print(f"- FAILED {r}")
+    return not failed
+
+
+def sanitize() -> bool:
+    """This script's checks again under NVIDIA's memory and race checkers."""
+    tool = shutil.which("compute-sanitizer")
+    print("\n## compute-sanitizer\n")
+    if tool is None:
+        print("Not found, so not run.")
+        return True
+    passed = True
+    for mode in ("memcheck", "racecheck"):
+        command = [tool, "--tool", mode, "--error-exitcode", "9", sys.executable, __file__]
+        run = subprocess.run([*command, "--only", "check", "--few"], capture_output=True, text=True)
+        lines = [line for line in run.stdout.splitlines() if "SUMMARY" in line or "checks" in line]
+        print(f"- {mode}: exit code {run.returncode}; " + "; ".join(lines[-2:]))
+        passed &= run.returncode == 0
+    return passed
+
+
+def decode() -> None:
+    """One query a sequence: ours on the paged store, SDPA on contiguous K and V."""
+    copy, matmul = measure.copy_bandwidth(), measure.matmul_rate()
+    print(f"\n## Decode, {QWEN3}\n")
+    print(f"Copy {copy / 1e9:,.0f} GB/s, bfloat16 matmul {matmul / 1e12:,.0f} TFLOP/s.\n")
+    print("| batch | context | splits | us | GB/s | of copy | SDPA us | GB/s | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for batch in (1, 8, 64):
+        for context in (512, 4096, 32768):
+            load = measure.Workload(QWEN3, batch, context)
+            ours, theirs = load.decode(), load.sdpa()
+            splits = ops.decode_splits(batch, QWEN3.num_kv_heads, context)
+            print(
+                f"| {batch} | {context:,} | {splits} | {1e6 * ours.seconds:.0f} "
+                f"| {ours.bandwidth / 1e9:,.0f} | {ours.bandwidth / copy:.0%} "
+                f"| {1e6 * theirs.seconds:.0f} | {theirs.bandwidth / 1e9:,.0f} "
+                f"| {theirs.seconds / ours.seconds:.2f} |",
+                flush=True,
+            )
+
+
+def splits() -> None:
+    """What cutting the context into more parts does."""
+    print("\n## Splits: us of a decode call\n")
+    counts = (1, 2, 4, 8, 16, 32)
+    print("| batch | context | " + " | ".join(map(str, counts)) + " |")
+    print("| --- | --- | " + "--- | " * len(counts))
+    for batch, context in ((1, 512), (1, 4096), (1, 32768), (8, 512), (8, 4096), (8, 32768),
+                           (64, 512), (64, 4096)):  # fmt: skip
+        load = measure.Workload(QWEN3, batch, context)
+        times = [f"{1e6 * load.decode(n).seconds:.0f}" for n in counts]
+        print(f"| {batch} | {context:,} | " + " | ".join(times) + " |", flush=True)
+
+
+def shapes() -> None:
+    """Other heads, types and blocks, at batch 64 and context 4,096."""
+    print("\n## Decode at batch 64, context 4,096\n")
+    print("| shape | block | us | GB/s | SDPA us | ratio |\n| --- | --- | --- | --- | --- | --- |")
+    for shape in (
+        AttentionShape(32, 8, 128, 128, mx.bfloat16),
+        AttentionShape(64, 8, 128, 128, mx.bfloat16),
+        AttentionShape(32, 32, 128, 128, mx.bfloat16),
+        AttentionShape(14, 2, 64, 64, mx.bfloat16),
+        AttentionShape(32, 8, 64, 64, mx.bfloat16),
+        AttentionShape(32, 8, 80, 80, mx.bfloat16),
+        AttentionShape(8, 4, 256, 256, mx.bfloat16),
+        AttentionShape(16, 8, 128, 128, mx.float16),
+        AttentionShape(16, 8, 128, 128, mx.float32),
+    ):
+        for block_size in (8, 32) if shape.dtype == mx.float16 else (16,):
+            load = measure.Workload(shape, 64, 4096, block_size)
+            ours, theirs = load.decode(), load.sdpa()
+            print(
+                f"| {shape} | {block_size} | {1e6 * ours.seconds:.0f} "
+                f"| {ours.bandwidth / 1e9:,.0f} | {1e6 * theirs.seconds:.0f} "
+                f"| {theirs.seconds / ours.seconds:.2f} |",
+                flush=True,
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--few", action="store_true", help="check a few shapes only")
+    args = parser.parse_args()
+    if args.few:
+        every = selfcheck.full_list()
+        selfcheck.full_list = lambda: every[:: len(every) // 6]
+    print(f"# Kernels: {backend.describe()}")
+    passed = True
+    for section in args.only:
+        passed &= globals()[section]() is not False
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
