@@ -1,5 +1,7 @@
 """Paged attention by definition, in float64: what every attention path is compared with."""
 
+from itertools import pairwise
+
 import numpy as np
 
 
@@ -26,7 +28,7 @@ def paged_attention(
     num_heads, group = q.shape[1], q.shape[1] // keys.shape[1]
     sinks = np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
     out = np.zeros((*q.shape[:2], values.shape[2]))
-    for s, (start, stop) in enumerate(zip(cu_seqlens_q[:-1], cu_seqlens_q[1:], strict=True)):
+    for s, (start, stop) in enumerate(pairwise(cu_seqlens_q)):
         if start == stop:
             continue
         row_at = seq_lens[s] - (stop - start) + np.arange(stop - start)

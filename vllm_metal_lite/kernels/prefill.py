@@ -1,4 +1,4 @@
-"""Attention of packed prefills over the paged store: its kernel and how a step is cut into tiles."""
+"""Attention of packed prefills over the paged store: the kernel, and the tiles of a step."""
 
 import numpy as np
 
@@ -13,21 +13,22 @@ _VARLEN_PREFILL = Kernel(
     ["out", "next_token"],
 )  # fmt: skip
 
-# (token, head) pairs that a threadgroup serves, 8 a simdgroup.  As many as MLX's attention takes: it
-# is registers that limit how many simdgroups a core holds, so a larger tile only saves fetches.
+# (token, head) pairs that a threadgroup serves, 8 a simdgroup: as many as in MLX's attention.  More
+# would save fetches, but registers limit how many simdgroups a core holds, whatever their tile.
 TILE_ROWS = 32
-# Bytes of threadgroup memory for a tile of K and of V: of the 32 KB that Metal gives, about half, so
-# that one threadgroup may fetch while another computes.
-_TILE_BYTES = 22 << 10
+# Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, a core
+# has room for a threadgroup that computes while another fetches.
+_TILE_BYTES = 18 << 10
+_MAX_HEAD_DIM = 256
 
 
 def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, group: int) -> np.ndarray:
     """Cut a packed batch into tiles (T, 2) int32 for `varlen_prefill`, with no loop over segments.
 
     cu_seqlens_q: (S+1,), segments of no rows allowed.  num_rows: of q, padding included.  group:
-    query heads that share a KV head.  A tile is (segment, first of its TILE_ROWS (token, head) pairs
-    in the segment); rows that belong to no segment are tiles of segment -1, which give zeros, their
-    first pair counted from the first row of all.
+    query heads that share a KV head.  A tile is (segment, first of its TILE_ROWS (token, head)
+    pairs in the segment).  Rows that belong to no segment are in tiles of segment -1, which give
+    zeros; their first pair is counted from row 0.
 
     T depends on S, num_rows and group only.  The last rows of a segment come first: they see most
     keys, and what starts last should be short.
@@ -69,12 +70,14 @@ def varlen_prefill(
 
     block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment, the
     rows of this step among them.  tiles: (T, 2), from `plan_tiles(..., group=H // num_kv_heads)`.
-    Rows that belong to no segment come out as zeros.  sinks: (H,).  Head dims: multiples of 8.
+    Rows that belong to no segment come out as zeros.  sinks: (H,).  Head dims: multiples
+    of 8 up to 256.
     """
     rows, heads, k_dim = q.shape
     kv_heads, v_dim = keys.shape[1], values.shape[2]
-    if k_dim % 8 or v_dim % 8:
-        raise ValueError(f"head dims must be multiples of 8, got {k_dim} and {v_dim}")
+    for dim in (k_dim, v_dim):
+        if dim % 8 or not 8 <= dim <= _MAX_HEAD_DIM:
+            raise ValueError(f"head size {dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}")
     simdgroups = TILE_ROWS // 8
     template = {
         "T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "K_DIM": k_dim,
@@ -92,6 +95,6 @@ def varlen_prefill(
 
 
 def _keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:
-    """Keys of a tile: the more, the fewer barriers and maxima; as many as the memory holds."""
+    """Keys of a tile: the more, the fewer barriers and maxima, so as many as memory holds."""
     padded = sum(8 * (dim // 8 | 1) for dim in (k_dim, v_dim))
     return next(keys for keys in (32, 16, 8) if keys * padded * itemsize <= _TILE_BYTES)
