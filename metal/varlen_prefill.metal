@@ -20,13 +20,12 @@
 //
 //   grid   x: KV head   y: tile            threadgroup: SIMDGROUPS simdgroups
 //
-//               |<---- KEYS ---->|         KEYS keys at a time go to threadgroup memory, K and V
-//       ......../################|
-//   sg 0  8 pairs ###############|####     # seen   / first seen by the first row: max(0, ...)
-//   sg 1  8 pairs  ##############|#####      nothing before is read, nor after the last row
-//   sg 2  8 pairs   #############|######
-//   sg 3  8 pairs    ############|#######
-//               ^begin                  ^end
+//   keys        :  KEYS at a time :        :  go to threadgroup memory, K and V
+//   sg 0  8 pairs     ################       #  keys that a pair sees.  Tiles of keys begin at
+//   sg 1  8 pairs      ################         multiples of KEYS; nothing before `begin`, which the
+//   sg 2  8 pairs       ################        first pair sees first, nor from `end` on, after the
+//   sg 3  8 pairs        ################       position of the last, is read.
+//                     ^begin              ^end
 //
 // A simdgroup owns 8 pairs for the whole of the loop.  Their queries (8 x K_DIM of T) and the sums of
 // values (8 x V_DIM float) stay in its registers, as 8x8 matrices; S = Q K^T and O += P V are products
@@ -40,10 +39,12 @@
 // up once, at the end.
 //
 // Why it is correct.
-//   - A key tile that reaches past the last row's position reads that position again instead, so only
-//     slots of this segment, inside its window, are ever read: the others may hold NaN.
+//   - A tile of keys that reaches outside [begin, end) reads the key at its border again instead: only
+//     slots of this segment, inside its window, are ever read, for the others may hold NaN.
 //   - A key that a row must not see scores MASKED, so far below LOWEST, where every maximum starts,
 //     that 2^(MASKED - m) is 0: for a row too that has seen nothing yet.  Both are finite.
+//   - A row's sums are the same, bit for bit, whatever pairs share its tile: a prompt in chunks gives
+//     what it gives at once.
 //   - A pair past the segment's end repeats the last one and is not stored.
 //   - A tile of padding is one of a segment with no keys over all the rows: no loop, sum 0, zeros.
 //   - Every lane takes the same path around barriers, every lane of a simdgroup around products.
@@ -114,14 +115,14 @@ for (int d = 0; d < V_PARTS; d++) {
 float m = SINKS ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
 float l = SINKS && col == 0 ? 1.0f : 0.0f;
 
-for (int base = begin; base < end; base += KEYS) {
+for (int base = begin / KEYS * KEYS; base < end; base += KEYS) {
   // The tile before must have been used by all.
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int i = int(thread_position_in_threadgroup.x); i < KEYS * (K_LOADS + V_LOADS);
        i += SIMDGROUPS * 32) {
     const int key = i / (K_LOADS + V_LOADS);
     const int at = i % (K_LOADS + V_LOADS);
-    const int seen = metal::min(base + key, end - 1);
+    const int seen = metal::min(metal::max(base + key, begin), end - 1);
     const int block = block_tables[size_t(segment) * block_tables_shape[1] + seen / BLOCK_SIZE];
     const size_t slot = size_t(block) * BLOCK_SIZE + seen % BLOCK_SIZE;
     const size_t kv_row = slot * KV_HEADS + kv_head;
