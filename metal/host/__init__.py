@@ -1,0 +1,18 @@
+"""Executes Metal kernels on a CPU (see README.md in this folder)."""
+
+from .faults import HostError, KernelFault
+from .kernel import HostKernel
+from .options import HostOptions
+from .run import run_metal
+from .standin import installed
+from .toolchain import compiler_available
+
+__all__ = [
+    "HostError",
+    "HostKernel",
+    "HostOptions",
+    "KernelFault",
+    "compiler_available",
+    "installed",
+    "run_metal",
+]

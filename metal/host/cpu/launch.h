@@ -1,0 +1,51 @@
+// What Python hands over for one dispatch, and what comes back (mirrored in launch.py), and what
+// the scheduler tells the memory, plain (memory.cpp) or checked (checker.cpp).
+#pragma once
+
+#include "runtime.h"
+
+namespace metal_host {
+
+enum Schedule : uint32_t { kForward = 0, kReverse = 1, kRandom = 2 };
+
+struct Buffer {
+  void* address;
+  uint64_t bytes;
+  const char* name;
+  uint32_t writable;     // a write is no fault
+  uint32_t initialised;  // a read before any write is no fault
+  uint32_t element;      // bytes of one element: the grain of the race checker
+  uint32_t unused;
+};
+
+struct Launch {
+  uint32_t grid[3];
+  uint32_t threads[3];
+  uint32_t schedule;
+  uint32_t poison;  // fill threadgroup memory with 0xff
+  uint64_t seed;
+  uint32_t num_buffers;
+  uint32_t num_shared;
+  Buffer buffers[kMaxBuffers];
+  uint32_t shared_bytes[kMaxBuffers];  // of each [[threadgroup(i)]] argument
+};
+
+struct Fault {
+  char kind[32];
+  char message[512];
+  char file[512];
+  uint32_t line;
+  uint32_t has_thread;
+  uint32_t group[3];
+  uint32_t thread[3];
+  uint64_t code;  // where in the library it happened, if no line is known
+};
+
+HOST_INTERNAL void memory_start_dispatch(const Launch* launch);
+HOST_INTERNAL void memory_start_threadgroup(unsigned number);
+HOST_INTERNAL void memory_group_barrier(unsigned flags);
+HOST_INTERNAL void memory_simd_barrier(unsigned simdgroup, unsigned flags);
+HOST_INTERNAL void yield_at_atomic();
+HOST_INTERNAL bool on_fiber_stack(const void* address);
+
+}  // namespace metal_host

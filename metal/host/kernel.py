@@ -1,0 +1,153 @@
+"""HostKernel: `mx.fast.metal_kernel`, executed on the CPU."""
+
+import functools
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from . import memory, mlx_source, origin, toolchain
+from .launch import Buffer, Library
+from .options import HostOptions
+from .translate import Parameter, expand_includes, translate
+
+
+class HostKernel:
+    """A custom Metal kernel that runs on the CPU, called as MLX's own are.
+
+    The source that is executed is the one MLX generates. Inputs are read where they lie: a kernel
+    that writes into the memory of an input changes the array that was passed.
+
+    Args:
+        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs:
+            as for `mx.fast.metal_kernel`.
+        options: how to run; `metal.host.installed` gives its own to the kernels made under it.
+
+    Raises:
+        HostError: on a call, if there is no compiler or the source does not compile.
+        KernelFault: on a call, if the kernel does what no kernel may do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str = "",
+        ensure_row_contiguous: bool = True,
+        atomic_outputs: bool = False,
+        *,
+        options: HostOptions | None = None,
+    ):
+        self.definition = {
+            "name": name,
+            "input_names": list(input_names),
+            "output_names": list(output_names),
+            "source": source,
+            "header": header,
+            "ensure_row_contiguous": ensure_row_contiguous,
+            "atomic_outputs": atomic_outputs,
+        }
+        self.name = name
+        self.options = options or HostOptions()
+        self._builds: dict[tuple, tuple[Library, list[Parameter]]] = {}
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence,
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: Sequence[int],
+        threadgroup: Sequence[int],
+        template: Sequence[tuple] | None = None,
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream=None,
+        options: HostOptions | None = None,
+    ) -> list[mx.array]:
+        """Runs the kernel; returns its outputs, which are evaluated.
+
+        Args:
+            inputs: arrays (MLX or numpy) or scalars.
+            options: for this call only.
+            The rest as for a kernel of `mx.fast.metal_kernel`; `stream` is ignored.
+        """
+        options = options or self.options
+        arrays = [a if isinstance(a, mx.array) else mx.array(a) for a in inputs]
+        mx.eval(arrays)
+        if self.definition["ensure_row_contiguous"]:
+            arrays = [memory.row_contiguous(a) for a in arrays]
+            mx.eval(arrays)
+        outputs = [
+            memory.new_output(tuple(shape), dtype, init_value, options.poison)
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
+        library, parameters = self._build(arrays, template or (), output_dtypes, options, verbose)
+        buffers, keep = self._buffers(parameters, arrays, outputs, init_value, options)
+        library.run(grid, threadgroup, buffers, options)
+        del keep
+        return outputs
+
+    def _buffers(self, parameters, arrays, outputs, init_value, options):
+        """What each buffer parameter is given, and the arrays that must live until the end."""
+        named = dict(zip(self.definition["input_names"], arrays, strict=True))
+        results = dict(zip(self.definition["output_names"], outputs, strict=True))
+        buffers, keep = {}, []
+        for parameter in parameters:
+            if parameter.attribute != "buffer":
+                continue
+            name = parameter.name
+            stem, _, suffix = name.rpartition("_")
+            if name in results:
+                data = memory.elements(results[name])
+                settings = {"writable": True, "initialised": init_value is not None}
+            elif name in named:
+                data = memory.elements(named[name])
+                settings = {"writable": name in options.writable_inputs}
+            else:
+                data, settings = _layout(memory.elements(named[stem]), suffix), {}
+            keep.append(data)
+            buffers[parameter.index] = Buffer(
+                name, data.ctypes.data, data.nbytes, data.itemsize, **settings
+            )
+        return buffers, keep
+
+    def _build(self, arrays, template, output_dtypes, options, verbose):
+        key = (
+            tuple((a.dtype, a.ndim, a.size < mlx_source.SMALL) for a in arrays),
+            tuple(template),
+            tuple(output_dtypes),
+            toolchain.flavour(options),
+        )
+        if key not in self._builds or verbose:
+            text = mlx_source.generated_source(self.definition, arrays, template, output_dtypes)
+            if verbose:
+                print(text)
+            self._builds[key] = self._compile(text, options)
+        return self._builds[key]
+
+    def _compile(self, text: str, options: HostOptions) -> tuple[Library, list[Parameter]]:
+        function = mlx_source.instantiation(text)
+        text = origin.mark_lines(text, self.definition)
+        include = mlx_source.include_dir()
+        whole = expand_includes(
+            mlx_source.prelude(), "prelude", [include] if include else []
+        ) + expand_includes(text, self.name, [])
+        unit, parameters = translate(whole, function)
+        return _library(unit, self.name, toolchain.flavour(options)), parameters
+
+
+@functools.cache
+def _library(unit: str, name: str, flavour: toolchain.Flavour) -> Library:
+    return Library(toolchain.build(unit, name, flavour), name)
+
+
+def _layout(data: np.ndarray, what: str) -> np.ndarray:
+    """The argument `x_shape`, `x_strides` or `x_ndim` of an input x."""
+    if what == "shape":
+        return np.array(data.shape, np.int32)
+    if what == "strides":
+        return np.array([s // data.itemsize for s in data.strides], np.int64)
+    return np.array(data.ndim, np.int32)

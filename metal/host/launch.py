@@ -1,0 +1,141 @@
+"""Loads the library of a kernel and runs dispatches of it."""
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .faults import HostError, KernelFault
+from .options import FORWARD, REVERSE, HostOptions
+
+MAX_BUFFERS = 64
+MAX_THREADS = 1024
+
+
+@dataclass
+class Buffer:
+    """Memory that a kernel is given: where it lies, and what may be done with it.
+
+    `initialised` and `writable` matter to the checker only. `element` is the size of one element.
+    """
+
+    name: str
+    address: int
+    nbytes: int
+    element: int = 1
+    writable: bool = False
+    initialised: bool = True
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("writable", ctypes.c_uint32),
+        ("initialised", ctypes.c_uint32),
+        ("element", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32 * 3),
+        ("schedule", ctypes.c_uint32),
+        ("poison", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("num_buffers", ctypes.c_uint32),
+        ("num_shared", ctypes.c_uint32),
+        ("buffers", _Buffer * MAX_BUFFERS),
+        ("shared_bytes", ctypes.c_uint32 * MAX_BUFFERS),
+    ]
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_char * 32),
+        ("message", ctypes.c_char * 512),
+        ("file", ctypes.c_char * 512),
+        ("line", ctypes.c_uint32),
+        ("has_thread", ctypes.c_uint32),
+        ("group", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_uint32 * 3),
+        ("code", ctypes.c_uint64),
+    ]
+
+
+class Library:
+    """The compiled form of one kernel."""
+
+    def __init__(self, path: Path, kernel: str):
+        self.kernel = kernel
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        self._lock = threading.Lock()  # a library has one set of fibers
+
+    def set_constants(self, constants: Mapping[int, bytes]) -> None:
+        for index, value in constants.items():
+            self._library.metal_host_constant(ctypes.c_uint(index), ctypes.c_char_p(value))
+
+    def run(
+        self,
+        grid: Sequence[int],
+        threads: Sequence[int],
+        buffers: Mapping[int, Buffer],
+        options: HostOptions,
+        shared_bytes: Mapping[int, int] | None = None,
+        constants: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """Runs the kernel.
+
+        Args:
+            grid: the size of the grid, in threads.
+            threads: the size of a threadgroup; groups at the grid's edge are smaller.
+            buffers: by index.
+            shared_bytes: the size of each `[[threadgroup(i)]]` argument.
+            constants: the bytes of each function constant.
+
+        Raises:
+            KernelFault: the kernel did what no kernel may do.
+        """
+        threads = [min(t, g) for t, g in zip(threads, grid, strict=True)]
+        total = threads[0] * threads[1] * threads[2]
+        if not 0 < total <= MAX_THREADS or min(grid) < 1:
+            raise HostError(
+                f"kernel {self.kernel}: grid {tuple(grid)} in threadgroups of {tuple(threads)}: "
+                f"every size is at least 1, and a threadgroup has at most {MAX_THREADS} threads"
+            )
+        launch, fault = _Launch(), _Fault()
+        launch.grid[:], launch.threads[:] = grid, threads
+        random = not isinstance(options.schedule, str)
+        launch.schedule = 2 if random else [FORWARD, REVERSE].index(options.schedule)
+        launch.seed = options.schedule if random else 0
+        launch.poison = options.poison
+        launch.num_buffers = max(buffers, default=-1) + 1
+        for index, buffer in buffers.items():
+            launch.buffers[index] = _Buffer(
+                buffer.address,
+                buffer.nbytes,
+                buffer.name.encode(),
+                buffer.writable,
+                buffer.initialised,
+                buffer.element,
+            )
+        for index, size in (shared_bytes or {}).items():
+            launch.shared_bytes[index] = size
+        launch.num_shared = max(shared_bytes or {}, default=-1) + 1
+        with self._lock:
+            self.set_constants(constants or {})
+            failed = self._library.metal_host_launch(ctypes.byref(launch), ctypes.byref(fault))
+        if failed:
+            raise self._fault(fault)
+
+    def _fault(self, fault: _Fault) -> KernelFault:
+        location = f"{fault.file.decode()}:{fault.line}" if fault.line else ""
+        positions = (tuple(fault.group), tuple(fault.thread)) if fault.has_thread else (None, None)
+        return KernelFault(
+            fault.kind.decode(), self.kernel, fault.message.decode(), location, *positions
+        )

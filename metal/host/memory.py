@@ -1,0 +1,28 @@
+"""Where the elements of MLX arrays lie, and new arrays for a kernel to write."""
+
+import mlx.core as mx
+import numpy as np
+
+
+def elements(array: mx.array) -> np.ndarray:
+    """The elements of an array, sharing its memory; bfloat16, which numpy lacks, as uint16."""
+    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    mx.eval(bits)
+    return np.asarray(memoryview(bits))
+
+
+def row_contiguous(array: mx.array) -> mx.array:
+    """The array itself if its rows lie one after another, else a copy in which they do."""
+    return array if elements(array).flags.c_contiguous else mx.contiguous(array)
+
+
+def new_output(shape: tuple[int, ...], dtype: mx.Dtype, init_value, poison: bool) -> mx.array:
+    """An array of its own memory: `init_value` everywhere, or 0xff bytes, or zeros."""
+    array = mx.zeros(shape, dtype)
+    mx.eval(array)
+    if init_value is not None:
+        elements(array)[...] = elements(mx.array(init_value, dtype))
+    elif poison and array.size:
+        raw = elements(array)
+        raw.reshape(-1).view(np.uint8)[:] = 0xFF
+    return array

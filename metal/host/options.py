@@ -1,0 +1,39 @@
+"""How kernels run on the host."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+FORWARD = "forward"
+REVERSE = "reverse"
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """How a kernel runs on the host.
+
+    Attributes:
+        checked: watch every memory access; slower by about four times.
+        schedule: the order in which threads and threadgroups run: "forward", "reverse", or a seed
+            for a random one.
+        poison: fill new outputs and threadgroup memory with 0xff bytes (NaN), and unset variables
+            with a pattern.
+        writable_inputs: inputs that the kernel may write in place.
+        partial_outputs: outputs that need not be written whole.
+        coverage: note which source lines run (see metal.host.coverage).
+    """
+
+    checked: bool = False
+    schedule: str | int = FORWARD
+    poison: bool = True
+    writable_inputs: Collection[str] = ()
+    partial_outputs: Collection[str] = ()
+    coverage: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.schedule, str):
+            if self.schedule not in (FORWARD, REVERSE):
+                raise ValueError(
+                    f"schedule is {self.schedule!r}: 'forward', 'reverse' or an integer seed"
+                )
+        elif self.schedule < 0:
+            raise ValueError(f"schedule is {self.schedule}: a seed is at least 0")

@@ -1,0 +1,106 @@
+"""Runs kernels of whole Metal sources, such as MLX's own."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from . import memory, toolchain
+from .launch import Buffer, Library
+from .options import HostOptions
+from .translate import Parameter, expand_includes, translate
+
+
+def run_metal(
+    source: str,
+    function: str,
+    buffers: Mapping[int, object] | Sequence[object],
+    grid_threads: Sequence[int],
+    threads_per_threadgroup: Sequence[int],
+    *,
+    constants: Mapping[int, object] | None = None,
+    threadgroup_memory: Mapping[int, int] | None = None,
+    include_dirs: Sequence[Path] = (),
+    outputs: Sequence[int] | None = None,
+    options: HostOptions | None = None,
+    name: str = "source.metal",
+) -> None:
+    """Runs one kernel of a Metal source on buffers in place.
+
+    Args:
+        source: a whole Metal source; quoted includes are looked up in `include_dirs`.
+        function: the kernel, with template arguments if it has any: "softmax_single_row<float>".
+        buffers: what is bound to [[buffer(i)]], by index or in order: a C-contiguous numpy or MLX
+            array, used where it lies; a numpy scalar, or bytes; None for a buffer that is absent.
+        grid_threads: the size of the grid in threads. For a dispatch given in threadgroups:
+            threadgroups times threads_per_threadgroup.
+        constants: numpy scalars (np.bool_, np.int32 ...) by [[function_constant(i)]].
+        threadgroup_memory: bytes by [[threadgroup(i)]].
+        outputs: the buffers that the kernel has to fill: checked, nothing else may be written, and
+            reading them before is a fault. By default any array may be written, and none must be.
+        name: what messages call the source.
+
+    Raises:
+        HostError: the source does not compile; a buffer is not contiguous.
+        KernelFault: the kernel did what no kernel may do.
+    """
+    options = options or HostOptions()
+    unit, parameters = _translated(source, function, tuple(include_dirs), name)
+    library = _library(unit, function, toolchain.flavour(options))
+    given = dict(buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers))
+    bound, keep = {}, []
+    for parameter in parameters:
+        if parameter.attribute != "buffer":
+            continue
+        data = _elements(given.get(parameter.index), parameter)
+        keep.append(data)
+        array = isinstance(given.get(parameter.index), (np.ndarray, mx.array))
+        bound[parameter.index] = Buffer(
+            parameter.name,
+            data.ctypes.data,
+            data.nbytes,
+            data.itemsize,
+            writable=array and (outputs is None or parameter.index in outputs),
+            initialised=outputs is None or parameter.index not in outputs,
+        )
+    library.run(
+        grid_threads,
+        threads_per_threadgroup,
+        bound,
+        options,
+        threadgroup_memory,
+        {index: np.asarray(value).tobytes() for index, value in (constants or {}).items()},
+    )
+    del keep
+
+
+def _elements(value: object, parameter: Parameter) -> np.ndarray:
+    if value is None:
+        return np.empty(0, np.uint8)
+    if isinstance(value, mx.array):
+        value = memory.elements(value)
+    elif isinstance(value, bytes):
+        value = np.frombuffer(value, np.uint8).copy()
+    elif not isinstance(value, (np.ndarray, np.generic)):
+        raise TypeError(
+            f"buffer {parameter.index} ({parameter.name}) is a {type(value).__name__}: "
+            "give an array, a numpy scalar or bytes, so that its type is known"
+        )
+    value = np.asarray(value)
+    if not value.flags.c_contiguous:
+        raise ValueError(f"buffer {parameter.index} ({parameter.name}) is not C-contiguous")
+    return value
+
+
+@functools.cache
+def _translated(
+    source: str, function: str, include_dirs: tuple[Path, ...], name: str
+) -> tuple[str, list[Parameter]]:
+    return translate(expand_includes(source, name, include_dirs), function)
+
+
+@functools.cache
+def _library(unit: str, function: str, flavour: toolchain.Flavour) -> Library:
+    return Library(toolchain.build(unit, function, flavour), function)

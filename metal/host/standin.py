@@ -1,0 +1,40 @@
+"""Puts HostKernel in the place of `mx.fast.metal_kernel`, so that code for a Mac runs as it is."""
+
+import contextlib
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from .kernel import HostKernel
+from .options import HostOptions
+
+
+@contextlib.contextmanager
+def installed(options: HostOptions | None = None, **settings) -> Iterator[list[HostKernel]]:
+    """While in force, `mx.fast.metal_kernel` makes kernels that run on the CPU.
+
+    `mx.compile` is off meanwhile, since a host kernel needs values, not tracers. Kernels made
+    before or after are not touched: code that keeps kernels must make them under this.
+
+    Args:
+        options: how the kernels run.
+        settings: fields of `HostOptions`, in place of `options`.
+
+    Yields:
+        The kernels that were made, in order.
+    """
+    options = options or HostOptions(**settings)
+    made: list[HostKernel] = []
+
+    def metal_kernel(*args, **kwargs) -> HostKernel:
+        made.append(HostKernel(*args, **kwargs, options=options))
+        return made[-1]
+
+    original = mx.fast.metal_kernel
+    mx.fast.metal_kernel = metal_kernel
+    mx.disable_compile()
+    try:
+        yield made
+    finally:
+        mx.fast.metal_kernel = original
+        mx.enable_compile()

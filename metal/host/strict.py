@@ -1,0 +1,213 @@
+"""A strict front end for Metal source: says what Apple's compiler would refuse.
+
+`check(source)` compiles the text, to nothing, in clang's "C++ for OpenCL" mode.  The address spaces
+it has and what it leaves out (double, virtual, exceptions, new, function pointers, arrays of variable
+length, the C++ library) are close to Metal's; the headers in `strict/` declare Metal's library for
+it.  What it accepts and Metal does not is found in clang's syntax tree or by token.
+
+Some rules are stricter than Apple's, so that one source also compiles as C++ and as CUDA:
+`threadgroup` variables stand at the top of a kernel's body, and there are no lambdas.  It is not
+Apple's compiler: what passes here may still be refused there, and constructors or conversions
+qualified `thread` (MLX's steel headers) are refused here for temporaries though Apple takes them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .strict_tree import Violation, in_metal, tree_violations
+
+MAX_THREADGROUP_BYTES = 32768
+
+# What MLX puts before a custom kernel.
+_PRELUDE = "mlx/backend/metal/kernels/utils.h"
+_HEADERS = Path(__file__).parent / "strict"
+_CLANG = [
+    *(sys.executable, "-m", "ziglang", "clang", "-cc1", "-x", "clcpp", "-cl-std=clc++2021"),
+    *("-triple", "spir64", "-cl-single-precision-constant", "-fdeclspec", "-ast-dump"),
+    "-cl-ext=-all,+cl_khr_fp16,+__opencl_c_generic_address_space",
+    *("-D__METAL__", "-D__METAL_VERSION__=310", "-I", str(_HEADERS)),
+    "-Wno-everything",
+]
+# Warnings that are violations: wrong in any C++, or (the first) an error in Metal.
+_WARNINGS = (
+    "implicit-float-conversion",
+    "no-implicit-int-float-conversion",
+    "constant-conversion",
+    "integer-overflow",
+    "division-by-zero",
+    "array-bounds",
+    "uninitialized",
+    "return-type",
+    "unused-value",
+    "tautological-constant-out-of-range-compare",
+)
+_BANNED = {
+    "goto": r"\bgoto\b",
+    "asm": r"\b(asm|__asm__|__asm)\b",
+    "lambda": r"(?<![\w\])\[])\[[\s&=\w,]*\](?!\])\s*(\(|\{|mutable\b|->)",
+    "kernel": r"\[\[\s*kernel\b[^\]]*\]\]\s*(?!void\b|decltype\b|\[|\s)\w+",
+    "opencl": r"\b__(global|local|private|generic|constant|kernel)\b",
+}
+
+
+def check(source: str, *, include: Sequence[Path | str] = ()) -> list[Violation]:
+    """What Apple's compiler would refuse in `source`, in the order of lines; empty if nothing.
+
+    `source` is a whole Metal text, such as `mx.fast.metal_kernel` generates.  If it includes
+    nothing itself, MLX's `utils.h` comes before it, as in MLX.  `include`: folders with its
+    headers; MLX's own is always there.
+
+    Raises RuntimeError if clang is missing.
+    """
+    text = _blank(source)
+    found = [
+        Violation(rule, _line(text, match.start()), f"`{match[0].strip()}` is not allowed")
+        for rule, pattern in _BANNED.items()
+        for match in re.finditer(pattern, text)
+    ]
+    try:
+        lowered = _lower(text)
+    except ValueError:
+        return [*found, Violation("compiler", 0, "brackets do not match")]
+    prelude = [] if "#include" in source else ["-include", _PRELUDE]
+    folders = [str(path) for path in (*include, _mlx_include())]
+    command = [*_CLANG, *(f"-W{name}" for name in _WARNINGS)]
+    command += [*(option for path in folders for option in ("-I", path)), *prelude, "-"]
+    done = subprocess.run(command, input=lowered, capture_output=True, text=True, check=False)
+    if "No module named ziglang" in done.stderr:
+        raise RuntimeError("the strict front end needs clang: pip install ziglang")
+    found += _diagnostics(done.stderr)
+    if done.returncode == 0:
+        found += tree_violations(done.stdout)
+    elif not found:
+        raise RuntimeError(f"clang failed: {done.stderr[-2000:]}")
+    return sorted(set(found), key=lambda v: (v.line, v.rule, v.message))
+
+
+def _mlx_include() -> Path:
+    """MLX's include folder; every wheel of it carries the headers of its Metal kernels."""
+    import mlx.core
+
+    return Path(mlx.core.__file__).parent / "include"
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def _blank(source: str) -> str:
+    """`source` with comments blanked; positions and lines stay."""
+
+    def blank(match: re.Match[str]) -> str:
+        return match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0])
+
+    return re.sub(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', blank, source, flags=re.S)
+
+
+# --- Metal that OpenCL mode does not read, made readable, line by line ----------------------------
+
+
+def _lower(text: str) -> str:
+    """Rewrite kernels' `threadgroup` variables, function constants and instantiations.
+
+    A `threadgroup` variable may stand only at the top of a kernel's body: there it becomes a
+    reference; anywhere else clang refuses it.  Raises ValueError if brackets do not match.
+    """
+    text = re.sub(
+        r"(\bconstant\s+(?:bool|u?int|u?short|float)\s+\w+)\s*\[\[\s*function_constant\([^\]]*\]\]",
+        r"\1 = 0",
+        text,
+    )
+    attributes = r"\[\[[^\]]*\]\]\s*"
+    text = re.sub(
+        rf"\btemplate\s+((?:{attributes})+)(?=decltype|void)",
+        lambda m: "template " + re.sub(r"[^\n]", " ", m[1]),
+        text,
+    )
+    done, position = [], 0
+    for match in re.finditer(
+        rf"\[\[\s*kernel\b[^\]]*\]\]\s*(?:{attributes})*|\bkernel\s+(?=void)", text
+    ):
+        if match.start() < position:
+            continue
+        start = text.index("{", _closing(text, text.index("(", match.end())))
+        end = _closing(text, start)
+        # `kernel` itself is a word of OpenCL with rules of its own.
+        done.append(text[position : match.start()] + re.sub(r"[^\n]", " ", match[0]))
+        done.append(text[match.end() : start] + _lower_body(text[start : end + 1]))
+        position = end + 1
+    return "".join(done) + text[position:]
+
+
+_DECLARATION = re.compile(
+    r"(?<![\w*&,(])threadgroup\s+(?P<type>(?:const\s+)?[\w:]+(?:\s*<[^;{}]*?>)?)\s+"
+    r"(?P<names>\w+\s*(?:\[[^\]]*\]\s*)*(?:,\s*\w+\s*(?:\[[^\]]*\]\s*)*)*);"
+)
+
+
+def _lower_body(body: str) -> str:
+    """A kernel's body with its `threadgroup` variables as references and their sum checked."""
+    sizes: list[str] = []
+
+    def lower(match: re.Match[str]) -> str:
+        if body.count("{", 0, match.start()) - body.count("}", 0, match.start()) != 1:
+            return match[0]
+        kind, lowered = match["type"], []
+        for name, extents in re.findall(r"(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:,|$)", match["names"]):
+            variable = f"(&{name}){extents}" if extents else f"&{name}"
+            value = f"metal::threadgroup_variable<{kind}{extents}>()"
+            lowered.append(f"threadgroup {kind} {variable} = {value};")
+            sizes.append(f"(sizeof({name}) + 15) / 16 * 16")
+        # At each declaration, so that the one that is too much is the line of the error.
+        total = f"{' + '.join(sizes)} <= {MAX_THREADGROUP_BYTES}"
+        lowered.append(f'static_assert({total}, "threadgroup memory");')
+        return " ".join(lowered) + "\n" * match[0].count("\n")
+
+    return _DECLARATION.sub(lower, body)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket that opens at `start` closes; ValueError if it does not."""
+    depth, pair = 0, {"(": "()", "{": "{}"}[text[start]]
+    for match in re.compile(rf"[{re.escape(pair)}]").finditer(text, start):
+        depth += 1 if match[0] == pair[0] else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError(f"no end of the bracket in line {_line(text, start)}")
+
+
+# --- what clang says ------------------------------------------------------------------------------
+
+
+_DIAGNOSTIC = re.compile(
+    r"^(?P<file>\S.*?):(?P<line>\d+):\d+: (?P<kind>(fatal )?error|warning|note): (?P<text>.*)", re.M
+)
+_TO_BFLOAT = re.compile(r"to '[^']*(bfloat|__bf16)")
+
+
+def _diagnostics(stderr: str) -> Iterator[Violation]:
+    """Errors and the chosen warnings; one in a header counts where the text made it happen."""
+    pending: Violation | None = None
+    for match in _DIAGNOSTIC.finditer(stderr):
+        here = int(match["line"]) if match["file"] == "<stdin>" else 0
+        message = in_metal(match["text"])
+        if match["kind"] == "note":
+            if pending and pending.line == 0 and here:
+                pending = replace(pending, line=here)
+            if pending and message.startswith("expression evaluates to"):
+                pending = replace(pending, message=f"{pending.message}: {message}")
+            continue
+        if pending:
+            yield pending
+        pending = Violation("compiler", here, message)
+        if "implicit-float-conversion" in message:
+            # float narrows to half silently in Metal too; to bfloat it does not.
+            pending = replace(pending, rule="bfloat") if _TO_BFLOAT.search(message) else None
+    if pending:
+        yield pending

@@ -1,0 +1,152 @@
+"""Finds a C++ compiler and makes a shared library of a kernel's translation."""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from .faults import HostError
+from .options import HostOptions
+
+HEADERS = Path(__file__).parent / "cpu"
+
+_COMMON = ["-std=gnu++20", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing"]
+_COMMON += ["-fsigned-char", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-w"]
+_RUNTIME = ["runtime.cpp", "memory.cpp"]
+
+
+@functools.cache
+def compiler() -> tuple[str, ...] | None:
+    """The command of a C++ compiler, or None: ziglang's clang, clang++ or g++, in this order.
+
+    `METAL_LITE_HOST_CXX` names another.
+    """
+    if named := os.environ.get("METAL_LITE_HOST_CXX"):
+        return tuple(named.split())
+    if spec := importlib.util.find_spec("ziglang"):
+        zig = Path(spec.submodule_search_locations[0]) / "zig"
+        if zig.exists():
+            return (str(zig), "c++")
+    for name in ("clang++", "g++"):
+        if path := shutil.which(name):
+            return (path,)
+    return None
+
+
+def compiler_available() -> bool:
+    """Whether kernels can be compiled here; tests skip by name where they cannot."""
+    return compiler() is not None
+
+
+def is_clang() -> bool:
+    return _version().find("clang") >= 0
+
+
+@functools.cache
+def _version() -> str:
+    command = [*compiler(), "--version"]
+    return subprocess.run(command, capture_output=True, text=True, env=_environment()).stdout
+
+
+@functools.cache
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: `METAL_LITE_HOST_CACHE`, or a folder of the user's own."""
+    named = os.environ.get("METAL_LITE_HOST_CACHE")
+    folder = Path(named or Path(tempfile.gettempdir()) / f"metal-host-{os.getuid()}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _environment() -> dict[str, str]:
+    # zig keeps a cache of its own: beside ours, not in the user's home.
+    zig = {f"ZIG_{kind}_CACHE_DIR": str(cache_dir() / "zig") for kind in ("LOCAL", "GLOBAL")}
+    return {**os.environ, **zig}
+
+
+@functools.cache
+def _runtime_hash() -> str:
+    digest = hashlib.sha256(_version().encode())
+    for path in sorted(HEADERS.rglob("*")):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _run(command: list[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+    if done.returncode:
+        raise HostError(f"{what} does not compile:\n{done.stderr.strip()[:8000]}")
+
+
+class Flavour(NamedTuple):
+    """The options that a kernel is compiled for."""
+
+    poison: bool
+
+
+def flavour(options: HostOptions) -> Flavour:
+    return Flavour(options.poison)
+
+
+def _kernel_flags(flavour: Flavour) -> list[str]:
+    flags = ["-O2", "-I", str(HEADERS)]
+    if flavour.poison:
+        flags.append("-ftrivial-auto-var-init=pattern")
+    if is_clang():
+        flags += ["-Xclang", "-cl-single-precision-constant", "-fno-sanitize=all"]
+        flags += ["-Xclang", "-ffloat16-excess-precision=none", "-Wno-invalid-constexpr"]
+        flags += ["-Wno-reserved-user-defined-literal"]
+    else:
+        flags += ["-fsingle-precision-constant", "-fexcess-precision=16", "-fpermissive"]
+    return flags
+
+
+def _compile(source: Path, target: Path, flags: list[str], what: str) -> None:
+    _run([*compiler(), *_COMMON, *flags, "-c", str(source), "-o", str(target)], what)
+
+
+def _runtime_objects() -> list[str]:
+    """The runtime, compiled once a version of it."""
+    objects = []
+    for name in _RUNTIME:
+        target = cache_dir() / f"{Path(name).stem}-{_runtime_hash()[:16]}.o"
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+                made = Path(scratch) / "made.o"
+                _compile(HEADERS / name, made, ["-O2", "-fno-sanitize=all"], name)
+                made.replace(target)
+        objects.append(str(target))
+    return objects
+
+
+def build(text: str, name: str, flavour: Flavour) -> Path:
+    """The shared library of a translated kernel, from the cache if the same text was built before.
+
+    Raises:
+        HostError: there is no compiler, or the text does not compile.
+    """
+    if not compiler_available():
+        raise HostError("no C++ compiler: pip install ziglang, or install clang++ or g++")
+    flags = _kernel_flags(flavour)
+    key = hashlib.sha256("\0".join([_runtime_hash(), *flags, text]).encode()).hexdigest()[:32]
+    library = cache_dir() / f"{key}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+        source, made = Path(scratch) / f"{key}.cpp", Path(scratch) / "kernel.o"
+        source.write_text(text)
+        _compile(source, made, flags, f"kernel {name}")
+        # No C++ library and no sanitizer's: the runtime needs neither.
+        link = [*compiler(), "-shared", "-O2", "-fno-sanitize=all", str(made), *_runtime_objects()]
+        link += ["-nostdlib++"] if is_clang() else []
+        link += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]
+        linked = Path(scratch) / library.name
+        _run([*link, "-o", str(linked)], f"the library of kernel {name}")
+        linked.replace(library)
+    return library
