@@ -21,7 +21,7 @@ from vllm_metal_lite.kernels import measure, ops, selfcheck
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
 SECTIONS = ("check", "sanitize", "decode", "plans", "shapes")
-WORKERS = 8
+WORKERS = 14
 
 
 def check() -> bool:

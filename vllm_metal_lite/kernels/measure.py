@@ -40,13 +40,15 @@ def seconds_per_call(
 def copy_bandwidth(size: int = 1 << 30) -> float:
     """Bytes read plus bytes written a second, by an elementwise operation on `size` bytes."""
     x = mx.zeros(size // 4, mx.float32)
-    return 2 * size / seconds_per_call(lambda a: a + 1, x, chain=5)
+    mx.eval(x)
+    return 2 * size / seconds_per_call(lambda a: a + 1, x, chain=5, compiled=False)
 
 
 def matmul_rate(dtype: mx.Dtype = mx.bfloat16, n: int = 8192) -> float:
     """Floating-point operations a second of an (n, n) x (n, n) product."""
-    w = mx.random.normal((n, n)).astype(dtype) / n**0.5
-    return 2 * n**3 / seconds_per_call(lambda a: a @ w, w, chain=5)
+    x, w = (mx.random.normal((n, n)).astype(dtype) / n**0.5 for _ in range(2))
+    mx.eval(x, w)
+    return 2 * n**3 / seconds_per_call(lambda a: a @ w, x, chain=5)
 
 
 @dataclass(frozen=True)
