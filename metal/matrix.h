@@ -10,8 +10,8 @@
 //   row 3       6     7   14   15
 //   row 4 - 7   the same + 16
 //
-// Nothing else in metal/ knows it.  Where matrices lie otherwise (CUDA), <metal_simdgroup_matrix> is a
-// file of ours and defines FAR_MATE, matrix_row and matrix_col.
+// Nothing else in metal/ knows it.  Where matrices lie otherwise (CUDA), <metal_simdgroup_matrix>
+// is a file of ours and defines FAR_MATE, matrix_row and matrix_col.
 #include <metal_simdgroup_matrix>
 
 #ifndef FAR_MATE

@@ -16,43 +16,43 @@
 //
 // Layout.  The query rows of one KV head in one segment are its q_len * GROUP pairs (token, head),
 // token by token.  A tile is ROWS pairs in a row, so a short segment fills it with heads (GQA), and
-// each key that is fetched serves all of them.
+// each key that is fetched serves all of them.  Grid: x: KV head, y: tile.
 //
-//   grid   x: KV head   y: tile            threadgroup: SIMDGROUPS simdgroups
+//                   begin                  end
+//                     |     :       :       |      # keys that a pair sees, | : where tiles of keys
+//   simdgroup 0       #######:######:       |        begin: at multiples of KEYS
+//     8 pairs         |######:#######       |
+//   simdgroup 1       | #####:#######:#     |      All simdgroups bring a tile of keys (K and V) to
+//     8 pairs         |   ###:#######:###   |        threadgroup memory, then each computes with it
+//   simdgroup 2 ...   |     #:#######:#######        what its 8 pairs need
 //
-//   keys        :  KEYS at a time :        :  go to threadgroup memory, K and V
-//   sg 0  8 pairs     ################       #  keys that a pair sees.  Tiles of keys begin at
-//   sg 1  8 pairs      ################         multiples of KEYS; nothing before `begin`, which the
-//   sg 2  8 pairs       ################        first pair sees first, nor from `end` on, after the
-//   sg 3  8 pairs        ################       position of the last, is read.
-//                     ^begin              ^end
+// A simdgroup owns 8 pairs for the whole loop.  Their queries (8 x K_DIM of T) and their sums of
+// values (8 x V_DIM float) stay in its registers as 8x8 matrices; S = Q K^T and O += P V are
+// products of such matrices in T, added up in float.  Of each matrix a lane holds two neighbours in
+// one row (matrix.h), always the same row: it keeps one maximum m and its part of the sum l, and
+// the four lanes of a row agree on m by two shuffles.
 //
-// A simdgroup owns 8 pairs for the whole of the loop.  Their queries (8 x K_DIM of T) and the sums of
-// values (8 x V_DIM float) stay in its registers, as 8x8 matrices; S = Q K^T and O += P V are products
-// of such matrices in T, added up in float.  A lane has two neighbours of one row in each matrix
-// (matrix.h), so it keeps one maximum and one sum, and the four lanes of a row agree by two shuffles.
+// Threadgroup memory holds rows of an odd number of 8-element groups: then neither the rows of V
+// that a matrix takes, nor the columns of K (K^T is read, never stored), meet in a bank.
 //
-// Threadgroup memory holds rows of an odd number of 8-element groups: then neither the rows of V that
-// a matrix takes, nor the columns of K (K^T is read, never stored), meet in a bank.
-//
-// Online softmax as in paged_decode, in base 2; the lanes of a row share out its sum, which is added
-// up once, at the end.
+// Online softmax as in paged_decode, in base 2 (FlashAttention-2, Dao 2023).
 //
 // Why it is correct.
-//   - A tile of keys that reaches outside [begin, end) reads the key at its border again instead: only
-//     slots of this segment, inside its window, are ever read, for the others may hold NaN.
+//   - A tile of keys that reaches outside [begin, end) reads the key at the border again instead:
+//     only slots of this segment, inside its window, are ever read.  Any other may hold NaN.
 //   - A key that a row must not see scores MASKED, so far below LOWEST, where every maximum starts,
 //     that 2^(MASKED - m) is 0: for a row too that has seen nothing yet.  Both are finite.
-//   - A row's sums are the same, bit for bit, whatever pairs share its tile: a prompt in chunks gives
-//     what it gives at once.
+//   - Where a tile of keys begins depends on nothing but KEYS, and one that a row does not see
+//     changes none of its sums.  So a prompt in chunks gives, bit for bit, what it gives at once.
 //   - A pair past the segment's end repeats the last one and is not stored.
-//   - A tile of padding is one of a segment with no keys over all the rows: no loop, sum 0, zeros.
+//   - A tile of padding is one of a segment with no keys over all the rows: no loop, l = 0, zeros.
 //   - Every lane takes the same path around barriers, every lane of a simdgroup around products.
 //
-// Cost.  Bytes: a tile fetches each key it can see once, so K and V of a context are read
-// q_len * GROUP / ROWS times, from cache as far as they fit.  Flops: 2 * (K_DIM + V_DIM) a pair and
-// key, the masked part of the last tiles included; beside 8 * (K_DIM + V_DIM) / 8 products of 8x8x8
-// for each 8 x 8 scores, the softmax is 2 exp2 a lane.
+// Cost.  Bytes: a tile of pairs fetches each key from `begin` to `end` once, 1 / ROWS of what pairs
+// on their own would; what tiles share comes from the cache.  Flops: 2 * (K_DIM + V_DIM) a pair and
+// key, of tiles of keys that are seen in part too.  For 8 keys a lane issues (K_DIM + V_DIM) / 8
+// products and 2 exp2.  Registers of a lane: K_DIM / 4 elements of T, V_DIM / 4 + KEYS / 4 floats;
+// at 256 in float that is more than Apple's GPUs have (not measured), and in half it is near.
 #include "matrix.h"
 
 // --- kernel body ---

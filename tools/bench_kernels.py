@@ -1,7 +1,7 @@
 """Check every kernel of metal/ on this GPU, then measure it beside MLX's own attention.
 
     python tools/bench_kernels.py               everything
-    python tools/bench_kernels.py --only check  only right or wrong (for a sanitizer)
+    python tools/bench_kernels.py --only check  only right or wrong
 
 Prints Markdown.  Exit code 1 if a kernel is wrong.
 """
@@ -10,6 +10,9 @@ import argparse
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
@@ -17,12 +20,15 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import measure, ops, selfcheck
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
-SECTIONS = ("check", "sanitize", "decode", "splits", "shapes")
+SECTIONS = ("check", "sanitize", "decode", "plans", "shapes")
+WORKERS = 14
 
 
 def check() -> bool:
     """Every kernel at every shape of the full list."""
-    results = [r for shape, bs in selfcheck.full_list() for r in selfcheck.check(shape, bs)]
+    shapes = selfcheck.full_list()
+    with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:  # compilation takes the time
+        results = [r for done in pool.map(_check, range(len(shapes))) for r in done]
     failed = [r for r in results if not r.passed]
     print(f"\n## Right or wrong\n\n{len(results)} checks, {len(failed)} failed.")
     for kernel in selfcheck.KERNELS:
@@ -31,6 +37,12 @@ def check() -> bool:
     for r in failed:
         print(f"- FAILED {r}")
     return not failed
+
+
+def _check(index: int) -> list[selfcheck.CheckResult]:
+    # By number, and named in words: MLX's dtypes cannot be pickled.
+    results = selfcheck.check(*selfcheck.full_list()[index])
+    return [replace(r, shape=str(r.shape)) for r in results]
 
 
 def sanitize() -> bool:
@@ -42,12 +54,22 @@ def sanitize() -> bool:
         return True
     passed = True
     for mode in ("memcheck", "racecheck"):
-        command = [tool, "--tool", mode, "--error-exitcode", "9", sys.executable, __file__]
-        run = subprocess.run([*command, "--only", "check", "--few"], capture_output=True, text=True)
+        command = [tool, "--tool", mode, "--error-exitcode", "9"]
+        command += ["--kernel-name", "kernel_substring=metal_lite"]
+        command += [sys.executable, __file__, "--only", "few"]
+        run = subprocess.run(command, capture_output=True, text=True)
         lines = [line for line in run.stdout.splitlines() if "SUMMARY" in line or "checks" in line]
-        print(f"- {mode}: exit code {run.returncode}; " + "; ".join(lines[-2:]))
+        print(f"- {mode}: exit code {run.returncode}; " + "; ".join(lines[-2:]), flush=True)
         passed &= run.returncode == 0
     return passed
+
+
+def few() -> bool:
+    """A few shapes in this process, for a sanitizer."""
+    results = [r for s in selfcheck.full_list()[::12] for r in selfcheck.check(*s)]
+    failed = [r for r in results if not r.passed]
+    print(f"{len(results)} checks, {len(failed)} failed", *failed)
+    return not failed
 
 
 def decode() -> None:
@@ -55,32 +77,36 @@ def decode() -> None:
     copy, matmul = measure.copy_bandwidth(), measure.matmul_rate()
     print(f"\n## Decode, {QWEN3}\n")
     print(f"Copy {copy / 1e9:,.0f} GB/s, bfloat16 matmul {matmul / 1e12:,.0f} TFLOP/s.\n")
-    print("| batch | context | splits | us | GB/s | of copy | SDPA us | GB/s | ratio |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| batch | context | plan | us | GB/s | of copy | SDPA us | GB/s | ratio | eager us, SDPA |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for batch in (1, 8, 64):
         for context in (512, 4096, 32768):
             load = measure.Workload(QWEN3, batch, context)
             ours, theirs = load.decode(), load.sdpa()
-            splits = ops.decode_splits(batch, QWEN3.num_kv_heads, context)
+            eager = [f"{1e6 * f(compiled=False).seconds:.0f}" for f in (load.decode, load.sdpa)]
+            plan = ops.decode_plan(batch, QWEN3.num_kv_heads, context)
             print(
-                f"| {batch} | {context:,} | {splits} | {1e6 * ours.seconds:.0f} "
+                f"| {batch} | {context:,} | {plan.splits} x {plan.simdgroups} "
+                f"| {1e6 * ours.seconds:.1f} "
                 f"| {ours.bandwidth / 1e9:,.0f} | {ours.bandwidth / copy:.0%} "
-                f"| {1e6 * theirs.seconds:.0f} | {theirs.bandwidth / 1e9:,.0f} "
-                f"| {theirs.seconds / ours.seconds:.2f} |",
+                f"| {1e6 * theirs.seconds:.1f} | {theirs.bandwidth / 1e9:,.0f} "
+                f"| {theirs.seconds / ours.seconds:.2f} | {', '.join(eager)} |",
                 flush=True,
             )
 
 
-def splits() -> None:
-    """What cutting the context into more parts does."""
-    print("\n## Splits: us of a decode call\n")
-    counts = (1, 2, 4, 8, 16, 32)
-    print("| batch | context | " + " | ".join(map(str, counts)) + " |")
-    print("| --- | --- | " + "--- | " * len(counts))
+def plans() -> None:
+    """What cutting the context into more parts does, and larger threadgroups."""
+    print("\n## Plans: us of a decode call\n")
+    choices = [(s, g) for s in (1, 2, 4, 8, 16, 32) for g in (4, 8, 16)]
+    print("| batch | context | " + " | ".join(f"{s}x{g}" for s, g in choices) + " |")
+    print("| --- | --- | " + "--- | " * len(choices))
     for batch, context in ((1, 512), (1, 4096), (1, 32768), (8, 512), (8, 4096), (8, 32768),
                            (64, 512), (64, 4096)):  # fmt: skip
         load = measure.Workload(QWEN3, batch, context)
-        times = [f"{1e6 * load.decode(n).seconds:.0f}" for n in counts]
+        times = [f"{1e6 * load.decode(ops.DecodePlan(*c)).seconds:.1f}" for c in choices]
         print(f"| {batch} | {context:,} | " + " | ".join(times) + " |", flush=True)
 
 
@@ -112,13 +138,9 @@ def shapes() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--few", action="store_true", help="check a few shapes only")
+    parser.add_argument("--only", nargs="+", choices=(*SECTIONS, "few"), default=SECTIONS)
     args = parser.parse_args()
-    if args.few:
-        every = selfcheck.full_list()
-        selfcheck.full_list = lambda: every[:: len(every) // 6]
-    print(f"# Kernels: {backend.describe()}")
+    print(f"# Kernels: {backend.describe()}", flush=True)
     passed = True
     for section in args.only:
         passed &= globals()[section]() is not False

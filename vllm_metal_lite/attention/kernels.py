@@ -86,7 +86,7 @@ class KernelAttention(ReferenceAttention):
                 step.seq_lens,
                 *self._store(layer),
                 block_size=self.store.block_size,
-                splits=ops.decode_splits(
+                plan=ops.decode_plan(
                     step.num_decodes, self.store.keys[layer].shape[1], step.max_seq_len
                 ),
                 **how,

@@ -1,7 +1,8 @@
 """How fast the kernels are on this device, beside what the device can do and MLX's own attention.
 
 Times are per call, from chains of calls of which each takes the result of the one before it, so
-that what is measured is a stream that is kept busy: the median of several chains.
+that what is measured is a stream that is kept busy: the median of several chains.  Chains are
+compiled by `mx.compile`, as decode steps are, so that building the graph is not part of it.
 """
 
 import time
@@ -18,31 +19,36 @@ _CHAIN, _REPEATS = 20, 5
 
 
 def seconds_per_call(
-    call: Callable[[mx.array], mx.array], x: mx.array, chain: int = _CHAIN
+    call: Callable[[mx.array], mx.array], x: mx.array, chain: int = _CHAIN, compiled: bool = True
 ) -> float:
     """Median seconds of x = call(x)."""
-    times = []
-    for _ in range(_REPEATS + 1):
-        mx.eval(x)
-        start = time.perf_counter()
-        y = x
+
+    def run(x: mx.array) -> mx.array:
         for _ in range(chain):
-            y = call(y)
-        mx.eval(y)
+            x = call(x)
+        return x
+
+    run = mx.compile(run) if compiled else run
+    times = []
+    for _ in range(_REPEATS + 2):
+        start = time.perf_counter()
+        mx.eval(run(x))
         times.append((time.perf_counter() - start) / chain)
-    return float(np.median(times[1:]))  # the first one compiles
+    return float(np.median(times[2:]))  # the first ones compile and capture
 
 
 def copy_bandwidth(size: int = 1 << 30) -> float:
     """Bytes read plus bytes written a second, by an elementwise operation on `size` bytes."""
     x = mx.zeros(size // 4, mx.float32)
-    return 2 * size / seconds_per_call(lambda a: a + 1, x, chain=5)
+    mx.eval(x)
+    return 2 * size / seconds_per_call(lambda a: a + 1, x, chain=5, compiled=False)
 
 
 def matmul_rate(dtype: mx.Dtype = mx.bfloat16, n: int = 8192) -> float:
     """Floating-point operations a second of an (n, n) x (n, n) product."""
-    w = mx.random.normal((n, n)).astype(dtype) / n**0.5
-    return 2 * n**3 / seconds_per_call(lambda a: a @ w, w, chain=5)
+    x, w = (mx.random.normal((n, n)).astype(dtype) / n**0.5 for _ in range(2))
+    mx.eval(x, w)
+    return 2 * n**3 / seconds_per_call(lambda a: a @ w, x, chain=5)
 
 
 @dataclass(frozen=True)
@@ -90,10 +96,10 @@ class Workload:
         flops = 2 * seen * s.num_heads * (s.k_head_dim + s.v_head_dim)
         return Attended(seconds, size, flops)
 
-    def decode(self, splits: int | None = None) -> Attended:
+    def decode(self, plan: ops.DecodePlan | None = None, compiled: bool = True) -> Attended:
         """paged_decode, and the merge where the context is split."""
         s = self.shape
-        splits = splits or ops.decode_splits(self.batch, s.num_kv_heads, self.context)
+        plan = plan or ops.decode_plan(self.batch, s.num_kv_heads, self.context)
         q = mx.random.normal((self.batch, s.num_heads, s.k_head_dim)).astype(s.dtype)
         token = ops.new_token()
         mx.eval(q, token)
@@ -101,13 +107,13 @@ class Workload:
         def call(q: mx.array) -> mx.array:
             return ops.paged_decode(
                 q, self.block_tables, self.seq_lens, self.keys, self.values, token,
-                block_size=self.block_size, scale=self.scale, splits=splits,
+                block_size=self.block_size, scale=self.scale, plan=plan,
                 window=s.window, softcap=s.softcap,
             )[0]  # fmt: skip
 
-        return self._result(seconds_per_call(call, q), 1)
+        return self._result(seconds_per_call(call, q, compiled=compiled), 1)
 
-    def sdpa(self, rows: int = 1) -> Attended:
+    def sdpa(self, rows: int = 1, compiled: bool = True) -> Attended:
         """MLX's own attention of `rows` queries a sequence, on contiguous K and V."""
         s = self.shape
         shape = (self.batch, s.num_kv_heads, self.context, s.k_head_dim)
@@ -119,4 +125,4 @@ class Workload:
         def call(q: mx.array) -> mx.array:
             return mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
 
-        return self._result(seconds_per_call(call, q), rows)
+        return self._result(seconds_per_call(call, q, compiled=compiled), rows)

@@ -9,6 +9,7 @@ layer's store; metadata is int32; B sequences, N packed rows.
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
@@ -24,6 +25,32 @@ _PAGED_DECODE = Kernel(
     ["out", "lse", "next_token"],
 )
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
+
+
+# Most parts that a context is cut into.
+MAX_SPLITS = 64
+# Threadgroups that keep the device busy, and fewest keys that are worth a part of their own.
+_FILL = {"metal": 128, "cuda": 132, "cpu": 8}
+_MIN_SPLIT = 256
+# Floats of queries that a lane keeps; as many again are its sums.
+_REGISTERS = 64
+
+
+class DecodePlan(NamedTuple):
+    """splits: parts that each context is cut into.  simdgroups: of the threadgroup of each part."""
+
+    splits: int
+    simdgroups: int
+
+
+def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
+    """Enough threadgroups to fill the device, not more: merging costs a launch.
+
+    Powers of two, so that few variants of a compiled step exist.
+    """
+    wanted = _FILL[backend.name()] / (batch * num_kv_heads)
+    limit = min(wanted, max_seq_len / _MIN_SPLIT, MAX_SPLITS)
+    return DecodePlan(1 << max(0, math.floor(math.log2(max(limit, 1)))), 8)
 
 
 def unsupported(shape: AttentionShape) -> str | None:
@@ -99,15 +126,15 @@ def paged_decode(
     *,
     block_size: int,
     scale: float,
-    splits: int,
+    plan: DecodePlan,
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
 
-    block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  splits: parts that each
-    context is cut into; `decode_splits` chooses.  sinks: (H,).
+    block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  plan: see `decode_plan`.
+    sinks: (H,).
     """
     batch, heads, k_dim = q.shape
     kv_heads, v_dim = keys.shape[1], values.shape[2]
@@ -116,7 +143,7 @@ def paged_decode(
     per_lane = max(k_dim, v_dim) // lanes
     tiles = -(-group // max(1, min(group, _REGISTERS // per_lane)))
     at_once = -(-group // tiles)
-    simdgroups = _simdgroups(v_dim)
+    splits, simdgroups = plan.splits, plan.simdgroups
     partial = splits > 1
     out_dtype = mx.float32 if partial else q.dtype
     template = {
@@ -145,34 +172,10 @@ def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.ar
     threads = min(256, -(-dim // 32) * 32)
     return _MERGE(
         [partial.reshape(-1, splits, dim), lse.reshape(-1, splits)],
-        {"T": dtype, "V_DIM": dim, "THREADS": threads}, (batch * heads, 1, 1), threads,
+        {"T": dtype, "V_DIM": dim, "THREADS": threads, "MAX_SPLITS": MAX_SPLITS},
+        (batch * heads, 1, 1), threads,
         [(batch, heads, dim)], [dtype],
     )[0]  # fmt: skip
-
-
-# Threadgroups that fill the device at least once.
-_FILL = {"metal": 128, "cuda": 1024, "cpu": 8}
-# Fewest keys worth a split of their own.
-_MIN_SPLIT = 256
-_MAX_SPLITS = 64
-# Floats of queries that a lane keeps; as many again are its sums.
-_REGISTERS = 64
-
-
-def decode_splits(batch: int, num_kv_heads: int, max_seq_len: int) -> int:
-    """How many parts to cut contexts into: enough threadgroups to fill the device, not more.
-
-    A power of two, so that few variants of a compiled step exist.
-    """
-    wanted = _FILL[backend.name()] / (batch * num_kv_heads)
-    limit = min(wanted, max_seq_len / _MIN_SPLIT, _MAX_SPLITS)
-    return 1 << max(0, math.floor(math.log2(max(limit, 1))))
-
-
-def _simdgroups(v_dim: int) -> int:
-    # Metal: registers, not the limit of 1,024 threads, bound a threadgroup.  The sums of all
-    # simdgroups over one row of V must fit beside each other in 32 KB.
-    return min(16 if backend.name() == "cuda" else 8, (24 << 10) // (4 * v_dim))
 
 
 def _words(elements: int, array: mx.array) -> int:

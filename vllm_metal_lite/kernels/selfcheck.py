@@ -31,7 +31,6 @@ TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 
 # Contexts of the decodes checked: one key, within a block, over many blocks, more than one split.
 _CONTEXTS = (1, 7, 33, 300, 700)
-_SPLITS = 4
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ def check(shape: AttentionShape, block_size: int) -> list[CheckResult]:
     checks: dict[str, Callable[[], tuple[float, float]]] = {
         "kv_write": case.write,
         "kv_gather": case.gather,
-        "paged_decode": lambda: case.decode(splits=1),
-        "merge_partitions": lambda: case.decode(splits=_SPLITS),
+        "paged_decode": lambda: case.decode(ops.DecodePlan(1, 8)),
+        "merge_partitions": lambda: case.decode(ops.DecodePlan(4, 4)),
     }
     results = []
     for kernel in KERNELS:
@@ -155,13 +154,13 @@ class _Case:
         pairs = zip(got, (self.keys, self.values), strict=True)
         return max(_error(a.swapaxes(1, 2), rows[slots]) for a, rows in pairs), 0.0
 
-    def decode(self, splits: int) -> tuple[float, float]:
-        """One query a sequence, its context cut into splits."""
+    def decode(self, plan: ops.DecodePlan) -> tuple[float, float]:
+        """One query a sequence."""
         store = [self._array(a) for a in (self.keys, self.values)]
         sinks = None if self.sinks is None else mx.array(self.sinks)
         out, _ = ops.paged_decode(
             self._array(self.q), mx.array(self.batch.block_tables), mx.array(self.batch.seq_lens),
-            *store, ops.new_token(), block_size=self.block_size, splits=splits, sinks=sinks,
+            *store, ops.new_token(), block_size=self.block_size, plan=plan, sinks=sinks,
             scale=self._scale, window=self.shape.window, softcap=self.shape.softcap,
         )  # fmt: skip
         return _error(out, self._expected()), TOLERANCE[self.shape.dtype]

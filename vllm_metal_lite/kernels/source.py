@@ -18,9 +18,16 @@ FOLDER = next(p for p in (_PACKAGE / "metal", _PACKAGE.parent / "metal") if p.is
 
 @cache
 def read(name: str) -> tuple[str, str]:
-    """The (header, body) of metal/NAME.metal, `#include "..."` of files beside it resolved."""
+    """The (header, body) of metal/NAME.metal, `#include "..."` of files beside it resolved.
+
+    Without comments: MLX handles the whole text anew each time that a launch is put into a graph.
+    """
     header, body = (FOLDER / f"{name}.metal").read_text(encoding="utf-8").split(MARKER)
-    return _resolve(header), body
+    return _strip(_resolve(header)), _strip(body)
+
+
+def _strip(text: str) -> str:
+    return re.sub(r"\n\s*\n", "\n", re.sub(r"//.*", "", text))
 
 
 def _resolve(text: str) -> str:
@@ -51,7 +58,7 @@ def to_cuda(header: str, body: str) -> tuple[str, str]:
     """The same kernel for `mx.fast.cuda_kernel`.  Threadgroups must be one-dimensional."""
 
     def shim(name: str) -> str:
-        return (FOLDER / "host" / "cuda" / f"{name}.h").read_text(encoding="utf-8")
+        return _strip((FOLDER / "host" / "cuda" / f"{name}.h").read_text(encoding="utf-8"))
 
     header = _METAL_HEADER.sub(lambda match: shim(match[1]), _ADDRESS_SPACE.sub("", header))
     body = _SHARED.sub(r"\1__shared__ \2", body)

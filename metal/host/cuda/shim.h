@@ -45,4 +45,11 @@ METAL_FUNC float tanh(float x) { return ::tanhf(x); }
 template <typename T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
+METAL_FUNC float simd_max(float x) {
+  for (int step = 16; step > 0; step /= 2) {
+    x = max(x, simd_shuffle_xor(x, ushort(step)));
+  }
+  return x;
+}
+
 }  // namespace metal

@@ -28,22 +28,22 @@ METAL_FUNC void simdgroup_multiply_accumulate(
   d = c;
 }
 
-// On the tensor cores, which take 16 rows of a: the lower 8 are zeros.  They want b by columns, so it
-// is transposed across the lanes first.
-#define METAL_TENSOR_CORE_MULTIPLY(T, TYPE)                                                         \
-  METAL_FUNC void simdgroup_multiply_accumulate(                                                    \
-      simdgroup_matrix<float, 8, 8>& d, simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b,   \
-      simdgroup_matrix<float, 8, 8> c) {                                                            \
-    uint rows, cols;                                                                                \
-    memcpy(&rows, a.elements, 4);                                                                   \
-    memcpy(&cols, b.elements, 4);                                                                   \
-    float none0 = 0.0f, none1 = 0.0f;                                                               \
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(cols));                     \
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                              \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                         \
-                 : "+f"(c.elements[0]), "+f"(c.elements[1]), "+f"(none0), "+f"(none1)               \
-                 : "r"(rows), "r"(0), "r"(cols));                                                   \
-    d = c;                                                                                          \
+// On the tensor cores, which take 16 rows of a: the lower 8 are zeros.  They want b by columns, so
+// it is transposed across the lanes first.
+#define METAL_TENSOR_CORE_MULTIPLY(T, TYPE)                                                        \
+  METAL_FUNC void simdgroup_multiply_accumulate(                                                   \
+      simdgroup_matrix<float, 8, 8>& d, simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b,  \
+      simdgroup_matrix<float, 8, 8> c) {                                                           \
+    uint rows, cols;                                                                               \
+    memcpy(&rows, a.elements, 4);                                                                  \
+    memcpy(&cols, b.elements, 4);                                                                  \
+    float none0 = 0.0f, none1 = 0.0f;                                                              \
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(cols));                    \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                             \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                        \
+                 : "+f"(c.elements[0]), "+f"(c.elements[1]), "+f"(none0), "+f"(none1)              \
+                 : "r"(rows), "r"(0), "r"(cols));                                                  \
+    d = c;                                                                                         \
   }
 METAL_TENSOR_CORE_MULTIPLY(float16_t, "f16")
 METAL_TENSOR_CORE_MULTIPLY(bfloat16_t, "bf16")
