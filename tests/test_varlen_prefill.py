@@ -1,13 +1,15 @@
 """varlen_prefill, executed on the CPU host, against attention by definition in float64.
 
 In every case the host watches for races and for accesses out of bounds, and each slot that no row
-of the step may read holds NaN.
+of the step may read holds NaN, as do the rows of padding.
 
-Measured: float32 at most 2e-6, float16 9e-4, bfloat16 8e-3: in the two narrow types the result and
-the weights are rounded to 2^-11 and 2^-8.
+Largest error measured, of results up to about 4: float32 2e-6, float16 1.4e-3, bfloat16 1.0e-2.  In
+the two narrow types the result and the weights are rounded to 2^-11 and 2^-8.
+
+With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -16,11 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
+from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import prefill
 from vllm_metal_lite.kernels.launch import Kernel
 
-needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
+)
 
 TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
 DTYPES = list(TOLERANCE)
@@ -38,7 +43,7 @@ def on_host(schedule="forward"):
 
 @pytest.fixture(scope="module", autouse=True)
 def host():
-    with on_host():
+    with on_host() if backend.is_cpu() else nullcontext():
         yield
 
 
@@ -75,6 +80,7 @@ class Case:
             at = np.arange(max(0, seq_len - q_len - window + 1) if window else 0, seq_len)
             readable[table[at // block_size] * block_size + at % block_size] = True
         self.keys[~readable] = self.values[~readable] = np.nan
+        self.q[q_lens.sum() :] = np.nan
 
     def run(self) -> np.ndarray:
         def array(a: np.ndarray) -> mx.array:
@@ -174,6 +180,7 @@ def test_random_segments(segments, how, padding, seed):
 
 
 @needs_compiler
+@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
 @pytest.mark.parametrize("schedule", ["reverse", 1, 2])
 def test_the_order_in_which_threads_run_changes_nothing(schedule):
     case = Case(RAGGED, window=7)
