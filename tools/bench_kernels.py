@@ -86,7 +86,7 @@ def decode() -> None:
             load = measure.Workload(QWEN3, batch, context)
             ours, theirs = load.decode(), load.sdpa()
             eager = [f"{1e6 * f(compiled=False).seconds:.0f}" for f in (load.decode, load.sdpa)]
-            plan = ops.decode_plan(batch, QWEN3.num_kv_heads, context)
+            plan = load.plan
             print(
                 f"| {batch} | {context:,} | {plan.splits} x {plan.simdgroups} "
                 f"| {1e6 * ours.seconds:.1f} "

@@ -87,7 +87,7 @@ class KernelAttention(ReferenceAttention):
                 *self._store(layer),
                 block_size=self.store.block_size,
                 plan=ops.decode_plan(
-                    step.num_decodes, self.store.keys[layer].shape[1], step.max_seq_len
+                    step.num_decodes, q.shape[1], self.store.keys[layer].shape[1], step.max_seq_len
                 ),
                 **how,
             )

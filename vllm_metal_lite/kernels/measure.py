@@ -89,6 +89,11 @@ class Workload:
         self.scale = shape.k_head_dim**-0.5
         mx.eval(self.keys, self.values, self.block_tables, self.seq_lens)
 
+    @property
+    def plan(self) -> ops.DecodePlan:
+        s = self.shape
+        return ops.decode_plan(self.batch, s.num_heads, s.num_kv_heads, self.context)
+
     def _result(self, seconds: float, rows: int) -> Attended:
         s, keys = self.shape, self.batch * self.context
         size = keys * s.num_kv_heads * (s.k_head_dim + s.v_head_dim) * s.dtype.size
@@ -99,7 +104,7 @@ class Workload:
     def decode(self, plan: ops.DecodePlan | None = None, compiled: bool = True) -> Attended:
         """paged_decode, and the merge where the context is split."""
         s = self.shape
-        plan = plan or ops.decode_plan(self.batch, s.num_kv_heads, self.context)
+        plan = plan or self.plan
         q = mx.random.normal((self.batch, s.num_heads, s.k_head_dim)).astype(s.dtype)
         token = ops.new_token()
         mx.eval(q, token)
