@@ -55,23 +55,48 @@
 // at 256 in float that is more than Apple's GPUs have (not measured), and in half it is near.
 #include "matrix.h"
 
+// Bring KEYS rows of one KV head from the store to a tile, by THREADS threads: `loads` of 16 bytes a
+// row, `stride` of them from row to row of the tile.  A thread asks for 4 before it stores the first,
+// since latency is what they cost.
+template <int KEYS, int THREADS>
+METAL_FUNC void fetch_rows(const device uint4* store, const threadgroup int* slots, int kv_heads,
+                           int kv_head, int loads, int stride, int thread_index,
+                           threadgroup uint4* tile) {
+  for (int first = thread_index; first < KEYS * loads; first += 4 * THREADS) {
+    thread uint4 part[4];
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+      const int i = metal::min(first + f * THREADS, KEYS * loads - 1);
+      part[f] = store[(size_t(slots[i / loads]) * kv_heads + kv_head) * loads + i % loads];
+    }
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+      const int i = first + f * THREADS;
+      if (i < KEYS * loads) {
+        tile[i / loads * stride + i % loads] = part[f];
+      }
+    }
+  }
+}
+
 // --- kernel body ---
 constexpr float LOWEST = -1e30f;
 constexpr float MASKED = 2.0f * LOWEST;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int ROWS = SIMDGROUPS * 8;
+constexpr int THREADS = SIMDGROUPS * 32;  // at least KEYS
 constexpr int K_PARTS = K_DIM / 8;  // matrices side by side
 constexpr int V_PARTS = V_DIM / 8;
 constexpr int KEY_PARTS = KEYS / 8;
 constexpr int K_STRIDE = (K_PARTS | 1) * 8;  // elements from row to row of a tile
 constexpr int V_STRIDE = (V_PARTS | 1) * 8;
-constexpr int PER_LOAD = 16 / int(sizeof(T));  // a thread fetches 16 bytes at once
-constexpr int K_LOADS = K_DIM / PER_LOAD;
-constexpr int V_LOADS = V_DIM / PER_LOAD;
+constexpr int PER_LOAD = 16 / int(sizeof(T));
 
+threadgroup int slots[KEYS];
 threadgroup uint4 k_tile[KEYS * K_STRIDE / PER_LOAD];
 threadgroup uint4 v_tile[KEYS * V_STRIDE / PER_LOAD];
 
+const int thread_index = int(thread_position_in_threadgroup.x);
 const int kv_head = int(threadgroup_position_in_grid.x);
 const int segment = tiles[threadgroup_position_in_grid.y * 2];
 const int first = tiles[threadgroup_position_in_grid.y * 2 + 1];
@@ -116,23 +141,17 @@ float m = SINKS ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
 float l = SINKS && col == 0 ? 1.0f : 0.0f;
 
 for (int base = begin / KEYS * KEYS; base < end; base += KEYS) {
-  // The tile before must have been used by all.
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = int(thread_position_in_threadgroup.x); i < KEYS * (K_LOADS + V_LOADS);
-       i += SIMDGROUPS * 32) {
-    const int key = i / (K_LOADS + V_LOADS);
-    const int at = i % (K_LOADS + V_LOADS);
-    const int seen = metal::min(metal::max(base + key, begin), end - 1);
-    const int block = block_tables[size_t(segment) * block_tables_shape[1] + seen / BLOCK_SIZE];
-    const size_t slot = size_t(block) * BLOCK_SIZE + seen % BLOCK_SIZE;
-    const size_t kv_row = slot * KV_HEADS + kv_head;
-    if (at < K_LOADS) {
-      k_tile[key * (K_STRIDE / PER_LOAD) + at] = ((const device uint4*)keys)[kv_row * K_LOADS + at];
-    } else {
-      v_tile[key * (V_STRIDE / PER_LOAD) + at - K_LOADS] =
-          ((const device uint4*)values)[kv_row * V_LOADS + at - K_LOADS];
-    }
+  if (thread_index < KEYS) {
+    const int key = metal::min(metal::max(base + thread_index, begin), end - 1);
+    const int block = block_tables[size_t(segment) * block_tables_shape[1] + key / BLOCK_SIZE];
+    slots[thread_index] = block * BLOCK_SIZE + key % BLOCK_SIZE;
   }
+  // The slots are there, and all have used the tile before.
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  fetch_rows<KEYS, THREADS>((const device uint4*)keys, slots, KV_HEADS, kv_head,
+                            K_DIM / PER_LOAD, K_STRIDE / PER_LOAD, thread_index, k_tile);
+  fetch_rows<KEYS, THREADS>((const device uint4*)values, slots, KV_HEADS, kv_head,
+                            V_DIM / PER_LOAD, V_STRIDE / PER_LOAD, thread_index, v_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // A simdgroup of which no pair exists has nothing to do: a segment may be short.
@@ -215,6 +234,6 @@ if (sg_first + row < pairs) {
     out[q_row * V_DIM + d * 8 + col + 1] = T(o[d].thread_elements()[1] * inverse);
   }
 }
-if (kv_head == 0 && threadgroup_position_in_grid.y == 0 && thread_position_in_threadgroup.x == 0) {
+if (kv_head == 0 && threadgroup_position_in_grid.y == 0 && thread_index == 0) {
   next_token[0] = token[0];
 }
