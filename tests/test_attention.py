@@ -7,6 +7,7 @@ softcap, the scores.
 
 import numpy as np
 import pytest
+from attention_oracle import paged_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import BLOCK_SIZE, make_batch
@@ -56,23 +57,13 @@ class Case:
         return np.array(out[:n].astype(mx.float32))
 
     def expected(self, window: int | None = None, softcap: float | None = None) -> np.ndarray:
-        q, k, v = (np.array(a.astype(mx.float32), np.float64) for a in (self.q, self.k, self.v))
-        sinks = None if self.sinks is None else np.array(self.sinks.astype(mx.float32), np.float64)
-        group, b = q.shape[1] // k.shape[1], self.batch
-        out = np.zeros((*q.shape[:2], v.shape[2]))
-        for s in range(b.num_segments):
-            for row in range(b.cu_seqlens_q[s], b.cu_seqlens_q[s + 1]):
-                end = b.positions[row] + 1
-                at = np.arange(0 if window is None else max(0, end - window), end)
-                slots = b.block_tables[s][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-                for h in range(q.shape[1]):
-                    scores = k[slots, h // group] @ q[row, h] * self.scale
-                    if softcap is not None:
-                        scores = softcap * np.tanh(scores / softcap)
-                    extra = [] if sinks is None else [sinks[h]]
-                    weights = np.exp(np.array([*scores, *extra]))
-                    out[row, h] = weights[: len(at)] / weights.sum() @ v[slots, h // group]
-        return out
+        q, k, v = (np.array(a.astype(mx.float32)) for a in (self.q, self.k, self.v))
+        b, sinks = self.batch, self.sinks
+        return paged_attention(
+            q, k, v, b.block_tables, b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE,
+            scale=self.scale, window=window, softcap=softcap,
+            sinks=None if sinks is None else np.array(sinks.astype(mx.float32)),
+        )  # fmt: skip
 
 
 def check(case: Case, padding: int = 0, **how) -> None:
@@ -129,7 +120,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     results, forms = [], []
     for cost in (1 << 20, 0):
         monkeypatch.setitem(reference._COSTS["cpu"], "call_cost", cost)
-        groups, _ = case.attention.prepare(case.batch, 70).plan(None)
+        groups, _ = case.attention.prepare(case.batch, 70).sdpa.calls(None)
         forms.append([g.group.segments is not None for g in groups])
         results.append(case.run())
     assert forms[0] == [True]
@@ -139,7 +130,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
 
 
 def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
-    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).plan(window)
+    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).sdpa.calls(window)
     return [m for g in groups if isinstance(m := g.mask(dtype), mx.array)]
 
 
@@ -156,7 +147,7 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
 def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
     case = Case(RAGGED)
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    first, second = (step.plan(7)[0] for _ in range(2))
+    first, second = (step.sdpa.calls(7)[0] for _ in range(2))
     assert first is second
     assert first[0].mask_array(mx.float32) is second[0].mask_array(mx.float32)
 
@@ -165,8 +156,8 @@ def test_a_window_that_hides_nothing_is_no_window():
     case = Case(RAGGED)
     longest = int(case.batch.seq_lens.max())
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    assert step.plan(longest) is step.plan(None)
-    assert step.plan(longest - 1) is not step.plan(None)
+    assert step.sdpa.calls(longest) is step.sdpa.calls(None)
+    assert step.sdpa.calls(longest - 1) is not step.sdpa.calls(None)
 
 
 def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:

@@ -196,5 +196,5 @@ def test_text_that_the_tokenizer_cannot_take_and_chats_that_the_template_refuses
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_dtypes_load_and_answer(folder, dtype):
     llm = LLM(str(folder), num_blocks=8, dtype=dtype)
-    assert llm.engine.runner.store.keys[0].dtype == getattr(mx, dtype)
+    assert llm.engine.runner.attention.store.keys[0].dtype == getattr(mx, dtype)
     assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8

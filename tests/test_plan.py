@@ -86,7 +86,7 @@ whole = st.tuples(st.just(0), st.integers(1, 24))
 def test_every_row_sees_exactly_what_the_definition_says(segments, window, tile, call_cost):
     batch = make_batch(segments)
     if window is not None and window >= int(batch.seq_lens.max()):
-        window = None  # as StepMetadata.plan does
+        window = None  # as SdpaPlan.calls does
     groups = plan_groups(batch, window, tile=tile, call_cost=call_cost)
     seen = seen_pairs(groups, window)
     expected = expected_pairs(batch, window)

@@ -5,6 +5,7 @@ import pytest
 import tiny_models as tiny
 
 from vllm_metal_lite import backend, runner
+from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kv.store import PagedStore
@@ -20,7 +21,7 @@ class Bench:
         self.model = tiny.packed(name)
         store = PagedStore(self.model.packed.attention_specs, num_blocks, 8)
         sampler = Sampler(4, self.model.vocab_size)
-        self.runner = ModelRunner(self.model.packed, store, sampler)
+        self.runner = ModelRunner(self.model.packed, ReferenceAttention(store), sampler)
         self.inputs = InputBatch(4, 128, 8)
         self.rows = []
         at = 0
@@ -89,7 +90,7 @@ def test_a_batch_that_points_outside_the_store_is_refused():
 def test_a_decode_step_copies_no_store():
     """48 MiB of K and V: a step that lost the donation would need at least one layer more."""
     bench = Bench(PROMPTS, num_blocks=8192)
-    layer = bench.runner.store.keys[0].nbytes
+    layer = bench.runner.attention.store.keys[0].nbytes
     assert layer == 8193 * 8 * 2 * 16 * 4
     bench.step([0, 1], [0, 0], [20, 20])
     for i in range(3):

@@ -5,11 +5,13 @@
 requests.  Both front doors (the embedded engine and the vLLM plugin) fill the same table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 PAD_SLOT = -1  # slot_mapping value of a row whose K and V are written nowhere
+
+_NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,25 @@ class ForwardBatch:
     @property
     def num_segments(self) -> int:
         return len(self.seq_lens)
+
+    def prefills(self) -> "ForwardBatch":
+        """The segments behind the decodes as a batch of their own, its rows counted from 0."""
+        first, rows = self.num_decodes, slice(int(self.cu_seqlens_q[self.num_decodes]), None)
+        return replace(
+            self,
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            slot_mapping=self.slot_mapping[rows],
+            cu_seqlens_q=self.cu_seqlens_q[first:] - rows.start,
+            seq_lens=self.seq_lens[first:],
+            block_tables=self.block_tables[first:],
+            num_decodes=0,
+            # What is sampled is the whole step's business.
+            logits_indices=_NONE,
+            sample_segments=_NONE,
+            prompt_targets=_NONE,
+            prompt_segments=_NONE,
+        )
 
     def validate(self, num_blocks: int) -> None:
         """Raise ValueError before anything is computed; `num_blocks` bounds the store.

@@ -6,6 +6,7 @@ from vllm_metal_lite.errors import ConfigError
 
 PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
+ATTENTION = ("auto", "reference", "kernels")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # Most tokens of a chunk times tokens of context before it.  One step's attention grows with this
@@ -30,6 +31,7 @@ class EngineConfig:
     limit of its own.
     memory_fraction None: what is safe on the device (see `kv/sizing.py`).
     dtype "auto": what the weights have on a GPU, float32 (quantised weights expanded) on a CPU.
+    attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
     """
 
     block_size: int = 16
@@ -42,12 +44,14 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     memory_fraction: float | None = None
     dtype: str = "auto"
+    attention: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
         self._choice("block_size", BLOCK_SIZES)
         self._choice("prefill_policy", PREFILL_POLICIES)
         self._choice("dtype", DTYPES)
+        self._choice("attention", ATTENTION)
         self._at_least("max_num_seqs", 1)
         if self.max_num_seqs > MAX_NUM_SEQS:
             raise ConfigError(f"max_num_seqs ({self.max_num_seqs}) is above {MAX_NUM_SEQS}")

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.reference import ReferenceAttention
+from vllm_metal_lite.attention.step import Attention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
-from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.seam import PackedModel
 from vllm_metal_lite.sampling import LogprobArrays, Sampler, prompt_logprobs
 
@@ -37,15 +36,14 @@ class StepResult:
 class ModelRunner:
     """Runs packed steps of one model over one store."""
 
-    def __init__(self, model: PackedModel, store: PagedStore, sampler: Sampler) -> None:
-        self.model, self.store, self.sampler = model, store, sampler
-        self.attention = ReferenceAttention(store)
+    def __init__(self, model: PackedModel, attention: Attention, sampler: Sampler) -> None:
+        self.model, self.attention, self.sampler = model, attention, sampler
 
     def execute(
         self, batch: ForwardBatch, req_indices: np.ndarray, num_prompt_logprobs: int = 0
     ) -> StepResult:
         """Run a step to its end; req_indices (T,): the table rows of the terminal segments."""
-        batch.validate(self.store.num_blocks)
+        batch.validate(self.attention.store.num_blocks)
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
         num_sampled = len(batch.sample_segments)
         # A step of nothing but chunks wants no logits; lazily, asking for one row costs nothing.
@@ -64,7 +62,7 @@ class ModelRunner:
         for arrays in (logprobs, scored):
             if arrays is not None:
                 outputs += [arrays.token_ids, arrays.logprobs, arrays.ranks]
-        mx.eval(outputs, self.store.arrays)
+        mx.eval(outputs, self.attention.state)
         return StepResult(
             np.array(sampled) if sampled is not None else np.zeros(0, np.int32),
             _to_host(logprobs),

@@ -9,8 +9,9 @@ import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.plan import Group, plan_groups
+from vllm_metal_lite.attention.step import StepMetadata
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch import PAD_SLOT, ForwardBatch
+from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 
 # The CPU backend has no fused kernel: scores are computed in full, a causal half for nothing, and
@@ -23,12 +24,13 @@ _FUSED_COSTS = {"tile": 1 << 30, "call_cost": 1 << 20}
 _sdpa = mx.fast.scaled_dot_product_attention
 
 
-class _DeviceGroup:
+class DeviceGroup:
     """A Group's indices on the device, and its mask once it was asked for."""
 
     def __init__(self, group: Group, window: int | None) -> None:
         self.group, self.window = group, window
         self.q_rows = mx.array(group.q_rows)
+        self.kv_slots = mx.array(group.kv_slots)
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -39,7 +41,7 @@ class _DeviceGroup:
         """
         heads = store.shape[1]
         if heads not in self._head_rows:
-            first = mx.array(self.group.kv_slots)[:, None, :] * heads
+            first = self.kv_slots[:, None, :] * heads
             self._head_rows[heads] = first + mx.arange(heads)[:, None]
         return store.reshape(-1, store.shape[2])[self._head_rows[heads]]
 
@@ -66,22 +68,14 @@ class _DeviceGroup:
         return self._masks[key]
 
 
-class StepMetadata:
-    """A ForwardBatch on the device; plans are made once a step for each window a layer asks for.
+class SdpaPlan:
+    """A batch cut into SDPA calls, made once a step for each window that a layer asks for."""
 
-    positions, slot_mapping: (num_rows,), padded behind the batch's own rows.
-    """
-
-    def __init__(self, batch: ForwardBatch, num_rows: int, padding_slot: int) -> None:
+    def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
         self.batch, self.num_rows = batch, num_rows
-        pad = (0, num_rows - batch.num_tokens)
-        self.token_ids = mx.array(np.pad(batch.token_ids, pad))
-        self.positions = mx.array(np.pad(batch.positions, pad))
-        slots = np.pad(batch.slot_mapping, pad, constant_values=PAD_SLOT)
-        self.slot_mapping = mx.array(np.where(slots == PAD_SLOT, padding_slot, slots))
-        self._plans: dict[int | None, tuple[list[_DeviceGroup], mx.array | None]] = {}
+        self._plans: dict[int | None, tuple[list[DeviceGroup], mx.array | None]] = {}
 
-    def plan(self, window: int | None) -> tuple[list[_DeviceGroup], mx.array | None]:
+    def calls(self, window: int | None) -> tuple[list[DeviceGroup], mx.array | None]:
         """The groups, and for each row its place in their concatenated outputs (None: as is)."""
         if window is not None and window >= int(self.batch.seq_lens.max()):
             window = None
@@ -95,10 +89,18 @@ class StepMetadata:
             place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
             as_is = len(rows) == self.num_rows and (rows == np.arange(len(rows))).all()
             self._plans[window] = (
-                [_DeviceGroup(g, window) for g in groups],
+                [DeviceGroup(g, window) for g in groups],
                 None if as_is else mx.array(place),
             )
         return self._plans[window]
+
+
+class ReferenceStep(StepMetadata):
+    """A step whose rows all go through SDPA."""
+
+    def __init__(self, batch: ForwardBatch, num_rows: int, padding_slot: int) -> None:
+        super().__init__(batch, num_rows, padding_slot)
+        self.sdpa = SdpaPlan(batch, num_rows)
 
 
 class ReferenceAttention:
@@ -109,36 +111,36 @@ class ReferenceAttention:
     def __init__(self, store: PagedStore) -> None:
         self.store = store
 
-    def prepare(self, batch: ForwardBatch, num_rows: int) -> StepMetadata:
-        """Put a step's metadata on the device, its rows padded to num_rows."""
-        return StepMetadata(batch, num_rows, self.store.padding_slot)
+    @property
+    def state(self) -> list[mx.array]:
+        return self.store.arrays
+
+    def prepare(self, batch: ForwardBatch, num_rows: int) -> ReferenceStep:
+        return ReferenceStep(batch, num_rows, self.store.padding_slot)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
-        """Write k, v (N, num_kv_heads, head_dim) of this step's rows to their slots."""
         self.store.write(layer, k, v, step.slot_mapping)
+
+    def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
+        """A group's keys and values, (B, num_kv_heads, Lk, head_dim)."""
+        return group.gather(self.store.keys[layer]), group.gather(self.store.values[layer])
 
     def attend(
         self,
         layer: int,
         q: mx.array,
-        step: StepMetadata,
+        step: ReferenceStep,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Causal attention of q (N, H, D) to each row's own sequence -> (N, H, v_head_dim).
-
-        window: tokens a query sees, its own included.  softcap: scores become
-        softcap * tanh(score / softcap).  sinks: (H,), a logit each that takes weight, gives none.
-        """
-        groups, place = step.plan(window)
-        keys, values = self.store.keys[layer], self.store.values[layer]
+        groups, place = step.sdpa.calls(window)
         outputs = []
         for g in groups:
             queries = q[g.q_rows].swapaxes(1, 2)
-            k, v = g.gather(keys), g.gather(values)
+            k, v = self.gather(layer, g)
             if softcap is None:
                 out = _sdpa(queries, k, v, scale=scale, mask=g.mask(q.dtype), sinks=sinks)
             else:

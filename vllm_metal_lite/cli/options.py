@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from vllm_metal_lite.config import BLOCK_SIZES, DTYPES, PREFILL_POLICIES, EngineConfig
+from vllm_metal_lite.config import ATTENTION, BLOCK_SIZES, DTYPES, PREFILL_POLICIES, EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -41,6 +41,7 @@ _ENGINE = (
     ("prefill_policy", str, "NAME", _names(PREFILL_POLICIES)),
     ("memory_fraction", float, "F", "share of the memory to use (default: what is safe)"),
     ("dtype", str, "NAME", _names(DTYPES)),
+    ("attention", str, "NAME", _names(ATTENTION)),
     ("seed", int, "N", "seed of requests that have none of their own"),
 )
 _SAMPLING = (

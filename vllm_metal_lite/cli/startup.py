@@ -41,7 +41,7 @@ def start_engine(
         f"Context:   {engine.max_model_len:,} tokens; the KV store holds {tokens:,} "
         f"({engine.num_blocks:,} blocks of {config.block_size}, {store})"
     )
-    say(f"Attention: {engine.runner.attention.name}")
+    say(f"Attention: {engine.runner.attention.name} ({engine.attention_reason})")
     if name == "demo":
         say(_DEMO.format(name_after))
     return engine

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_metal_lite.attention.choose import choose
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
@@ -40,7 +41,10 @@ class LLMEngine:
         specs = model.packed.attention_specs
         store = PagedStore(specs, self.num_blocks, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
-        self.runner = ModelRunner(model.packed, store, self.sampler)
+        attention, self.attention_reason = choose(
+            self.config.attention, store, model.attention_shapes
+        )
+        self.runner = ModelRunner(model.packed, attention, self.sampler)
         self.inputs = InputBatch(seats, self.max_model_len, self.config.block_size)
         self.scheduler = Scheduler(self.config, self.num_blocks, self.max_model_len)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id

@@ -38,6 +38,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         memory_fraction: float | None = None,
         dtype: str = "auto",
+        attention: str = "auto",
         seed: int = 0,
     ) -> None:
         config = EngineConfig(
@@ -51,6 +52,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             memory_fraction=memory_fraction,
             dtype=dtype,
+            attention=attention,
             seed=seed,
         )
         self.engine = LLMEngine.from_name(model, config)

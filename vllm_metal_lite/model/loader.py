@@ -18,6 +18,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, l
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.reference import ReferenceAttention
+from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.errors import ModelLoadError
@@ -49,6 +50,7 @@ class LoadedModel:
     weight_bytes: int
     dtype: mx.Dtype
     generation_config: dict[str, Any]
+    attention_shapes: list[AttentionShape]
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -89,7 +91,7 @@ def from_model(
     adapt(model)
     specs, vocab_size = _layer_specs(model, model_type)
     packed = PackedModel(model, specs)
-    _try_packed(packed, model_type)
+    shapes = _try_packed(packed, model_type)
     weights = [w for _, w in tree_flatten(model.parameters())]
     eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
     return LoadedModel(
@@ -104,6 +106,7 @@ def from_model(
         weight_bytes=sum(w.nbytes for w in weights),
         dtype=packed.attention_specs[0].dtype,
         generation_config=_read_json(path / "generation_config.json") if path else {},
+        attention_shapes=shapes,
     )
 
 
@@ -216,18 +219,35 @@ def _layer_specs(model: nn.Module, model_type: str) -> tuple[list[LayerSpec | No
     return specs, logits.shape[-1]
 
 
-def _try_packed(packed: PackedModel, model_type: str) -> None:
+class _Observer(ReferenceAttention):
+    """Notes how a model attends."""
+
+    def __init__(self, store: PagedStore) -> None:
+        super().__init__(store)
+        self.shapes: dict[AttentionShape, None] = {}
+
+    def attend(self, layer, q, step, *, window=None, softcap=None, sinks=None, **how):
+        _, kv_heads, k_dim = self.store.keys[layer].shape
+        self.shapes[AttentionShape(
+            q.shape[1], kv_heads, k_dim, self.store.values[layer].shape[2], q.dtype,
+            window, softcap, sinks is not None,
+        )] = None  # fmt: skip
+        return super().attend(layer, q, step, window=window, softcap=softcap, sinks=sinks, **how)
+
+
+def _try_packed(packed: PackedModel, model_type: str) -> list[AttentionShape]:
     """Run a small packed step: what the seam cannot carry fails here, by name.
 
-    Running it also evaluates what models compute lazily when they are made and keep outside of
-    their parameters (RoPE's frequencies): MLX can only do so in the thread that made it.
+    Returns the shapes that its attention has.  Running it also evaluates what models compute
+    lazily when they are made and keep outside of their parameters (RoPE's frequencies): MLX can
+    only do so in the thread that made it.
     """
     inputs = InputBatch(max_num_seqs=2, max_model_len=16, block_size=8)
     rows = [inputs.add([0] * n, n) for n in (3, 1)]
     for row in rows:
         inputs.append_blocks(row, [row])
     batch = inputs.pack(np.array(rows[::-1]), np.array([0, 0]), np.array([1, 3]))
-    attention = ReferenceAttention(PagedStore(packed.attention_specs, 2, 8))
+    attention = _Observer(PagedStore(packed.attention_specs, 2, 8))
     step = attention.prepare(batch, batch.num_tokens)
     try:
         mx.eval(packed(step, attention, mx.array(batch.logits_indices)))
@@ -236,3 +256,4 @@ def _try_packed(packed: PackedModel, model_type: str) -> None:
             f"the architecture {model_type} is not supported yet: its attention does not go "
             f"through MLX's scaled_dot_product_attention ({_one_line(e)})"
         ) from e
+    return list(attention.shapes)

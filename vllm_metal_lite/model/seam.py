@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from vllm_metal_lite.attention.reference import ReferenceAttention, StepMetadata
+from vllm_metal_lite.attention.step import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -44,7 +44,7 @@ class PagedLayerCache:
     """
 
     def __init__(
-        self, layer: int, spec: LayerSpec, attention: ReferenceAttention, step: StepMetadata
+        self, layer: int, spec: LayerSpec, attention: Attention, step: StepMetadata
     ) -> None:
         self.layer, self.spec = layer, spec
         self.attention, self.step = attention, step
@@ -150,7 +150,7 @@ class PackedModel:
         return [s for s in self.specs if s is not None]
 
     def __call__(
-        self, step: StepMetadata, attention: ReferenceAttention, logits_indices: mx.array
+        self, step: StepMetadata, attention: Attention, logits_indices: mx.array
     ) -> mx.array:
         """Build the forward of a step; returns logits (R, vocab_size) of the rows asked for."""
         caches, layer = [], 0

@@ -1,0 +1,55 @@
+// Lets a kernel of metal/ compile as CUDA: what MSL means, in CUDA's words.
+//
+// A simdgroup is a warp and threadgroup memory is shared memory.  Address spaces are rewritten by the
+// loader (kernels/source.py), not by macros: `device` is part of what __device__ expands to.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define METAL_FUNC __device__ __forceinline__
+
+using bfloat16_t = __nv_bfloat16;
+using float16_t = __half;
+using uint = unsigned int;
+using ushort = unsigned short;
+
+template <typename To, typename From>
+METAL_FUNC To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type: sizes differ");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+METAL_FUNC uint2 make_vector(uint x, uint y) { return make_uint2(x, y); }
+METAL_FUNC uint4 make_vector(uint x, uint y, uint z, uint w) { return make_uint4(x, y, z, w); }
+#define uint2(...) make_vector(__VA_ARGS__)
+#define uint4(...) make_vector(__VA_ARGS__)
+
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
+METAL_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
+
+namespace metal {
+
+template <typename T>
+METAL_FUNC T max(T a, T b) { return a > b ? a : b; }
+template <typename T>
+METAL_FUNC T min(T a, T b) { return a < b ? a : b; }
+METAL_FUNC float exp2(float x) { return ::exp2f(x); }
+METAL_FUNC float log2(float x) { return ::log2f(x); }
+namespace precise {
+METAL_FUNC float tanh(float x) { return ::tanhf(x); }
+}  // namespace precise
+
+template <typename T>
+METAL_FUNC T simd_shuffle_xor(T x, ushort mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+
+METAL_FUNC float simd_max(float x) {
+  for (int step = 16; step > 0; step /= 2) {
+    x = max(x, simd_shuffle_xor(x, ushort(step)));
+  }
+  return x;
+}
+
+}  // namespace metal

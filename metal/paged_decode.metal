@@ -1,0 +1,247 @@
+// paged_decode: attention of one query row a sequence over its blocks of the paged store.
+//
+//   q             (B, KV_HEADS * GROUP, K_DIM)  one row a sequence; GROUP query heads share a KV head
+//   keys, values  (slots, KV_HEADS, DIM)        the store; slot = block * BLOCK_SIZE + offset
+//   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
+//   seq_lens      (B,) int32                    keys of each sequence; 0 = a row of padding, gives 0
+//   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
+//   token         float32                       read after the writes before it
+//   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
+//                 float, and merge_partitions adds them up by
+//   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen;
+//                 also the next token: a later write takes it, and so comes after this read
+//   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
+//
+// Layout.  One threadgroup serves one sequence, one split of its context, and HEADS query heads of
+// one KV head, so that a key is loaded once for all of them (GQA).  Groups of more than HEADS heads
+// take several threadgroups.
+//
+//   grid   x: KV head and tile of its group   y: sequence   z: split of the context
+//
+//   split z owns keys [begin, end)            simdgroup s takes chunks s, s + SIMDGROUPS, ...
+//   |c0|c1|c2|c3|c0|c1|c2|c3| ...             a chunk is UNROLL x (32 / LANES) keys
+//
+//   lanes   0 ........ LANES-1 | LANES ...    LANES lanes share a key: lane l holds the words
+//           one key            | next key     (c * LANES + l) * W ... + W - 1, for each c
+//
+// With 16-byte loads, LANES lanes read a row of K in one coalesced run; UNROLL rows of K and of V are
+// asked for before any is used, because memory latency, not arithmetic, is what a decode waits for.
+//
+// Online softmax (Milakov and Gimelshein 2018; as in flash-attention): each group of LANES lanes
+// keeps for each head its own maximum m, sum l and weighted values o, rescaled when m grows.  All is
+// in base 2: scores are multiplied by log2(e) once.  At the end the lane groups of a simdgroup merge
+// by shuffles, the simdgroups through threadgroup memory.
+//
+// Why it is correct.
+//   - Keys outside [begin, end) are read at the last valid position instead (a slot that is free may
+//     hold anything, NaN too) and their weight is set to 0.
+//   - m starts at LOWEST, a finite number: a difference of two maxima is never inf - inf, and a
+//     group that saw no key has l = 0 and adds nothing.
+//   - Loops around shuffles and barriers have the same trip count for every lane (simdgroup).
+//
+// Cost.  Bytes: each key and value once a tile of HEADS heads.  Per key, head and lane: K_DIM / LANES
+// multiply-adds for the score, V_DIM / LANES for the value, log2(LANES) shuffles, one exp2.
+#include "words.h"
+
+// --- kernel body ---
+constexpr float LOWEST = -1e30f;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int PER_WORD = 4 / int(sizeof(T));
+constexpr int TILES = (GROUP + HEADS - 1) / HEADS;
+constexpr int KEYS = 32 / LANES;        // keys that a simdgroup looks at side by side
+constexpr int CHUNK = UNROLL * KEYS;    // and between two updates of the maximum
+constexpr int K_ROW = K_DIM / PER_WORD;  // words of one head's row
+constexpr int V_ROW = V_DIM / PER_WORD;
+constexpr int K_RUNS = K_ROW / (LANES * KW);  // loads a lane needs for its part of a row
+constexpr int V_RUNS = V_ROW / (LANES * VW);
+constexpr int K_PART = K_RUNS * KW * PER_WORD;  // elements of a row that a lane holds
+constexpr int V_PART = V_RUNS * VW * PER_WORD;
+
+threadgroup float shared_m[SIMDGROUPS];
+threadgroup float shared_l[SIMDGROUPS];
+threadgroup float shared_o[SIMDGROUPS * V_DIM];
+
+const int kv_head = int(threadgroup_position_in_grid.x) / TILES;
+const int first_head = kv_head * GROUP + (int(threadgroup_position_in_grid.x) % TILES) * HEADS;
+const int last_head = kv_head * GROUP + GROUP - 1;
+const int seq = int(threadgroup_position_in_grid.y);
+const int split = int(threadgroup_position_in_grid.z);
+const int splits = int(threadgroups_per_grid.z);
+const int lane = int(thread_index_in_simdgroup);
+const int sg = int(simdgroup_index_in_threadgroup);
+const int part = lane % LANES;
+const int sub = lane / LANES;
+
+const int seq_len = seq_lens[seq];
+const int first_key = WINDOW > 0 ? metal::max(seq_len - WINDOW, 0) : 0;
+const int per_split = ((seq_len - first_key + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
+const int begin = first_key + split * per_split;
+const int end = metal::min(begin + per_split, seq_len);
+
+// Scores are wanted in base 2; under a softcap the factor comes after the tanh.
+const float softcap = as_type<float>(SOFTCAP);
+const float q_scale = as_type<float>(SCALE) * (SOFTCAP != 0 ? 1.0f / softcap : LOG2_E);
+
+thread float query[HEADS * K_PART];
+thread float m[HEADS];
+thread float l[HEADS];
+thread float o[HEADS * V_PART];
+for (int h = 0; h < HEADS; h++) {
+  const int head = metal::min(first_head + h, last_head);
+  const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * K_DIM;
+  for (int r = 0; r < K_RUNS; r++) {
+    for (int e = 0; e < KW * PER_WORD; e++) {
+      const int at = (r * LANES + part) * KW * PER_WORD + e;
+      query[h * K_PART + r * KW * PER_WORD + e] = q_scale * float(q[row + at]);
+    }
+  }
+  // The sink is a key that the first split sees before all others.
+  const bool sink = SINKS && split == 0 && sg == 0 && sub == 0;
+  m[h] = sink ? float(sinks[head]) * LOG2_E : LOWEST;
+  l[h] = sink ? 1.0f : 0.0f;
+  for (int e = 0; e < V_PART; e++) {
+    o[h * V_PART + e] = 0.0f;
+  }
+}
+
+// Where the rows of the next keys lie is looked up one turn ahead of reading them.
+const size_t table = size_t(seq) * block_tables_shape[1];
+thread int block[UNROLL];
+for (int u = 0; u < UNROLL; u++) {
+  const int key = metal::max(metal::min(begin + sg * CHUNK + u * KEYS + sub, end - 1), 0);
+  block[u] = block_tables[table + key / BLOCK_SIZE];
+}
+for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
+  thread uint k_words[UNROLL * K_RUNS * KW];
+  thread uint v_words[UNROLL * V_RUNS * VW];
+  thread size_t row[UNROLL];
+  for (int u = 0; u < UNROLL; u++) {
+    const int key = metal::min(base + u * KEYS + sub, end - 1);
+    row[u] = (size_t(block[u]) * BLOCK_SIZE + key % BLOCK_SIZE) * KV_HEADS + kv_head;
+    const int later = metal::min(key + SIMDGROUPS * CHUNK, end - 1);
+    block[u] = block_tables[table + later / BLOCK_SIZE];
+  }
+  for (int u = 0; u < UNROLL; u++) {
+    for (int r = 0; r < K_RUNS; r++) {
+      load_words<KW>((const device uint*)keys + row[u] * K_ROW + (r * LANES + part) * KW,
+                     k_words + (u * K_RUNS + r) * KW);
+    }
+  }
+  for (int u = 0; u < UNROLL; u++) {
+    for (int r = 0; r < V_RUNS; r++) {
+      load_words<VW>((const device uint*)values + row[u] * V_ROW + (r * LANES + part) * VW,
+                     v_words + (u * V_RUNS + r) * VW);
+    }
+  }
+
+  thread float score[HEADS * UNROLL];
+  for (int u = 0; u < UNROLL; u++) {
+    thread float k[K_PART];
+    for (int w = 0; w < K_RUNS * KW; w++) {
+      unpack<T>(k_words[u * K_RUNS * KW + w], k + w * PER_WORD);
+    }
+    for (int h = 0; h < HEADS; h++) {
+      float s = 0.0f;
+      for (int e = 0; e < K_PART; e++) {
+        s += query[h * K_PART + e] * k[e];
+      }
+      score[h * UNROLL + u] = s;
+    }
+  }
+  for (int i = 0; i < HEADS * UNROLL; i++) {
+    for (int step = LANES / 2; step > 0; step /= 2) {
+      score[i] += metal::simd_shuffle_xor(score[i], ushort(step));
+    }
+    if (SOFTCAP != 0) {
+      score[i] = softcap * LOG2_E * metal::precise::tanh(score[i]);
+    }
+  }
+
+  // From here on `score` holds weights: 2^(score - m), 0 for a key outside the split.
+  for (int h = 0; h < HEADS; h++) {
+    float top = m[h];
+    for (int u = 0; u < UNROLL; u++) {
+      const bool seen = base + u * KEYS + sub < end;
+      score[h * UNROLL + u] = seen ? score[h * UNROLL + u] : LOWEST;
+      top = metal::max(top, score[h * UNROLL + u]);
+    }
+    const float fade = metal::exp2(m[h] - top);
+    m[h] = top;
+    l[h] *= fade;
+    for (int e = 0; e < V_PART; e++) {
+      o[h * V_PART + e] *= fade;
+    }
+    for (int u = 0; u < UNROLL; u++) {
+      const bool seen = base + u * KEYS + sub < end;
+      const float weight = seen ? metal::exp2(score[h * UNROLL + u] - top) : 0.0f;
+      score[h * UNROLL + u] = weight;
+      l[h] += weight;
+    }
+  }
+  for (int u = 0; u < UNROLL; u++) {
+    thread float v[V_PART];
+    for (int w = 0; w < V_RUNS * VW; w++) {
+      unpack<T>(v_words[u * V_RUNS * VW + w], v + w * PER_WORD);
+    }
+    for (int h = 0; h < HEADS; h++) {
+      for (int e = 0; e < V_PART; e++) {
+        o[h * V_PART + e] += score[h * UNROLL + u] * v[e];
+      }
+    }
+  }
+}
+
+for (int h = 0; h < HEADS; h++) {
+  // The lane groups of this simdgroup, then the simdgroups of this threadgroup.
+  for (int step = LANES; step < 32; step *= 2) {
+    const float other = metal::simd_shuffle_xor(m[h], ushort(step));
+    const float top = metal::max(m[h], other);
+    const float fade = metal::exp2(m[h] - top);
+    m[h] = top;
+    l[h] *= fade;
+    l[h] += metal::simd_shuffle_xor(l[h], ushort(step));
+    for (int e = 0; e < V_PART; e++) {
+      float value = o[h * V_PART + e] * fade;
+      value += metal::simd_shuffle_xor(value, ushort(step));
+      o[h * V_PART + e] = value;
+    }
+  }
+  if (sub == 0) {
+    for (int r = 0; r < V_RUNS; r++) {
+      for (int e = 0; e < VW * PER_WORD; e++) {
+        const int at = (r * LANES + part) * VW * PER_WORD + e;
+        shared_o[sg * V_DIM + at] = o[h * V_PART + r * VW * PER_WORD + e];
+      }
+    }
+    if (part == 0) {
+      shared_m[sg] = m[h];
+      shared_l[sg] = l[h];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const int head = first_head + h;
+  float top = shared_m[0];
+  for (int s = 1; s < SIMDGROUPS; s++) {
+    top = metal::max(top, shared_m[s]);
+  }
+  float sum = 0.0f;
+  for (int s = 0; s < SIMDGROUPS; s++) {
+    sum += shared_l[s] * metal::exp2(shared_m[s] - top);
+  }
+  const size_t out_row = (size_t(seq) * (KV_HEADS * GROUP) + head) * splits + split;
+  for (int at = int(thread_position_in_threadgroup.x); at < V_DIM; at += SIMDGROUPS * 32) {
+    float value = 0.0f;
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      value += shared_o[s * V_DIM + at] * metal::exp2(shared_m[s] - top);
+    }
+    if (head <= last_head) {
+      out[out_row * V_DIM + at] = OUT_T(sum > 0.0f ? value / sum : 0.0f);
+    }
+  }
+  if (head <= last_head && thread_position_in_threadgroup.x == 0) {
+    lse[out_row] = sum > 0.0f ? top + metal::log2(sum) : LOWEST;
+  }
+  // shared_* is written again for the next head.
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}

@@ -1,0 +1,68 @@
+// Reading rows of K and V in words of 32 bits, whatever their type.
+//
+// A lane reads 1, 2 or 4 words at once (4, 8 or 16 bytes): wide loads are what keeps memory busy.
+// The words are unpacked to float in registers; bfloat16 is the upper half of a float's bits, so its
+// unpacking is a shift and a mask.
+
+template <int W>
+METAL_FUNC void load_words(const device uint* from, thread uint* to);
+
+template <>
+METAL_FUNC void load_words<1>(const device uint* from, thread uint* to) {
+  to[0] = from[0];
+}
+
+template <>
+METAL_FUNC void load_words<2>(const device uint* from, thread uint* to) {
+  const uint2 v = *(const device uint2*)from;
+  to[0] = v.x;
+  to[1] = v.y;
+}
+
+template <>
+METAL_FUNC void load_words<4>(const device uint* from, thread uint* to) {
+  const uint4 v = *(const device uint4*)from;
+  to[0] = v.x;
+  to[1] = v.y;
+  to[2] = v.z;
+  to[3] = v.w;
+}
+
+template <int W>
+METAL_FUNC void store_words(device uint* to, const thread uint* from);
+
+template <>
+METAL_FUNC void store_words<1>(device uint* to, const thread uint* from) {
+  to[0] = from[0];
+}
+
+template <>
+METAL_FUNC void store_words<2>(device uint* to, const thread uint* from) {
+  *(device uint2*)to = uint2(from[0], from[1]);
+}
+
+template <>
+METAL_FUNC void store_words<4>(device uint* to, const thread uint* from) {
+  *(device uint4*)to = uint4(from[0], from[1], from[2], from[3]);
+}
+
+// The elements of type T that one word holds, as floats: one float, or two of 16 bits.
+template <typename T>
+METAL_FUNC void unpack(uint word, thread float* to);
+
+template <>
+METAL_FUNC void unpack<float>(uint word, thread float* to) {
+  to[0] = as_type<float>(word);
+}
+
+template <>
+METAL_FUNC void unpack<float16_t>(uint word, thread float* to) {
+  to[0] = float(as_type<float16_t>(ushort(word & 0xffffu)));
+  to[1] = float(as_type<float16_t>(ushort(word >> 16)));
+}
+
+template <>
+METAL_FUNC void unpack<bfloat16_t>(uint word, thread float* to) {
+  to[0] = as_type<float>(word << 16);
+  to[1] = as_type<float>(word & 0xffff0000u);
+}

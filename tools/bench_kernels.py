@@ -1,0 +1,171 @@
+"""Check every kernel of metal/ on this GPU, then measure it beside MLX's own attention.
+
+    python tools/bench_kernels.py               everything
+    python tools/bench_kernels.py --only check  only right or wrong
+
+Prints Markdown.  Exit code 1 if a kernel is wrong.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.step import AttentionShape
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import measure, ops, selfcheck
+
+QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
+SECTIONS = ("check", "sanitize", "decode", "plans", "shapes", "prefill")
+WORKERS = 14
+
+
+def check() -> bool:
+    """Every kernel at every shape of the full list."""
+    shapes = selfcheck.full_list()
+    with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:  # compilation takes the time
+        results = [r for done in pool.map(_check, range(len(shapes))) for r in done]
+    failed = [r for r in results if not r.passed]
+    print(f"\n## Right or wrong\n\n{len(results)} checks, {len(failed)} failed.")
+    for kernel in selfcheck.KERNELS:
+        errors = [r.error / (r.tolerance or 1) for r in results if r.kernel == kernel]
+        print(f"- {kernel}: {len(errors)} checks, worst error {max(errors):.2g} of what is allowed")
+    for r in failed:
+        print(f"- FAILED {r}")
+    return not failed
+
+
+def _check(index: int) -> list[selfcheck.CheckResult]:
+    # By number, and named in words: MLX's dtypes cannot be pickled.
+    results = selfcheck.check(*selfcheck.full_list()[index])
+    return [replace(r, shape=str(r.shape)) for r in results]
+
+
+def sanitize() -> bool:
+    """This script's checks again under NVIDIA's memory and race checkers."""
+    tool = shutil.which("compute-sanitizer")
+    print("\n## compute-sanitizer\n")
+    if tool is None:
+        print("Not found, so not run.")
+        return True
+    passed = True
+    for mode in ("memcheck", "racecheck"):
+        command = [tool, "--tool", mode, "--error-exitcode", "9"]
+        command += ["--kernel-name", "kernel_substring=metal_lite"]
+        command += [sys.executable, __file__, "--only", "few"]
+        run = subprocess.run(command, capture_output=True, text=True)
+        lines = [line for line in run.stdout.splitlines() if "SUMMARY" in line or "checks" in line]
+        print(f"- {mode}: exit code {run.returncode}; " + "; ".join(lines[-2:]), flush=True)
+        passed &= run.returncode == 0
+    return passed
+
+
+def few() -> bool:
+    """A few shapes in this process, for a sanitizer."""
+    results = [r for s in selfcheck.full_list()[::12] for r in selfcheck.check(*s)]
+    failed = [r for r in results if not r.passed]
+    print(f"{len(results)} checks, {len(failed)} failed", *failed)
+    return not failed
+
+
+def decode() -> None:
+    """One query a sequence: ours on the paged store, SDPA on contiguous K and V."""
+    copy, matmul = measure.copy_bandwidth(), measure.matmul_rate()
+    print(f"\n## Decode, {QWEN3}\n")
+    print(f"Copy {copy / 1e9:,.0f} GB/s, bfloat16 matmul {matmul / 1e12:,.0f} TFLOP/s.\n")
+    print(
+        "| batch | context | plan | us | GB/s | of copy | SDPA us | GB/s | ratio | eager us, SDPA |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for batch in (1, 8, 64):
+        for context in (512, 4096, 32768):
+            load = measure.Workload(QWEN3, batch, context)
+            ours, eager = load.decode(), load.decode(compiled=False)
+            theirs = [load.sdpa(compiled=c).seconds for c in (True, False)]
+            plan = load.plan
+            print(
+                f"| {batch} | {context:,} | {plan.splits} x {plan.simdgroups} "
+                f"| {1e6 * ours.seconds:.1f} | {1e6 * eager.seconds:.1f} "
+                f"| {ours.bandwidth / 1e9:,.0f} | {ours.bandwidth / copy:.0%} "
+                f"| {1e6 * theirs[0]:.1f} | {1e6 * theirs[1]:.1f} "
+                f"| {min(theirs) / ours.seconds:.2f} |",
+                flush=True,
+            )
+
+
+def plans() -> None:
+    """What cutting the context into more parts does, and larger threadgroups."""
+    print("\n## Plans: us of a decode call\n")
+    choices = [(s, g) for s in (1, 2, 4, 8, 16, 32) for g in (4, 8, 16)]
+    print("| batch | context | " + " | ".join(f"{s}x{g}" for s, g in choices) + " |")
+    print("| --- | --- | " + "--- | " * len(choices))
+    for batch, context in ((1, 512), (1, 4096), (1, 32768), (8, 512), (8, 4096), (8, 32768),
+                           (64, 512), (64, 4096)):  # fmt: skip
+        load = measure.Workload(QWEN3, batch, context)
+        times = [f"{1e6 * load.decode(ops.DecodePlan(*c)).seconds:.1f}" for c in choices]
+        print(f"| {batch} | {context:,} | " + " | ".join(times) + " |", flush=True)
+
+
+def shapes() -> None:
+    """Other heads, types and blocks, at batch 64 and context 4,096."""
+    print("\n## Decode at batch 64, context 4,096\n")
+    print("| shape | block | us | GB/s | SDPA us | ratio |\n| --- | --- | --- | --- | --- | --- |")
+    for shape in (
+        AttentionShape(32, 8, 128, 128, mx.bfloat16),
+        AttentionShape(64, 8, 128, 128, mx.bfloat16),
+        AttentionShape(32, 32, 128, 128, mx.bfloat16),
+        AttentionShape(14, 2, 64, 64, mx.bfloat16),
+        AttentionShape(32, 8, 64, 64, mx.bfloat16),
+        AttentionShape(32, 8, 80, 80, mx.bfloat16),
+        AttentionShape(8, 4, 256, 256, mx.bfloat16),
+        AttentionShape(16, 8, 128, 128, mx.float16),
+        AttentionShape(16, 8, 128, 128, mx.float32),
+    ):
+        for block_size in (8, 32) if shape.dtype == mx.float16 else (16,):
+            load = measure.Workload(shape, 64, 4096, block_size)
+            ours, theirs = load.decode(), load.sdpa(compiled=False)
+            print(
+                f"| {shape} | {block_size} | {1e6 * ours.seconds:.0f} "
+                f"| {ours.bandwidth / 1e9:,.0f} | {1e6 * theirs.seconds:.0f} "
+                f"| {theirs.seconds / ours.seconds:.2f} |",
+                flush=True,
+            )
+
+
+def prefill() -> None:
+    """Prompts, and chunks behind a context: the two ways beside SDPA on contiguous K and V."""
+    matmul = measure.matmul_rate()
+    print(f"\n## Prompts, {QWEN3}\n\nbfloat16 matmul {matmul / 1e12:,.0f} TFLOP/s.\n")
+    print("| sequences x rows at context | varlen us | TFLOP/s | gather us | TFLOP/s | SDPA us |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for batch, rows, context in (
+        (32, 64, 64), (16, 128, 128), (4, 512, 512), (1, 2048, 2048), (1, 8192, 8192),
+        (4, 512, 4096), (1, 2048, 32768), (1, 64, 4096),
+    ):  # fmt: skip
+        load = measure.Workload(QWEN3, batch, context)
+        varlen, gather = (load.prefill(how, rows) for how in ("varlen", "gather"))
+        print(
+            f"| {batch} x {rows:,} at {context:,} | {1e6 * varlen.seconds:.0f} "
+            f"| {varlen.rate / 1e12:.1f} | {1e6 * gather.seconds:.0f} | {gather.rate / 1e12:.1f} "
+            f"| {1e6 * load.sdpa(rows, compiled=False).seconds:.0f} |",
+            flush=True,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=(*SECTIONS, "few"), default=SECTIONS)
+    args = parser.parse_args()
+    print(f"# Kernels: {backend.describe()}", flush=True)
+    passed = True
+    for section in args.only:
+        passed &= globals()[section]() is not False
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Which attention path serves a model on this device, and why."""
+
+import warnings
+from collections.abc import Sequence
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.kernels import KernelAttention
+from vllm_metal_lite.attention.reference import ReferenceAttention
+from vllm_metal_lite.attention.step import Attention, AttentionShape
+from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.kernels import ops, selfcheck
+from vllm_metal_lite.kv.store import PagedStore
+
+
+def choose(
+    option: str, store: PagedStore, shapes: Sequence[AttentionShape]
+) -> tuple[Attention, str]:
+    """The path for a model that attends with `shapes`, and the reason in a few words.
+
+    option: "reference", "kernels" or "auto".  Under "auto" kernels that cannot run here, or that
+    disagree with the reference, give way to it, the latter with a warning; under "kernels" that
+    raises ConfigError.
+    """
+    if option == "reference":
+        return ReferenceAttention(store), "asked for"
+    reason = _unsupported(option, shapes)
+    if reason is None:
+        verdicts = [selfcheck.verdict(shape, store.block_size) for shape in shapes]
+        failures = [f for v in verdicts for f in v.failures]
+        # A wrong varlen_prefill is done without: prompts go another way.
+        fatal = [f for f in failures if f.kernel != "varlen_prefill"]
+        if failures and option == "auto":
+            instead = "the reference attention, which is slower" if fatal else "MLX's SDPA instead"
+            warnings.warn(
+                f"a kernel fails its check on this device: {failures[0]}; using {instead}. "
+                "Please report what `vllm-metal-lite doctor` prints.",
+                stacklevel=2,
+            )
+        if not fatal:
+            prefill = max((v.prefill for v in verdicts), key=["varlen", "gather"].index)
+            how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
+            checked = "right" if not failures else "the others right"
+            return KernelAttention(store, prefill), f"{checked} on this device; prompts by {how}"
+        reason = f"a kernel fails its check: {fatal[0]}"
+    if option == "kernels":
+        raise ConfigError(f"attention='kernels' is not possible: {reason}")
+    return ReferenceAttention(store), reason
+
+
+def _unsupported(option: str, shapes: Sequence[AttentionShape]) -> str | None:
+    if option == "auto" and backend.is_cpu():
+        return "kernels need a GPU"
+    return next((reason for s in shapes if (reason := ops.unsupported(s))), None)

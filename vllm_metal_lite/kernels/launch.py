@@ -1,0 +1,61 @@
+"""One kernel of metal/, ready to be launched on whatever device MLX computes on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import source
+
+Template = Mapping[str, int | bool | mx.Dtype]
+
+
+class Kernel:
+    """Compiled by MLX at its first launch with each set of template values, and kept by MLX.
+
+    inputs, outputs: names of the arrays, as metal/NAME.metal uses them.
+    """
+
+    def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        self.name, self.inputs, self.outputs = name, list(inputs), list(outputs)
+        self._launchers: dict[Any, Any] = {}
+
+    def _launcher(self) -> Any:
+        # Kept by what makes it: tests put a stand-in in the place of mx.fast.metal_kernel.
+        cuda = backend.name() == "cuda"
+        make = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
+        if make not in self._launchers:
+            header, body = source.read(self.name)
+            if cuda:
+                header, body = source.to_cuda(header, body)
+            self._launchers[make] = make(
+                name=f"metal_lite_{self.name}",
+                input_names=self.inputs,
+                output_names=self.outputs,
+                source=body,
+                header=header,
+            )
+        return self._launchers[make]
+
+    def __call__(
+        self,
+        arrays: Sequence[mx.array],
+        template: Template,
+        grid: tuple[int, int, int],
+        threadgroup: int,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """Launch over grid threadgroups of `threadgroup` threads; returns the outputs.
+
+        arrays: in the order of `inputs`, row-contiguous (MLX copies what is not, which for a store
+        would be ruinous).  shapes, dtypes: of the outputs.
+        """
+        return self._launcher()(
+            inputs=list(arrays),
+            template=list(template.items()),
+            grid=(grid[0] * threadgroup, grid[1], grid[2]),
+            threadgroup=(threadgroup, 1, 1),
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes),
+        )

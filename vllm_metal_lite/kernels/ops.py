@@ -1,0 +1,209 @@
+"""The kernels as functions: shapes, template values and grids, one function a kernel.
+
+Every function that touches the store takes a token and returns the next one: pass to each the token
+that the one before it returned, and no other (metal/kv_write.metal says why).  A token is a float32
+array of any shape; its values mean nothing.
+
+Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
+layer's store; metadata is int32; B sequences, N packed rows.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.step import AttentionShape
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.launch import Kernel
+
+_STORE = ["keys", "values", "token"]
+_KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *_STORE], ["next_token"])
+_KV_GATHER = Kernel("kv_gather", ["kv_slots", *_STORE], ["k", "v", "next_token"])
+_PAGED_DECODE = Kernel(
+    "paged_decode", ["q", "block_tables", "seq_lens", "sinks", *_STORE], ["out", "lse"]
+)
+_MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
+
+
+# Most parts that a context is cut into.
+MAX_SPLITS = 64
+# Threadgroups that keep the device busy: below it contexts are cut.  Measured on an H200 (132
+# cores); a guess for Metal.
+_FILL = {"metal": 128, "cuda": 256, "cpu": 16}
+# Fewest keys that are worth a part of their own, and the launch that merges the parts.
+_MIN_SPLIT = 512
+# Floats of queries that a lane keeps; as many again are its sums.
+_REGISTERS = 64
+
+
+class DecodePlan(NamedTuple):
+    """splits: parts that each context is cut into.  simdgroups: of the threadgroup of each part."""
+
+    splits: int
+    simdgroups: int
+
+
+def decode_plan(batch: int, num_heads: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
+    """Enough threadgroups to fill the device, not more: merging costs a launch.
+
+    Powers of two, so that few variants of a compiled step exist.
+    """
+    groups = batch * num_kv_heads
+    limit = min(_FILL[backend.name()] / groups, max_seq_len / _MIN_SPLIT, MAX_SPLITS)
+    splits = 1 << max(0, math.floor(math.log2(max(limit, 1))))
+    # A threadgroup that has a core to itself may be large, where registers allow it.
+    alone = backend.name() == "cuda" and groups * splits < _FILL["cuda"] / 2
+    return DecodePlan(splits, 16 if alone and num_heads <= 2 * num_kv_heads else 8)
+
+
+def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
+    """Why the kernels (prefill: `varlen_prefill`) cannot serve this shape, or None if they can."""
+    if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
+        return f"there are no kernels for {shape.dtype}"
+    largest = 256 if prefill else 576
+    for dim in (shape.k_head_dim, shape.v_head_dim):
+        if dim % 8 or not 8 <= dim <= largest:
+            return f"head size {dim} is not a multiple of 8 up to {largest}"
+    return None
+
+
+def new_token() -> mx.array:
+    """The token of a store that nothing was written to yet."""
+    return mx.zeros(8)
+
+
+def bits(x: float) -> int:
+    """The bits of a float32: a template value must be an integer."""
+    return int(np.float32(x).view(np.int32))
+
+
+@cache
+def no_sinks() -> mx.array:
+    """What a kernel takes for sinks where there are none."""
+    return mx.zeros(8)
+
+
+def kv_write(
+    k: mx.array, v: mx.array, slot_mapping: mx.array, keys: mx.array, values: mx.array,
+    token: mx.array,
+) -> mx.array:  # fmt: skip
+    """Write rows k (N, num_kv_heads, k_head_dim), v likewise, at slots (N,); negative: skipped."""
+    rows, kv_heads, k_dim = k.shape
+    k_words, v_words = _words(kv_heads * k_dim, k), _words(kv_heads * v.shape[2], v)
+    width = math.gcd(k_words, v_words, 4)
+    threads, groups = _cover(max(k_words, v_words) // width)
+    template = {"T": k.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v.shape[2], "W": width}
+    return _KV_WRITE(
+        [k, v, slot_mapping, keys, values, token],
+        template, (groups, rows, 1), threads, [(1,)], [mx.float32],
+    )[0]  # fmt: skip
+
+
+def kv_gather(
+    kv_slots: mx.array, keys: mx.array, values: mx.array, token: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Copy slots (B, L) out of the store -> K and V (B, num_kv_heads, L, head_dim), the token."""
+    batch, length = kv_slots.shape
+    _, kv_heads, k_dim = keys.shape
+    v_dim = values.shape[2]
+    k_words, v_words = _words(k_dim, keys), _words(v_dim, values)
+    width = math.gcd(k_words, v_words, 4)
+    threads, groups = _cover(kv_heads * max(k_words, v_words) // width)
+    template = {"T": keys.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v_dim, "W": width}
+    return tuple(_KV_GATHER(
+        [kv_slots, keys, values, token],
+        template, (groups, length, batch), threads,
+        [(batch, kv_heads, length, k_dim), (batch, kv_heads, length, v_dim), (1,)],
+        [keys.dtype, keys.dtype, mx.float32],
+    ))  # fmt: skip
+
+
+def paged_decode(
+    q: mx.array,
+    block_tables: mx.array,
+    seq_lens: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    token: mx.array,
+    *,
+    block_size: int,
+    scale: float,
+    plan: DecodePlan,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
+
+    block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  plan: see `decode_plan`.
+    sinks: (H,).
+    """
+    batch, heads, k_dim = q.shape
+    kv_heads, v_dim = keys.shape[1], values.shape[2]
+    group = heads // kv_heads
+    lanes, k_width, v_width = _lanes(_words(k_dim, q), _words(v_dim, values))
+    per_lane = max(k_dim, v_dim) // lanes
+    tiles = -(-group // max(1, min(group, _REGISTERS // per_lane)))
+    at_once = -(-group // tiles)
+    splits, simdgroups = plan.splits, plan.simdgroups
+    partial = splits > 1
+    out_dtype = mx.float32 if partial else q.dtype
+    template = {
+        "T": q.dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
+        "K_DIM": k_dim, "V_DIM": v_dim, "BLOCK_SIZE": block_size, "WINDOW": window or 0,
+        "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
+        "LANES": lanes, "KW": k_width, "VW": v_width,
+        "UNROLL": 4 if per_lane <= 12 else 2, "SIMDGROUPS": simdgroups,
+    }  # fmt: skip
+    sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
+    out, lse = _PAGED_DECODE(
+        [q, block_tables, seq_lens, sinks, keys, values, token],
+        template, (kv_heads * tiles, batch, splits), 32 * simdgroups,
+        [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim),
+         (batch, heads, splits)],
+        [out_dtype, mx.float32],
+    )  # fmt: skip
+    if partial:
+        out = merge_partitions(out, lse, q.dtype)
+    return out, lse
+
+
+def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Merge attention over splits: partial (B, H, splits, D), lse (B, H, splits) -> (B, H, D)."""
+    batch, heads, splits, dim = partial.shape
+    threads = min(256, -(-dim // 32) * 32)
+    return _MERGE(
+        [partial.reshape(-1, splits, dim), lse.reshape(-1, splits)],
+        {"T": dtype, "V_DIM": dim, "THREADS": threads, "MAX_SPLITS": MAX_SPLITS},
+        (batch * heads, 1, 1), threads,
+        [(batch, heads, dim)], [dtype],
+    )[0]  # fmt: skip
+
+
+def _words(elements: int, array: mx.array) -> int:
+    """32-bit words of a row."""
+    return elements * array.dtype.size // 4
+
+
+def _lanes(k_words: int, v_words: int) -> tuple[int, int, int]:
+    """Lanes that share a key, and words they load at once of K and of V.
+
+    The widest loads that keep a lane's part of a row short.
+    """
+    options = []
+    for lanes in (32, 16, 8, 4, 2, 1):
+        if k_words % lanes or v_words % lanes:
+            continue
+        widths = [math.gcd(words // lanes, 4) for words in (k_words, v_words)]
+        part = max(k_words, v_words) // lanes
+        options.append((part + 8 // min(widths), lanes, *widths))
+    return min(options)[1:]
+
+
+def _cover(count: int) -> tuple[int, int]:
+    """Threads of a threadgroup (a multiple of 32, at most 256) and threadgroups for `count`."""
+    threads = min(256, -(-count // 32) * 32)
+    return threads, -(-count // threads)

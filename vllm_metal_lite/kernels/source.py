@@ -1,0 +1,65 @@
+"""The text of a kernel of metal/, and what makes of it a CUDA kernel.
+
+A file `metal/NAME.metal` is a header comment, includes and helper templates; then a marker; then
+the body.  `mx.fast.metal_kernel` writes the function around the body: its signature comes from the
+arrays given at launch.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+MARKER = "// --- kernel body ---\n"
+
+_PACKAGE = Path(__file__).parents[1]
+# Inside a wheel `metal/` lies in the package; in a checkout beside it.
+FOLDER = next(p for p in (_PACKAGE / "metal", _PACKAGE.parent / "metal") if p.is_dir())
+
+
+@cache
+def read(name: str) -> tuple[str, str]:
+    """The (header, body) of metal/NAME.metal, `#include "..."` of files beside it resolved.
+
+    Without comments: MLX handles the whole text anew each time that a launch is put into a graph.
+    """
+    header, body = (FOLDER / f"{name}.metal").read_text(encoding="utf-8").split(MARKER)
+    return _strip(_resolve(header)), _strip(body)
+
+
+def _strip(text: str) -> str:
+    return re.sub(r"\n\s*\n", "\n", re.sub(r"//.*", "", text))
+
+
+def _resolve(text: str) -> str:
+    def included(match: re.Match[str]) -> str:
+        return _resolve((FOLDER / match[1]).read_text(encoding="utf-8"))
+
+    return re.sub(r'^#include "(.+)"$', included, text, flags=re.MULTILINE)
+
+
+# The index variables of Metal, where CUDA's are; `mx.fast.cuda_kernel` declares none.
+_CUDA_INDICES = """\
+const uint3 thread_position_in_threadgroup = threadIdx;
+const uint3 threadgroup_position_in_grid = blockIdx;
+const uint3 threadgroups_per_grid = make_uint3(gridDim.x, gridDim.y, gridDim.z);
+const uint3 thread_position_in_grid = make_uint3(
+    blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y,
+    blockIdx.z * blockDim.z + threadIdx.z);
+const uint thread_index_in_simdgroup = threadIdx.x % 32;
+const uint simdgroup_index_in_threadgroup = threadIdx.x / 32;
+"""
+
+_SHARED = re.compile(r"^(\s*)threadgroup (\w+ \w+\[)", flags=re.MULTILINE)
+_METAL_HEADER = re.compile(r"^#include <metal_(\w+)>$", flags=re.MULTILINE)
+_ADDRESS_SPACE = re.compile(r"\b(device|thread|threadgroup) ")
+
+
+def to_cuda(header: str, body: str) -> tuple[str, str]:
+    """The same kernel for `mx.fast.cuda_kernel`.  Threadgroups must be one-dimensional."""
+
+    def shim(name: str) -> str:
+        return _strip((FOLDER / "host" / "cuda" / f"{name}.h").read_text(encoding="utf-8"))
+
+    header = _METAL_HEADER.sub(lambda match: shim(match[1]), _ADDRESS_SPACE.sub("", header))
+    body = _SHARED.sub(r"\1__shared__ \2", body)
+    return shim("shim") + header, _CUDA_INDICES + _ADDRESS_SPACE.sub("", body)
