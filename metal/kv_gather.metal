@@ -2,7 +2,7 @@
 //
 //   keys, values  (slots, KV_HEADS, DIM)   the store
 //   kv_slots      (B, L) int32             the slot of each key wanted; every one must be valid
-//   token         (1,) int32 -> next_token read after the writes before it, before those after it
+//   token         float32 -> next_token (1,) read after the writes before it, before those after it
 //   k, v          (B, KV_HEADS, L, DIM)    outputs, head by head, as SDPA wants them
 //
 // Besides attention this is the only reader of the store: an MLX operation must not read it, for MLX

@@ -4,12 +4,13 @@
 //   keys, values  (slots, KV_HEADS, DIM)        the store; slot = block * BLOCK_SIZE + offset
 //   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
 //   seq_lens      (B,) int32                    keys of each sequence; 0 = a row of padding, gives 0
-//   scaling       (2,) float32                  scale, softcap
 //   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
-//   token         (1,) int32 -> next_token      read after the writes before it
+//   token         float32                       read after the writes before it
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
 //                 float, and merge_partitions adds them up by
-//   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen
+//   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen;
+//                 also the next token: a later write takes it, and so comes after this read
+//   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
 //
 // Layout.  One threadgroup serves one sequence, one split of its context, and HEADS query heads of
 // one KV head, so that a key is loaded once for all of them (GQA).  Groups of more than HEADS heads
@@ -78,8 +79,8 @@ const int begin = first_key + split * per_split;
 const int end = metal::min(begin + per_split, seq_len);
 
 // Scores are wanted in base 2; under a softcap the factor comes after the tanh.
-const float softcap = scaling[1];
-const float q_scale = SOFTCAP ? scaling[0] / softcap : scaling[0] * LOG2_E;
+const float softcap = as_type<float>(SOFTCAP);
+const float q_scale = as_type<float>(SCALE) * (SOFTCAP != 0 ? 1.0f / softcap : LOG2_E);
 
 thread float query[HEADS * K_PART];
 thread float m[HEADS];
@@ -103,15 +104,22 @@ for (int h = 0; h < HEADS; h++) {
   }
 }
 
+// Where the rows of the next keys lie is looked up one turn ahead of reading them.
 const size_t table = size_t(seq) * block_tables_shape[1];
+thread int block[UNROLL];
+for (int u = 0; u < UNROLL; u++) {
+  const int key = metal::max(metal::min(begin + sg * CHUNK + u * KEYS + sub, end - 1), 0);
+  block[u] = block_tables[table + key / BLOCK_SIZE];
+}
 for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   thread uint k_words[UNROLL * K_RUNS * KW];
   thread uint v_words[UNROLL * V_RUNS * VW];
   thread size_t row[UNROLL];
   for (int u = 0; u < UNROLL; u++) {
     const int key = metal::min(base + u * KEYS + sub, end - 1);
-    const int slot = block_tables[table + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
-    row[u] = size_t(slot) * KV_HEADS + kv_head;
+    row[u] = (size_t(block[u]) * BLOCK_SIZE + key % BLOCK_SIZE) * KV_HEADS + kv_head;
+    const int later = metal::min(key + SIMDGROUPS * CHUNK, end - 1);
+    block[u] = block_tables[table + later / BLOCK_SIZE];
   }
   for (int u = 0; u < UNROLL; u++) {
     for (int r = 0; r < K_RUNS; r++) {
@@ -144,7 +152,7 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
     for (int step = LANES / 2; step > 0; step /= 2) {
       score[i] += metal::simd_shuffle_xor(score[i], ushort(step));
     }
-    if (SOFTCAP) {
+    if (SOFTCAP != 0) {
       score[i] = softcap * LOG2_E * metal::precise::tanh(score[i]);
     }
   }
@@ -236,8 +244,4 @@ for (int h = 0; h < HEADS; h++) {
   }
   // shared_* is written again for the next head.
   threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-if (threadgroup_position_in_grid.x == 0 && seq == 0 && split == 0 &&
-    thread_position_in_threadgroup.x == 0) {
-  next_token[0] = token[0];
 }

@@ -6,9 +6,9 @@
 //   cu_seqlens_q  (S + 1,) int32                segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
 //   seq_lens      (S,) int32                    its keys, those of its own rows included
 //   tiles         (T, 2) int32                  segment, first (token, head) pair; see plan_tiles
-//   scaling       (2,) float32                  scale, softcap
 //   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
-//   token         (1,) int32 -> next_token      read after the writes before it
+//   token         float32 -> next_token (1,)    read after the writes before it
+//   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
 //   out           (N, KV_HEADS * GROUP, V_DIM)  of T; zeros in rows of no segment
 //
 // Row i of a segment with q_len rows sits at position seq_len - q_len + i and sees the keys up to
@@ -121,8 +121,8 @@ const int begin = WINDOW > 0 ? metal::max(first_position - WINDOW + 1, 0) : 0;
 const int end = seq_len - q_len + (metal::min(first + ROWS, pairs) - 1) / GROUP + 1;
 
 // Scores are wanted in base 2; under a softcap the factor comes after the tanh.
-const float softcap = scaling[1];
-const float s_scale = SOFTCAP ? scaling[0] / softcap : scaling[0] * LOG2_E;
+const float softcap = as_type<float>(SOFTCAP);
+const float s_scale = as_type<float>(SCALE) * (SOFTCAP != 0 ? 1.0f / softcap : LOG2_E);
 
 thread metal::simdgroup_matrix<T, 8, 8> query[K_PARTS];
 #pragma unroll
@@ -186,7 +186,7 @@ for (int base = begin / KEYS * KEYS; base < end; base += KEYS) {
         const int key = base + j * 8 + col + e;
         const bool seen = key <= position && (WINDOW == 0 || key > position - WINDOW);
         float s = score[j].thread_elements()[e] * s_scale;
-        if (SOFTCAP) {
+        if (SOFTCAP != 0) {
           s = softcap * LOG2_E * metal::precise::tanh(s);
         }
         s = seen ? s : MASKED;

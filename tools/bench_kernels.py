@@ -20,7 +20,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import measure, ops, selfcheck
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
-SECTIONS = ("check", "sanitize", "decode", "plans", "shapes")
+SECTIONS = ("check", "sanitize", "decode", "plans", "shapes", "prefill")
 WORKERS = 14
 
 
@@ -84,15 +84,15 @@ def decode() -> None:
     for batch in (1, 8, 64):
         for context in (512, 4096, 32768):
             load = measure.Workload(QWEN3, batch, context)
-            ours, theirs = load.decode(), load.sdpa()
-            eager = [f"{1e6 * f(compiled=False).seconds:.0f}" for f in (load.decode, load.sdpa)]
-            plan = ops.decode_plan(batch, QWEN3.num_kv_heads, context)
+            ours, eager = load.decode(), load.decode(compiled=False)
+            theirs = [load.sdpa(compiled=c).seconds for c in (True, False)]
+            plan = load.plan
             print(
                 f"| {batch} | {context:,} | {plan.splits} x {plan.simdgroups} "
-                f"| {1e6 * ours.seconds:.1f} "
+                f"| {1e6 * ours.seconds:.1f} | {1e6 * eager.seconds:.1f} "
                 f"| {ours.bandwidth / 1e9:,.0f} | {ours.bandwidth / copy:.0%} "
-                f"| {1e6 * theirs.seconds:.1f} | {theirs.bandwidth / 1e9:,.0f} "
-                f"| {theirs.seconds / ours.seconds:.2f} | {', '.join(eager)} |",
+                f"| {1e6 * theirs[0]:.1f} | {1e6 * theirs[1]:.1f} "
+                f"| {min(theirs) / ours.seconds:.2f} |",
                 flush=True,
             )
 
@@ -127,13 +127,33 @@ def shapes() -> None:
     ):
         for block_size in (8, 32) if shape.dtype == mx.float16 else (16,):
             load = measure.Workload(shape, 64, 4096, block_size)
-            ours, theirs = load.decode(), load.sdpa()
+            ours, theirs = load.decode(), load.sdpa(compiled=False)
             print(
                 f"| {shape} | {block_size} | {1e6 * ours.seconds:.0f} "
                 f"| {ours.bandwidth / 1e9:,.0f} | {1e6 * theirs.seconds:.0f} "
                 f"| {theirs.seconds / ours.seconds:.2f} |",
                 flush=True,
             )
+
+
+def prefill() -> None:
+    """Prompts, and chunks behind a context: the two ways beside SDPA on contiguous K and V."""
+    matmul = measure.matmul_rate()
+    print(f"\n## Prompts, {QWEN3}\n\nbfloat16 matmul {matmul / 1e12:,.0f} TFLOP/s.\n")
+    print("| sequences x rows at context | varlen us | TFLOP/s | gather us | TFLOP/s | SDPA us |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for batch, rows, context in (
+        (32, 64, 64), (16, 128, 128), (4, 512, 512), (1, 2048, 2048), (1, 8192, 8192),
+        (4, 512, 4096), (1, 2048, 32768), (1, 64, 4096),
+    ):  # fmt: skip
+        load = measure.Workload(QWEN3, batch, context)
+        varlen, gather = (load.prefill(how, rows) for how in ("varlen", "gather"))
+        print(
+            f"| {batch} x {rows:,} at {context:,} | {1e6 * varlen.seconds:.0f} "
+            f"| {varlen.rate / 1e12:.1f} | {1e6 * gather.seconds:.0f} | {gather.rate / 1e12:.1f} "
+            f"| {1e6 * load.sdpa(rows, compiled=False).seconds:.0f} |",
+            flush=True,
+        )
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """The kernels as functions: shapes, template values and grids, one function a kernel.
 
 Every function that touches the store takes a token and returns the next one: pass to each the token
-that the one before it returned, and no other (metal/kv_write.metal says why).
+that the one before it returned, and no other (metal/kv_write.metal says why).  A token is a float32
+array of any shape; its values mean nothing.
 
 Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
 layer's store; metadata is int32; B sequences, N packed rows.
@@ -10,6 +11,8 @@ layer's store; metadata is int32; B sequences, N packed rows.
 import math
 from functools import cache
 from typing import NamedTuple
+
+import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
@@ -20,18 +23,18 @@ _STORE = ["keys", "values", "token"]
 _KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *_STORE], ["next_token"])
 _KV_GATHER = Kernel("kv_gather", ["kv_slots", *_STORE], ["k", "v", "next_token"])
 _PAGED_DECODE = Kernel(
-    "paged_decode",
-    ["q", "block_tables", "seq_lens", "scaling", "sinks", *_STORE],
-    ["out", "lse", "next_token"],
+    "paged_decode", ["q", "block_tables", "seq_lens", "sinks", *_STORE], ["out", "lse"]
 )
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
 
 # Most parts that a context is cut into.
 MAX_SPLITS = 64
-# Threadgroups that keep the device busy, and fewest keys that are worth a part of their own.
-_FILL = {"metal": 128, "cuda": 132, "cpu": 8}
-_MIN_SPLIT = 256
+# Threadgroups that keep the device busy: below it contexts are cut.  Measured on an H200 (132
+# cores); a guess for Metal.
+_FILL = {"metal": 128, "cuda": 256, "cpu": 16}
+# Fewest keys that are worth a part of their own, and the launch that merges the parts.
+_MIN_SPLIT = 512
 # Floats of queries that a lane keeps; as many again are its sums.
 _REGISTERS = 64
 
@@ -43,41 +46,43 @@ class DecodePlan(NamedTuple):
     simdgroups: int
 
 
-def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
+def decode_plan(batch: int, num_heads: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
     """Enough threadgroups to fill the device, not more: merging costs a launch.
 
     Powers of two, so that few variants of a compiled step exist.
     """
-    wanted = _FILL[backend.name()] / (batch * num_kv_heads)
-    limit = min(wanted, max_seq_len / _MIN_SPLIT, MAX_SPLITS)
-    return DecodePlan(1 << max(0, math.floor(math.log2(max(limit, 1)))), 8)
+    groups = batch * num_kv_heads
+    limit = min(_FILL[backend.name()] / groups, max_seq_len / _MIN_SPLIT, MAX_SPLITS)
+    splits = 1 << max(0, math.floor(math.log2(max(limit, 1))))
+    # A threadgroup that has a core to itself may be large, where registers allow it.
+    alone = backend.name() == "cuda" and groups * splits < _FILL["cuda"] / 2
+    return DecodePlan(splits, 16 if alone and num_heads <= 2 * num_kv_heads else 8)
 
 
-def unsupported(shape: AttentionShape) -> str | None:
-    """Why the kernels cannot serve this shape, or None if they can."""
+def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
+    """Why the kernels (prefill: `varlen_prefill`) cannot serve this shape, or None if they can."""
     if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
-        return f"no kernels for {shape.dtype}"
+        return f"there are no kernels for {shape.dtype}"
+    largest = 256 if prefill else 576
     for dim in (shape.k_head_dim, shape.v_head_dim):
-        if dim % 8 or not 8 <= dim <= 576:
-            return f"head size {dim} is not a multiple of 8 up to 576"
+        if dim % 8 or not 8 <= dim <= largest:
+            return f"head size {dim} is not a multiple of 8 up to {largest}"
     return None
 
 
 def new_token() -> mx.array:
     """The token of a store that nothing was written to yet."""
-    return mx.zeros(1, mx.int32)
+    return mx.zeros(8)
+
+
+def bits(x: float) -> int:
+    """The bits of a float32: a template value must be an integer."""
+    return int(np.float32(x).view(np.int32))
 
 
 @cache
-def scaling(scale: float, softcap: float | None) -> mx.array:
-    """The (2,) float32 that attention kernels take; kept, for it is the same at every step."""
-    array = mx.array([scale, softcap or 0.0], mx.float32)
-    mx.eval(array)
-    return array
-
-
-@cache
-def _no_sinks() -> mx.array:
+def no_sinks() -> mx.array:
+    """What a kernel takes for sinks where there are none."""
     return mx.zeros(8)
 
 
@@ -93,7 +98,7 @@ def kv_write(
     template = {"T": k.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v.shape[2], "W": width}
     return _KV_WRITE(
         [k, v, slot_mapping, keys, values, token],
-        template, (groups, rows, 1), threads, [(1,)], [mx.int32],
+        template, (groups, rows, 1), threads, [(1,)], [mx.float32],
     )[0]  # fmt: skip
 
 
@@ -112,7 +117,7 @@ def kv_gather(
         [kv_slots, keys, values, token],
         template, (groups, length, batch), threads,
         [(batch, kv_heads, length, k_dim), (batch, kv_heads, length, v_dim), (1,)],
-        [keys.dtype, keys.dtype, mx.int32],
+        [keys.dtype, keys.dtype, mx.float32],
     ))  # fmt: skip
 
 
@@ -149,21 +154,21 @@ def paged_decode(
     template = {
         "T": q.dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
         "K_DIM": k_dim, "V_DIM": v_dim, "BLOCK_SIZE": block_size, "WINDOW": window or 0,
-        "SOFTCAP": softcap is not None, "SINKS": sinks is not None,
+        "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "LANES": lanes, "KW": k_width, "VW": v_width,
         "UNROLL": 4 if per_lane <= 12 else 2, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
-    sinks = _no_sinks() if sinks is None else sinks.astype(mx.float32)
-    out, lse, token = _PAGED_DECODE(
-        [q, block_tables, seq_lens, scaling(scale, softcap), sinks, keys, values, token],
+    sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
+    out, lse = _PAGED_DECODE(
+        [q, block_tables, seq_lens, sinks, keys, values, token],
         template, (kv_heads * tiles, batch, splits), 32 * simdgroups,
         [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim),
-         (batch, heads, splits), (1,)],
-        [out_dtype, mx.float32, mx.int32],
+         (batch, heads, splits)],
+        [out_dtype, mx.float32],
     )  # fmt: skip
     if partial:
         out = merge_partitions(out, lse, q.dtype)
-    return out, token
+    return out, lse
 
 
 def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.array:

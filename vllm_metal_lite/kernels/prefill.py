@@ -4,11 +4,11 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.ops import _no_sinks, scaling
+from vllm_metal_lite.kernels.ops import bits, no_sinks
 
 _VARLEN_PREFILL = Kernel(
     "varlen_prefill",
-    ["q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "scaling", "sinks",
+    ["q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks",
      "keys", "values", "token"],
     ["out", "next_token"],
 )  # fmt: skip
@@ -19,7 +19,7 @@ TILE_ROWS = 32
 # Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, a core
 # has room for a threadgroup that computes while another fetches.
 _TILE_BYTES = 18 << 10
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 
 
 def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, group: int) -> np.ndarray:
@@ -76,21 +76,21 @@ def varlen_prefill(
     rows, heads, k_dim = q.shape
     kv_heads, v_dim = keys.shape[1], values.shape[2]
     for dim in (k_dim, v_dim):
-        if dim % 8 or not 8 <= dim <= _MAX_HEAD_DIM:
-            raise ValueError(f"head size {dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}")
+        if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"head size {dim} is not a multiple of 8 up to {MAX_HEAD_DIM}")
     simdgroups = TILE_ROWS // 8
     template = {
         "T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "K_DIM": k_dim,
         "V_DIM": v_dim, "BLOCK_SIZE": block_size, "WINDOW": window or 0,
-        "SOFTCAP": softcap is not None, "SINKS": sinks is not None,
+        "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "KEYS": _keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
     }  # fmt: skip
-    sinks = _no_sinks() if sinks is None else sinks.astype(mx.float32)
+    sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
     return tuple(_VARLEN_PREFILL(
-        [q, block_tables, cu_seqlens_q, seq_lens, tiles, scaling(scale, softcap), sinks,
+        [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks,
          keys, values, token],
         template, (kv_heads, tiles.shape[0], 1), 32 * simdgroups,
-        [(rows, heads, v_dim), (1,)], [q.dtype, mx.int32],
+        [(rows, heads, v_dim), (1,)], [q.dtype, mx.float32],
     ))  # fmt: skip
 
 
