@@ -14,13 +14,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 
+import numpy as np
+
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import measure, ops, selfcheck
+from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
-SECTIONS = ("check", "sanitize", "decode", "plans", "shapes", "prefill")
+SECTIONS = ("check", "huge", "sanitize", "decode", "plans", "shapes", "prefill")
 WORKERS = 14
 
 
@@ -37,6 +40,37 @@ def check() -> bool:
     for r in failed:
         print(f"- FAILED {r}")
     return not failed
+
+
+def huge() -> bool:
+    """The last blocks of a store of more than 2^31 elements: offsets beyond 32 bits."""
+    slots, dim, bs = (1 << 24) + 64, 128, 16
+    if backend.memory_limit() < 40 << 30:
+        print("\n## Offsets beyond 32 bits\n\nNot run: not enough memory.")
+        return True
+    tail = mx.random.normal((2, 64, 1, dim)).astype(mx.bfloat16)
+    table, lens = mx.arange(4, dtype=mx.int32)[None], mx.array([50], mx.int32)
+    q = mx.random.normal((1, 2, dim)).astype(mx.bfloat16)
+    rows = mx.arange(slots - 64, slots, dtype=mx.int32)
+    tiles = mx.array(plan_tiles(np.array([0, 1]), 1, 2))
+    cu = mx.array([0, 1], mx.int32)
+    how = {"block_size": bs, "scale": 0.1}
+    large = [mx.zeros((slots, 1, dim), mx.bfloat16) for _ in range(2)]
+    mx.eval(large, tail)
+    token = ops.kv_write(tail[0], tail[1], rows, *large, ops.new_token())
+    results = []
+    for store, shift, token in ((large, slots // bs - 4, token), (list(tail), 0, ops.new_token())):
+        decoded, after = ops.paged_decode(
+            q, table + shift, lens, *store, token, plan=ops.DecodePlan(1, 8), **how
+        )
+        prompt, after = varlen_prefill(q, table + shift, cu, lens, tiles, *store, after, **how)
+        gathered = ops.kv_gather(mx.arange(64)[None] + shift * bs, *store, after)[:2]
+        results.append([np.array(a.astype(mx.float32)) for a in (decoded, prompt, *gathered)])
+    same = all((a == b).all() for a, b in zip(*results, strict=True))
+    print(
+        f"\n## Offsets beyond 32 bits\n\n{'Right' if same else 'WRONG'}: {slots:,} slots of {dim}."
+    )
+    return same
 
 
 def _check(index: int) -> list[selfcheck.CheckResult]:
@@ -80,6 +114,29 @@ def decode() -> None:
     print(
         "| batch | context | plan | us | GB/s | of copy | SDPA us | GB/s | ratio | eager us, SDPA |"
     )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for batch in (1, 8, 64):
+        for context in (512, 4096, 32768):
+            load = measure.Workload(QWEN3, batch, context)
+            ours, eager = load.decode(), load.decode(compiled=False)
+            theirs = [load.sdpa(compiled=c).seconds for c in (True, False)]
+            plan = load.plan
+            print(
+                f"| {batch} | {context:,} | {plan.splits} x {plan.simdgroups} "
+                f"| {1e6 * ours.seconds:.1f} | {1e6 * eager.seconds:.1f} "
+                f"| {ours.bandwidth / 1e9:,.0f} | {ours.bandwidth / copy:.0%} "
+                f"| {1e6 * theirs[0]:.1f} | {1e6 * theirs[1]:.1f} "
+                f"| {min(theirs) / ours.seconds:.2f} |",
+                flush=True,
+            )
+
+
+def plans() -> None:
+    """What cutting the context into more parts does, and larger threadgroups."""
+    print("\n## Plans: us of a decode call\n")
+    choices = [(s, g) for s in (1, 2, 4, 8, 16, 32) for g in (4, 8, 16)]
+    print("| batch | context | splits x simdgroups | us compiled | eager | GB/s | of copy "
+          "| SDPA us compiled | eager | best SDPA / ours |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for batch in (1, 8, 64):
         for context in (512, 4096, 32768):

@@ -18,7 +18,7 @@ from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
-_CHAIN, _REPEATS = 20, 5
+_CHAIN, _REPEATS = 100, 5
 
 
 def seconds_per_call(
