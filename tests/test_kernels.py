@@ -237,13 +237,15 @@ def test_lanes_cover_a_row_in_whole_loads(size):
 
 
 @given(
-    st.integers(1, 1024), st.sampled_from([(8, 8), (16, 8), (71, 1)]), st.integers(1, 1 << 17),
+    st.integers(1, 1024),
+    st.sampled_from([1, 2, 8, 71]),
+    st.integers(1, 1 << 17),
     st.sampled_from(["cpu", "metal", "cuda"]),
-)  # fmt: skip
-def test_a_plan_is_a_power_of_two_within_its_limits(batch, heads, max_seq_len, where):
+)
+def test_a_plan_is_a_power_of_two_within_its_limits(batch, kv_heads, max_seq_len, where):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops.backend, "name", lambda: where)
-        plan = ops.decode_plan(batch, *heads, max_seq_len)
+        plan = ops.decode_plan(batch, kv_heads, max_seq_len)
     assert plan.splits in (1, 2, 4, 8, 16, 32, 64)
-    assert plan.splits == 1 or max_seq_len / plan.splits >= 512
-    assert plan.simdgroups <= (16 if where == "cuda" else 8)
+    assert plan.splits == 1 or max_seq_len / plan.splits >= 256
+    assert plan.simdgroups in (4, 8)

@@ -94,8 +94,7 @@ class Workload:
 
     @property
     def plan(self) -> ops.DecodePlan:
-        s = self.shape
-        return ops.decode_plan(self.batch, s.num_heads, s.num_kv_heads, self.context)
+        return ops.decode_plan(self.batch, self.shape.num_kv_heads, self.context)
 
     def _result(self, seconds: float, rows: int) -> Attended:
         s, keys = self.shape, self.batch * self.context
