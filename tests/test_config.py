@@ -64,8 +64,8 @@ BAD_PARAMS = {
     "stop_token_ids": [[-1], ["a"], [1.5], 7],
     "max_tokens": [0, -1, 1.5, "9", True],
     "min_tokens": [-1, 17, 1.5, None],
-    "logprobs": [-1, 65, 1.5, True],
-    "prompt_logprobs": [-1, 65, "1"],
+    "logprobs": [-1, 1.5, True],
+    "prompt_logprobs": [-1, "1"],
 }
 
 

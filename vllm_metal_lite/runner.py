@@ -11,6 +11,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
+from vllm_metal_lite.constraints import TokenMasks
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.seam import PackedModel
 from vllm_metal_lite.sampling import LogprobArrays, Sampler, prompt_logprobs
@@ -42,9 +43,16 @@ class ModelRunner:
         self.attention = ReferenceAttention(store)
 
     def execute(
-        self, batch: ForwardBatch, req_indices: np.ndarray, num_prompt_logprobs: int = 0
+        self,
+        batch: ForwardBatch,
+        req_indices: np.ndarray,
+        num_prompt_logprobs: int = 0,
+        grammar: TokenMasks | None = None,
     ) -> StepResult:
-        """Run a step to its end; req_indices (T,): the table rows of the terminal segments."""
+        """Run a step to its end; req_indices (T,): the table rows of the terminal segments.
+
+        grammar: what some of these T may say.
+        """
         batch.validate(self.store.num_blocks)
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
         num_sampled = len(batch.sample_segments)
@@ -55,7 +63,7 @@ class ModelRunner:
         outputs: list[mx.array] = []
         sampled = logprobs = scored = None
         if num_sampled:
-            output = self.sampler(logits[:num_sampled], req_indices)
+            output = self.sampler(logits[:num_sampled], req_indices, grammar)
             sampled, logprobs = output.token_ids, output.logprobs
             outputs.append(sampled)
         if len(batch.prompt_targets):
