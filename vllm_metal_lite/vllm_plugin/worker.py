@@ -187,6 +187,9 @@ class MetalLiteWorker(WorkerBase):
     def get_model(self) -> Any:
         return self.model.packed.model
 
+    def get_model_inspection(self) -> str:
+        return str(self.get_model())
+
     def synchronize_device(self) -> None:
         mx.synchronize()
 
