@@ -54,11 +54,11 @@ def test_the_prefix_cache_can_be_reset_under_running_requests(is_async):
     with kit.engine(async_scheduling=is_async) as llm:
         for i, prompt in enumerate(PROMPTS):
             add(llm, str(i), prompt)
-        with kit.counting(llm) as happened:
-            done = run(llm, steps=12)
-            assert kit.core(llm).scheduler.reset_prefix_cache(reset_running_requests=True)
-            done |= run(llm)
-        assert happened["preemptions"] == 8
+        before = kit.num_preemptions(llm)
+        done = run(llm, steps=12)
+        assert kit.core(llm).scheduler.reset_prefix_cache(reset_running_requests=True)
+        done |= run(llm)
+        assert kit.num_preemptions(llm) - before == 8
         assert [done[str(i)] for i in range(8)] == [kit.alone("llama", p, 40) for p in PROMPTS]
         assert llm.reset_prefix_cache()
 
@@ -131,28 +131,21 @@ def test_the_range_of_versions(found, is_ok):
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
+    ("environment", "is_active"),
     [
-        ({"METAL_LITE_DEVICE": "cpu"}, "MetalLitePlatform"),
-        ({"METAL_LITE_DEVICE": "cpu", "VLLM_PLUGINS": ""}, "CpuPlatform"),
-        ({}, "CpuPlatform"),
+        ({"METAL_LITE_DEVICE": "cpu"}, True),
+        ({"METAL_LITE_DEVICE": "cpu", "VLLM_PLUGINS": ""}, False),
+        ({}, sys.platform == "darwin"),
     ],
 )
-def test_active_only_when_asked(environment, expected):
+def test_active_only_when_asked(environment, is_active):
     """A process of its own; MLX is never loaded by the front end."""
     script = (
-        "import sys; from vllm.platforms import current_platform as p; import vllm.config\n"
+        "import sys; from vllm.platforms import current_platform as p\n"
         "print(type(p).__name__, 'mlx.core' in sys.modules)"
     )
     env = {k: v for k, v in os.environ.items() if k != "METAL_LITE_DEVICE"} | environment
-    # vLLM's empty-target wheel has no platform of its own otherwise.
-    if expected == "CpuPlatform":
-        script = script.replace("import sys;", "import sys, vllm.platforms as q;").replace(
-            "from vllm.platforms import current_platform as p",
-            "q.builtin_platform_plugins['cpu'] = lambda: 'vllm.platforms.cpu.CpuPlatform';"
-            " p = q.current_platform",
-        )
     out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    if sys.platform == "darwin" and not environment:
-        expected = "MetalLitePlatform"
-    assert out.stdout.split() == [expected, "False"], out.stderr[-2000:]
+    name, has_mlx = out.stdout.split()
+    assert (name == "MetalLitePlatform") == is_active
+    assert has_mlx == "False"
