@@ -142,7 +142,7 @@ def main() -> int:
     print("| load | in / out tokens | " + " | ".join(engines) + ", output tokens/s |")
     for r in rows:
         cells = [
-            f"{r['tokens_per_second'][n]:.0f} ({r['ratio'][n]:.2f}; {r['step_ms'][n]:.2f} ms a step)"
+            f"{r['tokens_per_second'][n]:.0f} ({r['ratio'][n]:.2f}; step {r['step_ms'][n]:.2f} ms)"
             for n in engines
         ]
         print(f"| {r['load']} | {r['tokens_in']:,} / {r['tokens_out']:,} | " + " | ".join(cells))
