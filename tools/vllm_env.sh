@@ -28,15 +28,25 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 mkdir -p "$wheels"
 # A CPU build everywhere: on Linux the plain package of this version asks for no CUDA libraries.
 pip install -q torch==2.13.0 "setuptools>=77,<81" setuptools_scm setuptools-rust wheel jinja2 packaging
-if ! ls "$wheels"/vllm-"$version"-*.whl >/dev/null 2>&1; then
+tag=$("$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+wheel=$(ls "$wheels"/vllm-"$version"-"$tag"-*.whl 2>/dev/null || true)
+if [ -z "$wheel" ]; then
   echo "Building the wheel of vLLM $version ..." >&2
   # The override keeps the version free of a suffix, which pip would refuse as another version.
-  VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$version \
-    pip wheel -q --no-deps --no-build-isolation --no-binary vllm -w "$wheels" "vllm==$version"
+  export VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE="$version"
+  scratch=$(mktemp -d)
+  trap 'rm -rf "$scratch"' EXIT
+  pip download -q --no-deps --no-build-isolation --no-binary vllm -d "$scratch" "vllm==$version"
+  tar xzf "$scratch"/vllm-"$version".tar.gz -C "$scratch"
+  # On macOS its setup.py would take the CPU target whatever is asked, and compile for minutes.
+  sed -i.bak 's/^if sys.platform.startswith("darwin") and .*/if False:/' \
+    "$scratch/vllm-$version/setup.py"
+  pip wheel -q --no-deps --no-build-isolation -w "$wheels" "$scratch/vllm-$version"
+  wheel=$(ls "$wheels"/vllm-"$version"-"$tag"-*.whl)
 fi
 echo "Installing vLLM $version and this checkout into $venv ..." >&2
 # vLLM's own requirements, but for the date of the certificates: a mirror may lag behind it.
-"$venv/bin/python" - "$wheels"/vllm-"$version"-*.whl >"$venv/requirements.txt" <<'END'
+"$venv/bin/python" - "$wheel" >"$venv/requirements.txt" <<'END'
 import email, sys, zipfile
 from packaging.requirements import Requirement
 
@@ -49,7 +59,7 @@ for need in map(Requirement, needs):
 END
 # One call, so that the resolver keeps the torch that is there.
 pip install -q torch==2.13.0 -r "$venv/requirements.txt" -e ".[dev]" openai
-pip install -q --no-deps "$wheels"/vllm-"$version"-*.whl
+pip install -q --no-deps "$wheel"
 # A gigabyte that only CUDA uses; vLLM does without it.
 pip uninstall -q -y triton 2>/dev/null || true
 touch "$stamp"
