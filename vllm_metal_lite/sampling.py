@@ -49,6 +49,7 @@ _ROW = np.dtype(
 )
 _NEUTRAL = np.array((0, 0, -1, 0, -inf, 0, -1, 1, 0, 0, -1), _ROW)
 _LARGE = 1e30  # bound of what a user may set without limit: float32 must hold its products
+_PART = 256  # prompt rows scored at once
 _FOREVER = np.iinfo(np.int32).max
 
 
@@ -100,9 +101,16 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
 def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArrays:
     """Score each target (P,) int and the k most likely tokens under logits (P, V), any float type.
 
-    Lazy; works on P * V float32 values at once, so a long prompt should come in parts.
+    Lazy, in parts: a part's float32 values are done with before the next one's are made.
     """
-    return ops.gather_logprobs(logits, targets, k)
+    parts = [
+        ops.gather_logprobs(logits[at : at + _PART], targets[at : at + _PART], k)
+        for at in range(0, len(targets), _PART)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*((p.token_ids, p.logprobs, p.ranks) for p in parts), strict=True)
+    return LogprobArrays(*map(mx.concatenate, map(list, columns)))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

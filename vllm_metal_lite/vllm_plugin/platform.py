@@ -1,4 +1,7 @@
-"""What vLLM asks of a platform.  Runs in the front-end process too, so MLX is never imported."""
+"""What vLLM asks of a platform.  Runs in the front-end process too, so MLX is never imported.
+
+vLLM imports this before most of itself is ready, so its names are imported in the methods.
+"""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -7,7 +10,6 @@ import torch
 from vllm.platforms import Platform, PlatformEnum
 
 from vllm_metal_lite.errors import MetalLiteError
-from vllm_metal_lite.vllm_plugin import compat
 from vllm_metal_lite.vllm_plugin.refusals import refuse_unsupported
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
@@ -49,11 +51,14 @@ class MetalLitePlatform(Platform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Called in every process that makes a config: refuses what we cannot do, by name."""
+        from vllm.config import CompilationMode
+
         refuse_unsupported(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = _WORKER
         vllm_config.parallel_config.disable_custom_all_reduce = True
-        compat.disable_compilation(vllm_config.compilation_config)
+        vllm_config.compilation_config.mode = CompilationMode.NONE  # there is no torch model
+        vllm_config.compilation_config.cudagraph_capture_sizes = []
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: "VllmConfig") -> None:
@@ -65,18 +70,16 @@ class MetalLitePlatform(Platform):
         return False
 
     @classmethod
-    def validate_request(cls, *args: Any, **kwargs: Any) -> None:
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
         """Refuse, as a bad request, what the sampler could not do (its errors end the engine)."""
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import SamplingParams
 
-        given = (*args, *kwargs.values())  # their order and names differ between versions
-        params = next((a for a in given if isinstance(a, SamplingParams)), None)
-        if params is None:
-            return
-        try:
-            translate_params(params, vocab_size=None)
-        except MetalLiteError as e:
-            raise compat.bad_request(str(e)) from e
+        if isinstance(params, SamplingParams):
+            try:
+                translate_params(params, vocab_size=None)
+            except MetalLiteError as e:
+                raise VLLMValidationError(str(e)) from e
 
     # The device
 

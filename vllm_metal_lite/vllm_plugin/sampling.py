@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.vllm_plugin.compat import get
 
 # Fields that change what is sampled or reported, and that our sampler does not have.
 _UNSUPPORTED = (
@@ -23,7 +24,7 @@ def translate_params(params: Any, vocab_size: int | None) -> SamplingParams:
     Raises SamplingError for what we cannot do; one that passes here passes in the worker.
     """
     for name in _UNSUPPORTED:
-        if getattr(params, name, None) is not None:
+        if get(params, name) is not None:
             raise SamplingError(f"{name} is not supported by vllm-metal-lite")
 
     def count(value: int | None) -> int | None:

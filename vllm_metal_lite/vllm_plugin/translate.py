@@ -5,24 +5,24 @@ request sits in which row of the InputBatch and of the sampler, and the tokens s
 vLLM does not send back.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.constraints import TokenMasks
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.vllm_plugin import compat
 from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 
-    from vllm_metal_lite.runner import StepResult
+    from vllm_metal_lite.runner import Logprobs, StepResult
     from vllm_metal_lite.sampling import Sampler
 
 
@@ -67,7 +67,9 @@ class StepTranslator:
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
                 self._unseat(request)
-        self._unseat_preempted(output)
+        for req_id in output.preempted_req_ids or ():
+            if (request := self._requests.get(req_id)) is not None:
+                self._unseat(request)
         # What each request has computed, in the order that vLLM names them.
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
@@ -77,14 +79,6 @@ class StepTranslator:
         if not output.num_scheduled_tokens:
             return None
         return self._pack(output.num_scheduled_tokens, computed)
-
-    def _unseat_preempted(self, output: "SchedulerOutput") -> None:
-        named = compat.preempted(output)
-        if named is None:  # then whoever sits out this step may have been
-            named = [r for r in self._requests if r not in output.num_scheduled_tokens]
-        for req_id in named:
-            if req_id in self._requests:
-                self._unseat(self._requests[req_id])
 
     def _add(self, new: "NewRequestData") -> None:
         """A new request; a known id is one back from preemption, or a session's next turn."""
@@ -183,7 +177,7 @@ class StepTranslator:
             req_ids=step.req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(step.req_ids)},
             sampled_token_ids=sampled,
-            logprobs=compat.logprobs_lists(result.logprobs, map(len, sampled)),
+            logprobs=_logprobs(result.logprobs, sampled),
             prompt_logprobs_dict=self._prompt_logprobs(step, result),
         )
 
@@ -214,3 +208,11 @@ class StepTranslator:
     @property
     def request_ids(self) -> Iterable[str]:
         return self._requests.keys()
+
+
+def _logprobs(logprobs: "Logprobs | None", sampled: list[list[int]]) -> LogprobsLists | None:
+    """Rows are counted by tokens sampled: a chunk in the middle of a prompt has none."""
+    if logprobs is None:
+        return None
+    starts = list(itertools.accumulate(map(len, sampled), initial=0))
+    return LogprobsLists(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, starts)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-from vllm.v1.worker.worker_base import WorkerBase
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -15,11 +16,11 @@ from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv import sizing
-from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import ModelRunner
 from vllm_metal_lite.sampling import Sampler
-from vllm_metal_lite.vllm_plugin import compat
+from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ class MetalLiteWorker(WorkerBase):
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
-        compat.guard_torch_accelerator()
+        guard_torch_accelerator()
         if backend.is_cpu() and os.environ.get("METAL_LITE_DEVICE") != "cpu":
             raise ConfigError(
-                "MLX sees no Metal device here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
+                "MLX sees no GPU here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
             )
         logger.info("%s", backend.describe())
 
@@ -61,17 +62,20 @@ class MetalLiteWorker(WorkerBase):
         return "auto" if backend.is_cpu() and dtype == "float32" else dtype
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
-        return {
-            f"layers.{i}": compat.attention_spec(
-                spec.window,
-                spec.v_head_dim,
-                block_size=self.cache_config.block_size,
-                num_kv_heads=spec.num_kv_heads,
-                head_size=spec.k_head_dim,
-                dtype=getattr(torch, str(spec.dtype).removeprefix("mlx.core.")),
-            )
-            for i, spec in enumerate(self.model.packed.attention_specs)
+        specs = enumerate(self.model.packed.attention_specs)
+        return {f"layers.{i}": self._kv_cache_spec(spec) for i, spec in specs}
+
+    def _kv_cache_spec(self, spec: LayerSpec) -> "KVCacheSpec":
+        kwargs = {
+            "block_size": self.cache_config.block_size,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.k_head_dim,
+            "head_size_v": spec.v_head_dim,
+            "dtype": getattr(torch, str(spec.dtype).removeprefix("mlx.core.")),
         }
+        if spec.window is None:
+            return FullAttentionSpec(**kwargs)
+        return SlidingWindowSpec(**kwargs, sliding_window=spec.window)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """The one whose order of axes our store has; vLLM would ask an attention backend."""
@@ -135,7 +139,7 @@ class MetalLiteWorker(WorkerBase):
         )
         self.runner = ModelRunner(self.model.packed, store, self._sampler)
 
-    def compile_or_warm_up_model(self) -> Any:
+    def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run one token, so that the first request does not pay for what is made once."""
         inputs = InputBatch(1, 1, self.cache_config.block_size)
         row = np.array([inputs.add([0], 1)])
@@ -143,7 +147,7 @@ class MetalLiteWorker(WorkerBase):
         inputs.append_blocks(0, [0])
         batch = inputs.pack(row, np.array([0]), np.array([1]))
         self.runner.execute(batch, row)
-        return compat.compilation_times()
+        return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
