@@ -12,8 +12,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 import kit
 from vllm import SamplingParams
 
-from vllm_metal_lite import vllm_plugin
-
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
 
 
@@ -117,17 +115,6 @@ def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
 def test_a_model_that_does_not_fit_is_refused_with_the_sum():
     with pytest.raises(Exception, match=r"--kv-cache-memory-bytes .* are more than the"):
         kit.engine(num_gpu_blocks_override=None, kv_cache_memory_bytes=2**50).__enter__()
-
-
-@pytest.mark.parametrize(
-    ("found", "is_ok"),
-    [("0.27.1", True), ("0.33.0", True), ("0.33.2+cpu", True), ("0.30.0rc1", True),
-     ("0.27.0", False), ("0.34.0", False), ("1.0", False), ("0.26.9.dev1", False)],
-)  # fmt: skip
-def test_the_range_of_versions(found, is_ok):
-    problem = vllm_plugin.version_problem(found)
-    assert (problem is None) == is_ok
-    assert is_ok or (found in problem and "0.27.1 to 0.33" in problem and "\n" not in problem)
 
 
 @pytest.mark.parametrize(
