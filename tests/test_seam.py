@@ -9,7 +9,10 @@ from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model.seam import KVHandle, PackedModel, PagedLayerCache, WindowMask, sdpa_hook
+from vllm_metal_lite.model.handles import KVHandle, Mask
+from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.seam import PagedLayerCache, sdpa_hook
 
 SPEC = LayerSpec(2, 16, 16, mx.float32)
 
