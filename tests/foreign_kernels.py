@@ -7,29 +7,32 @@ those two run if METAL_LITE_MLX_SOURCE names a checkout of MLX.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 
-INCLUDE = Path(mx.__file__).parent / "include"
+from metal.host import HostKernel, HostOptions, installed, run_metal
+from metal.host.mlx_source import generated_source, include_dir
+
+INCLUDE = include_dir()
 _KERNELS = Path("mlx/backend/metal/kernels")
 
 
 def text(header: str) -> str:
     """One of MLX's kernel headers, or `.metal` files; skips the test by name if it is not there."""
-    roots = [INCLUDE, Path(os.environ.get("METAL_LITE_MLX_SOURCE", "/nonexistent"))]
-    for root in roots:
-        if (path := root / _KERNELS / header).exists():
+    for root in (INCLUDE, os.environ.get("METAL_LITE_MLX_SOURCE")):
+        if root and (path := Path(root) / _KERNELS / header).exists():
             return path.read_text()
     pytest.skip(f"this MLX wheel has no {header} (a checkout: METAL_LITE_MLX_SOURCE)")
 
@@ -77,107 +80,185 @@ def mlx_source(name: str) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a kernel that `mx.fast.metal_kernel` made, and what it was called with."""
+    """A call of a kernel of mlx-lm's: the kernel, to run on the host, and its arguments."""
 
-    kernel: Callable[..., list[mx.array]]
-    options: dict[str, Any]
+    kernel: HostKernel
+    arguments: dict[str, Any]
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        return self.arguments["inputs"]
 
     def source(self) -> str:
         """The Metal text that MLX makes of this call; nothing is computed."""
-        return traced_source(lambda: self.kernel(**self.options, verbose=True))
+        template, dtypes = self.arguments.get("template") or (), self.arguments["output_dtypes"]
+        return generated_source(self.kernel.definition, self.inputs, template, dtypes)
 
 
-def traced_source(call: Callable[[], list[mx.array]]) -> str:
-    """What MLX prints when a custom kernel is traced with `verbose=True`."""
-    with tempfile.TemporaryFile() as printed, tempfile.TemporaryDirectory() as folder:
-        sys.stdout.flush()
-        stdout = os.dup(1)
-        os.dup2(printed.fileno(), 1)
-        try:
-            mx.export_function(f"{folder}/traced.mlxfn", call)
-        finally:
-            os.dup2(stdout, 1)
-            os.close(stdout)
-        printed.seek(0)
-        return printed.read().decode().split("```\n")[1].rstrip("`\n") + "\n"
+def calls_of(module_name: str, kernel_name: str, call: Callable[[ModuleType], Any]) -> Call:
+    """The call that `call(module)` makes of the kernel `module.kernel_name`, which is not run.
 
-
-def record(module: ModuleType, attribute: str, function: Callable[[], Any]) -> Call:
-    """The call that `function` makes of the kernel `module.attribute`, which is not run."""
-    kernel, seen = getattr(module, attribute), {}
+    The module is loaded anew, so that MLX's own stays as it is.
+    """
+    original = import_module(module_name)
+    spec = spec_from_file_location(f"{module_name}_on_host", original.__file__)
+    module = module_from_spec(spec)
+    with installed():
+        spec.loader.exec_module(module)
+    kernel, seen = getattr(module, kernel_name), {}
 
     class Seen(Exception):
         pass
 
-    def kernel_call(**options: Any) -> None:
-        seen.update(options)
+    def note(**arguments: Any) -> None:
+        seen.update(arguments)
         raise Seen
 
-    setattr(module, attribute, kernel_call)
-    try:
-        function()
-    except Seen:
-        return Call(kernel, seen)
-    finally:
-        setattr(module, attribute, kernel)
-    raise AssertionError(f"{attribute} was not called")
+    setattr(module, kernel_name, note)
+    with contextlib.suppress(Seen):
+        call(module)
+    return Call(kernel, seen)
 
 
-def mlx_lm_calls(dtype: mx.Dtype = mx.bfloat16) -> dict[str, Call]:
-    """Calls of kernels that mlx-lm ships for its models, with small random inputs."""
-    pytest.importorskip("mlx_lm.kernels", reason="this mlx-lm has no kernels of its own")
-    names = ("qk_norm_rope", "norm_add_norm", "expert_routing")
-    qk_norm_rope, norm_add_norm, expert_routing = (
-        import_module(f"mlx_lm.kernels.{name}") for name in names
+def _normal(*shape: int, seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return mx.array(values).astype(dtype)
+
+
+def qk_norm_rope(dtype: mx.Dtype) -> Call:
+    """RMS norm of 4 query and 2 key heads of 64, then rope at positions 3.. and 11..."""
+    return calls_of(
+        "mlx_lm.kernels.qk_norm_rope",
+        "_qk_norm_rope_kernel",
+        lambda module: module.qk_norm_rope(
+            _normal(2, 5, 2 * (4 + 2) * 64, seed=1, dtype=dtype),
+            n_heads=4,
+            n_kv_heads=2,
+            head_dim=64,
+            eps=1e-5,
+            query_scale=1.5,
+            rope_base=1e4,
+            offset=mx.array([3, 11]),
+        ),
     )
-    mx.random.seed(0)
-    heads, kv_heads, dim, tokens = 4, 2, 64, 5
-    qkvg = mx.random.normal((2, tokens, 2 * (heads + kv_heads) * dim)).astype(dtype)
-    stream, wide = mx.random.normal((3, 640)), mx.random.normal((4, 640))
+
+
+def norm_add_norm(dtype: mx.Dtype) -> Call:
+    """Two RMS norms of 3 rows of 640, with sums over threadgroups of 64."""
+    wide = _normal(4, 640, seed=2)
     norm = nn.RMSNorm(640)
     norm.weight = wide[3]
-    return {
-        "qk_norm_rope": record(
-            qk_norm_rope,
-            "_qk_norm_rope_kernel",
-            lambda: qk_norm_rope.qk_norm_rope(
-                qkvg,
-                n_heads=heads,
-                n_kv_heads=kv_heads,
-                head_dim=dim,
-                eps=1e-5,
-                query_scale=1.5,
-                rope_base=1e4,
-                offset=mx.array([3, 11]),
-            ),
+    return calls_of(
+        "mlx_lm.kernels.norm_add_norm",
+        "_norm_add_norm_kernel",
+        lambda module: module.norm_add_norm(
+            _normal(3, 640, seed=3, dtype=dtype),
+            _normal(3, 640, seed=4),
+            alpha=wide[0],
+            beta=wide[1],
+            post_weight=wide[2],
+            post_eps=1e-5,
+            next_norm=norm,
         ),
-        "norm_add_norm": record(
-            norm_add_norm,
-            "_norm_add_norm_kernel",
-            lambda: norm_add_norm.norm_add_norm(
-                mx.random.normal((3, 640)).astype(dtype),
-                stream,
-                alpha=wide[0],
-                beta=wide[1],
-                post_weight=wide[2],
-                post_eps=1e-5,
-                next_norm=norm,
-            ),
-        ),
-        "expert_routing": record(
-            expert_routing,
-            "_routing_kernel",
-            lambda: expert_routing.expert_routing(
-                mx.random.normal((9, 40)),
-                mx.random.normal((40,)),
-                top_k=6,
-                multiplier=1.25,
-                score_eps=1e-6,
-                route_scale=2.5,
-            ),
-        ),
-    }
+    )
 
 
-def generated_sources() -> dict[str, str]:
-    return {name: call.source() for name, call in mlx_lm_calls().items()}
+def expert_routing(dtype: mx.Dtype = mx.float32) -> Call:
+    """The 6 best of 40 experts for 9 tokens."""
+    return calls_of(
+        "mlx_lm.kernels.expert_routing",
+        "_routing_kernel",
+        lambda module: module.expert_routing(
+            _normal(9, 40, seed=5, dtype=dtype),
+            _normal(40, seed=6),
+            top_k=6,
+            multiplier=1.25,
+            score_eps=1e-6,
+            route_scale=2.5,
+        ),
+    )
+
+
+MLX_LM_CALLS = {f.__name__: f for f in (qk_norm_rope, norm_add_norm, expert_routing)}
+
+
+def mlx_lm_call(name: str, dtype: mx.Dtype) -> Call:
+    """One of MLX_LM_CALLS; skips the test by name if this mlx-lm has no such kernel."""
+    pytest.importorskip(f"mlx_lm.kernels.{name}", reason=f"this mlx-lm has no kernel {name}")
+    return MLX_LM_CALLS[name](dtype)
+
+
+# --- running them ---------------------------------------------------------------------------------
+
+DTYPES = {"float": mx.float32, "half": mx.float16, "bfloat16_t": mx.bfloat16}
+# (atol, rtol) of values around 1.
+TOLERANCES = {"float": (2e-6, 2e-6), "half": (1e-3, 1e-3), "bfloat16_t": (8e-3, 8e-3)}
+WAYS = (
+    HostOptions(),
+    HostOptions(checked=True, schedule="reverse"),
+    HostOptions(checked=True, schedule=7),
+)
+
+
+def random(shape: tuple[int, ...], dtype: str, seed: int = 0) -> tuple[mx.array, np.ndarray]:
+    """Normal values that `dtype` can hold, as an MLX array and in float64."""
+    array = _normal(*shape, seed=seed, dtype=DTYPES[dtype])
+    return array, exact(array)
+
+
+def exact(array: mx.array) -> np.ndarray:
+    """An array's values in float64."""
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def check_close(array: mx.array, expected: np.ndarray, dtype: str) -> None:
+    atol, rtol = TOLERANCES[dtype]
+    np.testing.assert_allclose(exact(array), expected, atol=atol, rtol=rtol)
+
+
+def run_in_every_way(run: Callable[[HostOptions], list[mx.array]]) -> list[mx.array]:
+    """What `run` returns, which has to be the same to the bit in each of WAYS."""
+    first = None
+    for way in WAYS:
+        outputs = run(way)
+        bits = [bytes(memoryview(array.view(mx.uint8))) for array in outputs]
+        first = first or bits
+        assert bits == first, f"another result with {way}"
+    return outputs
+
+
+def run_mlx(
+    source: str,
+    function: str,
+    buffers: Sequence[Any],
+    groups: Sequence[int],
+    threads: Sequence[int],
+    *,
+    constants: dict[int, np.generic] | None = None,
+) -> list[mx.array]:
+    """Run one of MLX's kernels in every way; returns its outputs.
+
+    `buffers`: as for `run_metal`, but an output is given as (shape, dtype).  `groups`: how many
+    threadgroups, each of `threads`.
+    """
+    outputs = [i for i, buffer in enumerate(buffers) if isinstance(buffer, tuple)]
+    grid = [g * t for g, t in zip(groups, threads, strict=True)]
+
+    def run(way: HostOptions) -> list[mx.array]:
+        made = {i: mx.zeros(*buffers[i]) for i in outputs}
+        mx.eval(list(made.values()))
+        run_metal(
+            source,
+            function,
+            {**dict(enumerate(buffers)), **made},
+            grid,
+            threads,
+            constants=constants,
+            include_dirs=[INCLUDE],
+            outputs=outputs,
+            options=way,
+            name="mlx",
+        )
+        return list(made.values())
+
+    return run_in_every_way(run)

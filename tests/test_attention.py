@@ -7,6 +7,7 @@ softcap, the scores.
 
 import numpy as np
 import pytest
+from attention_oracle import paged_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import BLOCK_SIZE, make_batch
@@ -56,23 +57,13 @@ class Case:
         return np.array(out[:n].astype(mx.float32))
 
     def expected(self, window: int | None = None, softcap: float | None = None) -> np.ndarray:
-        q, k, v = (np.array(a.astype(mx.float32), np.float64) for a in (self.q, self.k, self.v))
-        sinks = None if self.sinks is None else np.array(self.sinks.astype(mx.float32), np.float64)
-        group, b = q.shape[1] // k.shape[1], self.batch
-        out = np.zeros((*q.shape[:2], v.shape[2]))
-        for s in range(b.num_segments):
-            for row in range(b.cu_seqlens_q[s], b.cu_seqlens_q[s + 1]):
-                end = b.positions[row] + 1
-                at = np.arange(0 if window is None else max(0, end - window), end)
-                slots = b.block_tables[s][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-                for h in range(q.shape[1]):
-                    scores = k[slots, h // group] @ q[row, h] * self.scale
-                    if softcap is not None:
-                        scores = softcap * np.tanh(scores / softcap)
-                    extra = [] if sinks is None else [sinks[h]]
-                    weights = np.exp(np.array([*scores, *extra]))
-                    out[row, h] = weights[: len(at)] / weights.sum() @ v[slots, h // group]
-        return out
+        q, k, v = (np.array(a.astype(mx.float32)) for a in (self.q, self.k, self.v))
+        b, sinks = self.batch, self.sinks
+        return paged_attention(
+            q, k, v, b.block_tables, b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE,
+            scale=self.scale, window=window, softcap=softcap,
+            sinks=None if sinks is None else np.array(sinks.astype(mx.float32)),
+        )  # fmt: skip
 
 
 def check(case: Case, padding: int = 0, **how) -> None:

@@ -102,10 +102,13 @@ class HostKernel:
             stem, _, suffix = name.rpartition("_")
             if name in results:
                 data = memory.elements(results[name])
-                settings = {"writable": True, "initialised": init_value is not None}
+                fresh = init_value is None
+                whole = fresh and name not in options.partial_outputs
+                settings = {"writable": True, "initialised": not fresh, "must_fill": whole}
             elif name in named:
                 data = memory.elements(named[name])
                 settings = {"writable": name in options.writable_inputs}
+                settings["misaligned"] = memory.misalignment(named[name])
             else:
                 data, settings = _layout(memory.elements(named[stem]), suffix), {}
             keep.append(data)

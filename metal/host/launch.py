@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .faults import HostError, KernelFault
+from .lines import line_at
 from .options import FORWARD, REVERSE, HostOptions
 
 MAX_BUFFERS = 64
@@ -17,7 +18,8 @@ MAX_THREADS = 1024
 class Buffer:
     """Memory that a kernel is given: where it lies, and what may be done with it.
 
-    `initialised` and `writable` matter to the checker only. `element` is the size of one element.
+    All but the address matters to the checker only: `element` is the size of one element,
+    `misaligned` the bytes past a boundary of 16 at which it would lie on a GPU.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Buffer:
     element: int = 1
     writable: bool = False
     initialised: bool = True
+    must_fill: bool = False
+    misaligned: int = 0
 
 
 class _Buffer(ctypes.Structure):
@@ -36,7 +40,8 @@ class _Buffer(ctypes.Structure):
         ("writable", ctypes.c_uint32),
         ("initialised", ctypes.c_uint32),
         ("element", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("must_fill", ctypes.c_uint32),
+        ("misaligned", ctypes.c_uint32),
     ]
 
 
@@ -47,6 +52,8 @@ class _Launch(ctypes.Structure):
         ("schedule", ctypes.c_uint32),
         ("poison", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
+        ("same_value_writes", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
         ("num_buffers", ctypes.c_uint32),
         ("num_shared", ctypes.c_uint32),
         ("buffers", _Buffer * MAX_BUFFERS),
@@ -63,7 +70,8 @@ class _Fault(ctypes.Structure):
         ("has_thread", ctypes.c_uint32),
         ("group", ctypes.c_uint32 * 3),
         ("thread", ctypes.c_uint32 * 3),
-        ("code", ctypes.c_uint64),
+        ("code", ctypes.c_uint32),
+        ("earlier_code", ctypes.c_uint32),
     ]
 
 
@@ -114,6 +122,7 @@ class Library:
         launch.schedule = 2 if random else [FORWARD, REVERSE].index(options.schedule)
         launch.seed = options.schedule if random else 0
         launch.poison = options.poison
+        launch.same_value_writes = options.same_value_writes
         launch.num_buffers = max(buffers, default=-1) + 1
         for index, buffer in buffers.items():
             launch.buffers[index] = _Buffer(
@@ -123,6 +132,8 @@ class Library:
                 buffer.writable,
                 buffer.initialised,
                 buffer.element,
+                buffer.must_fill,
+                buffer.misaligned,
             )
         for index, size in (shared_bytes or {}).items():
             launch.shared_bytes[index] = size
@@ -135,6 +146,10 @@ class Library:
 
     def _fault(self, fault: _Fault) -> KernelFault:
         location = f"{fault.file.decode()}:{fault.line}" if fault.line else ""
+        if fault.code:  # the return address of a call: it lies behind the call
+            location = line_at(self.path, fault.code - 1)
+        if fault.earlier_code:
+            location += f", the other at {line_at(self.path, fault.earlier_code - 1)}"
         positions = (tuple(fault.group), tuple(fault.thread)) if fault.has_thread else (None, None)
         return KernelFault(
             fault.kind.decode(), self.kernel, fault.message.decode(), location, *positions

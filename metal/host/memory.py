@@ -1,5 +1,7 @@
 """Where the elements of MLX arrays lie, and new arrays for a kernel to write."""
 
+import functools
+
 import mlx.core as mx
 import numpy as np
 
@@ -9,6 +11,20 @@ def elements(array: mx.array) -> np.ndarray:
     bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     mx.eval(bits)
     return np.asarray(memoryview(bits))
+
+
+@functools.cache
+def _first_address() -> int:
+    return elements(mx.zeros(64)).ctypes.data % 16
+
+
+def misalignment(array: mx.array) -> int:
+    """Bytes past a multiple of 16 at which the array would start on a GPU.
+
+    There a buffer starts at a page, and only a slice starts later; MLX's buffers on a CPU all start
+    at the same place between two multiples of 16.
+    """
+    return (elements(array).ctypes.data - _first_address()) % 16
 
 
 def row_contiguous(array: mx.array) -> mx.array:

@@ -19,6 +19,8 @@ class HostOptions:
             with a pattern.
         writable_inputs: inputs that the kernel may write in place.
         partial_outputs: outputs that need not be written whole.
+        same_value_writes: let threads race in writing a value that is there already; MLX's
+            quantised matrix-vector product does, at the edge of a matrix.
         coverage: note which source lines run (see metal.host.coverage).
     """
 
@@ -27,6 +29,7 @@ class HostOptions:
     poison: bool = True
     writable_inputs: Collection[str] = ()
     partial_outputs: Collection[str] = ()
+    same_value_writes: bool = False
     coverage: bool = False
 
     def __post_init__(self):

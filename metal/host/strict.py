@@ -1,8 +1,8 @@
 """A strict front end for Metal source: says what Apple's compiler would refuse.
 
 `check(source)` compiles the text, to nothing, in clang's "C++ for OpenCL" mode.  The address spaces
-it has and what it leaves out (double, virtual, exceptions, new, function pointers, arrays of variable
-length, the C++ library) are close to Metal's; the headers in `strict/` declare Metal's library for
+it has and what it leaves out (double, virtual, exceptions, new, function pointers, variable-length
+arrays, the C++ library) are close to Metal's; the headers in `strict/` declare Metal's library for
 it.  What it accepts and Metal does not is found in clang's syntax tree or by token.
 
 Some rules are stricter than Apple's, so that one source also compiles as C++ and as CUDA:

@@ -18,7 +18,13 @@ HEADERS = Path(__file__).parent / "cpu"
 
 _COMMON = ["-std=gnu++20", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing"]
 _COMMON += ["-fsigned-char", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-w"]
-_RUNTIME = ["runtime.cpp", "memory.cpp"]
+_PLAIN = ["-O2", "-fno-sanitize=all"]
+# Every access and every undefined operation becomes a call, and has a line.
+_CHECKED = ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread,undefined,float-cast-overflow"]
+_CHECKED += ["-fno-sanitize=vptr,object-size", "-DMETAL_HOST_CHECKED"]
+
+_RUNTIME = ["runtime.cpp"]
+_MEMORY = {False: ["memory.cpp"], True: ["checker.cpp", "hooks.cpp"]}
 
 
 @functools.cache
@@ -88,20 +94,23 @@ class Flavour(NamedTuple):
     """The options that a kernel is compiled for."""
 
     poison: bool
+    checked: bool
 
 
 def flavour(options: HostOptions) -> Flavour:
-    return Flavour(options.poison)
+    return Flavour(options.poison, options.checked)
 
 
 def _kernel_flags(flavour: Flavour) -> list[str]:
-    flags = ["-O2", "-I", str(HEADERS)]
+    flags = [*(_CHECKED if flavour.checked else _PLAIN), "-I", str(HEADERS)]
     if flavour.poison:
         flags.append("-ftrivial-auto-var-init=pattern")
     if is_clang():
-        flags += ["-Xclang", "-cl-single-precision-constant", "-fno-sanitize=all"]
+        flags += ["-Xclang", "-cl-single-precision-constant"]
         flags += ["-Xclang", "-ffloat16-excess-precision=none", "-Wno-invalid-constexpr"]
         flags += ["-Wno-reserved-user-defined-literal"]
+        # A read is of interest also where the same place is written next.
+        flags += ["-mllvm", "-tsan-instrument-read-before-write"] if flavour.checked else []
     else:
         flags += ["-fsingle-precision-constant", "-fexcess-precision=16", "-fpermissive"]
     return flags
@@ -111,10 +120,10 @@ def _compile(source: Path, target: Path, flags: list[str], what: str) -> None:
     _run([*compiler(), *_COMMON, *flags, "-c", str(source), "-o", str(target)], what)
 
 
-def _runtime_objects() -> list[str]:
+def _runtime_objects(flavour: Flavour) -> list[str]:
     """The runtime, compiled once a version of it."""
     objects = []
-    for name in _RUNTIME:
+    for name in [*_RUNTIME, *_MEMORY[flavour.checked]]:
         target = cache_dir() / f"{Path(name).stem}-{_runtime_hash()[:16]}.o"
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
@@ -143,7 +152,14 @@ def build(text: str, name: str, flavour: Flavour) -> Path:
         source.write_text(text)
         _compile(source, made, flags, f"kernel {name}")
         # No C++ library and no sanitizer's: the runtime needs neither.
-        link = [*compiler(), "-shared", "-O2", "-fno-sanitize=all", str(made), *_runtime_objects()]
+        link = [
+            *compiler(),
+            "-shared",
+            "-O2",
+            "-fno-sanitize=all",
+            str(made),
+            *_runtime_objects(flavour),
+        ]
         link += ["-nostdlib++"] if is_clang() else []
         link += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]
         linked = Path(scratch) / library.name

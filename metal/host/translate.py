@@ -98,7 +98,8 @@ def share_threadgroup_variables(text: str) -> str:
         declarations = []
         for name, extent in re.findall(r"(\w+)\s*((?:\[[^,]*\])?)\s*(?:,|$)", match["names"]):
             declarations.append(
-                f"{match['type'].strip()} (&{name}){extent} = metal_host::Shared{{{number}}};"
+                f"{match['type'].strip()} (&{name}){extent} = "
+                f'metal_host::Shared{{{number}, "{name}"}};'
             )
             number += 1
         lines = "\n" * match[0].count("\n")
@@ -122,7 +123,7 @@ def kernel_parameters(text: str, function: str) -> list[Parameter]:
     for part in _split_arguments(blank, head.end()):
         attributes = dict(_ATTRIBUTE.findall(part))
         declared = part.split("[[")[0].strip()
-        name = re.search(r"(\w+)\s*$", declared)[1]
+        name = re.search(r"(\w+)\s*(\[\w*\]\s*)*$", declared)[1]  # "x", or the array "x[3]"
         reference = "&" in declared
         known = [a for a in attributes if a not in ("buffer", "threadgroup", "function_constant")]
         if "threadgroup" in attributes:
@@ -172,12 +173,12 @@ def translate(text: str, function: str) -> tuple[str, list[Parameter]]:
     unit = f"""#include "metal_stdlib"
 {text}
 #line 1 "entry"
-extern "C" void metal_host_kernel() {{
+extern "C" HOST_INTERNAL void metal_host_kernel() {{
   auto* const kernel_function = {function};
   kernel_function(
       {arguments});
 }}
-HOST_EXPORT void metal_host_constant(unsigned index, const void* value) {{
+HOST_EXPORT __attribute__((no_sanitize("thread"))) void metal_host_constant(unsigned index, const void* value) {{
   switch (index) {{
 {cases}  }}
 }}

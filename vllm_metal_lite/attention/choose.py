@@ -25,19 +25,23 @@ def choose(
         return ReferenceAttention(store), "asked for"
     reason = _unsupported(option, shapes)
     if reason is None:
-        for shape in shapes:
-            failures = selfcheck.passes(shape, store.block_size)
-            if failures:
-                reason = f"kernels fail their check: {failures[0]}"
-                if option == "auto":
-                    warnings.warn(
-                        f"{reason}; using the reference attention, which is slower. "
-                        "Please report what `vllm-metal-lite doctor` prints.",
-                        stacklevel=2,
-                    )
-                break
-    if reason is None:
-        return KernelAttention(store), "kernels agree with the reference on this device"
+        verdicts = [selfcheck.verdict(shape, store.block_size) for shape in shapes]
+        failures = [f for v in verdicts for f in v.failures]
+        # A wrong varlen_prefill is done without: prompts go another way.
+        fatal = [f for f in failures if f.kernel != "varlen_prefill"]
+        if failures and option == "auto":
+            instead = "the reference attention, which is slower" if fatal else "MLX's SDPA instead"
+            warnings.warn(
+                f"a kernel fails its check on this device: {failures[0]}; using {instead}. "
+                "Please report what `vllm-metal-lite doctor` prints.",
+                stacklevel=2,
+            )
+        if not fatal:
+            prefill = max((v.prefill for v in verdicts), key=["varlen", "gather"].index)
+            how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
+            checked = "right" if not failures else "the others right"
+            return KernelAttention(store, prefill), f"{checked} on this device; prompts by {how}"
+        reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":
         raise ConfigError(f"attention='kernels' is not possible: {reason}")
     return ReferenceAttention(store), reason

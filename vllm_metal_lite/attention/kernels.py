@@ -1,8 +1,9 @@
 """Attention and K/V writes through the kernels of metal/, on Metal and CUDA.
 
 Decode rows go through `paged_decode`, which reads the store in place.  Prompts, whole or in chunks,
-go through MLX's SDPA on what `kv_gather` copies out of the store, cut into calls as the reference
-does, or through `varlen_prefill`, which reads the store in place too.
+go through `varlen_prefill`, which reads the store in place too, or through MLX's SDPA on what
+`kv_gather` copies out of the store, cut into calls as the reference does: whichever is faster on
+the device (see choose.py).
 """
 
 import numpy as np
@@ -12,42 +13,71 @@ from vllm_metal_lite.attention.step import StepMetadata
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kv.store import PagedStore
+
+PREFILLS = ("varlen", "gather")
+
+
+class _Prompts:
+    """The segments of a step behind its decodes; num_rows of their own, padding included."""
+
+    def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
+        self.batch, self.num_rows = batch, num_rows
+        self.sdpa = SdpaPlan(batch, num_rows)
+        self.block_tables = mx.array(_widen(batch.block_tables))
+        self.cu_seqlens_q = mx.array(batch.cu_seqlens_q)
+        self.seq_lens = mx.array(batch.seq_lens)
+        self._tiles: dict[int, mx.array] = {}
+
+    def tiles(self, group: int) -> mx.array:
+        """The tiles of `varlen_prefill` for layers of `group` query heads a KV head."""
+        if group not in self._tiles:
+            tiles = plan_tiles(self.batch.cu_seqlens_q, self.num_rows, group)
+            self._tiles[group] = mx.array(tiles)
+        return self._tiles[group]
 
 
 class KernelStep(StepMetadata):
     """A step whose first num_decodes rows are decodes, and the rest prompts.
 
     block_tables (num_decodes, W) and seq_lens (num_decodes,) int32 are of the decodes; in a step of
-    nothing else they cover the padded rows too, with a seq_len of 0.  W is a power of two, so that
-    shapes repeat from step to step.
+    nothing else they cover the padded rows too, with a seq_len of 0.
     """
 
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
         super().__init__(batch, num_rows)
         count = batch.num_decodes
-        self.sdpa = None
+        self.prompts = None
         if count < batch.num_segments:
-            self.sdpa = SdpaPlan(batch.prefills(), num_rows - count)
-        self.num_decodes = count if self.sdpa else num_rows
-        if not count:
-            return
-        self.max_seq_len = int(batch.seq_lens[:count].max())
-        width = -(-self.max_seq_len // batch.block_size)
-        tables = np.zeros((self.num_decodes, 1 << (width - 1).bit_length()), np.int32)
-        tables[:count, :width] = batch.block_tables[:count, :width]
-        seq_lens = np.zeros(self.num_decodes, np.int32)
-        seq_lens[:count] = batch.seq_lens[:count]
-        self.block_tables, self.seq_lens = mx.array(tables), mx.array(seq_lens)
+            self.prompts = _Prompts(batch.prefills(), num_rows - count)
+        self.num_decodes = count if self.prompts else num_rows
+        if count:
+            pad = (0, self.num_decodes - count)
+            self.max_seq_len = int(batch.seq_lens[:count].max())
+            width = -(-self.max_seq_len // batch.block_size)
+            tables = _widen(batch.block_tables[:count, :width])
+            self.block_tables = mx.array(np.pad(tables, (pad, (0, 0))))
+            self.seq_lens = mx.array(np.pad(batch.seq_lens[:count], pad))
+
+
+def _widen(tables: np.ndarray) -> np.ndarray:
+    """Block tables of a width that is a power of two, so that shapes repeat from step to step."""
+    width = tables.shape[1]
+    return np.pad(tables, ((0, 0), (0, (1 << (width - 1).bit_length()) - width)))
 
 
 class KernelAttention(ReferenceAttention):
-    """The store is written and read by kernels only; a token a layer keeps them in order."""
+    """The store is written and read by kernels only; a token a layer keeps them in order.
+
+    prefill: "varlen" or "gather", how prompts attend.
+    """
 
     name = "kernels"
 
-    def __init__(self, store: PagedStore) -> None:
+    def __init__(self, store: PagedStore, prefill: str) -> None:
         super().__init__(store)
+        self.prefill = prefill
         self.tokens = [ops.new_token() for _ in store.keys]
 
     @property
@@ -78,23 +108,28 @@ class KernelAttention(ReferenceAttention):
         sinks: mx.array | None = None,
     ) -> mx.array:
         how = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        outputs = []
+        in_place = {"block_size": self.store.block_size, **how}
+        keys = self.store.keys[layer]
+        rows, outputs = q.astype(keys.dtype), []
         if step.num_decodes:
+            plan = ops.decode_plan(step.num_decodes, q.shape[1], keys.shape[1], step.max_seq_len)
             out, self.tokens[layer] = ops.paged_decode(
-                q[: step.num_decodes].astype(self.store.keys[layer].dtype),
-                step.block_tables,
-                step.seq_lens,
-                *self._store(layer),
-                block_size=self.store.block_size,
-                plan=ops.decode_plan(
-                    step.num_decodes, q.shape[1], self.store.keys[layer].shape[1], step.max_seq_len
-                ),
-                **how,
-            )
-            outputs.append(out.astype(q.dtype))
-        if step.sdpa:
-            outputs.append(super().attend(layer, q[step.num_decodes :], step, **how))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+                rows[: step.num_decodes], step.block_tables, step.seq_lens, *self._store(layer),
+                plan=plan, **in_place,
+            )  # fmt: skip
+            outputs.append(out)
+        prompts = step.prompts
+        if prompts and self.prefill == "varlen":
+            out, self.tokens[layer] = varlen_prefill(
+                rows[step.num_decodes :], prompts.block_tables, prompts.cu_seqlens_q,
+                prompts.seq_lens, prompts.tiles(q.shape[1] // keys.shape[1]), *self._store(layer),
+                **in_place,
+            )  # fmt: skip
+            outputs.append(out)
+        elif prompts:
+            outputs.append(super().attend(layer, rows[step.num_decodes :], prompts, **how))
+        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        return out.astype(q.dtype)
 
     def _store(self, layer: int) -> tuple[mx.array, mx.array, mx.array]:
         return self.store.keys[layer], self.store.values[layer], self.tokens[layer]

@@ -19,6 +19,7 @@ examples:
   vllm-metal-lite chat                                    the demo model, nothing to download
   vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit      a model of the Hugging Face Hub
   vllm-metal-lite generate prompts.jsonl -o answers.jsonl
+  vllm-metal-lite doctor                                  is this machine all right?
 """
 _CHAT_EXAMPLES = """\
 examples:
@@ -128,6 +129,16 @@ def _parser() -> options.Parser:
     )
     options.add_sampling_options(generate, max_tokens="256")
     options.add_engine_options(generate, max_num_seqs=64)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine",
+        description="Run every kernel against the reference on this machine, measure its "
+        "bandwidth, and say which attention will be used and why.  Exit code 1 if a kernel is "
+        "wrong.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument("--quick", action="store_true", help="check one shape, measure nothing")
     return parser
 
 

@@ -59,13 +59,14 @@ def decode_plan(batch: int, num_heads: int, num_kv_heads: int, max_seq_len: int)
     return DecodePlan(splits, 16 if alone and num_heads <= 2 * num_kv_heads else 8)
 
 
-def unsupported(shape: AttentionShape) -> str | None:
-    """Why the kernels cannot serve this shape, or None if they can."""
+def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
+    """Why the kernels (prefill: `varlen_prefill`) cannot serve this shape, or None if they can."""
     if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
-        return f"no kernels for {shape.dtype}"
+        return f"there are no kernels for {shape.dtype}"
+    largest = 256 if prefill else 576
     for dim in (shape.k_head_dim, shape.v_head_dim):
-        if dim % 8 or not 8 <= dim <= 576:
-            return f"head size {dim} is not a multiple of 8 up to 576"
+        if dim % 8 or not 8 <= dim <= largest:
+            return f"head size {dim} is not a multiple of 8 up to {largest}"
     return None
 
 
@@ -74,13 +75,14 @@ def new_token() -> mx.array:
     return mx.zeros(8)
 
 
-def _bits(x: float) -> int:
+def bits(x: float) -> int:
     """The bits of a float32: a template value must be an integer."""
     return int(np.float32(x).view(np.int32))
 
 
 @cache
-def _no_sinks() -> mx.array:
+def no_sinks() -> mx.array:
+    """What a kernel takes for sinks where there are none."""
     return mx.zeros(8)
 
 
@@ -152,11 +154,11 @@ def paged_decode(
     template = {
         "T": q.dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
         "K_DIM": k_dim, "V_DIM": v_dim, "BLOCK_SIZE": block_size, "WINDOW": window or 0,
-        "SCALE": _bits(scale), "SOFTCAP": _bits(softcap or 0.0), "SINKS": sinks is not None,
+        "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "LANES": lanes, "KW": k_width, "VW": v_width,
         "UNROLL": 4 if per_lane <= 12 else 2, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
-    sinks = _no_sinks() if sinks is None else sinks.astype(mx.float32)
+    sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
     out, lse = _PAGED_DECODE(
         [q, block_tables, seq_lens, sinks, keys, values, token],
         template, (kv_heads * tiles, batch, splits), 32 * simdgroups,

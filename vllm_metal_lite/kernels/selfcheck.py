@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,19 +19,22 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import BLOCK_SIZES
-from vllm_metal_lite.kernels import ops, source
+from vllm_metal_lite.kernels import measure, ops, source
+from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
-KERNELS = ("kv_write", "kv_gather", "paged_decode", "merge_partitions")
+KERNELS = ("kv_write", "kv_gather", "paged_decode", "merge_partitions", "varlen_prefill")
 
 # Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
 # rounded inputs; a kernel rounds its result, and in prompts also the weights, to the type.
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 
-# Contexts of the decodes checked: one key, within a block, over many blocks, more than one split.
-_CONTEXTS = (1, 7, 33, 300, 700)
+# Contexts of the sequences checked: one key, within a block, over many blocks, more than one split.
+_CONTEXTS = np.array((1, 7, 33, 300, 700))
+# Rows of each that are prompt, where prompts are checked: whole ones, and chunks behind a context.
+_PROMPT_ROWS = np.array((1, 7, 9, 40, 70))
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,10 @@ def check(shape: AttentionShape, block_size: int) -> list[CheckResult]:
         "paged_decode": lambda: case.decode(ops.DecodePlan(1, 8)),
         "merge_partitions": lambda: case.decode(ops.DecodePlan(4, 4)),
     }
+    if ops.unsupported(shape, prefill=True) is None:
+        checks["varlen_prefill"] = case.prefill
     results = []
-    for kernel in KERNELS:
+    for kernel in checks:
         try:
             error, tolerance = checks[kernel]()
             results.append(CheckResult(kernel, shape, block_size, error, tolerance))
@@ -97,21 +103,23 @@ class _Case:
     def __init__(self, shape: AttentionShape, block_size: int) -> None:
         self.shape, self.block_size = shape, block_size
         rng = np.random.default_rng(0)
-        inputs = InputBatch(len(_CONTEXTS), max(_CONTEXTS), block_size)
+        inputs = InputBatch(len(_CONTEXTS), _CONTEXTS.max(), block_size)
         rows = np.array([inputs.add([0] * n, n) for n in _CONTEXTS])
-        counts = [-(-n // block_size) for n in _CONTEXTS]
-        num_blocks = sum(counts) + 4
+        counts = -(-_CONTEXTS // block_size)
+        num_blocks = int(counts.sum()) + 4
         free = rng.permutation(num_blocks).tolist()
         for row, count in zip(rows, counts, strict=True):
             inputs.append_blocks(row, [free.pop() for _ in range(count)])
-        contexts = np.array(_CONTEXTS)
-        self.batch = inputs.pack(rows, contexts - 1, np.ones_like(contexts))
+        self.decodes, self.prompts = (
+            inputs.pack(rows, _CONTEXTS - lengths, lengths)
+            for lengths in (np.ones_like(_CONTEXTS), _PROMPT_ROWS)
+        )
 
         slots = (num_blocks + 1) * block_size
         owned = np.zeros(slots, bool)
-        for i, n in enumerate(_CONTEXTS):
+        for table, n in zip(self.decodes.block_tables, _CONTEXTS, strict=True):
             at = np.arange(n)
-            owned[self.batch.block_tables[i, at // block_size] * block_size + at % block_size] = 1
+            owned[table[at // block_size] * block_size + at % block_size] = True
         self.owned = np.flatnonzero(owned)
 
         def draw(*dims: int) -> np.ndarray:
@@ -121,7 +129,7 @@ class _Case:
         self.keys = draw(slots, shape.num_kv_heads, shape.k_head_dim)
         self.values = draw(slots, shape.num_kv_heads, shape.v_head_dim)
         self.keys[~owned] = self.values[~owned] = np.nan
-        self.q = draw(len(_CONTEXTS), shape.num_heads, shape.k_head_dim)
+        self.q = draw(self.prompts.num_tokens, shape.num_heads, shape.k_head_dim)
         self.sinks = 2 * draw(shape.num_heads) if shape.sinks else None
         self.num_blocks = num_blocks
 
@@ -149,27 +157,53 @@ class _Case:
     def gather(self) -> tuple[float, float]:
         """Two rows of slots in random order."""
         slots = np.random.default_rng(1).choice(self.owned, (2, 37)).astype(np.int32)
-        store = [self._array(a) for a in (self.keys, self.values)]
-        got = ops.kv_gather(mx.array(slots), *store, ops.new_token())[:2]
+        got = ops.kv_gather(mx.array(slots), *self._store(), ops.new_token())[:2]
         pairs = zip(got, (self.keys, self.values), strict=True)
         return max(_error(a.swapaxes(1, 2), rows[slots]) for a, rows in pairs), 0.0
 
     def decode(self, plan: ops.DecodePlan) -> tuple[float, float]:
         """One query a sequence."""
-        store = [self._array(a) for a in (self.keys, self.values)]
-        sinks = None if self.sinks is None else mx.array(self.sinks)
+        batch = self.decodes
+        q = self.q[: batch.num_tokens]
         out, _ = ops.paged_decode(
-            self._array(self.q), mx.array(self.batch.block_tables), mx.array(self.batch.seq_lens),
-            *store, ops.new_token(), block_size=self.block_size, plan=plan, sinks=sinks,
-            scale=self._scale, window=self.shape.window, softcap=self.shape.softcap,
+            self._array(q), mx.array(batch.block_tables), mx.array(batch.seq_lens),
+            *self._store(), ops.new_token(), plan=plan, **self._how(),
         )  # fmt: skip
-        return _error(out, self._expected()), TOLERANCE[self.shape.dtype]
+        return self._compare(batch, q, out)
+
+    def prefill(self) -> tuple[float, float]:
+        """Whole prompts and chunks, and one row of padding."""
+        batch, q = self.prompts, np.concatenate([self.q, self.q[:1]])
+        tiles = plan_tiles(
+            batch.cu_seqlens_q, len(q), self.shape.num_heads // self.shape.num_kv_heads
+        )
+        metadata = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, tiles
+        out, _ = varlen_prefill(
+            self._array(q), *map(mx.array, metadata), *self._store(), ops.new_token(),
+            **self._how(),
+        )  # fmt: skip
+        return self._compare(batch, self.q, out[:-1])
+
+    def _store(self) -> list[mx.array]:
+        return [self._array(a) for a in (self.keys, self.values)]
+
+    def _how(self) -> dict[str, Any]:
+        return {
+            "block_size": self.block_size,
+            "scale": self._scale,
+            "window": self.shape.window,
+            "softcap": self.shape.softcap,
+            "sinks": None if self.sinks is None else mx.array(self.sinks),
+        }
+
+    def _compare(self, batch: ForwardBatch, q: np.ndarray, out: mx.array) -> tuple[float, float]:
+        return _error(out, self._expected(batch, q)), TOLERANCE[self.shape.dtype]
 
     @property
     def _scale(self) -> float:
         return self.shape.k_head_dim**-0.5
 
-    def _expected(self) -> np.ndarray:
+    def _expected(self, batch: ForwardBatch, q: np.ndarray) -> np.ndarray:
         """The reference, in float32 on the CPU of this machine."""
         s = self.shape
         with mx.stream(mx.cpu):
@@ -177,12 +211,10 @@ class _Case:
             store = PagedStore([spec], self.num_blocks, self.block_size)
             store.keys, store.values = [mx.array(self.keys)], [mx.array(self.values)]
             attention = ReferenceAttention(store)
-            step = attention.prepare(self.batch, self.batch.num_tokens)
-            out = attention.attend(
-                0, mx.array(self.q), step, scale=self._scale, window=s.window, softcap=s.softcap,
-                sinks=None if self.sinks is None else mx.array(self.sinks),
-            )  # fmt: skip
-            return np.array(out)
+            step = attention.prepare(batch, batch.num_tokens)
+            how = self._how()
+            del how["block_size"]
+            return np.array(attention.attend(0, mx.array(q), step, **how))
 
 
 def _error(got: mx.array, expected: np.ndarray) -> float:
@@ -195,19 +227,29 @@ def _error(got: mx.array, expected: np.ndarray) -> float:
     return float(np.nan_to_num(error, nan=np.inf).max(initial=0.0))
 
 
-# What passed before
+# What was found before
 
 
-def passes(shape: AttentionShape, block_size: int) -> list[CheckResult]:
-    """The failures at this shape; an empty list is remembered, and then not computed again."""
+@dataclass(frozen=True)
+class Verdict:
+    """failures: of the checks at one shape.  prefill: how prompts attend fastest (measure.py)."""
+
+    failures: tuple[CheckResult, ...]
+    prefill: str
+
+
+def verdict(shape: AttentionShape, block_size: int) -> Verdict:
+    """Check one shape, or remember that it passed."""
     memory = _Memory()
     key = f"{shape}, blocks of {block_size}"
-    if key in memory.passed:
-        return []
-    failures = [r for r in check(shape, block_size) if not r.passed]
-    if not failures:
-        memory.add(key)
-    return failures
+    if key not in memory.prefill:
+        failures = tuple(r for r in check(shape, block_size) if not r.passed)
+        if failures:
+            return Verdict(failures, "gather")
+        # Without a GPU kernels run in tests only, where time means nothing.
+        how = "varlen" if backend.is_cpu() else measure.faster_prefill(shape)
+        memory.add(key, how)
+    return Verdict((), memory.prefill[key])
 
 
 class _Memory:
@@ -220,14 +262,14 @@ class _Memory:
         home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         self.file = home / "vllm_metal_lite" / f"kernels-{name}.json"
         try:
-            self.passed = set(json.loads(self.file.read_text(encoding="utf-8")))
+            self.prefill = dict(json.loads(self.file.read_text(encoding="utf-8")))
         except (OSError, ValueError):  # none yet, or not readable: check again
-            self.passed = set()
+            self.prefill = {}
 
-    def add(self, key: str) -> None:
-        self.passed.add(key)
+    def add(self, key: str, prefill: str) -> None:
+        self.prefill[key] = prefill
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(sorted(self.passed), indent=1), encoding="utf-8")
+            self.file.write_text(json.dumps(self.prefill, indent=1), encoding="utf-8")
         except OSError:  # a home that cannot be written to: check again next time
             return

@@ -50,13 +50,16 @@ const uint simdgroup_index_in_threadgroup = threadIdx.x / 32;
 """
 
 _SHARED = re.compile(r"^(\s*)threadgroup (\w+ \w+\[)", flags=re.MULTILINE)
+_METAL_HEADER = re.compile(r"^#include <metal_(\w+)>$", flags=re.MULTILINE)
 _ADDRESS_SPACE = re.compile(r"\b(device|thread|threadgroup) ")
 
 
 def to_cuda(header: str, body: str) -> tuple[str, str]:
     """The same kernel for `mx.fast.cuda_kernel`.  Threadgroups must be one-dimensional."""
-    shim = (FOLDER / "host" / "cuda" / "shim.h").read_text(encoding="utf-8")
+
+    def shim(name: str) -> str:
+        return _strip((FOLDER / "host" / "cuda" / f"{name}.h").read_text(encoding="utf-8"))
+
+    header = _METAL_HEADER.sub(lambda match: shim(match[1]), _ADDRESS_SPACE.sub("", header))
     body = _SHARED.sub(r"\1__shared__ \2", body)
-    return _strip(shim) + _ADDRESS_SPACE.sub("", header), _CUDA_INDICES + _ADDRESS_SPACE.sub(
-        "", body
-    )
+    return shim("shim") + header, _CUDA_INDICES + _ADDRESS_SPACE.sub("", body)

@@ -15,7 +15,8 @@ struct Buffer {
   uint32_t writable;     // a write is no fault
   uint32_t initialised;  // a read before any write is no fault
   uint32_t element;      // bytes of one element: the grain of the race checker
-  uint32_t unused;
+  uint32_t must_fill;    // every element is to be written
+  uint32_t misaligned;   // bytes past a boundary of 16 at which it would lie on a GPU
 };
 
 struct Launch {
@@ -24,6 +25,8 @@ struct Launch {
   uint32_t schedule;
   uint32_t poison;  // fill threadgroup memory with 0xff
   uint64_t seed;
+  uint32_t same_value_writes;  // racing writes that change nothing are no fault
+  uint32_t unused;
   uint32_t num_buffers;
   uint32_t num_shared;
   Buffer buffers[kMaxBuffers];
@@ -38,14 +41,22 @@ struct Fault {
   uint32_t has_thread;
   uint32_t group[3];
   uint32_t thread[3];
-  uint64_t code;  // where in the library it happened, if no line is known
+  uint32_t code;          // where in the library it happened, for when no line is known
+  uint32_t earlier_code;  // of a race, where the first access was
 };
+HOST_INTERNAL Fault& current_report();
 
 HOST_INTERNAL void memory_start_dispatch(const Launch* launch);
+HOST_INTERNAL void memory_finish_dispatch(bool failed);
 HOST_INTERNAL void memory_start_threadgroup(unsigned number);
 HOST_INTERNAL void memory_group_barrier(unsigned flags);
 HOST_INTERNAL void memory_simd_barrier(unsigned simdgroup, unsigned flags);
 HOST_INTERNAL void yield_at_atomic();
 HOST_INTERNAL bool on_fiber_stack(const void* address);
+HOST_INTERNAL bool in_image(const void* address);  // the library's own code and data
+HOST_INTERNAL uint32_t code_offset(const void* code);
+// Before each access of a checked run.
+HOST_INTERNAL void check_access(const void* address, size_t bytes, bool writes, bool atomic,
+                                const void* code);
 
 }  // namespace metal_host

@@ -33,7 +33,7 @@ void memory_start_threadgroup(unsigned) {
   memset(shared, 0, sizeof(shared));
 }
 
-void* group_storage(unsigned id, size_t bytes, size_t, size_t) {
+void* group_storage(unsigned id, const char*, size_t bytes, size_t) {
   if (!variables[id]) variables[id] = take(bytes);
   return variables[id];
 }
@@ -45,6 +45,7 @@ void* threadgroup_argument(unsigned index) {
 
 void* buffer_address(unsigned index) { return launch->buffers[index].address; }
 
+void memory_finish_dispatch(bool) {}
 void memory_group_barrier(unsigned) {}
 void memory_simd_barrier(unsigned, unsigned) {}
 void atomic_access(const void*, size_t, bool) { yield_at_atomic(); }

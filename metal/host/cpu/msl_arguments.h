@@ -70,13 +70,21 @@ inline Index attribute_dispatch_simdgroups_per_threadgroup() {
 }
 inline Index attribute_quadgroups_per_threadgroup() { return {(dispatch.group_size + 3) / 4}; }
 
-// `threadgroup T a[N];` becomes `T (&a)[N] = metal_host::Shared{id};`.
+// The bytes of one scalar in an array of T: threads may write neighbours without racing.
+template <class T>
+constexpr size_t grain = std::is_arithmetic_v<T> || sizeof(T) <= 2 ? sizeof(T) : 1;
+template <class T, int N>
+constexpr size_t grain<metal::vec<T, N>> = sizeof(T);
+template <class T>
+constexpr size_t grain<metal::atomic<T>> = sizeof(T);
+
+// `threadgroup T a[N];` becomes `T (&a)[N] = metal_host::Shared{id, "a"};`.
 struct Shared {
   unsigned id;
+  const char* name;
   template <class T>
   operator T&() const {
-    using Element = std::remove_all_extents_t<T>;
-    return *static_cast<T*>(group_storage(id, sizeof(T), alignof(T), sizeof(Element)));
+    return *static_cast<T*>(group_storage(id, name, sizeof(T), grain<std::remove_all_extents_t<T>>));
   }
 };
 

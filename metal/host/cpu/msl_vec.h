@@ -88,6 +88,7 @@ constexpr vec<R, M::size> each(const A& a, const B& b, F f) {
   HOST_MEMBERS_2(2, x, 0) HOST_MEMBERS_2(2, y, 1)
 #define HOST_VEC_MEMBERS_3                     \
   T data[3];                                   \
+  T padded[4];                                 \
   struct { T x, y, z; };                       \
   struct { T r, g, b; };                       \
   HOST_MEMBERS_3(3, x, 0) HOST_MEMBERS_3(3, y, 1) HOST_MEMBERS_3(3, z, 2) \

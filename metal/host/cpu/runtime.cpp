@@ -2,6 +2,7 @@
 // where they wait for each other, and nowhere else (under a random schedule also at atomics).
 #include "runtime.h"
 
+#include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,6 +11,11 @@
 
 #include "fiber.h"
 #include "launch.h"
+
+// The kernel, called once a thread with its own arguments (see translate.py).
+extern "C" HOST_INTERNAL void metal_host_kernel();
+// The linker's names for where the library begins and ends.
+extern "C" HOST_INTERNAL const char __ehdr_start[], _end[];
 
 namespace metal_host {
 
@@ -39,7 +45,8 @@ Fiber fibers[kMaxThreads];
 Simdgroup simdgroups[kMaxThreads / kLanes];
 char* stacks;
 void* main_stack_pointer;
-Fiber* running;
+Fiber* running;  // null outside of a threadgroup
+jmp_buf outside_fibers;
 
 unsigned groups_runnable;  // a bit for each simdgroup with a runnable lane
 unsigned barrier_arrived, threads_returned;
@@ -91,6 +98,7 @@ void run(Fiber* fiber, void** save) {
 }
 
 void leave() {
+  running = nullptr;
   void* unused;
   metal_host_switch(&unused, main_stack_pointer);
 }
@@ -276,50 +284,64 @@ void fault(const char* kind, Site site, const char* format, ...) {
   snprintf(report->kind, sizeof(report->kind), "%s", kind);
   snprintf(report->file, sizeof(report->file), "%s", site.file ? site.file : "");
   report->line = site.line;
+  if (site.line) report->code = 0;
   report->has_thread = self != nullptr;
   if (self) {
     memcpy(report->group, dispatch.group, sizeof(report->group));
     memcpy(report->thread, self->position_in_threadgroup, sizeof(report->thread));
   }
-  leave();  // the fibers of this dispatch are never resumed
-  __builtin_unreachable();
+  // The fibers of this dispatch are never resumed.
+  if (running) leave();
+  longjmp(outside_fibers, 1);
 }
+
+Fault& current_report() { return *report; }
 
 bool on_fiber_stack(const void* address) {
   return size_t(static_cast<const char*>(address) - stacks) < kMaxThreads * kStackBytes;
+}
+
+bool in_image(const void* address) {
+  return address >= __ehdr_start && address < _end;
+}
+
+uint32_t code_offset(const void* code) {
+  return uint32_t(static_cast<const char*>(code) - __ehdr_start);
 }
 
 }  // namespace metal_host
 
 using namespace metal_host;
 
-// Runs one dispatch; 0, or 1 with `out` saying what went wrong.
-HOST_EXPORT int metal_host_launch(const Launch* what, Fault* out) {
+static void start(const Launch* what, Fault* out) {
   launch = what;
   report = out;
   self = nullptr;
+  running = nullptr;
   if (!stacks) {
     void* memory = mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
-      snprintf(out->kind, sizeof(out->kind), "host");
-      snprintf(out->message, sizeof(out->message), "no memory for the stacks of the threads");
-      return 1;
-    }
+    if (memory == MAP_FAILED) fault("host", {}, "no memory for the stacks of the threads");
     stacks = static_cast<char*>(memory);
   }
-  unsigned count = 1;
   for (int d = 0; d < 3; d++) {
     dispatch.grid[d] = what->grid[d];
     dispatch.threads[d] = what->threads[d];
     dispatch.groups[d] = (what->grid[d] + what->threads[d] - 1) / what->threads[d];
-    count *= dispatch.groups[d];
   }
   random_state = 0x9e3779b97f4a7c15ull ^ (what->seed + 1) * 0x2545f4914f6cdd1dull;
   memory_start_dispatch(what);
+}
+
+// Runs one dispatch; 0, or 1 with `out` saying what went wrong.
+HOST_EXPORT int metal_host_launch(const Launch* what, Fault* out) {
+  if (setjmp(outside_fibers)) return 1;
+  start(what, out);
+  const unsigned count = dispatch.groups[0] * dispatch.groups[1] * dispatch.groups[2];
   unsigned* order = threadgroup_order(count);
   for (unsigned i = 0; i < count && !out->kind[0]; i++) run_threadgroup(order[i]);
   free(order);
   self = nullptr;
+  memory_finish_dispatch(out->kind[0] != 0);
   return out->kind[0] != 0;
 }

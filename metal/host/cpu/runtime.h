@@ -63,8 +63,9 @@ HOST_INTERNAL void group_barrier(Site site, unsigned flags);
 // Another thread may run now: called at atomics, under a random schedule.
 HOST_INTERNAL void atomic_access(const void* address, size_t bytes, bool writes);
 
-// The storage of the threadgroup variable number `id`, one for the whole threadgroup.
-HOST_INTERNAL void* group_storage(unsigned id, size_t bytes, size_t align, size_t element);
+// The storage of the threadgroup variable number `id`, one for the whole threadgroup; `element` is
+// the bytes of what its threads may share without racing.
+HOST_INTERNAL void* group_storage(unsigned id, const char* name, size_t bytes, size_t element);
 HOST_INTERNAL void* buffer_address(unsigned index);
 HOST_INTERNAL void* threadgroup_argument(unsigned index);
 
@@ -72,6 +73,3 @@ HOST_INTERNAL void* threadgroup_argument(unsigned index);
     __attribute__((format(printf, 3, 4)));
 
 }  // namespace metal_host
-
-// The kernel, called once a thread with its own arguments.
-extern "C" HOST_INTERNAL void metal_host_kernel();

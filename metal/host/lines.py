@@ -1,0 +1,143 @@
+"""From an address in a compiled kernel to the line of Metal source it was made of.
+
+Reads the line table that compilers write (the DWARF Debugging Information Format, version 4,
+section 6.2) from an ELF library; elsewhere no line is known.
+"""
+
+import functools
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """From `address` on, up to the next row, code belongs to this line; none if `file` is empty."""
+
+    address: int
+    file: str
+    line: int
+
+
+@functools.cache
+def line_table(library: Path) -> list[Row]:
+    """All rows, in the order of addresses; empty if the library has no table that can be read."""
+    data = library.read_bytes()
+    section = _section(data, b".debug_line")
+    # What the linker dropped keeps its rows, at addresses from 0 on: no code lies in the first page.
+    rows = (row for row in _units(section) if row.address >= 4096)
+    return sorted(rows, key=lambda row: row.address)
+
+
+def line_at(library: Path, offset: int) -> str:
+    """The "file:line" of the code at `offset` in the library, or "" if it is not known."""
+    table = line_table(library)
+    at = bisect_right(table, offset, key=lambda row: row.address) - 1
+    if at < 0 or not table[at].file:
+        return ""
+    return f"{table[at].file}:{table[at].line}"
+
+
+def _section(data: bytes, wanted: bytes) -> bytes:
+    if data[:5] != b"\x7fELF\x02":
+        return b""
+    (headers,) = struct.unpack_from("<Q", data, 0x28)
+    size, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", data, headers + i * size) for i in range(count)]
+    name_table = sections[names][4]
+    for name, _, _, _, offset, length in sections:
+        start = name_table + name
+        if data[start : data.index(b"\0", start)] == wanted:
+            return data[offset : offset + length]
+    return b""
+
+
+class _Reader:
+    def __init__(self, data: bytes, at: int = 0):
+        self.data, self.at = data, at
+
+    def number(self, form: str) -> int:
+        (value,) = struct.unpack_from("<" + form, self.data, self.at)
+        self.at += struct.calcsize("<" + form)
+        return value
+
+    def text(self) -> str:
+        end = self.data.index(b"\0", self.at)
+        value = self.data[self.at : end].decode()
+        self.at = end + 1
+        return value
+
+    def leb(self, signed: bool = False) -> int:
+        value = shift = 0
+        while True:
+            byte = self.number("B")
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value - (1 << shift) if signed and byte & 0x40 else value
+
+
+def _units(section: bytes) -> Iterator[Row]:
+    at = 0
+    while at < len(section):
+        reader = _Reader(section, at)
+        at += reader.number("I") + 4
+        if reader.number("H") == 4:
+            yield from _program(reader, at)
+
+
+def _program(reader: _Reader, end: int) -> Iterator[Row]:
+    """The rows of one compiled file: runs the line-number program."""
+    header_length = reader.number("I")
+    start = reader.at + header_length
+    step = reader.number("B")
+    reader.number("H")  # operations an instruction, and whether rows are statements
+    line_base, line_range, opcode_base = (reader.number(form) for form in "bBB")
+    operands = [reader.number("B") for _ in range(opcode_base - 1)]
+    folders = [""]
+    while folder := reader.text():
+        folders.append(folder)
+    files = [""]
+    while name := reader.text():
+        folder = folders[reader.leb()]
+        reader.leb(), reader.leb()
+        files.append(f"{folder}/{name}" if folder and not name.startswith("/") else name)
+
+    reader.at = start
+    address, file, line = 0, 1, 1
+    while reader.at < end:
+        opcode = reader.number("B")
+        if opcode >= opcode_base:
+            address += (opcode - opcode_base) // line_range * step
+            line += line_base + (opcode - opcode_base) % line_range
+            yield _row(address, files[file], line)
+        elif opcode == 0:
+            length = reader.leb()
+            after = reader.at + length
+            match reader.number("B"):
+                case 1:  # the end of a sequence
+                    yield Row(address, "", 0)
+                    address, file, line = 0, 1, 1
+                case 2:
+                    address = reader.number("Q")
+            reader.at = after
+        elif opcode == 1:
+            yield _row(address, files[file], line)
+        elif opcode == 2:
+            address += reader.leb() * step
+        elif opcode == 3:
+            line += reader.leb(signed=True)
+        elif opcode == 4:
+            file = reader.leb()
+        elif opcode == 8:
+            address += (255 - opcode_base) // line_range * step
+        elif opcode == 9:
+            address += reader.number("H")
+        else:  # of no matter here: columns, marks of statements, blocks, prologues
+            for _ in range(operands[opcode - 1]):
+                reader.leb()
+
+
+def _row(address: int, file: str, line: int) -> Row:
+    return Row(address, file, line) if line else Row(address, "", 0)

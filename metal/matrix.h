@@ -1,0 +1,45 @@
+// Which elements of an 8x8 simdgroup_matrix a lane holds.
+//
+// A lane has two neighbours of one row, (row, col) and (row, col + 1), as thread_elements()[0] and
+// [1].  Apple does not document which; this is what MLX's kernels assume, on every chip so far:
+//
+//            col 0,1  2,3  4,5  6,7       row = bits 4 2 1 of the lane
+//   row 0       0     1    8    9         col = bits 3 0, times 2
+//   row 1       2     3   10   11
+//   row 2       4     5   12   13         lanes that share a row differ in bits 0 and 3
+//   row 3       6     7   14   15
+//   row 4 - 7   the same + 16
+//
+// Nothing else in metal/ knows it.  Where matrices lie otherwise (CUDA), <metal_simdgroup_matrix>
+// is a file of ours and defines FAR_MATE, matrix_row and matrix_col.
+#include <metal_simdgroup_matrix>
+
+#ifndef FAR_MATE
+#define FAR_MATE 8  // lanes that share a row differ in bit 0 and in this one
+
+template <typename I>
+METAL_FUNC I matrix_row(I lane) {
+  return ((lane >> 2) & 4) | ((lane >> 1) & 3);
+}
+
+template <typename I>
+METAL_FUNC I matrix_col(I lane) {
+  return ((lane >> 1) & 4) | ((lane << 1) & 2);
+}
+#endif
+
+// The largest x of the lanes that share a row.
+template <typename X>
+METAL_FUNC X row_max(X x) {
+  x = metal::max(x, metal::simd_shuffle_xor(x, ushort(1)));
+  x = metal::max(x, metal::simd_shuffle_xor(x, ushort(FAR_MATE)));
+  return x;
+}
+
+// Their sum.
+template <typename X>
+METAL_FUNC X row_sum(X x) {
+  x += metal::simd_shuffle_xor(x, ushort(1));
+  x += metal::simd_shuffle_xor(x, ushort(FAR_MATE));
+  return x;
+}

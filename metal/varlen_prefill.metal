@@ -1,0 +1,239 @@
+// varlen_prefill: causal attention of packed query rows over their blocks of the paged store.
+//
+//   q             (N, KV_HEADS * GROUP, K_DIM)  packed rows; GROUP query heads share a KV head
+//   keys, values  (slots, KV_HEADS, DIM)        the store; slot = block * BLOCK_SIZE + offset
+//   block_tables  (S, max_blocks) int32         the blocks of each segment, in order
+//   cu_seqlens_q  (S + 1,) int32                segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
+//   seq_lens      (S,) int32                    its keys, those of its own rows included
+//   tiles         (T, 2) int32                  segment, first (token, head) pair; see plan_tiles
+//   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
+//   token         float32 -> next_token (1,)    read after the writes before it
+//   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
+//   out           (N, KV_HEADS * GROUP, V_DIM)  of T; zeros in rows of no segment
+//
+// Row i of a segment with q_len rows sits at position seq_len - q_len + i and sees the keys up to
+// there, the last WINDOW of them if WINDOW > 0.  K_DIM and V_DIM are multiples of 8.
+//
+// Layout.  The query rows of one KV head in one segment are its q_len * GROUP pairs (token, head),
+// token by token.  A tile is ROWS pairs in a row, so a short segment fills it with heads (GQA), and
+// each key that is fetched serves all of them.  Grid: x: KV head, y: tile.
+//
+//                   begin                  end
+//                     |     :       :       |      # keys that a pair sees, | : where tiles of keys
+//   simdgroup 0       #######:######:       |        begin: at multiples of KEYS
+//     8 pairs         |######:#######       |
+//   simdgroup 1       | #####:#######:#     |      All simdgroups bring a tile of keys (K and V) to
+//     8 pairs         |   ###:#######:###   |        threadgroup memory, then each computes with it
+//   simdgroup 2 ...   |     #:#######:#######        what its 8 pairs need
+//
+// A simdgroup owns 8 pairs for the whole loop.  Their queries (8 x K_DIM of T) and their sums of
+// values (8 x V_DIM float) stay in its registers as 8x8 matrices; S = Q K^T and O += P V are
+// products of such matrices in T, added up in float.  Of each matrix a lane holds two neighbours in
+// one row (matrix.h), always the same row: it keeps one maximum m and its part of the sum l, and
+// the four lanes of a row agree on m by two shuffles.
+//
+// Threadgroup memory holds rows of an odd number of 8-element groups: then neither the rows of V
+// that a matrix takes, nor the columns of K (K^T is read, never stored), meet in a bank.
+//
+// Online softmax as in paged_decode, in base 2 (FlashAttention-2, Dao 2023).
+//
+// Why it is correct.
+//   - A tile of keys that reaches outside [begin, end) reads the key at the border again instead:
+//     only slots of this segment, inside its window, are ever read.  Any other may hold NaN.
+//   - A key that a row must not see scores MASKED, so far below LOWEST, where every maximum starts,
+//     that 2^(MASKED - m) is 0: for a row too that has seen nothing yet.  Both are finite.
+//   - Where a tile of keys begins depends on nothing but KEYS, and one that a row does not see
+//     changes none of its sums.  So a prompt in chunks gives, bit for bit, what it gives at once.
+//   - A pair past the segment's end repeats the last one and is not stored.
+//   - A tile of padding is one of a segment with no keys over all the rows: no loop, l = 0, zeros.
+//   - Every lane takes the same path around barriers, every lane of a simdgroup around products.
+//
+// Cost.  Bytes: a tile of pairs fetches each key from `begin` to `end` once, 1 / ROWS of what pairs
+// on their own would; what tiles share comes from the cache.  Flops: 2 * (K_DIM + V_DIM) a pair and
+// key, of tiles of keys that are seen in part too.  For 8 keys a lane issues (K_DIM + V_DIM) / 8
+// products and 2 exp2.  Registers of a lane: K_DIM / 4 elements of T, V_DIM / 4 + KEYS / 4 floats;
+// at 256 in float that is more than Apple's GPUs have (not measured), and in half it is near.
+#include "matrix.h"
+
+// Bring KEYS rows of one KV head from the store to a tile, by THREADS threads: `loads` of 16 bytes a
+// row, `stride` of them from row to row of the tile.  A thread asks for 4 before it stores the first,
+// since latency is what they cost.
+template <int KEYS, int THREADS>
+METAL_FUNC void fetch_rows(const device uint4* store, const threadgroup int* slots, int kv_heads,
+                           int kv_head, int loads, int stride, int thread_index,
+                           threadgroup uint4* tile) {
+  for (int first = thread_index; first < KEYS * loads; first += 4 * THREADS) {
+    thread uint4 part[4];
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+      const int i = metal::min(first + f * THREADS, KEYS * loads - 1);
+      part[f] = store[(size_t(slots[i / loads]) * kv_heads + kv_head) * loads + i % loads];
+    }
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+      const int i = first + f * THREADS;
+      if (i < KEYS * loads) {
+        tile[i / loads * stride + i % loads] = part[f];
+      }
+    }
+  }
+}
+
+// --- kernel body ---
+constexpr float LOWEST = -1e30f;
+constexpr float MASKED = 2.0f * LOWEST;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int ROWS = SIMDGROUPS * 8;
+constexpr int THREADS = SIMDGROUPS * 32;  // at least KEYS
+constexpr int K_PARTS = K_DIM / 8;  // matrices side by side
+constexpr int V_PARTS = V_DIM / 8;
+constexpr int KEY_PARTS = KEYS / 8;
+constexpr int K_STRIDE = (K_PARTS | 1) * 8;  // elements from row to row of a tile
+constexpr int V_STRIDE = (V_PARTS | 1) * 8;
+constexpr int PER_LOAD = 16 / int(sizeof(T));
+
+threadgroup int slots[KEYS];
+threadgroup uint4 k_tile[KEYS * K_STRIDE / PER_LOAD];
+threadgroup uint4 v_tile[KEYS * V_STRIDE / PER_LOAD];
+
+const int thread_index = int(thread_position_in_threadgroup.x);
+const int kv_head = int(threadgroup_position_in_grid.x);
+const int segment = tiles[threadgroup_position_in_grid.y * 2];
+const int first = tiles[threadgroup_position_in_grid.y * 2 + 1];
+const int row = matrix_row(int(thread_index_in_simdgroup));
+const int col = matrix_col(int(thread_index_in_simdgroup));
+
+const bool padding = segment < 0;
+const int begin_row = padding ? 0 : cu_seqlens_q[segment];
+const int q_len = (padding ? q_shape[0] : cu_seqlens_q[segment + 1]) - begin_row;
+const int seq_len = padding ? 0 : seq_lens[segment];
+const int pairs = q_len * GROUP;
+
+// This lane's row of every matrix.
+const int sg_first = first + int(simdgroup_index_in_threadgroup) * 8;
+const int pair = metal::min(sg_first + row, pairs - 1);
+const int head = kv_head * GROUP + pair % GROUP;
+const int position = seq_len - q_len + pair / GROUP;
+const size_t q_row = size_t(begin_row + pair / GROUP) * (KV_HEADS * GROUP) + head;
+
+const int first_position = seq_len - q_len + first / GROUP;
+const int begin = WINDOW > 0 ? metal::max(first_position - WINDOW + 1, 0) : 0;
+const int end = seq_len - q_len + (metal::min(first + ROWS, pairs) - 1) / GROUP + 1;
+
+// Scores are wanted in base 2; under a softcap the factor comes after the tanh.
+const float softcap = as_type<float>(SOFTCAP);
+const float s_scale = as_type<float>(SCALE) * (SOFTCAP != 0 ? 1.0f / softcap : LOG2_E);
+
+thread metal::simdgroup_matrix<T, 8, 8> query[K_PARTS];
+#pragma unroll
+for (int d = 0; d < K_PARTS; d++) {
+  query[d].thread_elements()[0] = q[q_row * K_DIM + d * 8 + col];
+  query[d].thread_elements()[1] = q[q_row * K_DIM + d * 8 + col + 1];
+}
+thread metal::simdgroup_matrix<float, 8, 8> o[V_PARTS];
+#pragma unroll
+for (int d = 0; d < V_PARTS; d++) {
+  o[d].thread_elements()[0] = 0.0f;
+  o[d].thread_elements()[1] = 0.0f;
+}
+// The sink is a key that comes before all others; one lane of the row counts it.
+float m = SINKS ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
+float l = SINKS && col == 0 ? 1.0f : 0.0f;
+
+for (int base = begin / KEYS * KEYS; base < end; base += KEYS) {
+  if (thread_index < KEYS) {
+    const int key = metal::min(metal::max(base + thread_index, begin), end - 1);
+    const int block = block_tables[size_t(segment) * block_tables_shape[1] + key / BLOCK_SIZE];
+    slots[thread_index] = block * BLOCK_SIZE + key % BLOCK_SIZE;
+  }
+  // The slots are there, and all have used the tile before.
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  fetch_rows<KEYS, THREADS>((const device uint4*)keys, slots, KV_HEADS, kv_head,
+                            K_DIM / PER_LOAD, K_STRIDE / PER_LOAD, thread_index, k_tile);
+  fetch_rows<KEYS, THREADS>((const device uint4*)values, slots, KV_HEADS, kv_head,
+                            V_DIM / PER_LOAD, V_STRIDE / PER_LOAD, thread_index, v_tile);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // A simdgroup of which no pair exists has nothing to do: a segment may be short.
+  if (sg_first < pairs) {
+    const threadgroup T* k = (const threadgroup T*)k_tile;
+    const threadgroup T* v = (const threadgroup T*)v_tile;
+
+    thread metal::simdgroup_matrix<float, 8, 8> score[KEY_PARTS];
+#pragma unroll
+    for (int j = 0; j < KEY_PARTS; j++) {
+      score[j].thread_elements()[0] = 0.0f;
+      score[j].thread_elements()[1] = 0.0f;
+    }
+#pragma unroll
+    for (int d = 0; d < K_PARTS; d++) {
+      // Apple's compiler must not fetch all of the matrices before the first product.
+      simdgroup_barrier(mem_flags::mem_none);
+#pragma unroll
+      for (int j = 0; j < KEY_PARTS; j++) {
+        metal::simdgroup_matrix<T, 8, 8> key;
+        key.thread_elements()[0] = k[(j * 8 + col) * K_STRIDE + d * 8 + row];
+        key.thread_elements()[1] = k[(j * 8 + col + 1) * K_STRIDE + d * 8 + row];
+        metal::simdgroup_multiply_accumulate(score[j], query[d], key, score[j]);
+      }
+    }
+
+    float top = m;
+#pragma unroll
+    for (int j = 0; j < KEY_PARTS; j++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int key = base + j * 8 + col + e;
+        const bool seen = key <= position && (WINDOW == 0 || key > position - WINDOW);
+        float s = score[j].thread_elements()[e] * s_scale;
+        if (SOFTCAP != 0) {
+          s = softcap * LOG2_E * metal::precise::tanh(s);
+        }
+        s = seen ? s : MASKED;
+        score[j].thread_elements()[e] = s;
+        top = metal::max(top, s);
+      }
+    }
+    top = row_max(top);
+    const float fade = metal::exp2(m - top);
+    m = top;
+    l *= fade;
+#pragma unroll
+    for (int d = 0; d < V_PARTS; d++) {
+      o[d].thread_elements()[0] *= fade;
+      o[d].thread_elements()[1] *= fade;
+    }
+
+#pragma unroll
+    for (int j = 0; j < KEY_PARTS; j++) {
+      metal::simdgroup_matrix<T, 8, 8> weight;
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const float w = metal::exp2(score[j].thread_elements()[e] - m);
+        l += w;
+        weight.thread_elements()[e] = T(w);
+      }
+      simdgroup_barrier(mem_flags::mem_none);
+#pragma unroll
+      for (int d = 0; d < V_PARTS; d++) {
+        metal::simdgroup_matrix<T, 8, 8> value;
+        value.thread_elements()[0] = v[(j * 8 + row) * V_STRIDE + d * 8 + col];
+        value.thread_elements()[1] = v[(j * 8 + row) * V_STRIDE + d * 8 + col + 1];
+        metal::simdgroup_multiply_accumulate(o[d], weight, value, o[d]);
+      }
+    }
+  }
+}
+
+l = row_sum(l);
+const float inverse = l > 0.0f ? 1.0f / l : 0.0f;
+if (sg_first + row < pairs) {
+#pragma unroll
+  for (int d = 0; d < V_PARTS; d++) {
+    out[q_row * V_DIM + d * 8 + col] = T(o[d].thread_elements()[0] * inverse);
+    out[q_row * V_DIM + d * 8 + col + 1] = T(o[d].thread_elements()[1] * inverse);
+  }
+}
+if (kv_head == 0 && threadgroup_position_in_grid.y == 0 && thread_index == 0) {
+  next_token[0] = token[0];
+}
