@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 
-NAMES = ("llama", "llama_window", "mixtral")
+NAMES = ("llama", "llama/window", "mixtral")
 STEMS = tiny.prompts(3, 20, 45, seed=21)
 
 

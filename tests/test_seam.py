@@ -135,6 +135,6 @@ def test_layers_know_their_windows_and_shapes():
     wide = tiny.packed("mimo_v2_flash").packed.specs[0]
     assert (wide.k_head_dim, wide.v_head_dim) == (32, 16)
     assert wide.bytes_per_token == 2 * (32 + 16) * 4
-    shared = tiny.packed("gemma4_shared_kv")
+    shared = tiny.packed("gemma4_text/shared_kv")
     assert len(shared.packed.attention_specs) == 2, "layers that share K and V keep nothing"
     assert tiny.packed("gpt2").max_position == 512
