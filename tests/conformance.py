@@ -120,11 +120,12 @@ def packed(bench: Bench) -> Logits:
 
 
 def chunked(bench: Bench) -> Logits:
-    """Prompts in chunks, across the edges of blocks and of windows."""
+    """Prompts in chunks, across the edges of blocks and of windows; of like length and unlike
+    position, too, which a recurrent layer may take together."""
     for r in (1, 2):
         bench.admit(r)
-    out = bench.step((2, 7))
-    for chunks in [((1, 6), (2, 16)), ((2, 1), (1, 7)), ((1, 1), (2, 6)), ((1, 1), (2, 1))]:
+    out = bench.step((1, 4), (2, 4))
+    for chunks in [((2, 3),), ((1, 8), (2, 8)), ((1, 1), (2, 14)), ((1, 1), (2, 1))]:
         out |= bench.step(*chunks)
     return out
 
@@ -141,14 +142,14 @@ def mixed(bench: Bench) -> Logits:
 
 
 def preempted(bench: Bench) -> Logits:
-    """One loses its blocks to another while it decodes, and begins again in others."""
+    """One loses its blocks to another, which begins with a single token, and begins again."""
     for r in (1, 2):
         bench.admit(r)
     out = bench.step((1, 13), (2, 30))
     out |= bench.step((1, 1), (2, 1))
     bench.preempt(1)
     bench.admit(0)
-    out |= bench.step((2, 1), (0, 5))
+    out |= bench.step((2, 1), (0, 1))
     bench.admit(1)
     out |= bench.step((0, 1), (1, 14))
     out |= bench.step((0, 1), (1, 1), (2, 1))
@@ -255,7 +256,7 @@ def check(name: str) -> Result:
 
 def has_prefix_cache(loaded: LoadedModel) -> bool:
     """Whether blocks are all that a prefix leaves behind."""
-    return True
+    return getattr(loaded.packed, "no_prefix_cache", None) is None
 
 
 def _alone(model: nn.Module, tokens: list[int], prompt: int) -> np.ndarray:

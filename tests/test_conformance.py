@@ -58,9 +58,10 @@ def test_what_is_refused_for_mlx_lms_own_fault_shows_it(name):
     assert conformance.check(name).drift > 100 * conformance.TOLERANCE
 
 
-def test_windows_end_inside_the_sequences_and_not_on_a_block():
-    assert max(conformance.PROMPT_LENGTHS) > 2 * arch_configs.WINDOW
-    assert arch_configs.WINDOW % conformance.BLOCK_SIZE
+@pytest.mark.parametrize("window", [arch_configs.WINDOW, arch_configs.NARROW])
+def test_windows_end_inside_the_sequences_and_not_on_a_block(window):
+    assert window + conformance.BLOCK_SIZE < max(conformance.PROMPT_LENGTHS)
+    assert window % conformance.BLOCK_SIZE
 
 
 def test_the_table_of_models_is_current():
