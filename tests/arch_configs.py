@@ -367,12 +367,4 @@ REFUSED = {
 }
 
 # May be refused for now; to be emptied.
-PENDING = {
-    "afm7", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "baichuan_m1", "deepseek_v3",
-    "deepseek_v32", "deepseek_v41", "falcon_h1", "gear", "gemma3n", "glm4_moe_lite",
-    "glm_moe_dsa", "gpt_bigcode", "granitemoehybrid", "jamba", "kimi_k25", "kimi_k3",
-    "kimi_linear", "kimi_vl", "lfm2", "lfm2-vl", "lfm2_moe", "llama4", "longcat_flash",
-    "longcat_flash_ngram", "mamba", "mamba2", "minimax_m3_vl", "mistral4", "nemotron_h",
-    "olmo_hybrid", "plamo", "plamo2", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe",
-    "qwen3_next", "recurrent_gemma", "rwkv7", "stablelm",
-}  # fmt: skip
+PENDING = {"deepseek_v41"}

@@ -255,7 +255,7 @@ def check(name: str) -> Result:
 
 def has_prefix_cache(loaded: LoadedModel) -> bool:
     """Whether blocks are all that a prefix leaves behind."""
-    return True
+    return loaded.packed.no_prefix_cache is None
 
 
 def _alone(model: nn.Module, tokens: list[int], prompt: int) -> np.ndarray:
