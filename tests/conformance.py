@@ -195,9 +195,10 @@ class Result:
     """What one configuration showed.
 
     status: "passed", "failed", "refused" (by us, when loading), or "cannot run" (mlx-lm by itself).
-    state: what its layers keep.  errors: the largest of each mode, relative; inf: it raised.
-    control: the error of `wrong_seat`.  early, order: how far, in standard deviations of the last
-    logits, they move when the first half of the tokens changes, and when the order does.
+    state: what its layers keep.  attention: "packed", or "by segment", which is slower.
+    errors: the largest of each mode, relative; inf: it raised.  control: the error of `wrong_seat`.
+    early, order: how far, in standard deviations of the last logits, they move when the first half
+    of the tokens changes, and when the order does.
     drift: mlx-lm decoding against mlx-lm reading the same tokens at once.
     """
 
@@ -205,6 +206,7 @@ class Result:
     status: str
     reason: str = ""
     state: str = ""
+    attention: str = "packed"
     errors: dict[str, float] = field(default_factory=dict)
     control: float = 0.0
     early: float = 0.0
@@ -235,9 +237,11 @@ def check(name: str) -> Result:
         result.status, result.reason = "refused", str(e)
         return result
 
+    if loaded.packed.reads_store:
+        result.attention = "by segment"
     scale = float(np.abs(np.concatenate(expected)).max())
     for mode, run in MODES.items():
-        if mode in ("prefix_hit", "same_step_hit") and not has_prefix_cache(loaded):
+        if mode in ("prefix_hit", "same_step_hit") and loaded.packed.no_prefix_cache:
             continue
         try:
             result.errors[mode] = _error(run(Bench(loaded)), expected, scale)
@@ -252,11 +256,6 @@ def check(name: str) -> Result:
         result.reason = result.reason or f"wrong_seat: {_one_line(e)}"
     result.status = "passed" if result.worst < TOLERANCE else "failed"
     return result
-
-
-def has_prefix_cache(loaded: LoadedModel) -> bool:
-    """Whether blocks are all that a prefix leaves behind."""
-    return getattr(loaded.packed, "no_prefix_cache", None) is None
 
 
 def _alone(model: nn.Module, tokens: list[int], prompt: int) -> np.ndarray:

@@ -198,7 +198,7 @@ class InputBatch:
             cu_seqlens_q=cu,
             seq_lens=seq_lens,
             block_tables=self.block_tables[req_indices, :max_blocks],
-            req_indices=req_indices,
+            req_indices=req_indices.astype(np.int32),
             block_size=bs,
             num_decodes=int((np.cumprod(q_lens == 1)).sum()),
             logits_indices=np.concatenate([cu[1:][terminal] - 1, scored]),

@@ -71,14 +71,14 @@ def _fitting_blocks(
     # A model of recurrent layers alone keeps nothing in its blocks: they only count tokens.
     num_blocks = min(int(left // block_bytes), most) if block_bytes else most
     if left < block_bytes:
+        fewer = " or max_num_seqs" if model.state_bytes else ""
         raise OutOfMemoryError(
             f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
             f"{_states(model, config)} + a step of "
             f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
             f"{_gib(block_bytes)}, and only {_gib(limit * fraction)} may be used "
             f"(memory_fraction {fraction:g} of {_gib(limit)}); "
-            f"lower max_num_batched_tokens{' or max_num_seqs' if model.state_bytes else ''} or raise "
-            "memory_fraction"
+            f"lower max_num_batched_tokens{fewer} or raise memory_fraction"
         )
     return num_blocks
 

@@ -19,8 +19,8 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout, Node, PagedLayer
 from vllm_metal_lite.model.packed import PackedModel
 
-# Two requests, of 6 and 10 tokens: (computed before, computed now) in the steps of the trial.  Whole
-# prompts, then a decode beside a chunk, then decodes.
+# Two requests, of 6 and 10 tokens: (computed before, computed now) in the steps of the trial.
+# Prompts, then a decode beside a chunk, then decodes.
 _LENGTHS = (6, 10)
 _STEPS = (((0, 0), (4, 3)), ((4, 3), (1, 6)), ((5, 9), (1, 1)))
 _BLOCK = 8

@@ -1,7 +1,7 @@
 """What stands for arrays that a packed forward does not make: K and V, latent scores, masks.
 
-All of them but `Mask` are arrays to mlx-lm: empty ones, of an absurd width, so that any use that was
-not foreseen fails instead of computing something.
+All of them but `Mask` are arrays to mlx-lm: empty ones, of an absurd width, so that any use that
+was not foreseen fails instead of computing something.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -81,21 +81,10 @@ class PackedModel:
         sequences = None
         if self.layout.num_states or self.reads_store:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)
-
-        def cache_of(node: Node) -> Any:
-            if isinstance(node, tuple):
-                return CacheMembers(cache_of(n) for n in node)
-            if isinstance(node, StateLayer):
-                return StateCache(node.index, node.size, sequences)
-            if node is None:
-                return None
-            spec = self.layout.specs[node.index]
-            return PagedLayerCache(node.index, spec, attention, step, node.template, sequences)
-
+        caches = [self._cache(n, attention, step, sequences) for n in self.layout.nodes]
         self._rows.wanted, self._rows.taken = logits_indices, False
         try:
             with sdpa_hook():
-                caches = [cache_of(n) for n in self.layout.nodes]
                 logits = self.model(step.token_ids[:, None], cache=caches)
         finally:
             self._rows.wanted = None
@@ -104,3 +93,16 @@ class PackedModel:
         if not self._rows.taken:
             logits = logits[logits_indices]
         return logits.squeeze(1)
+
+    def _cache(
+        self, node: Node, attention: Attention, step: StepMetadata, sequences: SequenceStep | None
+    ) -> Any:
+        """What the model sees as one entry of its list of caches."""
+        if isinstance(node, tuple):
+            return CacheMembers(self._cache(n, attention, step, sequences) for n in node)
+        if isinstance(node, StateLayer):
+            return StateCache(node.index, node.size, sequences)
+        if node is None:
+            return None
+        spec = self.layout.specs[node.index]
+        return PagedLayerCache(node.index, spec, attention, step, node.template, sequences)
