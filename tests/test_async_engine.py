@@ -57,7 +57,7 @@ async def idle(engine: AsyncEngine) -> dict[str, int]:
     raise AssertionError(metrics)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3_rope", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama/llama3_rope", "gpt_oss", "mixtral"])
 def test_many_streams_at_once_equal_the_model_alone(name):
     """A fresh model, so that whatever MLX left unevaluated was made in another thread."""
     tiny.packed.cache_clear()

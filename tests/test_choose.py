@@ -130,6 +130,11 @@ def test_shapes_that_no_kernel_serves(monkeypatch):
     )
 
 
+def test_a_model_without_attention_needs_no_kernels():
+    attention, reason = choose("auto", store(), [])
+    assert (attention.name, reason) == ("reference", "no layer of this model attends")
+
+
 def test_without_a_gpu_the_reference_is_used_without_a_warning(monkeypatch):
     monkeypatch.setattr(choosing.backend, "is_cpu", lambda: True)
     with warnings.catch_warnings():

@@ -33,14 +33,14 @@ def expected(name, prompts, n):
 PROMPTS = tiny.prompts(7, 1, 60, seed=5)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_window", "mixtral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "llama/window", "mixtral", "gemma2"])
 @pytest.mark.parametrize("policy", ["mixed", "alternate", "whole"])
 def test_greedy_tokens_equal_the_model_alone(name, policy):
     engine = tiny.engine(name, prefill_policy=policy, max_num_batched_tokens=24, max_num_seqs=4)
     assert tokens_of(engine, PROMPTS, greedy(12)) == expected(name, PROMPTS, 12)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_window", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama/window", "mixtral"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_requests_get_the_same_tokens(name, caching):
     engine = tiny.engine(name, num_blocks=13, max_model_len=100, enable_prefix_caching=caching)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 
-NAMES = ("llama", "llama_window", "mixtral")
+NAMES = ("llama", "llama/window", "mixtral", "granitemoehybrid", "deepseek_v3")
 STEMS = tiny.prompts(3, 20, 45, seed=21)
 
 
@@ -114,10 +114,10 @@ def check_output(name: str, wish: Wish, output) -> None:
         assert len(output.prompt_logprobs) == len(wish.prompt)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(30))
 def test_whatever_happens_every_request_gets_its_own_tokens(seed):
     rng = np.random.default_rng(seed)
-    name, wishes = NAMES[seed % 3], [make_wish(rng) for _ in range(rng.integers(1, 13))]
+    name, wishes = NAMES[seed % len(NAMES)], [make_wish(rng) for _ in range(rng.integers(1, 13))]
     engine = tiny.engine(name, **make_options(rng))
     budget, largest = engine.config.max_num_batched_tokens, []
     execute = engine.runner.execute

@@ -9,7 +9,10 @@ from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model.seam import KVHandle, PackedModel, PagedLayerCache, WindowMask, sdpa_hook
+from vllm_metal_lite.model.handles import KVHandle, Mask
+from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.seam import PagedLayerCache, sdpa_hook
 
 SPEC = LayerSpec(2, 16, 16, mx.float32)
 
@@ -76,9 +79,10 @@ def test_a_layer_that_is_given_no_mask_keeps_its_window():
     k = mx.random.normal((3, 2, 1, 16))
     cache.update_and_fetch(k, k)
     q = mx.random.normal((3, 4, 1, 16))
+    assert cache.make_mask(1) is cache.make_mask(1, window_size=2) is None
     windowed = cache.attend(q, 1.0, cache.make_mask(1))
-    assert mx.array_equal(cache.attend(q, 1.0, None), windowed)
-    assert not mx.allclose(cache.attend(q, 1.0, WindowMask(None))[2], windowed[2])
+    assert mx.array_equal(cache.attend(q, 1.0, Mask(cache, False, 2)), windowed)
+    assert not mx.allclose(cache.attend(q, 1.0, Mask(cache, False, 7))[2], windowed[2])
     assert cache.make_mask(1, window_size=7).window == 7
 
 
@@ -115,8 +119,7 @@ def test_the_head_sees_only_the_rows_asked_for(name, monkeypatch):
 def test_rows_are_picked_from_the_logits_where_a_model_has_no_separate_body():
     """Then the head sees every row, and the result is the same."""
     model = tiny.build(tiny.config_of("llama"))
-    specs = tiny.packed("llama").packed.specs
-    packed = PackedModel(model, specs)
+    packed = PackedModel(model, inspect(model, "llama"))
     packed._rows.wanted = None
     del_wrapped = type(model.model).__mro__[1]
     model.model.__class__ = del_wrapped  # undo the selection of rows
@@ -128,10 +131,10 @@ def test_rows_are_picked_from_the_logits_where_a_model_has_no_separate_body():
 
 
 def test_layers_know_their_windows_and_shapes():
-    assert [s.window for s in tiny.packed("gpt_oss").packed.specs] == [9, None, 9, None]
-    wide = tiny.packed("mimo_v2_flash").packed.specs[0]
+    assert [s.window for s in tiny.packed("gpt_oss").packed.attention_specs] == [17, None, 17, None]
+    wide = tiny.packed("mimo_v2_flash").packed.attention_specs[0]
     assert (wide.k_head_dim, wide.v_head_dim) == (32, 16)
     assert wide.bytes_per_token == 2 * (32 + 16) * 4
-    shared = tiny.packed("gemma4_shared_kv")
+    shared = tiny.packed("gemma4_text/shared_kv")
     assert len(shared.packed.attention_specs) == 2, "layers that share K and V keep nothing"
     assert tiny.packed("gpt2").max_position == 512

@@ -1,11 +1,12 @@
 """Real mlx-lm models of toy size, and mlx-lm's own answers as the oracle.
 
-The weights are random enough that context and order move the logits by about their own scale
-(`test_models` checks it): with the default initialisation most bugs of attention stay invisible.
+The weights are random enough that context and order move the logits (`test_conformance` checks it):
+with the default initialisation most bugs of attention stay invisible.
 """
 
 import importlib
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
+from arch_configs import VOCAB, config_of
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -24,101 +26,68 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.loader import LoadedModel
 
-VOCAB = 101
-WINDOW = 9
 
-_BASE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-}
-_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_WINDOWS = {"sliding_window": WINDOW, "sliding_window_pattern": 2}
-_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-_MIXED = {"sliding_window": WINDOW, "layer_types": _LAYERS}
-_ROPE = {"rope_theta": 1e4, "rope_type": "default"}
-
-# Our name -> the mlx-lm module, and what differs from _BASE.
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama_window": ("llama", _MIXED),
-    "llama3_rope": ("llama", {"rope_scaling": {
-        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16}}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
-    "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
-    "gemma3_text": ("gemma3_text", {**_WINDOWS, "query_pre_attn_scalar": 16}),
-    "gemma4_shared_kv": ("gemma4_text", {
-        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": WINDOW, "global_head_dim": 32, "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}),
-    "gpt2": ("gpt2", {"n_ctx": 512, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512,
-                      "layer_norm_epsilon": 1e-5}),
-    "phi": ("phi", {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}),
-    "phi3": ("phi3", {}),
-    "glm": ("glm", {"partial_rotary_factor": 0.5}),
-    "glm4": ("glm4", {"partial_rotary_factor": 0.5, "attention_bias": True}),
-    "gpt_oss": ("gpt_oss", {**_MOE, "sliding_window": WINDOW, "num_hidden_layers": 4}),
-    "mimo_v2_flash": ("mimo_v2_flash", {  # values narrower than keys, sinks in window layers
-        "num_experts_per_tok": 2, "hybrid_layer_pattern": [0, 1, 0], "moe_layer_freq": [0, 1, 1],
-        "sliding_window_size": WINDOW, "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False, "moe_intermediate_size": 48, "n_shared_experts": 1,
-        "n_routed_experts": 4, "routed_scaling_factor": None, "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
-        "layernorm_epsilon": 1e-5, "swa_rope_theta": 8000, "head_dim": 32, "v_head_dim": 16,
-        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32,
-        "swa_v_head_dim": 16, "partial_rotary_factor": 0.5}),
-    "mixtral": ("mixtral", _MOE),
-    "qwen3_moe": ("qwen3_moe", {
-        "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
-        "mlp_only_layers": [], "moe_intermediate_size": 48, "norm_topk_prob": True}),
-    "ministral3": ("ministral3", {**_MIXED, "rope_parameters": {
-        **_ROPE, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}}),
-    "cohere2": ("cohere2", {**_WINDOWS, "logit_scale": 1.0}),
-    "olmo2": ("olmo2", {}),
-    "starcoder2": ("starcoder2", {}),
-}  # fmt: skip
+def build(config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """The mlx-lm module of a configuration, with random weights, quantised where it says so."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = randomize(module.Model(module.ModelArgs.from_dict(config)), seed)
+    quantization = config.get("quantization")
+    if quantization and "modules" not in config:  # modules: quantised by the module itself
+        how = {k: v for k, v in quantization.items() if not isinstance(v, dict | bool)}
+        nn.quantize(
+            model,
+            **how,
+            class_predicate=lambda path, m: quantization.get(path, hasattr(m, "to_quantized")),
+        )
+    mx.eval(model.parameters())
+    return model
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights that make attention sharp and tokens varied; norms stay near what they were."""
+    """Weights that make attention sharp, memory long and tokens varied; norms stay near 1."""
     rng = np.random.default_rng(seed)
-    # Gemma multiplies its embeddings: as large as that, a token would only ever repeat itself.
-    embedding_gain = 0.2 if "gemma" in type(model).__module__ else 1.0
+    kind = type(model).__module__
 
     def draw(path: str, x: mx.array) -> mx.array:
+        noise = rng.standard_normal(x.shape)
+        if x.dtype == mx.uint32:  # packed weights
+            return mx.array(rng.integers(0, 1 << 32, x.shape, np.uint32))
         if not mx.issubdtype(x.dtype, mx.floating):
             return x
-        noise = rng.standard_normal(x.shape)
-        if x.ndim == 1:
-            # Ones stay near 1; biases, drawn by MLX when the model was made, near 0.
-            return mx.array(np.round(np.array(x)) + 0.2 * noise, x.dtype)
-        gain = embedding_gain if "embed_tokens" in path else 1.0
-        return mx.array(gain * 2.0 / np.sqrt(x.shape[-1]) * noise, x.dtype)
+        centre = next((c for pattern, c in _CENTRES if re.search(pattern, f"{kind}.{path}")), None)
+        if centre is not None or x.ndim < 2 or "norm" in path:
+            if centre is None:  # gains stay near what they are; biases, drawn by MLX, near 0
+                centre = x.reshape(-1)[0].item() if mx.all(x == x.reshape(-1)[0]) else 0.0
+            return mx.array(centre + 0.2 * noise, x.dtype)
+        fan_in = x.shape[1] if "conv" in path and x.ndim == 3 else x.shape[-1]
+        gain = next((g for pattern, g in _GAINS if re.search(pattern, f"{kind}.{path}")), 2.0)
+        return mx.array(gain / np.sqrt(fan_in) * noise, x.dtype)
 
     model.update(tree_map_with_path(draw, model.parameters()))
     mx.eval(model.parameters())
     return model
 
 
-def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    module, extra = ARCHITECTURES[name]
-    return {**_BASE, "model_type": module, **extra, **changes}
-
-
-def build(config: dict[str, Any], seed: int = 0) -> nn.Module:
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    return randomize(module.Model(module.ModelArgs.from_dict(config)), seed)
+# What decides how fast a state forgets (slow enough to remember the first token of a test), and
+# queries and keys of a fixed length (long enough for sharp attention).
+_CENTRES = (
+    (r"bailing_moe_v3.*dt_bias", -30.0),
+    (r"recurrent_param", -4.0),
+    (r"w_lora.*bias", -4.0),
+    (r"A_log|dt_bias|dt_proj.bias", -2.0),
+    (r"g_norm.weight", 1.0),
+    (r"(cohere|talkie).*(q_norm.weight|head_g)$", 3.0),
+)
+# The usual gain is 2.  Less where a model multiplies its embeddings, or where a product of gates or
+# packed weights would drown attention.
+_GAINS = (
+    (r"(gemma|gear).*embed_tokens", 0.4),
+    (r"lfm2.*embed_tokens", 1.0),
+    (r"(cohere|spark|step3p5|llama4.|laguna).*down_proj", 0.7),
+    (r"lfm2.*(conv.in_proj|lm_head)", 0.7),
+    (r"rwkv7.*(ffn.value|r_k)", 0.3),
+    (r"prism.*(scales|biases)", 0.04),
+)
 
 
 @cache

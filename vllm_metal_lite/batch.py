@@ -20,7 +20,8 @@ class ForwardBatch:
 
     token_ids, positions, slot_mapping: (N,) int32.  cu_seqlens_q: (S+1,) int32.
     seq_lens: (S,) int32, context including this step's tokens.
-    block_tables: (S, max_blocks) int32.  num_decodes: leading segments of length 1.
+    block_tables: (S, max_blocks) int32.  req_indices: (S,) rows of the InputBatch (the requests'
+    seats), by which recurrent layers find their state.  num_decodes: leading segments of length 1.
     logits_indices: (T + P,) int32 rows that get logits: first the last row of each *terminal*
     segment (one that reaches the last token known), then the rows whose successor's
     prompt log-probability is wanted.
@@ -35,6 +36,7 @@ class ForwardBatch:
     cu_seqlens_q: np.ndarray
     seq_lens: np.ndarray
     block_tables: np.ndarray
+    req_indices: np.ndarray
     block_size: int
     num_decodes: int
     logits_indices: np.ndarray
@@ -61,6 +63,7 @@ class ForwardBatch:
             cu_seqlens_q=self.cu_seqlens_q[first:] - rows.start,
             seq_lens=self.seq_lens[first:],
             block_tables=self.block_tables[first:],
+            req_indices=self.req_indices[first:],
             num_decodes=0,
             # What is sampled is the whole step's business.
             logits_indices=_NONE,
@@ -195,6 +198,7 @@ class InputBatch:
             cu_seqlens_q=cu,
             seq_lens=seq_lens,
             block_tables=self.block_tables[req_indices, :max_blocks],
+            req_indices=req_indices.astype(np.int32),
             block_size=bs,
             num_decodes=int((np.cumprod(q_lens == 1)).sum()),
             logits_indices=np.concatenate([cu[1:][terminal] - 1, scored]),

@@ -12,7 +12,7 @@ from vllm_metal_lite.attention.step import Attention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.constraints import TokenMasks
-from vllm_metal_lite.model.seam import PackedModel
+from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.sampling import LogprobArrays, Sampler, prompt_logprobs
 
 
@@ -70,7 +70,7 @@ class ModelRunner:
         for arrays in (logprobs, scored):
             if arrays is not None:
                 outputs += [arrays.token_ids, arrays.logprobs, arrays.ranks]
-        mx.eval(outputs, self.attention.state)
+        mx.eval(outputs, self.attention.state, self.attention.store.states.arrays)
         return StepResult(
             np.array(sampled) if sampled is not None else np.zeros(0, np.int32),
             _to_host(logprobs),

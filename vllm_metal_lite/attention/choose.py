@@ -14,19 +14,20 @@ from vllm_metal_lite.kv.store import PagedStore
 
 
 def choose(
-    option: str, store: PagedStore, shapes: Sequence[AttentionShape]
+    option: str, store: PagedStore, shapes: Sequence[AttentionShape], reads_store: bool = False
 ) -> tuple[Attention, str]:
     """The path for a model that attends with `shapes`, and the reason in a few words.
 
     option: "reference", "kernels" or "auto".  Under "auto" kernels that cannot run here, or that
     disagree with the reference, give way to it, the latter with a warning; under "kernels" that
-    raises ConfigError.
+    raises ConfigError.  reads_store: the model reads K and V by MLX operations too, which must not
+    touch a store that kernels write.
     """
     if option not in ATTENTION:
         raise ConfigError(f"attention must be one of {list(ATTENTION)}, got {option!r}")
     if option == "reference":
         return ReferenceAttention(store), "asked for"
-    reason = _unsupported(option, shapes)
+    reason = _unsupported(option, shapes, reads_store)
     if reason is None:
         verdicts = [selfcheck.verdict(shape, store.block_size) for shape in shapes]
         failures = [f for v in verdicts for f in v.failures]
@@ -50,7 +51,11 @@ def choose(
     return ReferenceAttention(store), reason
 
 
-def _unsupported(option: str, shapes: Sequence[AttentionShape]) -> str | None:
+def _unsupported(option: str, shapes: Sequence[AttentionShape], reads_store: bool) -> str | None:
+    if reads_store:
+        return "this model's attention runs a segment at a time"
+    if not shapes:
+        return "no layer of this model attends"
     if option == "auto" and backend.is_cpu():
         return "kernels need a GPU"
     return next((reason for s in shapes if (reason := ops.unsupported(s))), None)

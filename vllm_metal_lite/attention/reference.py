@@ -135,12 +135,17 @@ class ReferenceAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,
+        q_pe: mx.array | None = None,
     ) -> mx.array:
+        if q_pe is not None:
+            q = mx.concatenate([q, q_pe], axis=-1)
         groups, place = step.sdpa.calls(window)
         outputs = []
         for g in groups:
             queries = q[g.q_rows].swapaxes(1, 2)
             k, v = self.gather(layer, g)
+            if q_pe is not None:
+                k, v = mx.concatenate([k, v], axis=-1), k
             if softcap is None:
                 out = _sdpa(queries, k, v, scale=scale, mask=g.mask(q.dtype), sinks=sinks)
             else:

@@ -22,6 +22,7 @@ class AttentionShape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    latent: bool = False
 
     def __str__(self) -> str:
         dims = {self.k_head_dim: None, self.v_head_dim: None}
@@ -29,18 +30,18 @@ class AttentionShape:
         text += str(self.dtype).removeprefix("mlx.core.")
         text += f", window {self.window}" if self.window is not None else ""
         text += f", softcap {self.softcap:g}" if self.softcap is not None else ""
-        return text + (", sinks" if self.sinks else "")
+        return text + (", sinks" if self.sinks else "") + (", latent" if self.latent else "")
 
 
 class StepMetadata:
-    """The rows of a ForwardBatch on the device, padded to num_rows.
+    """The rows of a ForwardBatch (batch, on the host) on the device, padded to num_rows.
 
     token_ids, positions, slot_mapping: (num_rows,) int32.  A padded row has token and position 0,
     and padding_slot.
     """
 
     def __init__(self, batch: ForwardBatch, num_rows: int, padding_slot: int = PAD_SLOT) -> None:
-        self.num_rows = num_rows
+        self.batch, self.num_rows = batch, num_rows
         pad = (0, num_rows - batch.num_tokens)
         self.token_ids = mx.array(np.pad(batch.token_ids, pad))
         self.positions = mx.array(np.pad(batch.positions, pad))
@@ -74,10 +75,13 @@ class Attention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,
+        q_pe: mx.array | None = None,
     ) -> mx.array:
         """Causal attention of q (num_rows, H, D) to each row's own sequence, of the same shape but
         for the last axis, v_head_dim.
 
         window: tokens a query sees, its own included.  softcap: scores become
         softcap * tanh(score / softcap).  sinks: (H,), a logit each that takes weight, gives none.
+        q_pe: (num_rows, H, v_head_dim), latent attention: a score is (q . k + q_pe . v) * scale,
+        and what is weighed and summed is k.
         """

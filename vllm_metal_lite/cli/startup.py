@@ -41,6 +41,11 @@ def start_engine(
         f"Context:   {engine.max_model_len:,} tokens; the KV store holds {tokens:,} "
         f"({engine.num_blocks:,} blocks of {config.block_size}, {store})"
     )
+    if model.state_bytes:
+        seats = config.max_num_seqs
+        say(f"States:    {_size(seats * model.state_bytes)}, of recurrent layers, {seats} requests")
+    if config.enable_prefix_caching and model.packed.no_prefix_cache:
+        say(f"Prefixes:  not cached for this model: {model.packed.no_prefix_cache}")
     say(f"Attention: {engine.runner.attention.name} ({engine.attention_reason})")
     if name == "demo":
         say(_DEMO.format(name_after))

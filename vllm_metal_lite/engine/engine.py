@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,13 @@ class LLMEngine:
         store = PagedStore(specs, self.num_blocks, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
         attention, self.attention_reason = choose(
-            self.config.attention, store, model.attention_shapes
+            self.config.attention, store, model.attention_shapes, model.packed.reads_store
         )
         self.runner = ModelRunner(model.packed, attention, self.sampler)
         self.inputs = InputBatch(seats, self.max_model_len, self.config.block_size)
-        self.scheduler = Scheduler(self.config, self.num_blocks, self.max_model_len)
+        caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
+        scheduling = replace(self.config, enable_prefix_caching=caching)
+        self.scheduler = Scheduler(scheduling, self.num_blocks, self.max_model_len)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
         self._arrivals = itertools.count()

@@ -1,11 +1,11 @@
-"""How many blocks the device holds: what may be used, less the weights, less a step's peak."""
+"""How many blocks the device holds: what may be used, less weights, states and a step's peak."""
 
 import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv.store import PagedStore
@@ -39,10 +39,11 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[int, int]:
     block_bytes = config.block_size * model.kv_bytes_per_token
     limit = backend.memory_limit()
     if config.num_blocks is not None:
-        need = model.weight_bytes + config.num_blocks * block_bytes
+        need = model.weight_bytes + state_bytes(model, config) + config.num_blocks * block_bytes
         if need > limit:
             raise OutOfMemoryError(
-                f"num_blocks {config.num_blocks} needs {_gib(need)} with the weights; "
+                f"num_blocks {config.num_blocks} needs {_gib(need)} with the weights"
+                f"{_states(model, config)}; "
                 f"this device has {_gib(limit)}"
             )
         num_blocks = config.num_blocks
@@ -64,18 +65,34 @@ def _fitting_blocks(
 ) -> int:
     fraction = config.memory_fraction or DEFAULT_FRACTION[backend.name()]
     peak = step_peak_bytes(model, config, max_model_len)
-    left = limit * fraction - model.weight_bytes - peak
-    num_blocks = int(left // block_bytes)
-    if num_blocks < 1:
+    left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
+    # More than every seat at full length can never be owned.
+    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    # A model of recurrent layers alone keeps nothing in its blocks: they only count tokens.
+    num_blocks = min(int(left // block_bytes), most) if block_bytes else most
+    if left < block_bytes:
+        fewer = " or max_num_seqs" if model.state_bytes else ""
         raise OutOfMemoryError(
-            f"{model.name} does not fit: weights {_gib(model.weight_bytes)} + a step of "
+            f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
+            f"{_states(model, config)} + a step of "
             f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
             f"{_gib(block_bytes)}, and only {_gib(limit * fraction)} may be used "
             f"(memory_fraction {fraction:g} of {_gib(limit)}); "
-            "lower max_num_batched_tokens or raise memory_fraction"
+            f"lower max_num_batched_tokens{fewer} or raise memory_fraction"
         )
-    # More than every seat at full length can never be owned.
-    return min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+    return num_blocks
+
+
+def state_bytes(model: LoadedModel, config: EngineConfig) -> int:
+    """Bytes of the recurrent layers' states, one a seat."""
+    return config.max_num_seqs * model.state_bytes
+
+
+def _states(model: LoadedModel, config: EngineConfig) -> str:
+    if not model.state_bytes:
+        return ""
+    size = _gib(state_bytes(model, config))
+    return f" + recurrent states of {config.max_num_seqs} requests {size}"
 
 
 def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
@@ -94,22 +111,29 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     lengths = np.ones(seats, np.int64)
     lengths[-1] = rows - seats + 1
     table_rows = np.array([inputs.add([0], 1) for _ in range(seats)])
+    store = PagedStore(model.packed.attention_specs, 1, bs)
+    attention = ReferenceAttention(store)
+    # One token first, so that recurrent layers have a state to go on from.
+    _run(model, attention, inputs.pack(table_rows[-1:], np.array([0]), np.array([1])))
     inputs.num_tokens[table_rows[-1]] = context
     batch = inputs.pack(
         table_rows, np.where(np.arange(seats) == seats - 1, context - lengths, 0), lengths
     )
-    store = PagedStore(model.packed.attention_specs, 1, bs)
-    attention = ReferenceAttention(store)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    step = attention.prepare(batch, batch.num_tokens)
-    logits = model.packed(step, attention, mx.array(batch.logits_indices))
-    mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1))
-    peak = max(mx.get_peak_memory() - before, 0)
-    del logits, step, store, attention
+    _run(model, attention, batch)
+    peak = mx.get_peak_memory() - before
+    peak = max(peak - sum(a.nbytes for a in store.states.arrays), 0)
+    del store, attention
     mx.clear_cache()
     scale = min(config.max_num_batched_tokens, max_model_len) / rows
     return int(peak * max(scale, 1.0))
+
+
+def _run(model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch) -> None:
+    step = attention.prepare(batch, batch.num_tokens)
+    logits = model.packed(step, attention, mx.array(batch.logits_indices))
+    mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
 
 
 def limit_buffer_cache() -> None:

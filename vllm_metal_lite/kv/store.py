@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.state import SeatStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,10 @@ class LayerSpec:
 
 
 class PagedStore:
-    """K and V of every layer; written by `write`, read by attention through `keys` / `values`."""
+    """K and V of every layer; written by `write`, read by attention through `keys` / `values`.
+
+    states: what recurrent layers keep, by seat and not by block; see state.py.
+    """
 
     def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -40,6 +44,7 @@ class PagedStore:
         slots = (num_blocks + 1) * block_size
         self.keys = [mx.zeros((slots, s.num_kv_heads, s.k_head_dim), s.dtype) for s in specs]
         self.values = [mx.zeros((slots, s.num_kv_heads, s.v_head_dim), s.dtype) for s in specs]
+        self.states = SeatStates()
         mx.eval(self.arrays)
 
     @property
@@ -60,5 +65,6 @@ class PagedStore:
         A scatter, in place: MLX gives it the store's own memory as long as nothing else holds the
         array, so read only after the last write of a step, and evaluate before the next step.
         """
-        self.keys[layer][slots] = k
-        self.values[layer][slots] = v
+        for store, rows in ((self.keys[layer], k), (self.values[layer], v)):
+            if rows.size:  # an indexer keeps no values; MLX's CPU scatter divides by their width
+                store[slots] = rows

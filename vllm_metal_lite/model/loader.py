@@ -10,29 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.errors import ModelLoadError
-from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.adapters import adapt
-from vllm_metal_lite.model.seam import PackedModel
+from vllm_metal_lite.model.fit import fit
+from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.packed import PackedModel
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 8192
 
-# Architectures whose layers look plain, but whose results cannot be trusted; with the reason.
-_REFUSED = {"plamo3": "its decoding from a cache is wrong in mlx-lm itself"}
+# Architectures whose own results in mlx-lm cannot be trusted, with the reason.
+_REFUSED = {
+    "plamo3": "its decoding from a cache is wrong in mlx-lm itself",
+    "phi3small": "in mlx-lm the tokens of a prompt see those behind them",
+}
 
 
 @dataclass
@@ -55,6 +55,11 @@ class LoadedModel:
     @property
     def kv_bytes_per_token(self) -> int:
         return sum(s.bytes_per_token for s in self.packed.attention_specs)
+
+    @property
+    def state_bytes(self) -> int:
+        """What recurrent layers keep of one request, however long."""
+        return self.packed.layout.state_bytes
 
 
 def load(name: str, dtype: str = "auto") -> LoadedModel:
@@ -89,9 +94,8 @@ def from_model(
     model_type = str(config.get("model_type"))
     _refuse_untrusted(name, model_type)
     adapt(model)
-    specs, vocab_size = _layer_specs(model, model_type)
-    packed = PackedModel(model, specs)
-    shapes = _try_packed(packed, model_type)
+    layout = inspect(model, model_type)
+    packed, shapes = fit(model, layout, model_type)
     weights = [w for _, w in tree_flatten(model.parameters())]
     eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
     return LoadedModel(
@@ -99,12 +103,12 @@ def from_model(
         model_type=model_type,
         packed=packed,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
+        vocab_size=layout.vocab_size,
         max_position=_context_length(config),
         eos_token_ids=eos,
         num_parameters=sum(w.size for w in weights),
         weight_bytes=sum(w.nbytes for w in weights),
-        dtype=packed.attention_specs[0].dtype,
+        dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
         generation_config=_read_json(path / "generation_config.json") if path else {},
         attention_shapes=shapes,
     )
@@ -191,69 +195,3 @@ def _context_length(config: dict[str, Any]) -> int:
             if isinstance(scope.get(key), int) and scope[key] > 0:
                 return scope[key]
     return _DEFAULT_CONTEXT
-
-
-def _layer_specs(model: nn.Module, model_type: str) -> tuple[list[LayerSpec | None], int]:
-    """What each layer's own cache holds after one token, read off shapes; nothing is computed."""
-    caches = make_prompt_cache(model)
-    for cache in caches:
-        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", 0):
-            raise ModelLoadError(
-                f"the architecture {model_type} is not supported yet: a layer of it keeps "
-                f"{type(cache).__name__}, only plain and sliding-window attention can be paged"
-            )
-    try:
-        logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
-    except Exception as e:
-        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {_one_line(e)}") from e
-    specs: list[LayerSpec | None] = []
-    for cache in caches:
-        if cache.keys is None:  # a layer without attention
-            specs.append(None)
-            continue
-        _, heads, _, k_dim = cache.keys.shape
-        window = cache.max_size if isinstance(cache, RotatingKVCache) else None
-        specs.append(LayerSpec(heads, k_dim, cache.values.shape[-1], cache.keys.dtype, window))
-    if not any(specs):
-        raise ModelLoadError(f"the architecture {model_type} has no attention layer to page")
-    return specs, logits.shape[-1]
-
-
-class _Observer(ReferenceAttention):
-    """Notes how a model attends."""
-
-    def __init__(self, store: PagedStore) -> None:
-        super().__init__(store)
-        self.shapes: dict[AttentionShape, None] = {}
-
-    def attend(self, layer, q, step, *, window=None, softcap=None, sinks=None, **how):
-        _, kv_heads, k_dim = self.store.keys[layer].shape
-        self.shapes[AttentionShape(
-            q.shape[1], kv_heads, k_dim, self.store.values[layer].shape[2], q.dtype,
-            window, softcap, sinks is not None,
-        )] = None  # fmt: skip
-        return super().attend(layer, q, step, window=window, softcap=softcap, sinks=sinks, **how)
-
-
-def _try_packed(packed: PackedModel, model_type: str) -> list[AttentionShape]:
-    """Run a small packed step: what the seam cannot carry fails here, by name.
-
-    Returns the shapes that its attention has.  Running it also evaluates what models compute
-    lazily when they are made and keep outside of their parameters (RoPE's frequencies): MLX can
-    only do so in the thread that made it.
-    """
-    inputs = InputBatch(max_num_seqs=2, max_model_len=16, block_size=8)
-    rows = [inputs.add([0] * n, n) for n in (3, 1)]
-    for row in rows:
-        inputs.append_blocks(row, [row])
-    batch = inputs.pack(np.array(rows[::-1]), np.array([0, 0]), np.array([1, 3]))
-    attention = _Observer(PagedStore(packed.attention_specs, 2, 8))
-    step = attention.prepare(batch, batch.num_tokens)
-    try:
-        mx.eval(packed(step, attention, mx.array(batch.logits_indices)))
-    except Exception as e:
-        raise ModelLoadError(
-            f"the architecture {model_type} is not supported yet: its attention does not go "
-            f"through MLX's scaled_dot_product_attention ({_one_line(e)})"
-        ) from e
-    return list(attention.shapes)

@@ -56,6 +56,13 @@ class MetalLiteWorker(WorkerBase):
             raise ConfigError("vllm-metal-lite does not support dummy weights")
         self.model = load(self.model_config.model, self._dtype())
         sizing.limit_buffer_cache()
+        reason = self.model.packed.no_prefix_cache
+        if reason and self.cache_config.enable_prefix_caching:
+            # vLLM makes its scheduler later, in this process, from the same object.
+            if self.parallel_config.distributed_executor_backend != "uni":
+                raise ConfigError(f"--no-enable-prefix-caching is needed for this model: {reason}")
+            self.cache_config.enable_prefix_caching = False
+            logger.warning("Prefixes are not cached for this model: %s", reason)
 
     def _dtype(self) -> str:
         dtype = str(self.model_config.dtype).removeprefix("torch.")
@@ -97,7 +104,8 @@ class MetalLiteWorker(WorkerBase):
             fraction = min(fraction, sizing.DEFAULT_FRACTION["cpu"])
         config, max_model_len = self._engine_config(), self.model_config.max_model_len
         peak = sizing.step_peak_bytes(self.model, config, max_model_len)
-        left = int(limit * fraction) - weights - peak
+        states = sizing.state_bytes(self.model, config)
+        left = int(limit * fraction) - weights - states - peak
         block_bytes = config.block_size * self.model.kv_bytes_per_token
         # More than every seat at full length (and vLLM's null block) can never be owned.
         most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
@@ -139,7 +147,8 @@ class MetalLiteWorker(WorkerBase):
             self.model.packed.attention_specs, self._num_blocks, self.cache_config.block_size
         )
         option = os.environ.get("METAL_LITE_ATTENTION", "auto")
-        attention, reason = choose(option, store, self.model.attention_shapes)
+        shapes, packed = self.model.attention_shapes, self.model.packed
+        attention, reason = choose(option, store, shapes, packed.reads_store)
         logger.info("Attention: %s (%s)", attention.name, reason)
         self.runner = ModelRunner(self.model.packed, attention, self._sampler)
 

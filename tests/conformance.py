@@ -1,0 +1,321 @@
+"""One architecture through every kind of step, against mlx-lm running each request alone.
+
+The requests are of fixed tokens, generated ones included, so that every step's logits have a
+counterpart: mlx-lm's own path, the prompt in one go and then token by token, with its own caches.
+Steps go through the runner with rows of padding, over blocks in random order, and every slot of the
+store that holds nothing holds NaN.  Errors are relative to the scale of the logits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import mlx.nn as nn
+import numpy as np
+import tiny_models as tiny
+from mlx_lm.models.cache import make_prompt_cache
+
+from vllm_metal_lite import runner
+from vllm_metal_lite.attention.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model import loader
+from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.sampling import SamplerOutput
+
+TOLERANCE = 1e-4
+BLOCKS, BLOCK_SIZE = 32, 8
+PADDING = 3
+
+# Three ragged requests, and one that begins like the last of them for two blocks.
+PROMPT_LENGTHS = (5, 13, 30, 22)
+SHARED, DONOR, HEIR = 2 * BLOCK_SIZE, 2, 3
+_TOKENS = tiny.prompts(4, 33, 33, seed=1)
+_TOKENS[HEIR][:SHARED] = _TOKENS[DONOR][:SHARED]
+SEQUENCES = [tokens[: n + 3] for tokens, n in zip(_TOKENS, PROMPT_LENGTHS, strict=True)]
+
+
+class Bench:
+    """Requests stepped by hand through one store."""
+
+    def __init__(self, model: LoadedModel, seed: int = 0) -> None:
+        self.store = PagedStore(model.packed.attention_specs, BLOCKS, BLOCK_SIZE)
+        self.runner = runner.ModelRunner(model.packed, ReferenceAttention(self.store), self._sample)
+        self.inputs = InputBatch(6, 64, BLOCK_SIZE)
+        self.free = np.random.default_rng(seed).permutation(BLOCKS).tolist()
+        self.seats: dict[int, int] = {}
+        self.blocks: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+
+    def admit(self, request: int, computed: int = 0, blocks: list[int] | None = None) -> None:
+        """Give a request a seat, and blocks for all it will ever be behind those it shares."""
+        sequence = SEQUENCES[request]
+        self.seats[request] = seat = self.inputs.add(sequence, PROMPT_LENGTHS[request])
+        shared = blocks or []
+        missing = -(-len(sequence) // BLOCK_SIZE) - len(shared)
+        self.blocks[request] = shared + [self.free.pop() for _ in range(missing)]
+        self.inputs.append_blocks(seat, self.blocks[request])
+        self.computed[request] = computed
+
+    def preempt(self, request: int) -> None:
+        """Take everything back; the blocks are the next to be given away."""
+        self.inputs.remove(self.seats.pop(request))
+        self.free += self.blocks.pop(request)
+        del self.computed[request]
+
+    def step(self, *segments: tuple[int, int], known: int = 0) -> dict[tuple[int, int], np.ndarray]:
+        """Compute so many tokens of each request, in this order; logits by (request, tokens).
+
+        known: tokens that each request has at least; a segment that ends before reports nothing.
+        """
+        requests, counts = (np.array(x) for x in zip(*segments, strict=True))
+        rows = np.array([self.seats[r] for r in requests])
+        start = np.array([self.computed[r] for r in requests])
+        self.inputs.num_tokens[rows] = np.maximum(start + counts, known)
+        batch = self.inputs.pack(rows, start, counts)
+        self._poison()
+        with patch.object(runner, "bucket", lambda rows: rows + PADDING):
+            self.logits = None
+            self.runner.execute(batch, rows[batch.sample_segments])
+        for request, count in segments:
+            self.computed[request] += count
+        terminal = [int(requests[i]) for i in batch.sample_segments]
+        logits = [] if self.logits is None else np.array(self.logits.astype(mx.float32))
+        return {(r, self.computed[r]): x for r, x in zip(terminal, logits, strict=True)}
+
+    def _sample(
+        self, logits: mx.array, req_indices: np.ndarray, grammar: object = None
+    ) -> SamplerOutput:
+        self.logits = logits
+        return SamplerOutput(mx.argmax(logits, axis=-1), None)
+
+    def _poison(self) -> None:
+        """NaN into every slot that holds nothing: free blocks, ends of blocks, the padding."""
+        full = np.zeros((BLOCKS + 1) * BLOCK_SIZE, bool)
+        for request, count in self.computed.items():
+            at = np.arange(count)
+            full[np.array(self.blocks[request])[at // BLOCK_SIZE] * BLOCK_SIZE
+                 + at % BLOCK_SIZE] = True  # fmt: skip
+        keep = mx.array(full)[:, None, None]
+        for arrays in (self.store.keys, self.store.values):
+            for layer, a in enumerate(arrays):
+                if mx.issubdtype(a.dtype, mx.floating):
+                    arrays[layer] = mx.where(keep, a, mx.array(float("nan"), a.dtype))
+        mx.eval(self.store.arrays)
+
+
+Logits = dict[tuple[int, int], np.ndarray]
+
+
+def packed(bench: Bench) -> Logits:
+    """Three whole prompts in one step, then decodes together."""
+    for r in range(3):
+        bench.admit(r)
+    out = bench.step((0, 5), (1, 13), (2, 30))
+    for _ in range(2):
+        out |= bench.step((0, 1), (1, 1), (2, 1))
+    return out
+
+
+def chunked(bench: Bench) -> Logits:
+    """Prompts in chunks, across the edges of blocks and of windows; of like length and unlike
+    position, too, which a recurrent layer may take together."""
+    for r in (1, 2):
+        bench.admit(r)
+    out = bench.step((1, 4), (2, 4))
+    for chunks in [((2, 3),), ((1, 8), (2, 8)), ((1, 1), (2, 14)), ((1, 1), (2, 1))]:
+        out |= bench.step(*chunks)
+    return out
+
+
+def mixed(bench: Bench) -> Logits:
+    """Whole prompts, chunks that report nothing, a chunk of one token, decodes: in one step."""
+    for r in range(3):
+        bench.admit(r)
+    out = bench.step((0, 5), (1, 13))
+    out |= bench.step((1, 1), (2, 12), known=14)
+    out |= bench.step((0, 1), (1, 1), (2, 17))
+    out |= bench.step((1, 1), (2, 1), (0, 1))
+    return out
+
+
+def preempted(bench: Bench) -> Logits:
+    """One loses its blocks to another, which begins with a single token, and begins again."""
+    for r in (1, 2):
+        bench.admit(r)
+    out = bench.step((1, 13), (2, 30))
+    out |= bench.step((1, 1), (2, 1))
+    bench.preempt(1)
+    bench.admit(0)
+    out |= bench.step((2, 1), (0, 1))
+    bench.admit(1)
+    out |= bench.step((0, 1), (1, 14))
+    out |= bench.step((0, 1), (1, 1), (2, 1))
+    return out
+
+
+def prefix_hit(bench: Bench) -> Logits:
+    """A request begins behind two blocks that another has computed."""
+    bench.admit(DONOR)
+    out = bench.step((DONOR, 30))
+    bench.admit(HEIR, SHARED, bench.blocks[DONOR][:2])
+    out |= bench.step((DONOR, 1), (HEIR, 6))
+    out |= bench.step((DONOR, 1), (HEIR, 1))
+    return out
+
+
+def same_step_hit(bench: Bench) -> Logits:
+    """The same, in the step that computes the blocks, as vLLM grants it."""
+    bench.admit(DONOR)
+    bench.admit(HEIR, SHARED, bench.blocks[DONOR][:2])
+    out = bench.step((HEIR, 6), (DONOR, 30))
+    out |= bench.step((DONOR, 1), (HEIR, 1))
+    return out
+
+
+def wrong_seat(bench: Bench) -> Logits:
+    """The control, which must differ: a decode in another request's seat, its blocks and state."""
+    for r in (1, 2):
+        bench.admit(r)
+    bench.step((1, 13), (2, 30))
+    bench.seats[1], bench.blocks[1] = bench.seats[2], bench.blocks[2]
+    bench.inputs.token_ids[bench.seats[1], : len(SEQUENCES[1])] = SEQUENCES[1]
+    return bench.step((1, 1))
+
+
+MODES: dict[str, Callable[[Bench], Logits]] = {
+    f.__name__: f for f in (packed, chunked, mixed, preempted, prefix_hit, same_step_hit)
+}
+
+
+@dataclass
+class Result:
+    """What one configuration showed.
+
+    status: "passed", "failed", "refused" (by us, when loading), or "cannot run" (mlx-lm by itself).
+    state: what its layers keep.  attention: "packed", or "by segment", which is slower.
+    errors: the largest of each mode, relative; inf: it raised.  control: the error of `wrong_seat`.
+    early, order: how far, in standard deviations of the last logits, they move when the first half
+    of the tokens changes, and when the order does.
+    drift: mlx-lm decoding against mlx-lm reading the same tokens at once.
+    """
+
+    name: str
+    status: str
+    reason: str = ""
+    state: str = ""
+    attention: str = "packed"
+    errors: dict[str, float] = field(default_factory=dict)
+    control: float = 0.0
+    early: float = 0.0
+    order: float = 0.0
+    drift: float = 0.0
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+
+@cache
+def check(name: str) -> Result:
+    """Run one configuration through everything; never raises."""
+    result = Result(name, "cannot run")
+    config = tiny.config_of(name)
+    try:
+        model = tiny.build(config)
+        expected = [_alone(model, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
+        _sensitivity(model, result, expected)
+        result.state = _state(model, config)
+    except (Exception, SystemExit) as e:
+        result.reason = _one_line(e)
+        return result
+    try:
+        loaded = loader.from_model(model, None, config, name)
+    except ModelLoadError as e:
+        result.status, result.reason = "refused", str(e)
+        return result
+
+    if loaded.packed.reads_store:
+        result.attention = "by segment"
+    scale = float(np.abs(np.concatenate(expected)).max())
+    for mode, run in MODES.items():
+        if mode in ("prefix_hit", "same_step_hit") and loaded.packed.no_prefix_cache:
+            continue
+        try:
+            result.errors[mode] = _error(run(Bench(loaded)), expected, scale)
+        except Exception as e:
+            result.errors[mode] = float("inf")
+            result.reason = result.reason or f"{mode}: {_one_line(e)}"
+    again = _alone(model, SEQUENCES[2], PROMPT_LENGTHS[2])
+    result.errors["unpacked"] = _error({(2, 33): again[-1]}, expected, scale)
+    try:
+        result.control = _error(wrong_seat(Bench(loaded)), expected, scale)
+    except Exception as e:
+        result.reason = result.reason or f"wrong_seat: {_one_line(e)}"
+    result.status = "passed" if result.worst < TOLERANCE else "failed"
+    return result
+
+
+def _alone(model: nn.Module, tokens: list[int], prompt: int) -> np.ndarray:
+    """mlx-lm's logits (len(tokens), V): the prompt in one go, then token by token."""
+    caches = make_prompt_cache(model)
+    parts = [tokens[:prompt], *([t] for t in tokens[prompt:])]
+    logits = [model(mx.array([part]), cache=caches)[0].astype(mx.float32) for part in parts]
+    out = np.array(mx.concatenate(logits))[:, : tiny.VOCAB]
+    if not np.isfinite(out).all():
+        raise ValueError("its logits are not finite")
+    return out
+
+
+def _error(got: Logits, expected: list[np.ndarray], scale: float) -> float:
+    """Largest error relative to scale; NaN counts as infinite."""
+    worst = max(np.abs(x[: tiny.VOCAB] - expected[r][n - 1]).max() for (r, n), x in got.items())
+    return float(worst / scale) if np.isfinite(worst) else float("inf")
+
+
+def _sensitivity(model: nn.Module, result: Result, expected: list[np.ndarray]) -> None:
+    tokens, prompt = SEQUENCES[2], PROMPT_LENGTHS[2]
+    plain = _alone(model, tokens, len(tokens))
+    distant = [(t + 1) % tiny.VOCAB for t in tokens[: prompt // 2]]  # out of the windows' reach
+    changed = _alone(model, distant + tokens[prompt // 2 :], len(tokens))[-1]
+    reordered = _alone(model, [*tokens[-2::-1], tokens[-1]], len(tokens))[-1]
+    scale = plain[-1].std()
+    result.early = float(np.abs(changed - plain[-1]).std() / scale)
+    result.order = float(np.abs(reordered - plain[-1]).std() / scale)
+    result.drift = float(np.abs(plain - expected[2]).max() / np.abs(plain).max())
+
+
+def _state(model: nn.Module, config: dict[str, Any]) -> str:
+    """What mlx-lm's own caches hold, in the order of the layers, each kind once."""
+    rank = (config.get("text_config") or config).get("kv_lora_rank")
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([SEQUENCES[0]]), cache=caches))
+
+    def kind(c: Any) -> str:
+        match type(c).__name__:
+            case "CacheList":
+                return "(" + " + ".join(kind(member) for member in c.caches) + ")"
+            case "KVCache" if c.keys is not None and c.keys.shape[1] == 1 and rank in (
+                c.keys.shape[-1], c.values.shape[-1],
+            ):  # fmt: skip
+                return "latent"
+            case "KVCache":
+                return "KV"
+            case "RotatingKVCache":
+                return "window"
+            case "ChunkedKVCache":
+                return "chunk"
+            case "ArraysCache":
+                return "recurrent"
+            case other:
+                return other
+
+    return ", ".join(dict.fromkeys(kind(c) for c in caches))
+
+
+def _one_line(e: BaseException) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())}"[:200]

@@ -1,0 +1,110 @@
+"""How a model is run packed: found out when it is loaded, by trying, against the model itself.
+
+1. Attention through the seam, recurrent layers as sequences (recurrent.py).
+2. Where that fails, or its logits are not the model's own: attention a segment at a time too
+   (kv_segments.py): slower, and general.
+3. Where that fails as well the model is refused, by name and with the reason.
+"""
+
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
+
+from vllm_metal_lite.attention.reference import ReferenceAttention
+from vllm_metal_lite.attention.step import AttentionShape
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.layout import Layout, Node, PagedLayer
+from vllm_metal_lite.model.packed import PackedModel
+
+# Two requests, of 6 and 10 tokens: (computed before, computed now) in the steps of the trial.
+# Prompts, then a decode beside a chunk, then decodes.
+_LENGTHS = (6, 10)
+_STEPS = (((0, 0), (4, 3)), ((4, 3), (1, 6)), ((5, 9), (1, 1)))
+_BLOCK = 8
+
+# How far the logits may be from the model's own, relative to their spread.  What goes wrong with
+# attention or states moves them by about their spread; rounding to 16 bits by a few hundredths.
+_LIMITS = {mx.float32: 1e-2}
+_LIMIT_16_BIT = 0.25
+
+
+class _Observer(ReferenceAttention):
+    """Notes how a model attends."""
+
+    def __init__(self, store: PagedStore) -> None:
+        super().__init__(store)
+        self.shapes: dict[AttentionShape, None] = {}
+
+    def attend(self, layer, q, step, *, window=None, softcap=None, sinks=None, q_pe=None, **how):
+        _, kv_heads, k_dim = self.store.keys[layer].shape
+        self.shapes[AttentionShape(
+            q.shape[1], kv_heads, k_dim, self.store.values[layer].shape[2], q.dtype,
+            window, softcap, sinks is not None, q_pe is not None,
+        )] = None  # fmt: skip
+        return super().attend(
+            layer, q, step, window=window, softcap=softcap, sinks=sinks, q_pe=q_pe, **how
+        )
+
+
+def fit(
+    model: nn.Module, layout: Layout, model_type: str
+) -> tuple[PackedModel, list[AttentionShape]]:
+    """The model, ready for packed steps, and the shapes that its attention has in the seam.
+
+    Trying it also evaluates what models compute lazily when they are made and keep outside of their
+    parameters (RoPE's frequencies): MLX can only do so in the thread that made it.
+    """
+    reason = ""
+    for by_segment in (False, True):
+        if not by_segment and any(_is_chunked(n) for n in layout.nodes):
+            continue  # a chunk is longer than the trial
+        packed = PackedModel(model, layout, by_segment)
+        attention = _Observer(PagedStore(layout.specs, 4, _BLOCK))
+        try:
+            error = _trial(packed, attention)
+        except Exception as e:
+            reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            continue
+        if not error > _LIMITS.get(layout.dtype, _LIMIT_16_BIT):  # NaN: the model's own
+            return packed, list(attention.shapes)
+        reason = f"its packed logits are {error:.2g} of their spread away from mlx-lm's own"
+    raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")
+
+
+def _is_chunked(node: Node) -> bool:
+    if isinstance(node, tuple):
+        return any(_is_chunked(n) for n in node)
+    return isinstance(node, PagedLayer) and isinstance(node.template, ChunkedKVCache)
+
+
+def _trial(packed: PackedModel, attention: ReferenceAttention) -> float:
+    """Largest difference of the packed logits to the model's own, relative to their spread."""
+    rng = np.random.default_rng(0)
+    inputs = InputBatch(2, 2 * _BLOCK, _BLOCK)
+    sequences = [rng.integers(0, packed.layout.vocab_size, n) for n in _LENGTHS]
+    own = [_native(packed.model, s) for s in sequences]
+    rows = np.array([inputs.add(s, len(s)) for s in sequences])
+    for row in rows:
+        inputs.append_blocks(row, [2 * row + 1, 2 * row])
+    errors = []
+    for computed, scheduled in _STEPS:
+        ends = np.array(computed) + scheduled
+        inputs.num_tokens[rows] = ends
+        batch = inputs.pack(rows, np.array(computed), np.array(scheduled))
+        step = attention.prepare(batch, batch.num_tokens)
+        logits = packed(step, attention, mx.array(batch.logits_indices)).astype(mx.float32)
+        mx.eval(logits, attention.state, attention.store.states.arrays)
+        for got, request, end in zip(np.array(logits), rows, ends, strict=True):
+            expected = own[request][end - 1]
+            finite = np.isfinite(expected)  # some models forbid tokens with -inf
+            got, expected = got[finite], expected[finite]
+            errors.append(np.sqrt(np.mean((got - expected) ** 2)) / expected.std())
+    return float(np.max(errors))
+
+
+def _native(model: nn.Module, tokens: np.ndarray) -> np.ndarray:
+    logits = model(mx.array(tokens)[None], cache=make_prompt_cache(model))[0]
+    return np.array(logits.astype(mx.float32))

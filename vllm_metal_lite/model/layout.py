@@ -1,0 +1,149 @@
+"""What a model keeps for a request, and which of its modules touch it: read off one native token.
+
+The model runs as mlx-lm runs it, with caches that note who uses them; nothing is computed.
+"""
+
+import copy
+import sys
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.kv_segments import NATIVE_TYPES
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayer:
+    """A layer of the store; template: mlx-lm's own empty cache for it."""
+
+    index: int
+    template: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A recurrent layer, with `size` arrays of state."""
+
+    index: int
+    size: int
+
+
+# One entry of a model's list of caches: a layer, several of them (a CacheList), or nothing kept.
+Node = PagedLayer | StateLayer | tuple | None
+
+
+@dataclass
+class Layout:
+    """nodes: one a cache of the model's list.  specs: the store's layers, in order.
+
+    state_bytes: what recurrent layers keep of a request.  kv_users, state_users: the modules that
+    touch K and V or states, by their paths.
+    """
+
+    vocab_size: int
+    dtype: mx.Dtype
+    nodes: list[Node] = field(default_factory=list)
+    specs: list[LayerSpec] = field(default_factory=list)
+    num_states: int = 0
+    state_bytes: int = 0
+    kv_users: dict[str, nn.Module] = field(default_factory=dict)
+    state_users: dict[str, nn.Module] = field(default_factory=dict)
+
+    def add(self, cache: Any) -> Node:
+        """The node of a cache that has seen one token."""
+        if isinstance(cache, CacheList):
+            return tuple(self.add(c) for c in cache.caches)
+        if isinstance(cache, ArraysCache):
+            self.state_bytes += sum(a.nbytes for a in cache.cache if a is not None)
+            self.num_states += 1
+            return StateLayer(self.num_states - 1, len(cache.cache))
+        if cache.keys is None:  # a layer that keeps nothing
+            return None
+        _, heads, _, k_dim = cache.keys.shape
+        window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+        v_dim = cache.values.shape[-1]
+        self.specs.append(LayerSpec(heads, k_dim, v_dim, cache.keys.dtype, window))
+        return PagedLayer(len(self.specs) - 1, cache.template)
+
+
+def inspect(model: nn.Module, model_type: str) -> Layout:
+    """Run one token natively and note what is kept and by whom; ModelLoadError if it cannot."""
+    users: dict[int, bool] = {}  # by the module's id: whether it touches K and V
+    caches = [_watched(c, users, model_type) for c in make_prompt_cache(model)]
+    try:
+        logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
+    except Exception as e:
+        reason = " ".join(str(e).split())[:300]
+        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {reason}") from e
+    layout = Layout(logits.shape[-1], logits.dtype)
+    layout.nodes = [layout.add(c) for c in caches]
+    for path, module in model.named_modules():
+        for kind, found in (("kv", layout.kv_users), ("state", layout.state_users)):
+            if kind in users.get(id(module), ()):
+                found[path] = module
+    return layout
+
+
+def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:
+    """The cache, made to note which modules touch it."""
+    if type(cache) is CacheList:
+        return CacheList(*(_watched(c, users, model_type) for c in cache.caches))
+    if type(cache) not in (ArraysCache, *NATIVE_TYPES) or getattr(cache, "keep", 0):
+        raise ModelLoadError(
+            f"the architecture {model_type} is not supported: it keeps a cache of a kind of its "
+            f"own ({type(cache).__name__})"
+        )
+    base = type(cache)
+    kind = "state" if base is ArraysCache else "kv"
+
+    def note(frame: FrameType) -> None:
+        user = _calling_module(frame, watched)
+        if user is not None:
+            users.setdefault(id(user), set()).add(kind)
+
+    def read(self: Any, name: str) -> Any:
+        if name != "make_mask" and not name.startswith("__"):
+            note(sys._getframe(1))
+        return base.__getattribute__(self, name)
+
+    def get(self: Any, index: int) -> Any:
+        note(sys._getframe(1))
+        return base.__getitem__(self, index)
+
+    watched = copy.copy(cache)
+    watched.template = cache
+    methods = {"__getitem__": get} if kind == "state" else {"__getattribute__": read}
+    watched.__class__ = type(base.__name__, (base,), methods)
+    return watched
+
+
+def _calling_module(frame: FrameType | None, cache: Any) -> nn.Module | None:
+    """The innermost module whose `__call__` this frame is part of; None within the cache itself."""
+    if frame is not None and frame.f_locals.get("self") is cache:
+        return None
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__call__" and isinstance(owner, nn.Module):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of the modules (by path) that are not part of another one of them."""
+    return {
+        path: module
+        for path, module in modules.items()
+        if not any(other != path and is_part(path, other) for other in modules)
+    }
+
+
+def is_part(path: str, whole: str) -> bool:
+    """Whether the module at `path` is the one at `whole`, or a part of it."""
+    return path == whole or whole == "" or path.startswith(whole + ".")

@@ -1,0 +1,108 @@
+"""An mlx-lm model that takes packed steps: its caches for a step, and which rows reach its head."""
+
+from typing import Any
+
+import mlx.nn as nn
+
+from vllm_metal_lite.attention.step import Attention, StepMetadata
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.layout import Layout, Node, StateLayer, is_part, outermost
+from vllm_metal_lite.model.recurrent import StateCache
+from vllm_metal_lite.model.seam import PagedLayerCache, sdpa_hook
+from vllm_metal_lite.model.sequences import CacheMembers, SequenceStep, show_sequences
+
+
+class _Rows:
+    """The rows that the body of a model hands to its head during a packed forward."""
+
+    wanted: mx.array | None = None
+    taken = False
+
+
+def _select_rows(body: nn.Module, rows: _Rows) -> None:
+    """Make `body`, which owns the decoder layers, hand only the wanted rows to the head."""
+    base = type(body)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        h = base.__call__(self, *args, **kwargs)
+        if rows.wanted is not None and isinstance(h, mx.array) and h.ndim == 3:
+            rows.taken = True
+            h = h[rows.wanted]
+        return h
+
+    body.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+
+def _body(model: nn.Module) -> nn.Module | None:
+    """The module below `model` that owns the list of decoder layers."""
+    for _, module in model.named_modules():
+        if module is not model and isinstance(module.get("layers"), list):
+            return module
+    return None
+
+
+class PackedModel:
+    """An mlx-lm model that takes a packed step.
+
+    by_segment: attention modules see sequences too, a segment at a time (sequences.py).
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, by_segment: bool = False) -> None:
+        self.model, self.layout = model, layout
+        users = outermost({**layout.state_users, **(layout.kv_users if by_segment else {})})
+        for module in users.values():
+            show_sequences(module)
+        # Whether one of them uses K and V: then it can only see a segment at a time.
+        self.reads_store = any(is_part(kv, path) for path in users for kv in layout.kv_users)
+        self._rows = _Rows()
+        body = _body(model)
+        if body is not None:
+            _select_rows(body, self._rows)
+
+    @property
+    def no_prefix_cache(self) -> str | None:
+        """Why blocks of a shared prefix cannot be shared, or None if they can."""
+        if self.layout.num_states:
+            return "its recurrent layers keep one state a request, not one a block"
+        if self.reads_store:
+            return "its attention reads the store before all of a step is written"
+        return None
+
+    @property
+    def attention_specs(self) -> list[LayerSpec]:
+        """The layers that keep K and V, in order: the store's layers."""
+        return self.layout.specs
+
+    def __call__(
+        self, step: StepMetadata, attention: Attention, logits_indices: mx.array
+    ) -> mx.array:
+        """Build the forward of a step; returns logits (R, vocab_size) of the rows asked for."""
+        sequences = None
+        if self.layout.num_states or self.reads_store:
+            sequences = SequenceStep(step, attention.store.states, self.reads_store)
+        caches = [self._cache(n, attention, step, sequences) for n in self.layout.nodes]
+        self._rows.wanted, self._rows.taken = logits_indices, False
+        try:
+            with sdpa_hook():
+                logits = self.model(step.token_ids[:, None], cache=caches)
+        finally:
+            self._rows.wanted = None
+        if sequences is not None:
+            sequences.states.commit()
+        if not self._rows.taken:
+            logits = logits[logits_indices]
+        return logits.squeeze(1)
+
+    def _cache(
+        self, node: Node, attention: Attention, step: StepMetadata, sequences: SequenceStep | None
+    ) -> Any:
+        """What the model sees as one entry of its list of caches."""
+        if isinstance(node, tuple):
+            return CacheMembers(self._cache(n, attention, step, sequences) for n in node)
+        if isinstance(node, StateLayer):
+            return StateCache(node.index, node.size, sequences)
+        if node is None:
+            return None
+        spec = self.layout.specs[node.index]
+        return PagedLayerCache(node.index, spec, attention, step, node.template, sequences)
