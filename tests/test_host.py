@@ -297,7 +297,8 @@ def test_stand_in_for_mlx():
     assert mx.fast.metal_kernel is original
 
 
-def test_whole_metal_source():
+@pytest.mark.parametrize("checked", [False, True])
+def test_whole_metal_source(checked):
     source = """
         #include <metal_stdlib>
         using namespace metal;
@@ -325,8 +326,20 @@ def test_whole_metal_source():
             (4, 2, 1),
             constants={3: np.bool_(True)},
             threadgroup_memory={0: 8 * x.itemsize},
+            options=HostOptions(checked=checked),
         )
         np.testing.assert_array_equal(x, np.arange(32).reshape(4, 8) * -3)
+        # A constant that is not given is zero, whatever it was before.
+        run_metal(
+            source,
+            f"scale<{name}>",
+            {0: dtype(2), 1: x},
+            (8, 4, 1),
+            (4, 2, 1),
+            threadgroup_memory={0: 8 * x.itemsize},
+            options=HostOptions(checked=checked),
+        )
+        np.testing.assert_array_equal(x, np.arange(32).reshape(4, 8) * -6)
 
 
 @pytest.mark.parametrize("call", ["simd_shuffle(1.0f, 32)", "quad_broadcast(1.0f, ushort(4))"])

@@ -54,7 +54,7 @@ def kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("METAL_LITE_HOST_COVERAGE", "1")
     monkeypatch.setenv("METAL_LITE_HOST_CACHE", str(tmp_path))
     header, body = KERNEL.split("// --- kernel body ---\n")
-    return folder, HostKernel("sample", ["a"], ["out"], source=body, header=header)
+    return HostKernel("sample", ["a"], ["out"], source=body, header=header)
 
 
 def run(kernel, a, wide, checked=False):
@@ -71,13 +71,13 @@ def run(kernel, a, wide, checked=False):
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_lines_not_run(kernel, checked):
-    folder, sample = kernel
-    assert coverage.report(folder) == []
+    sample = kernel
+    assert coverage.report() == []
 
     run(sample, mx.zeros(8), wide=False, checked=checked)
-    idle, lines = coverage.report(folder)
+    idle, lines = coverage.report()
     assert idle == "metal/idle.metal: never run"
     assert lines == "metal/sample.metal: lines not run: 9, 17, 22, 24-27"
 
     run(sample, mx.array([1.0] + [0.0] * 7), wide=True, checked=checked)
-    assert coverage.report(folder)[1] == "metal/sample.metal: lines not run: 9, 17, 26"
+    assert coverage.report()[1] == "metal/sample.metal: lines not run: 9, 17, 26"

@@ -1,7 +1,7 @@
 """The host proves itself on kernels that are not ours: MLX's and mlx-lm's, against float64.
 
-Every case runs plainly and under the checker, with threads in three orders: the results have to be
-the same to the bit, and right.  A report of the checker fails the test: these kernels are correct.
+Cases run plainly and, mostly, under the checker, each with threads in two orders: the results have
+to be the same to the bit, and right.  A report fails the test, for these kernels are correct.
 """
 
 import foreign_kernels as foreign
@@ -31,6 +31,7 @@ def test_softmax(dtype, width):
         [x, (x.shape, x.dtype), np.int32(width)],
         (3, 1, 1),
         threads,
+        checked=dtype == "float",
     )
     e = np.exp(x64 - x64.max(-1, keepdims=True))
     check_close(y, e / e.sum(-1, keepdims=True), dtype)
@@ -59,6 +60,7 @@ def test_logsumexp(dtype):
         [x, ((3,), x.dtype), np.int32(700)],
         (3, 1, 1),
         (192, 1, 1),
+        checked=dtype == "float",
     )
     check_close(y, np.log(np.exp(x64).sum(-1)), dtype)
 
@@ -96,11 +98,14 @@ def quantised(rows, columns, group, bits, dtype):
 @pytest.mark.parametrize(
     ("dtype", "bits", "rows", "columns", "kernel"),
     [
-        *(("float", bits, 16, 512, "affine_qmv_fast") for bits in (3, 4, 6, 8)),
-        *(("float", bits, 13, 192, "affine_qmv") for bits in (3, 4, 6, 8)),
+        ("float", 3, 16, 512, "affine_qmv_fast"),
         ("half", 4, 16, 1024, "affine_qmv_fast"),
-        ("bfloat16_t", 4, 13, 192, "affine_qmv"),
         ("bfloat16_t", 6, 16, 512, "affine_qmv_fast"),
+        ("float", 8, 16, 512, "affine_qmv_fast"),
+        ("half", 3, 13, 192, "affine_qmv"),
+        ("bfloat16_t", 4, 13, 192, "affine_qmv"),
+        ("float", 6, 13, 192, "affine_qmv"),
+        ("bfloat16_t", 8, 13, 192, "affine_qmv"),
     ],
 )
 def test_affine_matvec(dtype, bits, rows, columns, kernel):
@@ -170,6 +175,7 @@ def test_rms_norm(dtype, looped):
         [x, w, (x.shape, x.dtype), np.float32(1e-5), np.uint32(width), np.uint32(1)],
         (3, 1, 1),
         (32 if looped else 96, 1, 1),
+        checked=dtype == "float",
     )
     check_close(y / 2, rms_norm(x64, 1e-5) * w64 / 2, dtype)
 
@@ -193,6 +199,7 @@ def test_rope(dtype, interleaved):
         (1, length, batch * per_batch // 4),
         (dim // 2, 1, 1),
         constants={1: np.bool_(True), 2: np.bool_(interleaved), 3: np.bool_(False)},
+        checked=dtype == "float",
     )
     positions = offsets[:, None, None] + np.arange(length)
     check_close(y, rotate(x64, positions, 1e4, interleaved=interleaved), dtype)

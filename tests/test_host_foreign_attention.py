@@ -26,15 +26,16 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 )
 def test_sdpa_vector(dtype, case):
     dispatch, expected = sdpa_vector(dtype, *case)
-    check_close(*in_every_way(dispatch.run), expected, dtype)
+    check_close(*in_every_way(dispatch.run, checked=dtype == "float"), expected, dtype)
 
 
 @dtypes
 @pytest.mark.parametrize("keys", [33, 150])
 def test_sdpa_two_pass(dtype, keys):
     first, expected = two_pass_first(dtype, 4, 2, 2, keys, 64)
-    second = two_pass_second(dtype, *in_every_way(first.run))
-    check_close(*in_every_way(second.run), expected, dtype)
+    checked = dtype == "float"
+    second = two_pass_second(dtype, *in_every_way(first.run, checked=checked))
+    check_close(*in_every_way(second.run, checked=checked), expected, dtype)
 
 
 # causal, query heads, KV heads, queries, keys, head dim
@@ -44,10 +45,11 @@ def test_sdpa_two_pass(dtype, keys):
         ("float", (False, 2, 1, 64, 64, 64)),
         ("float", (False, 2, 2, 45, 77, 64)),
         ("float", (True, 2, 1, 70, 70, 64)),
-        ("half", (True, 2, 1, 33, 90, 64)),
+        ("float", (True, 2, 1, 33, 90, 64)),
         ("bfloat16_t", (True, 1, 1, 5, 9, 64)),
-        ("bfloat16_t", (False, 2, 1, 32, 48, 128)),
-        ("float", (True, 2, 1, 41, 59, 128)),
+        ("bfloat16_t", (False, 2, 1, 32, 48, 64)),
+        ("half", (False, 2, 1, 32, 48, 128)),
+        ("half", (True, 2, 1, 41, 59, 128)),
         ("half", (True, 2, 1, 20, 71, 128)),
     ],
     ids=str,

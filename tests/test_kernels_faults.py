@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from metal.host import KernelFault, compiler_available, installed, mlx_source
+from metal.host import HostError, KernelFault, compiler_available, installed, mlx_source
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops, source
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
@@ -42,19 +42,20 @@ def kv_gather(dtype):
     return list(ops.kv_gather(slots, *store(dtype), ops.new_token()))
 
 
-def paged_decode(dtype, splits=1):
+def paged_decode(dtype):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
     out, _ = ops.paged_decode(
         q, tables, mx.array([21, 0, 9], mx.int32), *store(dtype), ops.new_token(),
-        plan=ops.DecodePlan(splits, 2), block_size=BLOCK_SIZE, scale=0.2,
+        plan=ops.DecodePlan(1, 2), block_size=BLOCK_SIZE, scale=0.2,
     )  # fmt: skip
     return [out]
 
 
 def merge_partitions(dtype):
-    return [*paged_decode(dtype, splits=2)]
+    """Two rows of 40 splits."""
+    return [ops.merge_partitions(draw(1, 2, 40, DIM, seed=7), draw(1, 2, 40, seed=8), dtype)]
 
 
 def varlen_prefill_rows(dtype):
@@ -93,13 +94,16 @@ def test_accepted_by_the_strict_front_end(kernel, dtype, monkeypatch):
 
     texts = []
     generate = mlx_source.generated_source
-    monkeypatch.setattr(
-        mlx_source, "generated_source", lambda *a: texts.append(generate(*a)) or texts[-1]
-    )
-    with on_host():
+
+    def only_the_text(*arguments):
+        texts.append(generate(*arguments))
+        raise HostError("only the text is wanted")
+
+    monkeypatch.setattr(mlx_source, "generated_source", only_the_text)
+    with on_host(), pytest.raises(HostError, match="only the text"):
         RUN[kernel](dtype)
-    assert f"metal_lite_{kernel}" in texts[-1]
-    assert check(texts[-1]) == []
+    assert f"metal_lite_{kernel}" in texts[0]
+    assert check(texts[0]) == []
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"

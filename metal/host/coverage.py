@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from . import origin
 from .elf import Reader, sections
-from .origin import KERNELS
 from .translate import without_comments
 
 _NOTHING, _MISSED, _RAN = 0, 1, 2
@@ -54,19 +54,22 @@ def marks() -> dict[str, dict[int, bytearray]]:
     return files
 
 
-def report(kernels: Path = KERNELS) -> list[str]:
-    """A line of text for each `.metal` file that has lines that no run has executed.
+def report() -> list[str]:
+    """A line of text for each file in metal/ that has lines that no run has executed.
 
     Nothing if no kernel of these files has run at all.
     """
-    seen, found = marks(), []
-    for path in sorted(kernels.glob("*.metal")):
-        name = f"{kernels.name}/{path.name}"
+    seen = marks()
+    files = {origin.label(path): path for path in origin.kernel_files()}
+    if not files.keys() & seen.keys():
+        return []
+    found = []
+    for name, path in files.items():
         if name not in seen:
             found.append(f"{name}: never run")
         elif missed := missed_lines(path.read_text(), seen[name]):
             found.append(f"{name}: lines not run: {_ranges(missed)}")
-    return found if any(name.startswith(f"{kernels.name}/") for name in seen) else []
+    return found
 
 
 def missed_lines(text: str, rows: dict[int, bytearray]) -> list[int]:

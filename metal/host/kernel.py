@@ -1,13 +1,12 @@
 """HostKernel: `mx.fast.metal_kernel`, executed on the CPU."""
 
-import functools
 from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from . import memory, mlx_source, origin, toolchain
-from .launch import Buffer, Library
+from .launch import Buffer, Library, load
 from .options import HostOptions
 from .translate import Parameter, expand_includes, translate
 
@@ -139,12 +138,7 @@ class HostKernel:
             mlx_source.prelude(), "prelude", [include] if include else []
         ) + expand_includes(text, self.name, [])
         unit, parameters = translate(whole, function)
-        return _library(unit, self.name, toolchain.flavour(options)), parameters
-
-
-@functools.cache
-def _library(unit: str, name: str, flavour: toolchain.Flavour) -> Library:
-    return Library(toolchain.build(unit, name, flavour), name)
+        return load(unit, self.name, toolchain.flavour(options)), parameters
 
 
 def _layout(data: np.ndarray, what: str) -> np.ndarray:

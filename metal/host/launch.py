@@ -1,12 +1,13 @@
 """Loads the library of a kernel and runs dispatches of it."""
 
 import ctypes
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import coverage
+from . import coverage, toolchain
 from .faults import HostError, KernelFault
 from .lines import line_at
 from .options import FORWARD, REVERSE, HostOptions
@@ -88,7 +89,8 @@ class Library:
             coverage.watch(path, self._library.metal_host_image())
         self._lock = threading.Lock()  # a library has one set of fibers
 
-    def set_constants(self, constants: Mapping[int, bytes]) -> None:
+    def _set_constants(self, constants: Mapping[int, bytes]) -> None:
+        self._library.metal_host_unset_constants()
         for index, value in constants.items():
             self._library.metal_host_constant(ctypes.c_uint(index), ctypes.c_char_p(value))
 
@@ -143,7 +145,7 @@ class Library:
             launch.shared_bytes[index] = size
         launch.num_shared = max(shared_bytes or {}, default=-1) + 1
         with self._lock:
-            self.set_constants(constants or {})
+            self._set_constants(constants or {})
             failed = self._library.metal_host_launch(ctypes.byref(launch), ctypes.byref(fault))
         if failed:
             raise self._fault(fault)
@@ -158,3 +160,9 @@ class Library:
         return KernelFault(
             fault.kind.decode(), self.kernel, fault.message.decode(), location, *positions
         )
+
+
+@functools.cache
+def load(unit: str, kernel: str, flavour: toolchain.Flavour) -> Library:
+    """The library of a translated kernel, compiled if need be."""
+    return Library(toolchain.build(unit, kernel, flavour), kernel)

@@ -67,7 +67,7 @@ def generated_source(
     parts = printed.split("```")
     if len(parts) < 3:
         raise HostError(f"MLX printed no source for kernel {definition['name']}: {printed[:200]!r}")
-    return "```".join(parts[1:-1]).lstrip("\n")
+    return "```".join(parts[1:-1]).removeprefix("\n")
 
 
 def instantiation(text: str) -> str:

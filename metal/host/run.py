@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import memory, toolchain
-from .launch import Buffer, Library
+from .launch import Buffer, load
 from .options import HostOptions
 from .translate import Parameter, expand_includes, translate
 
@@ -48,7 +48,7 @@ def run_metal(
     """
     options = options or HostOptions()
     unit, parameters = _translated(source, function, tuple(include_dirs), name)
-    library = _library(unit, function, toolchain.flavour(options))
+    library = load(unit, function, toolchain.flavour(options))
     given = dict(buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers))
     bound, keep = {}, []
     for parameter in parameters:
@@ -99,8 +99,3 @@ def _translated(
     source: str, function: str, include_dirs: tuple[Path, ...], name: str
 ) -> tuple[str, list[Parameter]]:
     return translate(expand_includes(source, name, include_dirs), function)
-
-
-@functools.cache
-def _library(unit: str, function: str, flavour: toolchain.Flavour) -> Library:
-    return Library(toolchain.build(unit, function, flavour), function)

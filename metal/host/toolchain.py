@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ _PLAIN = ["-O2", "-fno-sanitize=all"]
 # Every access and every undefined operation becomes a call, and has a line.
 _CHECKED = ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread,undefined,float-cast-overflow"]
 _CHECKED += ["-fno-sanitize=vptr,object-size", "-DMETAL_HOST_CHECKED"]
+
+_KEEP_SECONDS = 7 * 86400  # of compiled kernels that are not used
 
 _RUNTIME = ["runtime.cpp"]
 _MEMORY = {False: ["memory.cpp"], True: ["checker.cpp", "hooks.cpp"]}
@@ -66,6 +69,11 @@ def cache_dir() -> Path:
     named = os.environ.get("METAL_LITE_HOST_CACHE")
     folder = Path(named or Path(tempfile.gettempdir()) / f"metal-host-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise HostError(f"{folder} belongs to another user: name one in METAL_LITE_HOST_CACHE")
+    for file in folder.iterdir():
+        if file.is_file() and time.time() - file.stat().st_mtime > _KEEP_SECONDS:
+            file.unlink(missing_ok=True)
     return folder
 
 
@@ -150,6 +158,9 @@ def build(text: str, name: str, flavour: Flavour) -> Path:
     key = hashlib.sha256("\0".join([_runtime_hash(), *flags, text]).encode()).hexdigest()[:32]
     library = cache_dir() / f"{key}.so"
     if library.exists():
+        for file in library, library.with_suffix(".cpp"):
+            if file.exists():
+                file.touch()
         return library
     with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
         source, made = Path(scratch) / f"{key}.cpp", Path(scratch) / "kernel.o"

@@ -166,11 +166,13 @@ def translate(text: str, function: str) -> tuple[str, list[Parameter]]:
         function: the kernel, with its template arguments if it is a template.
     """
     parameters = kernel_parameters(text, function.split("<")[0].strip())
-    constants = _CONSTANT.findall(without_comments(text))
+    found = _CONSTANT.findall(without_comments(text))
+    constants = {index: name for name, index in found}
     cases = "".join(
         f"    case {index}: {name} = *static_cast<const decltype({name})*>(value); break;\n"
-        for index, name in {index: name for name, index in constants}.items()
+        for index, name in constants.items()
     )
+    unset = " ".join(f"{name} = {{}};" for name in constants.values())
     arguments = ",\n      ".join(parameter.argument() for parameter in parameters)
     text = _INSTANTIATION.sub("template", share_threadgroup_variables(text))
     text = _UNROLL.sub("", _SHARED_ARGUMENT.sub("", text))
@@ -182,8 +184,9 @@ extern "C" HOST_INTERNAL void metal_host_kernel() {{
   kernel_function(
       {arguments});
 }}
-HOST_EXPORT __attribute__((no_sanitize("thread")))
-void metal_host_constant(unsigned index, const void* value) {{
+#define HOST_SETTER HOST_EXPORT __attribute__((no_sanitize("thread"))) void
+HOST_SETTER metal_host_unset_constants() {{ {unset} }}
+HOST_SETTER metal_host_constant(unsigned index, const void* value) {{
   switch (index) {{
 {cases}  }}
 }}

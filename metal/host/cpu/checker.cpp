@@ -29,7 +29,7 @@ struct Region {
   bool initialised;  // reading what nobody wrote is no fault
   unsigned grain;    // log2 of the bytes of a cell
   Cell* cells;       // null: read-only, nothing to watch but bounds
-  size_t cell_bytes;
+  AtomicCell* atomics;  // null until the first atomic access
   unsigned serial;  // the threadgroup for which a threadgroup variable was made
 };
 
@@ -57,25 +57,34 @@ void commit(char* start, size_t bytes) {
 
 unsigned grain_of(size_t element) { return element >= 8 ? 3 : element >= 4 ? 2 : element >= 2; }
 
-void make_cells(Region& r) {
-  r.cell_bytes = ((r.bytes >> r.grain) + 1) * sizeof(Cell);
-  void* p = mmap(nullptr, r.cell_bytes, PROT_READ | PROT_WRITE,
+size_t count_cells(const Region& r) { return (r.bytes >> r.grain) + 1; }
+
+// Zeros, of which only what is touched takes memory.
+template <class T>
+T* make(size_t count) {
+  void* p = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) fault("host", {}, "no memory for the checker");
-  r.cells = static_cast<Cell*>(p);
+  return static_cast<T*>(p);
 }
 
 void drop_cells(Region& r) {
-  if (r.cells) munmap(r.cells, r.cell_bytes);
+  if (r.cells) munmap(r.cells, count_cells(r) * sizeof(Cell));
+  if (r.atomics) munmap(r.atomics, count_cells(r) * sizeof(AtomicCell));
   r.cells = nullptr;
+  r.atomics = nullptr;
 }
 
 // A write narrower than a cell: from now on each byte has a cell of its own.
 void refine(Region& r) {
   Region fine = r;
   fine.grain = 0;
-  make_cells(fine);
-  for (size_t i = 0; i < r.bytes; i++) fine.cells[i] = r.cells[i >> r.grain];
+  fine.cells = make<Cell>(count_cells(fine));
+  if (r.atomics) fine.atomics = make<AtomicCell>(count_cells(fine));
+  for (size_t i = 0; i < r.bytes; i++) {
+    fine.cells[i] = r.cells[i >> r.grain];
+    if (r.atomics) fine.atomics[i] = r.atomics[i >> r.grain];
+  }
   drop_cells(r);
   r = fine;
 }
@@ -153,6 +162,7 @@ void check_access(const void* address, size_t bytes, bool writes, bool atomic, c
     fault("read-only", {}, "write at byte %td of the input %s", offset, r->name);
   if (!r->cells) return;
   if (writes && bytes < size_t(1) << r->grain) refine(*r);
+  if (atomic && !r->atomics) r->atomics = make<AtomicCell>(count_cells(*r));
 
   const bool in_threadgroup = is_shared(*r);
   const Access me = epochs.access(serial, *self, in_threadgroup ? kThreadgroup : kDevice, atomic,
@@ -160,14 +170,19 @@ void check_access(const void* address, size_t bytes, bool writes, bool atomic, c
   const size_t last = (offset + bytes - 1) >> r->grain;
   for (size_t i = offset >> r->grain; i <= last; i++) {
     Cell& cell = r->cells[i];
-    if (in_threadgroup && cell.serial() != serial) cell = {};
+    AtomicCell* atomics = r->atomics ? r->atomics + i : nullptr;
+    if (in_threadgroup && cell.serial != serial) {  // left by another threadgroup
+      cell = {{}, {}, serial};
+      if (atomics) *atomics = {};
+    }
     if (!writes && !r->initialised && !cell.writer.who)
       fault("uninitialised", {}, "read at byte %zu of %s, which nobody has written", i << r->grain,
             r->name);
-    if (const Access* earlier = writes ? cell.write(me) : cell.read(me)) {
+    if (const Access* earlier = note(cell, atomics, me, writes)) {
       if (!writes) race(*r, i << r->grain, false, *earlier, true);
-      racing_write(*r, offset, bytes, *earlier, earlier == &cell.writer);
-      cell = {me};
+      const bool read = earlier >= &cell.readers.last && earlier <= &cell.readers.other_group;
+      racing_write(*r, offset, bytes, *earlier, !read);
+      cell = {me, {}, cell.serial};
     }
   }
 }
@@ -193,7 +208,7 @@ void memory_start_dispatch(const Launch* what) {
     r.grain = grain_of(b.element);
     commit(r.base, r.bytes);
     if (r.bytes) memcpy(r.base, b.address, r.bytes);
-    if (r.writable) make_cells(r);
+    if (r.writable) r.cells = make<Cell>(count_cells(r));
   }
 }
 
@@ -223,7 +238,7 @@ void memory_start_threadgroup(unsigned) {
   epochs = {};
   if (++serial >= kMaxSerial) {  // numbers start again: nothing older may be left
     for (Region& r : shared)
-      if (r.cells) memset(r.cells, 0, r.cell_bytes);
+      drop_cells(r);
     serial = 1;
   }
 }
@@ -243,7 +258,7 @@ static void* shared_region(unsigned slot, const char* name, size_t bytes, size_t
     r.writable = true;
     snprintf(r.name, sizeof(r.name), "threadgroup %s", name);
     commit(r.base, bytes);
-    make_cells(r);
+    r.cells = make<Cell>(count_cells(r));
   }
   r.serial = serial;
   if (launch->poison) memset(r.base, 0xff, bytes);

@@ -6,6 +6,10 @@ typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long ulong;
 typedef _Float16 half;
+#if defined(__APPLE__)  // in MSL the 64-bit integers are long and ulong; on a Mac's CPU, long long
+#define int64_t long
+#define uint64_t ulong
+#endif
 
 // bfloat as MSL has it: every bfloat is a float, but a float becomes a bfloat only when asked.
 // Arithmetic between two bfloats (or with an integer) rounds to bfloat; with a float it is float.

@@ -50,54 +50,75 @@ class Epochs {
   unsigned simd_[kMaxThreads / kLanes][2] = {};
 };
 
-// What is remembered of one piece of memory: its last writer, and of the readers since as many as
-// are needed to find a racing one if there is any.
-struct Cell {
-  Access writer;
-  Access reader;       // the last
-  Access same_simd;    // the last by another thread of that reader's simdgroup
-  Access other_simd;   // the last of another simdgroup
+inline bool concurrent(const Access& earlier, const Access& now) {
+  if (!earlier.who) return false;
+  if (earlier.serial() != now.serial()) return true;
+  if (earlier.thread() == now.thread() || earlier.group_epoch() != now.group_epoch()) return false;
+  return earlier.simdgroup() != now.simdgroup() || earlier.simd_epoch() == now.simd_epoch();
+}
+
+// Of many accesses of one kind, as many as are needed to find one that is concurrent with an access
+// to come, if there is any.
+struct Recent {
+  Access last;
+  Access same_simd;    // the last by another thread of the simdgroup of `last`
+  Access other_simd;   // the last of another simdgroup: whoever comes is concurrent with one of both
   Access other_group;  // one of an earlier threadgroup
 
-  unsigned serial() const { return writer.who ? writer.serial() : reader.serial(); }
-
-  // Null, or the access that races with this one.
-  const Access* read(const Access& me) {
-    if (concurrent(writer, me)) return &writer;
-    if (!reader.who || reader.serial() != me.serial()) {
-      if (reader.who) other_group = reader;
-      forget_group();
-    } else if (reader.group_epoch() != me.group_epoch()) {
-      forget_group();
-    } else if (reader.simdgroup() != me.simdgroup()) {
-      other_simd = reader;  // whoever writes now races with one of the two
+  void add(const Access& me) {
+    if (last.who && last.serial() != me.serial()) other_group = last;
+    if (!last.who || last.serial() != me.serial() || last.group_epoch() != me.group_epoch()) {
+      same_simd = other_simd = {};  // ordered before whatever comes
+    } else if (last.simdgroup() != me.simdgroup()) {
+      other_simd = last;
       same_simd = {};
-    } else if (reader.thread() != me.thread()) {
-      same_simd = reader;
+    } else if (last.thread() != me.thread()) {
+      same_simd = last;
     }
-    reader = me;
-    return nullptr;
+    last = me;
   }
 
-  const Access* write(const Access& me) {
-    const Access* const remembered[] = {&writer, &reader, &same_simd, &other_simd, &other_group};
-    for (const Access* a : remembered)
+  // Null, or one that is concurrent.
+  const Access* find(const Access& me) const {
+    const Access* const all[] = {&last, &same_simd, &other_simd, &other_group};
+    for (const Access* a : all)
       if (concurrent(*a, me)) return a;
-    // Whatever comes later is ordered after the earlier accesses if it is after this one.
-    *this = {me};
     return nullptr;
-  }
-
- private:
-  void forget_group() { same_simd = other_simd = {}; }
-
-  static bool concurrent(const Access& earlier, const Access& now) {
-    if (!earlier.who || (earlier.atomic() && now.atomic())) return false;
-    if (earlier.serial() != now.serial()) return true;
-    if (earlier.thread() == now.thread() || earlier.group_epoch() != now.group_epoch())
-      return false;
-    return earlier.simdgroup() != now.simdgroup() || earlier.simd_epoch() == now.simd_epoch();
   }
 };
+
+// What is remembered of one piece of memory. A plain write forgets what came before: it was found
+// to be ordered before the write, and so is ordered before all that will be ordered after it.
+struct Cell {
+  Access writer;  // the last plain one; the first atomic one, if there was no plain one
+  Recent readers;
+  uint32_t serial;  // threadgroup memory: whose it is
+};
+
+// Atomic accesses, which order nothing and race with plain ones only.
+struct AtomicCell {
+  Recent readers, writers;
+};
+
+// Notes an access; null, or the earlier access with which it races. `atomics` is null where nothing
+// was atomic so far; an atomic access needs it.
+inline const Access* note(Cell& cell, AtomicCell* atomics, const Access& me, bool writes) {
+  const bool atomic = me.atomic();
+  if (!cell.writer.atomic() && concurrent(cell.writer, me)) return &cell.writer;
+  const Access* found = writes ? cell.readers.find(me) : nullptr;
+  if (!found && !atomic && atomics) found = atomics->writers.find(me);
+  if (!found && !atomic && atomics && writes) found = atomics->readers.find(me);
+  if (found) return found;
+  if (atomic) {
+    (writes ? atomics->writers : atomics->readers).add(me);
+    if (writes && !cell.writer.who) cell.writer = me;
+  } else if (writes) {
+    cell = {me, {}, cell.serial};
+    if (atomics) *atomics = {};
+  } else {
+    cell.readers.add(me);
+  }
+  return nullptr;
+}
 
 }  // namespace metal_host
