@@ -120,11 +120,12 @@ def packed(bench: Bench) -> Logits:
 
 
 def chunked(bench: Bench) -> Logits:
-    """Prompts in chunks, across the edges of blocks and of windows."""
+    """Prompts in chunks, across the edges of blocks and of windows; of like length and unlike
+    position, too, which a recurrent layer may take together."""
     for r in (1, 2):
         bench.admit(r)
-    out = bench.step((2, 7))
-    for chunks in [((1, 6), (2, 16)), ((2, 1), (1, 7)), ((1, 1), (2, 6)), ((1, 1), (2, 1))]:
+    out = bench.step((1, 4), (2, 4))
+    for chunks in [((2, 3),), ((1, 8), (2, 8)), ((1, 1), (2, 14)), ((1, 1), (2, 1))]:
         out |= bench.step(*chunks)
     return out
 
@@ -141,14 +142,14 @@ def mixed(bench: Bench) -> Logits:
 
 
 def preempted(bench: Bench) -> Logits:
-    """One loses its blocks to another while it decodes, and begins again in others."""
+    """One loses its blocks to another, which begins with a single token, and begins again."""
     for r in (1, 2):
         bench.admit(r)
     out = bench.step((1, 13), (2, 30))
     out |= bench.step((1, 1), (2, 1))
     bench.preempt(1)
     bench.admit(0)
-    out |= bench.step((2, 1), (0, 5))
+    out |= bench.step((2, 1), (0, 1))
     bench.admit(1)
     out |= bench.step((0, 1), (1, 14))
     out |= bench.step((0, 1), (1, 1), (2, 1))
@@ -194,9 +195,10 @@ class Result:
     """What one configuration showed.
 
     status: "passed", "failed", "refused" (by us, when loading), or "cannot run" (mlx-lm by itself).
-    state: what its layers keep.  errors: the largest of each mode, relative; inf: it raised.
-    control: the error of `wrong_seat`.  early, order: how far, in standard deviations of the last
-    logits, they move when the first half of the tokens changes, and when the order does.
+    state: what its layers keep.  attention: "packed", or "by segment", which is slower.
+    errors: the largest of each mode, relative; inf: it raised.  control: the error of `wrong_seat`.
+    early, order: how far, in standard deviations of the last logits, they move when the first half
+    of the tokens changes, and when the order does.
     drift: mlx-lm decoding against mlx-lm reading the same tokens at once.
     """
 
@@ -204,6 +206,7 @@ class Result:
     status: str
     reason: str = ""
     state: str = ""
+    attention: str = "packed"
     errors: dict[str, float] = field(default_factory=dict)
     control: float = 0.0
     early: float = 0.0
@@ -234,9 +237,11 @@ def check(name: str) -> Result:
         result.status, result.reason = "refused", str(e)
         return result
 
+    if loaded.packed.reads_store:
+        result.attention = "by segment"
     scale = float(np.abs(np.concatenate(expected)).max())
     for mode, run in MODES.items():
-        if mode in ("prefix_hit", "same_step_hit") and not has_prefix_cache(loaded):
+        if mode in ("prefix_hit", "same_step_hit") and loaded.packed.no_prefix_cache:
             continue
         try:
             result.errors[mode] = _error(run(Bench(loaded)), expected, scale)
@@ -251,11 +256,6 @@ def check(name: str) -> Result:
         result.reason = result.reason or f"wrong_seat: {_one_line(e)}"
     result.status = "passed" if result.worst < TOLERANCE else "failed"
     return result
-
-
-def has_prefix_cache(loaded: LoadedModel) -> bool:
-    """Whether blocks are all that a prefix leaves behind."""
-    return loaded.packed.no_prefix_cache is None
 
 
 def _alone(model: nn.Module, tokens: list[int], prompt: int) -> np.ndarray:

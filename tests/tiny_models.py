@@ -83,7 +83,7 @@ _CENTRES = (
 _GAINS = (
     (r"(gemma|gear).*embed_tokens", 0.4),
     (r"lfm2.*embed_tokens", 1.0),
-    (r"(cohere|spark|step3p5).*down_proj", 0.7),
+    (r"(cohere|spark|step3p5|llama4.|laguna).*down_proj", 0.7),
     (r"lfm2.*(conv.in_proj|lm_head)", 0.7),
     (r"rwkv7.*(ffn.value|r_k)", 0.3),
     (r"prism.*(scales|biases)", 0.04),

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import conftest  # noqa: E402, F401  (the CPU, before anything imports MLX)
-from arch_configs import CANNOT_RUN, CONFIGS, REFUSED  # noqa: E402
+from arch_configs import CANNOT_RUN, CONFIGS  # noqa: E402
 from conformance import TOLERANCE, Result, check  # noqa: E402
 
 PATH = ROOT / "docs" / "models.md"
@@ -30,12 +30,22 @@ compared with mlx-lm running each of them alone:
   the same one.
 
 The error is the largest difference of the logits, relative to their scale; {tolerance:g} is
-allowed.  Slots of the store that hold nothing hold NaN, windows are of 9 tokens, and each
-configuration has a control that must fail: a decode over another request's context.
-A name behind a "/" is a variant: q4, q6, q8 and mxfp4 are quantised weights.
+allowed.  Slots of the store that hold nothing hold NaN; windows are of 17 tokens, of 9 in /w9; and
+each configuration has a control that must fail: a decode over another request's context.  A name
+behind a "/" is a variant: q4, q6, q8 and mxfp4 are quantised weights.
+
+- keeps: what mlx-lm's own cache of each kind of layer is.  KV, window and latent lie in blocks;
+  recurrent states are one a request.
+- attention by segment: it computes its scores by hand, so each request's context is gathered and
+  handed to it in turn.  That is slower.
+- prefix cache off: blocks are not all that such a model keeps of a prefix.
 
 {counts}
 """
+
+
+_MODES = ("packed", "chunked", "mixed", "preempted")
+_COLUMNS = ("architecture", "keeps", "attention", *_MODES, "prefix cache", "error")
 
 
 def render(results: list[Result]) -> str:
@@ -45,7 +55,7 @@ def render(results: list[Result]) -> str:
     cannot = [r for r in results if r.status == "cannot run"]
 
     def modules(of: list[Result]) -> int:
-        return len({r.name.split("/")[0] for r in of})
+        return len({_module(r) for r in of})
 
     counts = (
         f"{modules(results)} architectures in {len(results)} configurations: {modules(passed)} "
@@ -54,21 +64,20 @@ def render(results: list[Result]) -> str:
     )
     parts = [
         _INTRO.format(version=version("mlx-lm"), tolerance=TOLERANCE, counts=counts),
-        "| architecture | keeps | packed | chunked | mixed | preempted | prefix cache | error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| {' | '.join(_COLUMNS)} |",
+        "|" + " --- |" * len(_COLUMNS),
         *(_row(r) for r in sorted(passed, key=lambda r: r.name.lower())),
         "",
     ]
-    for title, rows, reasons in (
-        ("Refused when loaded", refused, REFUSED),
-        ("What mlx-lm itself cannot run on the CPU", cannot, CANNOT_RUN),
+    # The loader says "... is not supported: why".
+    why_refused = {_module(r): r.reason.partition("not supported: ")[2] for r in refused}
+    why_not = {m: CANNOT_RUN.get(m, r.reason) for r in cannot for m in [_module(r)]}
+    for title, reasons in (
+        ("Refused when loaded", why_refused),
+        ("What mlx-lm itself cannot run on the CPU", why_not),
     ):
-        if rows:
-            parts += [f"## {title}", "", "| architecture | why |", "| --- | --- |"]
-            parts += [
-                f"| {r.name} | {reasons.get(r.name.split('/')[0], _cell(r.reason))} |"
-                for r in sorted(rows, key=lambda r: r.name.lower())
-            ] + [""]
+        parts += [f"## {title}", "", "| architecture | why |", "| --- | --- |"]
+        parts += [f"| {module} | {why} |" for module, why in sorted(reasons.items())] + [""]
     return "\n".join(parts)
 
 
@@ -80,13 +89,15 @@ def without_errors(page: str) -> str:
 def _row(r: Result) -> str:
     hits = {"prefix_hit", "same_step_hit"}
     works = {mode for mode, error in r.errors.items() if error < TOLERANCE}
-    marks = ["yes" if m in works else "no" for m in ("packed", "chunked", "mixed", "preempted")]
+    marks = ["yes" if m in works else "no" for m in _MODES]
     prefix = "yes" if hits <= works else "no" if hits & set(r.errors) else "off"
-    return f"| {r.name} | {r.state} | {' | '.join(marks)} | {prefix} | {r.worst:.0e} |"
+    return (
+        f"| {r.name} | {r.state} | {r.attention} | {' | '.join(marks)} | {prefix} | {r.worst:.0e} |"
+    )
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _module(r: Result) -> str:
+    return r.name.split("/")[0]
 
 
 def main() -> None:
