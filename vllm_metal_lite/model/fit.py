@@ -11,7 +11,7 @@ from collections.abc import Callable
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import AttentionShape
@@ -19,7 +19,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.layout import Layout, Node, PagedLayer
+from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
 
 # Two requests, of 7 and 11 tokens: (computed before, computed now) in the steps of the trial.
@@ -43,15 +43,14 @@ class _Observer(ReferenceAttention):
         super().__init__(store)
         self.shapes: dict[AttentionShape, None] = {}
 
-    def attend(self, layer, q, step, *, window=None, softcap=None, sinks=None, q_pe=None, **how):
+    def attend(self, layer, q, step, **how):
         _, kv_heads, k_dim = self.store.keys[layer].shape
         self.shapes[AttentionShape(
             q.shape[1], kv_heads, k_dim, self.store.values[layer].shape[2], q.dtype,
-            window, softcap, sinks is not None, q_pe is not None,
+            how.get("window"), how.get("softcap"), how.get("sinks") is not None, "q_pe" in how,
+            how.get("chunk"),
         )] = None  # fmt: skip
-        return super().attend(
-            layer, q, step, window=window, softcap=softcap, sinks=sinks, q_pe=q_pe, **how
-        )
+        return super().attend(layer, q, step, **how)
 
 
 def fit(
@@ -71,8 +70,6 @@ def fit(
     exact = all(w.dtype not in _16_BIT for _, w in tree_flatten(model.parameters()))
     reason = ""
     for by_segment in (False, True):
-        if not by_segment and any(_is_chunked(n) for n in layout.nodes):
-            continue  # a chunk is longer than the trial
         packed = PackedModel(model, layout, by_segment)
         attention = _Observer(PagedStore(layout.specs, 4, _BLOCK))
         try:
@@ -85,12 +82,6 @@ def fit(
             return packed, list(attention.shapes)
         reason = f"its packed logits are {error:.2g} of their spread away from mlx-lm's own"
     raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")
-
-
-def _is_chunked(node: Node) -> bool:
-    if isinstance(node, tuple):
-        return any(_is_chunked(n) for n in node)
-    return isinstance(node, PagedLayer) and isinstance(node.template, ChunkedKVCache)
 
 
 def _trial(

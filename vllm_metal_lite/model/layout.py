@@ -10,7 +10,13 @@ from types import FrameType
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
@@ -66,9 +72,10 @@ class Layout:
         if cache.keys is None:  # a layer that keeps nothing
             return None
         _, heads, _, k_dim = cache.keys.shape
-        window = cache.max_size if isinstance(cache, RotatingKVCache) else None
         v_dim = cache.values.shape[-1]
-        self.specs.append(LayerSpec(heads, k_dim, v_dim, cache.keys.dtype, window))
+        window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+        chunk = cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
+        self.specs.append(LayerSpec(heads, k_dim, v_dim, cache.keys.dtype, window, chunk))
         return PagedLayer(len(self.specs) - 1, cache.template)
 
 

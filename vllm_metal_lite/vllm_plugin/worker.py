@@ -55,6 +55,11 @@ class MetalLiteWorker(WorkerBase):
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
         self.model = load(self.model_config.model, self._dtype())
+        if self.cache_config.enable_prefix_caching and self.model.packed.no_prefix_cache:
+            raise ConfigError(
+                f"prefixes of {self.model.name} cannot be cached: "
+                f"{self.model.packed.no_prefix_cache}; pass --no-enable-prefix-caching"
+            )
         sizing.limit_buffer_cache()
 
     def _dtype(self) -> str:
@@ -84,18 +89,20 @@ class MetalLiteWorker(WorkerBase):
 
     def determine_available_memory(self) -> int:
         """Bytes for K and V: what may be used, less the weights, less a step's measured peak."""
-        limit, weights = backend.memory_limit(), self.model.weight_bytes
+        config = self._engine_config()
+        limit = backend.memory_limit()
+        weights = self.model.weight_bytes + sizing.state_bytes(self.model, config)
         if (asked := self.cache_config.kv_cache_memory_bytes) is not None:
             if asked + weights > limit:
                 raise OutOfMemoryError(
-                    f"--kv-cache-memory-bytes {asked} and {weights} bytes of weights are more than "
+                    f"--kv-cache-memory-bytes {asked} and {weights} bytes of weights and states are more than "
                     f"the {limit} bytes of this device"
                 )
             return int(asked)
         fraction = self.cache_config.gpu_memory_utilization
         if backend.is_cpu():  # others use this memory too
             fraction = min(fraction, sizing.DEFAULT_FRACTION["cpu"])
-        config, max_model_len = self._engine_config(), self.model_config.max_model_len
+        max_model_len = self.model_config.max_model_len
         peak = sizing.step_peak_bytes(self.model, config, max_model_len)
         left = int(limit * fraction) - weights - peak
         block_bytes = config.block_size * self.model.kv_bytes_per_token
@@ -103,7 +110,7 @@ class MetalLiteWorker(WorkerBase):
         most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
         if left < block_bytes:
             raise OutOfMemoryError(
-                f"{self.model.name} does not fit: {weights} bytes of weights and {peak} of a step "
+                f"{self.model.name} does not fit: {weights} bytes of weights and states, {peak} of a step "
                 f"leave nothing for K and V of the {int(limit * fraction)} that may be used "
                 f"(--gpu-memory-utilization {fraction:g} of {limit}); lower "
                 "--max-num-batched-tokens or raise --gpu-memory-utilization"
@@ -139,7 +146,9 @@ class MetalLiteWorker(WorkerBase):
             self.model.packed.attention_specs, self._num_blocks, self.cache_config.block_size
         )
         option = os.environ.get("METAL_LITE_ATTENTION", "auto")
-        attention, reason = choose(option, store, self.model.attention_shapes)
+        attention, reason = choose(
+            option, store, self.model.attention_shapes, self.model.packed.reads_store
+        )
         logger.info("Attention: %s (%s)", attention.name, reason)
         self.runner = ModelRunner(self.model.packed, attention, self._sampler)
 
