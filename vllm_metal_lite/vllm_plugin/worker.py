@@ -95,8 +95,8 @@ class MetalLiteWorker(WorkerBase):
         if (asked := self.cache_config.kv_cache_memory_bytes) is not None:
             if asked + weights > limit:
                 raise OutOfMemoryError(
-                    f"--kv-cache-memory-bytes {asked} and {weights} bytes of weights and states are more than "
-                    f"the {limit} bytes of this device"
+                    f"--kv-cache-memory-bytes {asked} and {weights} bytes of weights and states "
+                    f"are more than the {limit} bytes of this device"
                 )
             return int(asked)
         fraction = self.cache_config.gpu_memory_utilization
@@ -110,9 +110,9 @@ class MetalLiteWorker(WorkerBase):
         most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
         if left < block_bytes:
             raise OutOfMemoryError(
-                f"{self.model.name} does not fit: {weights} bytes of weights and states, {peak} of a step "
-                f"leave nothing for K and V of the {int(limit * fraction)} that may be used "
-                f"(--gpu-memory-utilization {fraction:g} of {limit}); lower "
+                f"{self.model.name} does not fit: {weights} bytes of weights and states and {peak} "
+                f"of a step leave nothing for K and V of the {int(limit * fraction)} that may be "
+                f"used (--gpu-memory-utilization {fraction:g} of {limit}); lower "
                 "--max-num-batched-tokens or raise --gpu-memory-utilization"
             )
         return min(left, most * block_bytes)
