@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma2, llama4
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model import latent
 from vllm_metal_lite.model.seam import KVHandle, PagedLayerCache
 
 
@@ -79,6 +80,7 @@ _ADAPTERS: dict[type[nn.Module], type[nn.Module]] = {
     gemma2.Attention: Gemma2Attention,
     llama4.Attention: Llama4Attention,
     llama4.LlamaModel: Llama4Body,
+    **latent.ADAPTERS,
 }
 
 
@@ -88,3 +90,5 @@ def adapt(model: nn.Module) -> None:
         adapter: Callable | None = _ADAPTERS.get(type(module))
         if adapter is not None:
             module.__class__ = adapter
+            if hasattr(adapter, "adapt"):
+                module.adapt()
