@@ -87,9 +87,7 @@ class Bench:
         logits = [] if self.logits is None else np.array(self.logits.astype(mx.float32))
         return {(r, self.computed[r]): x for r, x in zip(terminal, logits, strict=True)}
 
-    def _sample(
-        self, logits: mx.array, req_indices: np.ndarray, grammar: object = None
-    ) -> SamplerOutput:
+    def _sample(self, logits: mx.array, *_: object) -> SamplerOutput:
         self.logits = logits
         return SamplerOutput(mx.argmax(logits, axis=-1), None)
 

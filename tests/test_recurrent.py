@@ -222,3 +222,14 @@ def test_states_are_counted_one_a_seat(monkeypatch):
     monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes << 14)
     with pytest.raises(OutOfMemoryError, match=r"recurrent states of 16384 requests.*max_num_seqs"):
         LLMEngine(model, too_many)
+
+
+def test_states_that_still_grow_are_not_put_in_one_batch():
+    """An n-gram's context has one token after the first, two after the second, ..."""
+    name, prompts = "longcat_flash_ngram", [[5], [7, 9], [3, 1, 4], [2, 7, 1, 8, 2], [6] * 12]
+    engine = tiny.engine(name)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(8))
+    done = tiny.run(engine)
+    for i, prompt in enumerate(prompts):
+        assert done[str(i)].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 8)

@@ -63,6 +63,8 @@ def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
     """Why the kernels (prefill: `varlen_prefill`) cannot serve this shape, or None if they can."""
     if shape.latent:
         return "there is no kernel for latent attention yet"
+    if shape.chunk is not None:
+        return "there is no kernel for chunked attention yet"
     if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
         return f"there are no kernels for {shape.dtype}"
     largest = 256 if prefill else 576

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
 
@@ -93,6 +94,7 @@ def from_model(
     """Wrap an mlx-lm model that is already in memory; refuses what cannot be packed and paged."""
     model_type = str(config.get("model_type"))
     _refuse_untrusted(name, model_type)
+    num_parameters = sum(w.size for _, w in tree_flatten(model.parameters()))
     adapt(model)
     layout = inspect(model, model_type)
     packed, shapes = fit(model, layout, model_type)
@@ -106,7 +108,7 @@ def from_model(
         vocab_size=layout.vocab_size,
         max_position=_context_length(config),
         eos_token_ids=eos,
-        num_parameters=sum(w.size for w in weights),
+        num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in weights),
         dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
         generation_config=_read_json(path / "generation_config.json") if path else {},
@@ -182,11 +184,32 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _convert(model: nn.Module, dtype: str) -> None:
-    if dtype == "auto" and backend.is_cpu():
-        dequantize_model(model)
+    expand = dtype == "auto" and backend.is_cpu()
+    if expand:
         dtype = "float32"
     if dtype != "auto":
         model.set_dtype(getattr(mx, dtype))
+    if expand:
+        # Now that scales are float32: expanded in 16 bits, weights would be rounded.
+        dequantize_model(model)
+        _dequantize_multi_linear(model)
+        model.set_dtype(mx.float32)
+
+
+def _dequantize_multi_linear(model: nn.Module) -> None:
+    """Expand the up-projections of latent attention, which `dequantize_model` leaves packed."""
+    expanded = []
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedMultiLinear):
+            biases = module.get("biases")
+            weight = mx.dequantize(
+                module.weight, module.scales, biases, module.group_size, module.bits, module.mode
+            )
+            heads, output_dims, input_dims = weight.shape
+            linear = MultiLinear(input_dims, output_dims, heads)
+            linear.weight = weight
+            expanded.append((path, linear))
+    model.update_modules(tree_unflatten(expanded))
 
 
 def _context_length(config: dict[str, Any]) -> int:

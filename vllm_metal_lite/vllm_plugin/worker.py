@@ -91,29 +91,30 @@ class MetalLiteWorker(WorkerBase):
 
     def determine_available_memory(self) -> int:
         """Bytes for K and V: what may be used, less the weights, less a step's measured peak."""
-        limit, weights = backend.memory_limit(), self.model.weight_bytes
+        config = self._engine_config()
+        limit = backend.memory_limit()
+        weights = self.model.weight_bytes + sizing.state_bytes(self.model, config)
         if (asked := self.cache_config.kv_cache_memory_bytes) is not None:
             if asked + weights > limit:
                 raise OutOfMemoryError(
-                    f"--kv-cache-memory-bytes {asked} and {weights} bytes of weights are more than "
-                    f"the {limit} bytes of this device"
+                    f"--kv-cache-memory-bytes {asked} and {weights} bytes of weights and states "
+                    f"are more than the {limit} bytes of this device"
                 )
             return int(asked)
         fraction = self.cache_config.gpu_memory_utilization
         if backend.is_cpu():  # others use this memory too
             fraction = min(fraction, sizing.DEFAULT_FRACTION["cpu"])
-        config, max_model_len = self._engine_config(), self.model_config.max_model_len
+        max_model_len = self.model_config.max_model_len
         peak = sizing.step_peak_bytes(self.model, config, max_model_len)
-        states = sizing.state_bytes(self.model, config)
-        left = int(limit * fraction) - weights - states - peak
+        left = int(limit * fraction) - weights - peak
         block_bytes = config.block_size * self.model.kv_bytes_per_token
         # More than every seat at full length (and vLLM's null block) can never be owned.
         most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
         if left < block_bytes:
             raise OutOfMemoryError(
-                f"{self.model.name} does not fit: {weights} bytes of weights and {peak} of a step "
-                f"leave nothing for K and V of the {int(limit * fraction)} that may be used "
-                f"(--gpu-memory-utilization {fraction:g} of {limit}); lower "
+                f"{self.model.name} does not fit: {weights} bytes of weights and states and {peak} "
+                f"of a step leave nothing for K and V of the {int(limit * fraction)} that may be "
+                f"used (--gpu-memory-utilization {fraction:g} of {limit}); lower "
                 "--max-num-batched-tokens or raise --gpu-memory-utilization"
             )
         return min(left, most * block_bytes)
@@ -147,8 +148,9 @@ class MetalLiteWorker(WorkerBase):
             self.model.packed.attention_specs, self._num_blocks, self.cache_config.block_size
         )
         option = os.environ.get("METAL_LITE_ATTENTION", "auto")
-        shapes, packed = self.model.attention_shapes, self.model.packed
-        attention, reason = choose(option, store, shapes, packed.reads_store)
+        attention, reason = choose(
+            option, store, self.model.attention_shapes, self.model.packed.reads_store
+        )
         logger.info("Attention: %s (%s)", attention.name, reason)
         self.runner = ModelRunner(self.model.packed, attention, self._sampler)
 
