@@ -89,24 +89,24 @@ REFUSED = {
     "static_local": ("compiler", "static local variable", "static int a; y[i] = a;"),
     # threadgroup memory
     "threadgroup_in_a_function": (
-        "compiler",
-        "in threadgroup address space",
+        "threadgroup",
+        "at the top of a kernel",
         "f(y);",
         "void f(device float* p) { threadgroup float a[4]; a[0] = 1; p[0] = a[0]; }\n",
     ),
     "threadgroup_in_a_block": (
-        "compiler",
-        "in threadgroup address space",
+        "threadgroup",
+        "at the top of a kernel",
         "if (n > 1) { threadgroup float a[4]; a[0] = 1; y[i] = a[0]; }",
     ),
     "threadgroup_initialised": (
-        "compiler",
-        "in threadgroup address space",
+        "threadgroup",
+        "at the top of a kernel",
         "threadgroup float a[2] = {0};",
     ),
     "threadgroup_too_large": (
-        "compiler",
-        "threadgroup memory",
+        "threadgroup",
+        "too much threadgroup memory: expression evaluates to '32784 <= 32768'",
         "threadgroup float a[8192]; threadgroup half c[1]; a[0] = c[0]; y[i] = a[0];",
     ),
     # C++ that Metal does not have

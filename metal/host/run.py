@@ -57,13 +57,15 @@ def run_metal(
         data = _elements(given.get(parameter.index), parameter)
         keep.append(data)
         array = isinstance(given.get(parameter.index), (np.ndarray, mx.array))
+        output = outputs is not None and parameter.index in outputs
         bound[parameter.index] = Buffer(
             parameter.name,
             data.ctypes.data,
             data.nbytes,
             data.itemsize,
-            writable=array and (outputs is None or parameter.index in outputs),
-            initialised=outputs is None or parameter.index not in outputs,
+            writable=array and (outputs is None or output),
+            initialised=not output,
+            must_fill=output and parameter.name not in options.partial_outputs,
         )
     library.run(
         grid_threads,

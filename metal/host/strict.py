@@ -146,6 +146,7 @@ def _lower(text: str) -> str:
     return "".join(done) + text[position:]
 
 
+_TOO_MUCH = "too much threadgroup memory"
 _DECLARATION = re.compile(
     r"(?<![\w*&,(])threadgroup\s+(?P<type>(?:const\s+)?[\w:]+(?:\s*<[^;{}]*?>)?)\s+"
     r"(?P<names>\w+\s*(?:\[[^\]]*\]\s*)*(?:,\s*\w+\s*(?:\[[^\]]*\]\s*)*)*);"
@@ -167,7 +168,7 @@ def _lower_body(body: str) -> str:
             sizes.append(f"(sizeof({name}) + 15) / 16 * 16")
         # At each declaration, so that the one that is too much is the line of the error.
         total = f"{' + '.join(sizes)} <= {MAX_THREADGROUP_BYTES}"
-        lowered.append(f'static_assert({total}, "threadgroup memory");')
+        lowered.append(f'static_assert({total}, "{_TOO_MUCH}");')
         return " ".join(lowered) + "\n" * match[0].count("\n")
 
     return _DECLARATION.sub(lower, body)
@@ -210,5 +211,10 @@ def _diagnostics(stderr: str) -> Iterator[Violation]:
         if "implicit-float-conversion" in message:
             # float narrows to half silently in Metal too; to bfloat it does not.
             pending = replace(pending, rule="bfloat") if _TO_BFLOAT.search(message) else None
+        elif message.startswith("non-kernel function variable"):
+            message = "a threadgroup variable stands at the top of a kernel, without a value"
+            pending = Violation("threadgroup", here, message)
+        elif message.endswith(_TOO_MUCH):
+            pending = replace(pending, rule="threadgroup")
     if pending:
         yield pending
