@@ -2,6 +2,7 @@
 
 The requests are of fixed tokens, generated ones included, so that every step's logits have a
 counterpart: mlx-lm's own path, the prompt in one go and then token by token, with its own caches.
+At the end the engine serves all of them over too few blocks; its greedy tokens must be mlx-lm's.
 Steps go through the runner with rows of padding, over blocks in random order, and every slot of the
 store that holds nothing holds NaN.  Errors are relative to the scale of the logits.
 """
@@ -21,11 +22,14 @@ from vllm_metal_lite import runner
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.sampling import SamplerOutput
+from vllm_metal_lite.sampling_params import SamplingParams
 
 TOLERANCE = 1e-4
 BLOCKS, BLOCK_SIZE = 32, 8
@@ -37,6 +41,9 @@ SHARED, DONOR, HEIR = 2 * BLOCK_SIZE, 2, 3
 _TOKENS = tiny.prompts(4, 33, 33, seed=1)
 _TOKENS[HEIR][:SHARED] = _TOKENS[DONOR][:SHARED]
 SEQUENCES = [tokens[: n + 3] for tokens, n in zip(_TOKENS, PROMPT_LENGTHS, strict=True)]
+
+PROMPTS = [s[:n] for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
+GENERATED = 20  # tokens by the engine
 
 
 class Bench:
@@ -188,6 +195,18 @@ def wrong_seat(bench: Bench) -> Logits:
 MODES: dict[str, Callable[[Bench], Logits]] = {
     f.__name__: f for f in (packed, chunked, mixed, preempted, prefix_hit, same_step_hit)
 }
+HITS = {"prefix_hit", "same_step_hit"}
+
+
+def serve(model: LoadedModel) -> tuple[list[list[int]], dict[str, int]]:
+    """The engine's greedy tokens of each prompt, over too few blocks for all; its counters."""
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    engine = LLMEngine(model, EngineConfig(block_size=BLOCK_SIZE, num_blocks=10, **options))
+    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, params)
+    done = tiny.run(engine)
+    return [done[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))], engine.metrics()
 
 
 @dataclass
@@ -196,7 +215,8 @@ class Result:
 
     status: "passed", "failed", "refused" (by us, when loading), or "cannot run" (mlx-lm by itself).
     state: what its layers keep.  attention: "packed", or "by segment", which is slower.
-    errors: the largest of each mode, relative; inf: it raised.  control: the error of `wrong_seat`.
+    errors: the largest of each mode, relative; inf: it raised; of "engine", 1 if a token differs.
+    control: the error of `wrong_seat`.
     early, order: how far, in standard deviations of the last logits, they move when the first half
     of the tokens changes, and when the order does.
     drift: mlx-lm decoding against mlx-lm reading the same tokens at once.
@@ -219,13 +239,16 @@ class Result:
 
 
 @cache
-def check(name: str) -> Result:
+def check(name: str, dtype: str = "float32") -> Result:
     """Run one configuration through everything; never raises."""
     result = Result(name, "cannot run")
     config = tiny.config_of(name)
     try:
         model = tiny.build(config)
+        if dtype != "float32":
+            model.set_dtype(getattr(mx, dtype))
         expected = [_alone(model, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
+        greedy = [_greedy(model, p) for p in PROMPTS]
         _sensitivity(model, result, expected)
         result.state = _state(model, config)
     except (Exception, SystemExit) as e:
@@ -240,20 +263,21 @@ def check(name: str) -> Result:
     if loaded.packed.reads_store:
         result.attention = "by segment"
     scale = float(np.abs(np.concatenate(expected)).max())
-    for mode, run in MODES.items():
-        if mode in ("prefix_hit", "same_step_hit") and loaded.packed.no_prefix_cache:
-            continue
+    runs = {
+        mode: lambda run=run: _error(run(Bench(loaded)), expected, scale)
+        for mode, run in MODES.items()
+        if not (mode in HITS and loaded.packed.no_prefix_cache)
+    }
+    runs["engine"] = lambda: float(serve(loaded)[0] != greedy)
+    for mode, run in runs.items():
         try:
-            result.errors[mode] = _error(run(Bench(loaded)), expected, scale)
+            result.errors[mode] = run()
         except Exception as e:
             result.errors[mode] = float("inf")
             result.reason = result.reason or f"{mode}: {_one_line(e)}"
     again = _alone(model, SEQUENCES[2], PROMPT_LENGTHS[2])
     result.errors["unpacked"] = _error({(2, 33): again[-1]}, expected, scale)
-    try:
-        result.control = _error(wrong_seat(Bench(loaded)), expected, scale)
-    except Exception as e:
-        result.reason = result.reason or f"wrong_seat: {_one_line(e)}"
+    result.control = _error(wrong_seat(Bench(loaded)), expected, scale)
     result.status = "passed" if result.worst < TOLERANCE else "failed"
     return result
 
@@ -267,6 +291,15 @@ def _alone(model: nn.Module, tokens: list[int], prompt: int) -> np.ndarray:
     if not np.isfinite(out).all():
         raise ValueError("its logits are not finite")
     return out
+
+
+def _greedy(model: nn.Module, prompt: list[int]) -> list[int]:
+    """mlx-lm's greedy tokens of one prompt."""
+    caches, tokens = make_prompt_cache(model), list(prompt)
+    for _ in range(GENERATED):
+        step = tokens if len(tokens) == len(prompt) else tokens[-1:]
+        tokens.append(mx.argmax(model(mx.array([step]), cache=caches)[0, -1]).item())
+    return tokens[len(prompt) :]
 
 
 def _error(got: Logits, expected: list[np.ndarray], scale: float) -> float:

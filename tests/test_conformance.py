@@ -10,6 +10,7 @@ import arch_configs
 import conformance
 import mlx_lm.models
 import pytest
+import tiny_models as tiny
 from arch_configs import CANNOT_RUN, CONFIGS, HELPERS, REFUSED
 
 from tools import models_table
@@ -41,6 +42,20 @@ def test_an_architecture_conforms(name):
     assert result.drift < conformance.TOLERANCE, "mlx-lm itself is not sure"
 
 
+# One a kind of state; no mixtures of experts: MLX's CPU has them in float32 only.
+@pytest.mark.parametrize("name", [
+    "llama", "gemma2", "gemma3_text", "gemma3n", "minicpm3", "youtu_llm", "mamba", "rwkv7",
+    "qwen3_5", "lfm2", "recurrent_gemma", "gear/softcap",
+])  # fmt: skip
+def test_bfloat16_conforms(name):
+    """Measured: no difference at all, so states and the store have mlx-lm's own width."""
+    result = conformance.check(name, "bfloat16")
+    assert result.state, result.reason
+    errors = {mode: e for mode, e in result.errors.items() if mode != "engine"}  # near ties
+    assert max(errors.values()) < 1.5e-2, (result.reason, errors)
+    assert result.control > 0.1
+
+
 def test_every_file_of_mlx_lm_is_accounted_for():
     """A new release with a new architecture fails here: give it a configuration."""
     configured = {module_of(name) for name in CONFIGS}
@@ -56,6 +71,14 @@ def test_at_most_three_architectures_are_refused():
 @pytest.mark.parametrize("name", ["phi3small", "plamo3"])
 def test_what_is_refused_for_mlx_lms_own_fault_shows_it(name):
     assert conformance.check(name).drift > 100 * conformance.TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "hits"), [("llama", True), ("mamba", False)])
+def test_the_engine_preempts_and_hits_while_it_serves(name, hits):
+    tokens, metrics = conformance.serve(tiny.packed(name))
+    assert [len(t) for t in tokens] == [conformance.GENERATED] * 4
+    assert metrics["preemptions"] > 0
+    assert (metrics["prefix_cache_hit_tokens"] > 0) == hits
 
 
 @pytest.mark.parametrize("window", [arch_configs.WINDOW, arch_configs.NARROW])

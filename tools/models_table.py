@@ -10,7 +10,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import conftest  # noqa: E402, F401  (the CPU, before anything imports MLX)
 from arch_configs import CANNOT_RUN, CONFIGS  # noqa: E402
-from conformance import TOLERANCE, Result, check  # noqa: E402
+from conformance import HITS, TOLERANCE, Result, check  # noqa: E402
 
 PATH = ROOT / "docs" / "models.md"
 
@@ -26,6 +26,8 @@ compared with mlx-lm running each of them alone:
 - chunked: prompts in chunks, across the edges of blocks and windows;
 - mixed: whole prompts, chunks and decodes in one step;
 - preempted: blocks lost to another request in mid-decode, and begun again in others;
+- engine: our engine serves all of them at once, in chunks and over too few blocks; its greedy
+  tokens must be mlx-lm's;
 - prefix cache: a request begins behind blocks that another has computed, in an earlier step and in
   the same one.
 
@@ -36,8 +38,9 @@ behind a "/" is a variant: q4, q6, q8 and mxfp4 are quantised weights.
 
 - keeps: what mlx-lm's own cache of each kind of layer is.  KV, window and latent lie in blocks;
   recurrent states are one a request.
-- attention by segment: it computes its scores by hand, so each request's context is gathered and
-  handed to it in turn.  That is slower.
+- attention by segment: the module that attends must see one request at a time, since it computes
+  its scores by hand or keeps a state beside K and V.  Each request's context is gathered for it,
+  which is slower.
 - prefix cache off: blocks are not all that such a model keeps of a prefix.
 
 {counts}
@@ -45,7 +48,7 @@ behind a "/" is a variant: q4, q6, q8 and mxfp4 are quantised weights.
 
 
 _MODES = ("packed", "chunked", "mixed", "preempted")
-_COLUMNS = ("architecture", "keeps", "attention", *_MODES, "prefix cache", "error")
+_COLUMNS = ("architecture", "keeps", "attention", *_MODES, "engine", "prefix cache", "error")
 
 
 def render(results: list[Result]) -> str:
@@ -87,13 +90,11 @@ def without_errors(page: str) -> str:
 
 
 def _row(r: Result) -> str:
-    hits = {"prefix_hit", "same_step_hit"}
     works = {mode for mode, error in r.errors.items() if error < TOLERANCE}
-    marks = ["yes" if m in works else "no" for m in _MODES]
-    prefix = "yes" if hits <= works else "no" if hits & set(r.errors) else "off"
-    return (
-        f"| {r.name} | {r.state} | {r.attention} | {' | '.join(marks)} | {prefix} | {r.worst:.0e} |"
-    )
+    prefix = "yes" if works >= HITS else "no" if HITS & set(r.errors) else "off"
+    marks = ["yes" if mode in works else "no" for mode in (*_MODES, "engine")]
+    cells = [r.name, r.state, r.attention, *marks, prefix, f"{r.worst:.0e}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def _module(r: Result) -> str:
