@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.metal_lite")
 
+# A model of recurrent layers alone keeps nothing in blocks, but vLLM counts tokens by them.
+_TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
+
 
 class MetalLiteWorker(WorkerBase):
     """One device, one model.  vLLM calls the methods in about the order in which they stand."""
@@ -70,8 +73,11 @@ class MetalLiteWorker(WorkerBase):
         return "auto" if backend.is_cpu() and dtype == "float32" else dtype
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
-        specs = enumerate(self.model.packed.attention_specs)
-        return {f"layers.{i}": self._kv_cache_spec(spec) for i, spec in specs}
+        return {f"layers.{i}": self._kv_cache_spec(s) for i, s in enumerate(self._specs)}
+
+    @property
+    def _specs(self) -> list[LayerSpec]:
+        return self.model.packed.attention_specs or [_TOKEN_COUNTER]
 
     def _kv_cache_spec(self, spec: LayerSpec) -> "KVCacheSpec":
         kwargs = {
@@ -107,7 +113,7 @@ class MetalLiteWorker(WorkerBase):
         max_model_len = self.model_config.max_model_len
         peak = sizing.step_peak_bytes(self.model, config, max_model_len)
         left = int(limit * fraction) - weights - peak
-        block_bytes = config.block_size * self.model.kv_bytes_per_token
+        block_bytes = config.block_size * sum(s.bytes_per_token for s in self._specs)
         # More than every seat at full length (and vLLM's null block) can never be owned.
         most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
         if left < block_bytes:
