@@ -39,12 +39,8 @@ def text(header: str) -> str:
 
 def instantiate(function: str, *arguments: object) -> str:
     """The line that makes a kernel named `function` of a template."""
-    spelled = f"{function}<{', '.join(map(_spell, arguments))}>"
+    spelled = f"{function}<{', '.join(map(str, arguments))}>"
     return f'\ntemplate [[host_name("{function}")]] [[kernel]] decltype({spelled}) {spelled};\n'
-
-
-def _spell(argument: object) -> str:
-    return str(argument).lower() if isinstance(argument, bool) else str(argument)
 
 
 def metal(header: str, *instances: str, before: tuple[str, ...] = ()) -> str:

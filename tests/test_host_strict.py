@@ -126,7 +126,7 @@ REFUSED = {
     ),
     "variable_length_array": ("compiler", "not a constant expression", "float a[n]; y[i] = a[0];"),
     "variadic_function": ("compiler", "variadic", "y[i] = f(1, 2);", "int f(int a, ...);\n"),
-    "thread_local": ("compiler", "thread-local", "thread_local int a = 1; y[i] = a;"),
+    "thread_local": ("compiler", "'thread_local'", "thread_local int a = 1; y[i] = a;"),
     "std": ("compiler", "'std'", "y[i] = std::exp(x[i]);"),
     "recursion": (
         "recursion",
@@ -157,7 +157,7 @@ REFUSED = {
     ),
     # types and their library
     "float_to_bfloat": ("bfloat", "'bfloat16_t'", "b[i] = x[i] * 2;"),
-    "float_to_bfloat_in_place": ("bfloat", "to 'bfloat16_t'", "b[i] += 1.0f;"),
+    "float_to_bfloat_in_place": ("bfloat", "bfloat16_t'", "b[i] += 1.0f;"),
     "half_to_bfloat": ("compiler", "incompatible type", "half a = half(x[i]); b[i] = a;"),
     "bfloat_to_half": ("compiler", "incompatible type", "h[i] = b[i];"),
     "long_shift": ("shift", "by 40", "y[i] = 1 << 40;"),

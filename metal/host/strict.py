@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from .faults import HostError
+from .mlx_source import include_dir
 from .strict_tree import Violation, in_metal, tree_violations
 
 MAX_THREADGROUP_BYTES = 32768
@@ -30,7 +32,8 @@ _WHOLE = re.compile(r'#\s*include\s*(<metal_stdlib>|"mlx/)')
 _HEADERS = Path(__file__).parent / "strict"
 _CLANG = [
     *(sys.executable, "-m", "ziglang", "clang", "-cc1", "-x", "clcpp", "-cl-std=clc++2021"),
-    *("-triple", "spir64", "-cl-single-precision-constant", "-fdeclspec", "-ast-dump"),
+    # Any target with address spaces does; this one has bfloat too, in LLVM 20 already.
+    *("-triple", "amdgcn-amd-amdhsa", "-cl-single-precision-constant", "-fdeclspec", "-ast-dump"),
     "-cl-ext=-all,+cl_khr_fp16,+__opencl_c_generic_address_space",
     *("-D__METAL__", "-D__METAL_VERSION__=310", "-I", str(_HEADERS)),
     "-Wno-everything",
@@ -64,7 +67,7 @@ def check(source: str, *, include: Sequence[Path | str] = ()) -> list[Violation]
     it, as in MLX.  Or a whole one, which includes <metal_stdlib> or headers of MLX's itself.
     `include`: folders with its headers; MLX's own is always there.
 
-    Raises RuntimeError if clang is missing.
+    Raises HostError if clang or MLX's headers are missing.
     """
     text = _blank(source)
     found = [
@@ -77,25 +80,20 @@ def check(source: str, *, include: Sequence[Path | str] = ()) -> list[Violation]
     except ValueError:
         return [*found, Violation("compiler", 0, "brackets do not match")]
     prelude = [] if _WHOLE.search(source) else ["-include", _PRELUDE]
-    folders = [str(path) for path in (*include, _mlx_include())]
+    if (mlx_headers := include_dir()) is None:
+        raise HostError("the strict front end needs MLX's kernel headers, which this MLX lacks")
+    folders = [str(path) for path in (*include, mlx_headers)]
     command = [*_CLANG, *(f"-W{name}" for name in _WARNINGS)]
     command += [*(option for path in folders for option in ("-I", path)), *prelude, "-"]
     done = subprocess.run(command, input=lowered, capture_output=True, text=True, check=False)
     if "No module named ziglang" in done.stderr:
-        raise RuntimeError("the strict front end needs clang: pip install ziglang")
+        raise HostError("the strict front end needs clang: pip install ziglang")
     found += _diagnostics(done.stderr)
     if done.returncode == 0:
         found += tree_violations(done.stdout)
     elif not found:
-        raise RuntimeError(f"clang failed: {done.stderr[-2000:]}")
+        raise HostError(f"clang failed: {done.stderr[-2000:]}")
     return sorted(set(found), key=lambda v: (v.line, v.rule, v.message))
-
-
-def _mlx_include() -> Path:
-    """MLX's include folder; every wheel of it carries the headers of its Metal kernels."""
-    import mlx.core
-
-    return Path(mlx.core.__file__).parent / "include"
 
 
 def _line(text: str, position: int) -> int:
