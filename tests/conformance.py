@@ -27,6 +27,7 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader
+from vllm_metal_lite.model.layout import Node, StateLayer
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.sampling import SamplerOutput
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -94,7 +95,7 @@ class Bench:
         logits = [] if self.logits is None else np.array(self.logits.astype(mx.float32))
         return {(r, self.computed[r]): x for r, x in zip(terminal, logits, strict=True)}
 
-    def _sample(self, logits: mx.array, req_indices: np.ndarray) -> SamplerOutput:
+    def _sample(self, logits: mx.array, *_: object) -> SamplerOutput:
         self.logits = logits
         return SamplerOutput(mx.argmax(logits, axis=-1), None)
 
@@ -250,7 +251,6 @@ def check(name: str, dtype: str = "float32") -> Result:
         expected = [_alone(model, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
         greedy = [_greedy(model, p) for p in PROMPTS]
         _sensitivity(model, result, expected)
-        result.state = _state(model, config)
     except (Exception, SystemExit) as e:
         result.reason = _one_line(e)
         return result
@@ -260,6 +260,7 @@ def check(name: str, dtype: str = "float32") -> Result:
         result.status, result.reason = "refused", str(e)
         return result
 
+    result.state = _state(loaded, config)
     if loaded.packed.reads_store:
         result.attention = "by segment"
     scale = float(np.abs(np.concatenate(expected)).max())
@@ -320,32 +321,24 @@ def _sensitivity(model: nn.Module, result: Result, expected: list[np.ndarray]) -
     result.drift = float(np.abs(plain - expected[2]).max() / np.abs(plain).max())
 
 
-def _state(model: nn.Module, config: dict[str, Any]) -> str:
-    """What mlx-lm's own caches hold, in the order of the layers, each kind once."""
+def _state(loaded: LoadedModel, config: dict[str, Any]) -> str:
+    """What the layers keep, in their order, each kind once; "(a + b)" where one keeps both."""
     rank = (config.get("text_config") or config).get("kv_lora_rank")
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([SEQUENCES[0]]), cache=caches))
+    layout = loaded.packed.layout
 
-    def kind(c: Any) -> str:
-        match type(c).__name__:
-            case "CacheList":
-                return "(" + " + ".join(kind(member) for member in c.caches) + ")"
-            case "KVCache" if c.keys is not None and c.keys.shape[1] == 1 and rank in (
-                c.keys.shape[-1], c.values.shape[-1],
-            ):  # fmt: skip
-                return "latent"
-            case "KVCache":
-                return "KV"
-            case "RotatingKVCache":
-                return "window"
-            case "ChunkedKVCache":
-                return "chunk"
-            case "ArraysCache":
-                return "recurrent"
-            case other:
-                return other
+    def kind(node: Node) -> str:
+        if isinstance(node, tuple):
+            return f"({' + '.join(map(kind, node))})"
+        if isinstance(node, StateLayer):
+            return "recurrent"
+        if node is None:
+            return "nothing"
+        spec = layout.specs[node.index]
+        is_latent = spec.num_kv_heads == 1 and rank in (spec.k_head_dim, spec.v_head_dim)
+        kv = "latent" if is_latent else "KV"
+        return "window" if spec.window else "chunk" if spec.chunk else kv
 
-    return ", ".join(dict.fromkeys(kind(c) for c in caches))
+    return ", ".join(dict.fromkeys(map(kind, layout.nodes)))
 
 
 def _one_line(e: BaseException) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 # ask a network for a model.
 os.environ.setdefault("METAL_LITE_DEVICE", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Kernels on the CPU host count which of their lines run.
+os.environ.setdefault("METAL_LITE_HOST_COVERAGE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hypothesis import settings
@@ -16,3 +18,10 @@ import vllm_metal_lite.backend  # noqa: F401  (loads a fast BLAS before anybody 
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Names the lines of metal/*.metal that no test has run."""
+    if coverage := sys.modules.get("metal.host.coverage"):
+        for line in coverage.report():
+            terminalreporter.write_line(line)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -22,7 +22,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from metal.host import HostKernel, HostOptions, installed, run_metal
+from metal.host import HostKernel, installed
 from metal.host.mlx_source import generated_source, include_dir
 
 INCLUDE = include_dir()
@@ -120,7 +120,8 @@ def calls_of(module_name: str, kernel_name: str, call: Callable[[ModuleType], An
     return Call(kernel, seen)
 
 
-def _normal(*shape: int, seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """Normal values in `dtype`."""
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return mx.array(values).astype(dtype)
 
@@ -131,7 +132,7 @@ def qk_norm_rope(dtype: mx.Dtype) -> Call:
         "mlx_lm.kernels.qk_norm_rope",
         "_qk_norm_rope_kernel",
         lambda module: module.qk_norm_rope(
-            _normal(2, 5, 2 * (4 + 2) * 64, seed=1, dtype=dtype),
+            normal(2, 5, 2 * (4 + 2) * 64, seed=1, dtype=dtype),
             n_heads=4,
             n_kv_heads=2,
             head_dim=64,
@@ -145,15 +146,15 @@ def qk_norm_rope(dtype: mx.Dtype) -> Call:
 
 def norm_add_norm(dtype: mx.Dtype) -> Call:
     """Two RMS norms of 3 rows of 640, with sums over threadgroups of 64."""
-    wide = _normal(4, 640, seed=2)
+    wide = normal(4, 640, seed=2)
     norm = nn.RMSNorm(640)
     norm.weight = wide[3]
     return calls_of(
         "mlx_lm.kernels.norm_add_norm",
         "_norm_add_norm_kernel",
         lambda module: module.norm_add_norm(
-            _normal(3, 640, seed=3, dtype=dtype),
-            _normal(3, 640, seed=4),
+            normal(3, 640, seed=3, dtype=dtype),
+            normal(3, 640, seed=4),
             alpha=wide[0],
             beta=wide[1],
             post_weight=wide[2],
@@ -169,8 +170,8 @@ def expert_routing(dtype: mx.Dtype = mx.float32) -> Call:
         "mlx_lm.kernels.expert_routing",
         "_routing_kernel",
         lambda module: module.expert_routing(
-            _normal(9, 40, seed=5, dtype=dtype),
-            _normal(40, seed=6),
+            normal(9, 40, seed=5, dtype=dtype),
+            normal(40, seed=6),
             top_k=6,
             multiplier=1.25,
             score_eps=1e-6,
@@ -186,79 +187,3 @@ def mlx_lm_call(name: str, dtype: mx.Dtype) -> Call:
     """One of MLX_LM_CALLS; skips the test by name if this mlx-lm has no such kernel."""
     pytest.importorskip(f"mlx_lm.kernels.{name}", reason=f"this mlx-lm has no kernel {name}")
     return MLX_LM_CALLS[name](dtype)
-
-
-# --- running them ---------------------------------------------------------------------------------
-
-DTYPES = {"float": mx.float32, "half": mx.float16, "bfloat16_t": mx.bfloat16}
-# (atol, rtol) of values around 1.
-TOLERANCES = {"float": (2e-6, 2e-6), "half": (1e-3, 1e-3), "bfloat16_t": (8e-3, 8e-3)}
-WAYS = (
-    HostOptions(),
-    HostOptions(checked=True, schedule="reverse"),
-    HostOptions(checked=True, schedule=7),
-)
-
-
-def random(shape: tuple[int, ...], dtype: str, seed: int = 0) -> tuple[mx.array, np.ndarray]:
-    """Normal values that `dtype` can hold, as an MLX array and in float64."""
-    array = _normal(*shape, seed=seed, dtype=DTYPES[dtype])
-    return array, exact(array)
-
-
-def exact(array: mx.array) -> np.ndarray:
-    """An array's values in float64."""
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
-def check_close(array: mx.array, expected: np.ndarray, dtype: str) -> None:
-    atol, rtol = TOLERANCES[dtype]
-    np.testing.assert_allclose(exact(array), expected, atol=atol, rtol=rtol)
-
-
-def run_in_every_way(run: Callable[[HostOptions], list[mx.array]]) -> list[mx.array]:
-    """What `run` returns, which has to be the same to the bit in each of WAYS."""
-    first = None
-    for way in WAYS:
-        outputs = run(way)
-        bits = [bytes(memoryview(array.view(mx.uint8))) for array in outputs]
-        first = first or bits
-        assert bits == first, f"another result with {way}"
-    return outputs
-
-
-def run_mlx(
-    source: str,
-    function: str,
-    buffers: Sequence[Any],
-    groups: Sequence[int],
-    threads: Sequence[int],
-    *,
-    constants: dict[int, np.generic] | None = None,
-) -> list[mx.array]:
-    """Run one of MLX's kernels in every way; returns its outputs.
-
-    `buffers`: as for `run_metal`, but an output is given as (shape, dtype).  `groups`: how many
-    threadgroups, each of `threads`.
-    """
-    outputs = [i for i, buffer in enumerate(buffers) if isinstance(buffer, tuple)]
-    grid = [g * t for g, t in zip(groups, threads, strict=True)]
-
-    def run(way: HostOptions) -> list[mx.array]:
-        made = {i: mx.zeros(*buffers[i]) for i in outputs}
-        mx.eval(list(made.values()))
-        run_metal(
-            source,
-            function,
-            {**dict(enumerate(buffers)), **made},
-            grid,
-            threads,
-            constants=constants,
-            include_dirs=[INCLUDE],
-            outputs=outputs,
-            options=way,
-            name="mlx",
-        )
-        return list(made.values())
-
-    return run_in_every_way(run)

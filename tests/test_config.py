@@ -62,10 +62,12 @@ BAD_PARAMS = {
     "logit_bias": [{-1: 1.0}, {1: NAN}, {1: INF}, {"a": 1.0}, {1: None}, [1, 2], "x"],
     "stop": ["", ["a", ""], [1], 5, {"a"}],
     "stop_token_ids": [[-1], ["a"], [1.5], 7],
+    "allowed_token_ids": [[-1], ["a"], [], 7],
+    "bad_words": ["word", [""], [1], 7],
     "max_tokens": [0, -1, 1.5, "9", True],
     "min_tokens": [-1, 17, 1.5, None],
-    "logprobs": [-1, 65, 1.5, True],
-    "prompt_logprobs": [-1, 65, "1"],
+    "logprobs": [-1, 1.5, True],
+    "prompt_logprobs": [-1, "1"],
 }
 
 

@@ -327,3 +327,10 @@ def test_whole_metal_source():
             threadgroup_memory={0: 8 * x.itemsize},
         )
         np.testing.assert_array_equal(x, np.arange(32).reshape(4, 8) * -3)
+
+
+@pytest.mark.parametrize("call", ["simd_shuffle(1.0f, 32)", "quad_broadcast(1.0f, ushort(4))"])
+def test_a_lane_that_does_not_exist_is_a_fault(call):
+    with pytest.raises(KernelFault, match="there is no lane") as caught:
+        launch(f"out[0] = {call};", [mx.zeros(1)], ((1,), mx.float32), (32, 1, 1), (32, 1, 1))
+    assert caught.value.kind == "lane"

@@ -1,5 +1,6 @@
 """Latent attention: what the store holds, and scores that are computed where their keys are."""
 
+import arch_configs
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -8,9 +9,13 @@ from vllm_metal_lite.attention.choose import choose
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.seam import PagedLayerCache, sdpa_hook
+from vllm_metal_lite.sampling_params import SamplingParams
 
 HEADS, RANK, ROPE, N = 4, 16, 8, 5
 SPEC = LayerSpec(1, RANK, ROPE, mx.float32)
@@ -70,10 +75,32 @@ def test_scores_of_another_layer_are_refused(cache):
         cache.attend(mx.ones((N, HEADS, 1, RANK)), 1.0, scores)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "kimi_vl", "mistral4"])
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v3", "glm4_moe_lite", "kimi_vl", "mistral4", "deepseek_v2", "minicpm3", "youtu_llm"],
+)
 def test_the_store_holds_one_latent_and_one_rotary_key_a_token(name):
     specs = tiny.packed(name).packed.attention_specs
     assert {(s.num_kv_heads, s.k_head_dim, s.v_head_dim) for s in specs} == {(1, RANK, ROPE)}
+
+
+def test_up_projections_that_are_quantised_are_absorbed_too():
+    """What mlx-lm expands (DeepSeek V2): against mlx-lm on the same packed weights."""
+    quantised = arch_configs._q(8) | {"kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16}
+    config = tiny.config_of("deepseek_v2", **quantised)
+    tokens = tiny.prompts(1, 12, 12)[0]
+    expected = tiny.logits_alone(tiny.build(config), tokens)[-1]
+    engine = LLMEngine(
+        loader.from_model(tiny.build(config), None, config, "v2"),
+        EngineConfig(num_blocks=4, max_model_len=32),
+    )
+    assert engine.model.packed.attention_specs[0].k_head_dim == 32
+    greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    engine.add_request("a", tokens, greedy)
+    (logprobs,) = tiny.run(engine)["a"].outputs[0].logprobs
+    expected = expected - np.log(np.exp(expected).sum())
+    for token, logprob in logprobs.items():
+        assert logprob.logprob == pytest.approx(expected[token], abs=1e-4)
 
 
 def test_kernels_leave_latent_attention_to_the_reference(monkeypatch):

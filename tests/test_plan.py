@@ -29,7 +29,9 @@ def make_batch(segments: list[tuple[int, int]], seed: int = 0) -> ForwardBatch:
     return batch
 
 
-def expected_pairs(batch: ForwardBatch, window: int | None) -> dict[int, list[int]]:
+def expected_pairs(
+    batch: ForwardBatch, window: int | None, chunk: int | None = None
+) -> dict[int, list[int]]:
     """By definition: the slots that each row sees, in order of position."""
     seen = {}
     for s, length in enumerate(batch.seq_lens.tolist()):
@@ -37,6 +39,7 @@ def expected_pairs(batch: ForwardBatch, window: int | None) -> dict[int, list[in
         for row in range(batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]):
             position = int(batch.positions[row])
             start = 0 if window is None else max(0, position - window + 1)
+            start = start if chunk is None else max(start, position // chunk * chunk)
             assert position < length
             at = np.arange(start, position + 1)
             seen[row] = (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).tolist()
@@ -79,17 +82,18 @@ whole = st.tuples(st.just(0), st.integers(1, 24))
 @given(
     st.lists(st.one_of(segment, whole), min_size=1, max_size=7),
     st.none() | st.integers(1, 20),
+    st.none() | st.integers(1, 20),
     st.sampled_from([1, 3, 8, 1 << 30]),
     st.sampled_from([0, 30, 500, 1 << 20]),
 )
 @settings(max_examples=400)
-def test_every_row_sees_exactly_what_the_definition_says(segments, window, tile, call_cost):
+def test_every_row_sees_exactly_what_the_definition_says(segments, window, chunk, tile, call_cost):
     batch = make_batch(segments)
     if window is not None and window >= int(batch.seq_lens.max()):
         window = None  # as SdpaPlan.calls does
-    groups = plan_groups(batch, window, tile=tile, call_cost=call_cost)
+    groups = plan_groups(batch, window, chunk=chunk, tile=tile, call_cost=call_cost)
     seen = seen_pairs(groups, window)
-    expected = expected_pairs(batch, window)
+    expected = expected_pairs(batch, window, chunk)
     assert {r: sorted(s) for r, s in seen.items()} == {r: sorted(s) for r, s in expected.items()}
     tiles = [np.unique(rows) for g in groups for rows in g.q_rows]  # padding repeats a row
     computed = np.sort(np.concatenate(tiles))

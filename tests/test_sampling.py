@@ -635,6 +635,13 @@ def test_prompt_logprobs(vocab_size, k, ties):
     check_logprobs(out, x, targets, k)
 
 
+def test_a_long_prompt_is_scored_in_parts():
+    x = random_logits(4, 600, 90)
+    targets = np.random.default_rng(1).integers(0, 90, 600)
+    out = prompt_logprobs(mx.array(x), mx.array(targets.astype(np.int32)), 3)
+    check_logprobs(out, x, targets, 3)
+
+
 def test_logprobs_are_of_the_raw_logits_and_as_many_as_the_most_demanding_row_wants():
     size = 3000
     x = random_logits(2, 4, size)

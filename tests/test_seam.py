@@ -4,6 +4,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny_models as tiny
+from arch_configs import WINDOW
 
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
@@ -131,7 +132,8 @@ def test_rows_are_picked_from_the_logits_where_a_model_has_no_separate_body():
 
 
 def test_layers_know_their_windows_and_shapes():
-    assert [s.window for s in tiny.packed("gpt_oss").packed.attention_specs] == [9, None, 9, None]
+    windows = [s.window for s in tiny.packed("gpt_oss").packed.attention_specs]
+    assert windows == [WINDOW, None, WINDOW, None]
     wide = tiny.packed("mimo_v2_flash").packed.attention_specs[0]
     assert (wide.k_head_dim, wide.v_head_dim) == (32, 16)
     assert wide.bytes_per_token == 2 * (32 + 16) * 4

@@ -1,12 +1,15 @@
 """varlen_prefill, executed on the CPU host, against attention by definition in float64.
 
-Every slot that no row of the step may read holds NaN, in every case.
+In every case the host watches for races and for accesses out of bounds, and each slot that no row
+of the step may read holds NaN, as do the rows of padding.
 
-Measured: float32 at most 2e-6, float16 9e-4, bfloat16 8e-3: in the two narrow types the result and
-the weights are rounded to 2^-11 and 2^-8.
+Largest error measured, of results up to about 4: float32 2e-6, float16 1.4e-3, bfloat16 1.0e-2.  In
+the two narrow types the result and the weights are rounded to 2^-11 and 2^-8.
+
+With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -15,21 +18,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
+from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import prefill
 from vllm_metal_lite.kernels.launch import Kernel
 
-needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
+)
 
 TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
 DTYPES = list(TOLERANCE)
 
 
 @contextmanager
-def on_host(**options):
-    """What is launched is made by the host, with these options."""
+def on_host(schedule="forward"):
+    """What is launched is made by the host, which runs threads in this order."""
     kernel = prefill._VARLEN_PREFILL
-    with installed(**options), pytest.MonkeyPatch.context() as patch:
+    with installed(checked=True, schedule=schedule), pytest.MonkeyPatch.context() as patch:
         fresh = Kernel(kernel.name, kernel.inputs, kernel.outputs)
         patch.setattr(prefill, "_VARLEN_PREFILL", fresh)
         yield
@@ -37,7 +43,7 @@ def on_host(**options):
 
 @pytest.fixture(scope="module", autouse=True)
 def host():
-    with on_host():
+    with on_host() if backend.is_cpu() else nullcontext():
         yield
 
 
@@ -74,6 +80,7 @@ class Case:
             at = np.arange(max(0, seq_len - q_len - window + 1) if window else 0, seq_len)
             readable[table[at // block_size] * block_size + at % block_size] = True
         self.keys[~readable] = self.values[~readable] = np.nan
+        self.q[q_lens.sum() :] = np.nan
 
     def run(self) -> np.ndarray:
         def array(a: np.ndarray) -> mx.array:
@@ -107,37 +114,31 @@ def check(*args, **kwargs) -> None:
 RAGGED = [(1, 1), (1, 40), (5, 18), (13, 13), (32, 64), (40, 57)]
 VLLM_SHAPES = [[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]]
 
-plain = {"heads": (4, 4)}
-windowed = {"heads": (8, 2), "window": 256}
-capped = {"heads": (5, 1), "softcap": 50.0}
-both = {"heads": (8, 2), "window": 256, "softcap": 50.0}
-
 
 @needs_compiler
 @pytest.mark.parametrize("segments", VLLM_SHAPES, ids=["mixed", "decodes"])
 @pytest.mark.parametrize(
-    ("dtype", "how"),
-    [(mx.float32, plain), (mx.float32, windowed), (mx.float32, capped), (mx.float32, both),
-     (mx.float16, both), (mx.bfloat16, both)],
+    ("dtype", "heads", "window", "softcap"),
+    [(mx.float32, (8, 2), 256, None), (mx.float32, (5, 1), None, 50.0),
+     (mx.float16, (8, 2), 256, 50.0), (mx.bfloat16, (4, 4), None, None)],
 )  # fmt: skip
-def test_the_shapes_of_vllms_own_test(segments, dtype, how):
-    check(segments, dtype=dtype, dim=128, padding=0, **how)
+def test_the_shapes_of_vllms_own_test(segments, dtype, heads, window, softcap):
+    check(segments, dtype=dtype, heads=heads, window=window, softcap=softcap, dim=128, padding=0)
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("dim", "v_dim", "dtype"),
-    [(32, 32, mx.float16), (64, 64, mx.bfloat16), (72, 72, mx.float16), (72, 72, mx.float32),
-     (80, 80, mx.bfloat16), (96, 96, mx.float32), (112, 112, mx.float16), (128, 64, mx.bfloat16),
-     (192, 128, mx.float16), (192, 192, mx.float32), (256, 256, mx.bfloat16),
-     (256, 256, mx.float32)],
+    [(32, 32, mx.float16), (64, 64, mx.bfloat16), (72, 72, mx.float16), (80, 80, mx.float32),
+     (96, 96, mx.bfloat16), (112, 112, mx.float16), (128, 64, mx.bfloat16), (192, 128, mx.float32),
+     (256, 256, mx.float16), (256, 256, mx.float32)],
 )  # fmt: skip
 def test_head_dims(dim, v_dim, dtype):
     check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), window=11)
 
 
 @needs_compiler
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (7, 1), (71, 1)])
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (71, 1)])
 def test_any_number_of_query_heads_a_kv_head(heads):
     check(RAGGED, heads=heads)
 
@@ -155,9 +156,8 @@ def test_window_softcap_and_sinks_together(dtype):
 
 
 @needs_compiler
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_sink_of_minus_infinity_is_no_sink(window):
-    case = Case(RAGGED, sinks=True, window=window)
+def test_a_sink_of_minus_infinity_is_no_sink():
+    case = Case(RAGGED, sinks=True, window=7)
     case.sinks[:] = -np.inf
     np.testing.assert_allclose(case.run(), case.expected(), 1e-5, 1e-5)
 
@@ -170,34 +170,27 @@ segment = st.tuples(st.integers(1, 40), st.integers(0, 90) | st.just(0)).map(
 @needs_compiler
 @given(
     st.lists(segment, min_size=1, max_size=5),
-    st.sampled_from([{}, {"window": 9, "heads": (3, 1)}, {"softcap": 2.0, "sinks": True}]),
+    st.sampled_from([{}, {"window": 7}, {"softcap": 2.0, "sinks": True}]),
     st.integers(0, 40),
     st.integers(0, 99),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_random_segments(segments, how, padding, seed):
     check(segments, padding=padding, seed=seed, **how)
 
 
 @needs_compiler
+@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
 @pytest.mark.parametrize("schedule", ["reverse", 1, 2])
 def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    case = Case(RAGGED, window=20)
+    case = Case(RAGGED, window=7)
     expected = case.run()
     with on_host(schedule=schedule):
         np.testing.assert_array_equal(case.run(), expected)
 
 
 @needs_compiler
-@pytest.mark.parametrize("how", [{}, {"window": 9, "softcap": 2.0, "sinks": True}])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_no_race_and_no_access_out_of_bounds(how, dtype):
-    with on_host(checked=True, schedule=3):
-        check(RAGGED, dtype=dtype, **how)
-
-
-@needs_compiler
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("split", [1, 7, 32, 70])
 def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split, window):
     whole = Case([(77, 77)], window=window, padding=0)

@@ -112,10 +112,10 @@ def run_mlx_lm(model: LoadedModel, load: Load, prefill_batch_size: int) -> Resul
     return Result(seconds, statistics.median(first.values()), [tokens[u] for u in uids])
 
 
-def random_model(shape: str) -> LoadedModel:
-    """A Qwen3 with random weights: HIDDENxLAYERS, vocabulary 8,192."""
+def random_config(shape: str) -> dict:
+    """A Qwen3: HIDDENxLAYERS, vocabulary 8,192."""
     hidden, layers = map(int, shape.split("x"))
-    config = {
+    return {
         "model_type": "qwen3",
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -129,6 +129,11 @@ def random_model(shape: str) -> LoadedModel:
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     }
+
+
+def random_model(shape: str) -> LoadedModel:
+    """`random_config` with random weights."""
+    config = random_config(shape)
     model: nn.Module = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     mx.random.seed(0)
     model.update(

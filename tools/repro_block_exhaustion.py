@@ -8,18 +8,23 @@ so exhaustion is certain.  Exit status 0 only if requests were preempted AND eve
     python tools/repro_block_exhaustion.py
     python tools/repro_block_exhaustion.py --oversubscribe 6 --num-requests 48 --json
     python tools/repro_block_exhaustion.py --model mlx-community/Qwen3-0.6B-4bit
+    METAL_LITE_DEVICE=cpu python tools/repro_block_exhaustion.py --engine vllm
+
+--engine vllm does the same under vLLM, whose scheduler preempts there: our engine, with room for
+all, says what the tokens should be.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 
 import numpy as np
 
 from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams
-from vllm_metal_lite.model.loader import LoadedModel, load
+from vllm_metal_lite.model.loader import LoadedModel, find, load
 
 
 def parse_args() -> argparse.Namespace:
@@ -27,6 +32,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--num-requests", type=int, default=24)
     parser.add_argument(
         "--oversubscribe", type=float, default=3.0, help="demand for blocks / size of the pool"
@@ -108,6 +114,49 @@ def run(
     return tokens, engine.metrics()
 
 
+def run_vllm(
+    args: argparse.Namespace, crowd: list, num_blocks: int, max_model_len: int
+) -> tuple[list[list[int]], dict[str, int]]:
+    """The same under vLLM, in this process: its scheduler, its block pool, our plugin's worker."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+    from vllm import SamplingParams as VllmParams
+
+    llm = LLM(
+        str(find(args.model)),
+        block_size=args.block_size,
+        num_gpu_blocks_override=num_blocks + 1,  # vLLM keeps one as its null block
+        max_model_len=max_model_len,
+        max_num_seqs=args.num_requests,
+        max_num_batched_tokens=max(args.max_num_batched_tokens, args.num_requests),
+        enable_prefix_caching=not args.no_prefix_caching,
+        disable_log_stats=False,
+    )
+    engine = llm.llm_engine
+    pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    for i, (prompt, p) in enumerate(crowd):
+        params = VllmParams(
+            temperature=p.temperature, seed=p.seed, max_tokens=p.max_tokens, ignore_eos=True
+        )
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    tokens: list[list[int]] = [[] for _ in crowd]
+    peak = hits = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+                hits += output.num_cached_tokens or 0
+        peak = max(peak, num_blocks - pool.get_num_free_blocks())
+    counters = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    return tokens, {
+        "blocks_peak_owned": peak,
+        "preemptions": counters["vllm:num_preemptions"],
+        "recomputed_tokens": None,  # vLLM does not count them
+        "prefix_cache_hit_tokens": hits,
+    }
+
+
 def main() -> int:
     args = parse_args()
     model = load(args.model)
@@ -130,11 +179,15 @@ def main() -> int:
         file=sys.stderr,
     )
     expected, _ = run(model, roomy, crowd, "unconstrained")
-    tokens, metrics = run(model, tight, crowd, "exhausted    ")
+    if args.engine == "vllm":
+        tokens, metrics = run_vllm(args, crowd, pool, max(needs) * args.block_size)
+    else:
+        tokens, metrics = run(model, tight, crowd, "exhausted    ")
 
     different = [i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b]
     report = {
         "model": args.model,
+        "engine": args.engine,
         "requests": args.num_requests,
         "tokens_compared": sum(map(len, expected)),
         "blocks_demanded": demand,

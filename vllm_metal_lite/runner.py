@@ -11,6 +11,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import Attention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
+from vllm_metal_lite.constraints import TokenMasks
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.sampling import LogprobArrays, Sampler, prompt_logprobs
 
@@ -40,9 +41,16 @@ class ModelRunner:
         self.model, self.attention, self.sampler = model, attention, sampler
 
     def execute(
-        self, batch: ForwardBatch, req_indices: np.ndarray, num_prompt_logprobs: int = 0
+        self,
+        batch: ForwardBatch,
+        req_indices: np.ndarray,
+        num_prompt_logprobs: int = 0,
+        grammar: TokenMasks | None = None,
     ) -> StepResult:
-        """Run a step to its end; req_indices (T,): the table rows of the terminal segments."""
+        """Run a step to its end; req_indices (T,): the table rows of the terminal segments.
+
+        grammar: what some of these T may say.
+        """
         batch.validate(self.attention.store.num_blocks)
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
         num_sampled = len(batch.sample_segments)
@@ -53,7 +61,7 @@ class ModelRunner:
         outputs: list[mx.array] = []
         sampled = logprobs = scored = None
         if num_sampled:
-            output = self.sampler(logits[:num_sampled], req_indices)
+            output = self.sampler(logits[:num_sampled], req_indices, grammar)
             sampled, logprobs = output.token_ids, output.logprobs
             outputs.append(sampled)
         if len(batch.prompt_targets):

@@ -1,10 +1,11 @@
 """Batched sampling on the device: logits of a step in, one token a row out.
 
-Same order as vLLM's sampler: log-probabilities from the raw logits; min_tokens and logit_bias;
-repetition, frequency and presence penalties; temperature; min_p; top_k; top_p; the draw.  A draw is
-the argmax of logits plus Gumbel noise, whose key is made of the request's seed and of how many
-tokens it has generated, and of nothing else: neither the batch, nor the row, nor a preemption, nor
-chunking changes what a request draws from the same logits.
+Same order as vLLM's sampler: a grammar's mask; log-probabilities from the raw logits; allowed
+tokens, bad words, min_tokens and logit_bias; repetition, frequency and presence penalties;
+temperature; min_p; top_k; top_p; the draw.  A draw is the argmax of logits plus Gumbel noise, whose
+key is made of the request's seed and of how many tokens it has generated, and of nothing else:
+neither the batch, nor the row, nor a preemption, nor chunking changes what a request draws from the
+same logits.
 
 A row of nothing but -inf or NaN gives token 0; one with a NaN among others gives some token that is
 not -inf; of several +inf the lowest id wins.
@@ -18,6 +19,13 @@ import numpy as np
 
 from vllm_metal_lite import logits as ops
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.constraints import (
+    BadWords,
+    BadWordsPlan,
+    DeviceMasks,
+    TokenMasks,
+    pack_mask,
+)
 from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.logits import LogprobArrays
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -41,6 +49,7 @@ _ROW = np.dtype(
 )
 _NEUTRAL = np.array((0, 0, -1, 0, -inf, 0, -1, 1, 0, 0, -1), _ROW)
 _LARGE = 1e30  # bound of what a user may set without limit: float32 must hold its products
+_PART = 256  # prompt rows scored at once
 _FOREVER = np.iinfo(np.int32).max
 
 
@@ -59,6 +68,8 @@ class _Plan:
     key: tuple[int, bytes]
     calls_left: int  # until a request reaches its min_tokens
     num_logprobs: int  # -1: none
+    allowed: DeviceMasks | None
+    bad_words: BadWordsPlan | None
     edits: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
     slots: mx.array | None  # (R,) rows of `seen` of the rows with penalties
     all_slots: bool  # slots are 0, 1, 2, ..., all of them
@@ -71,8 +82,14 @@ class _Plan:
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
-    """Raise SamplingError for a token id that the model does not have."""
-    for name in ("logit_bias", "stop_token_ids"):
+    """Raise SamplingError for token ids or logprobs beyond the vocabulary."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab_size:
+            raise SamplingError(
+                f"{name} must be at most the vocabulary's size, {vocab_size}, "
+                f"got {getattr(params, name)}"
+            )
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         for token_id in getattr(params, name) or ():
             if token_id >= vocab_size:
                 raise SamplingError(
@@ -84,9 +101,16 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
 def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArrays:
     """Score each target (P,) int and the k most likely tokens under logits (P, V), any float type.
 
-    Lazy; works on P * V float32 values at once, so a long prompt should come in parts.
+    Lazy, in parts: a part's float32 values are done with before the next one's are made.
     """
-    return ops.gather_logprobs(logits, targets, k)
+    parts = [
+        ops.gather_logprobs(logits[at : at + _PART], targets[at : at + _PART], k)
+        for at in range(0, len(targets), _PART)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*((p.token_ids, p.logprobs, p.ranks) for p in parts), strict=True)
+    return LogprobArrays(*map(mx.concatenate, map(list, columns)))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -114,6 +138,8 @@ class Sampler:
         self._rows = np.full(max_num_seqs, _NEUTRAL)
         # Additions to single logits: req_index -> token ids, addends, num_generated when they end.
         self._edits: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._allowed: dict[int, np.ndarray] = {}  # req_index -> bits, see TokenMasks
+        self._bad_words = BadWords(max_num_seqs, vocab_size)
         self._seen: mx.array | None = None
         self._version = 0  # of the tables
         self._plan: _Plan | None = None
@@ -126,11 +152,13 @@ class Sampler:
         token_ids: np.ndarray,
         num_prompt_tokens: int,
         eos_token_ids: Sequence[int],
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         """Set up the row of a request that gets a seat, new or back from a preemption.
 
         token_ids: (n,) int, all tokens known so far.  params should have passed `validate`; ids
         outside the vocabulary have no effect.  seed: any integer, the low 64 bits count.
+        bad_words: the token ids of params.bad_words, see `bad_word_ids`.
         """
         self.remove(req_index)
         row = self._rows[req_index]
@@ -151,6 +179,9 @@ class Sampler:
         if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
             row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
         self._add_edits(req_index, params, eos_token_ids)
+        self._bad_words.add(req_index, bad_words, np.asarray(token_ids)[num_prompt_tokens:])
+        if params.allowed_token_ids is not None:
+            self._allowed[req_index] = pack_mask(params.allowed_token_ids, self.vocab_size)
 
     def _add_edits(
         self, req_index: int, params: SamplingParams, eos_token_ids: Sequence[int]
@@ -175,6 +206,8 @@ class Sampler:
         self._version += 1
         self._rows[req_index] = _NEUTRAL
         self._edits.pop(req_index, None)
+        self._allowed.pop(req_index, None)
+        self._bad_words.remove(req_index)
         if self._seen is not None and (self._rows["slot"] < 0).all():
             self._seen = None
 
@@ -198,12 +231,15 @@ class Sampler:
         """How many of the most likely tokens each request wants beside its own; -1: no logprobs."""
         return self._rows["num_logprobs"][req_indices]
 
-    def __call__(self, logits: mx.array, req_indices: np.ndarray) -> SamplerOutput:
+    def __call__(
+        self, logits: mx.array, req_indices: np.ndarray, grammar: TokenMasks | None = None
+    ) -> SamplerOutput:
         """Choose the next token of each row; lazy: nothing is evaluated.
 
         logits: (T, V) float32, float16 or bfloat16.  req_indices: (T,) int, the request of each
         row, none twice.  Counts one more generated token for each.  If any of the requests wants
-        logprobs, all rows get as many as the most demanding one wants.
+        logprobs, all rows get as many as the most demanding one wants.  grammar: what a grammar
+        allows some of the rows to say in this step; it counts before logprobs are taken.
         """
         if logits.shape != (len(req_indices), self.vocab_size):
             raise ValueError(
@@ -212,7 +248,13 @@ class Sampler:
         if not len(req_indices):
             return SamplerOutput(mx.zeros(0, mx.int32), None)
         plan = self._plan_for(req_indices)
+        if grammar is not None:
+            logits = DeviceMasks(grammar, len(req_indices)).apply(logits)
         x = logits
+        if plan.allowed is not None:
+            x = plan.allowed.apply(x)
+        if plan.bad_words is not None:
+            x = self._bad_words.ban(x.astype(mx.float32), plan.bad_words)
         if plan.edits is not None:
             rows, tokens, addends = plan.edits
             x = x.astype(mx.float32).at[rows, tokens].add(addends)
@@ -233,6 +275,8 @@ class Sampler:
         if plan.slots is not None:
             drawn = token_ids if plan.penalty_rows is None else token_ids[plan.penalty_rows]
             self._seen = self._seen.at[plan.slots, drawn].add(2)
+        if plan.bad_words is not None:
+            self._bad_words.note(token_ids, plan.bad_words)
         self._rows["num_generated"][req_indices] += 1
         plan.calls_left -= 1
         if plan.num_logprobs < 0:
@@ -273,7 +317,8 @@ class Sampler:
                 frequency, presence = ops.column(wants["frequency"]), ops.column(wants["presence"])
         is_random = table["temperature"].any()
         return _Plan(
-            key, calls_left, int(table["num_logprobs"].max()), edits, slots, all_slots,
+            key, calls_left, int(table["num_logprobs"].max()), self._select_allowed(req_indices),
+            self._bad_words.plan(req_indices), edits, slots, all_slots,
             penalty_rows, repetition, frequency, presence,
             ops.column(table["temperature"]) if is_random else None,
             ops.make_filters(
@@ -281,6 +326,13 @@ class Sampler:
                 self.vocab_size,
             ) if is_random else [],
         )  # fmt: skip
+
+    def _select_allowed(self, req_indices: np.ndarray) -> DeviceMasks | None:
+        rows = [i for i, r in enumerate(req_indices.tolist()) if r in self._allowed]
+        if not rows:
+            return None
+        bits = np.stack([self._allowed[r] for r in req_indices[rows].tolist()])
+        return DeviceMasks(TokenMasks(np.array(rows), bits), len(req_indices))
 
     def _select_edits(
         self, req_indices: np.ndarray

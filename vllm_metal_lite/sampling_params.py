@@ -29,6 +29,7 @@ class SamplingParams:
     context length".  seed makes the request's tokens independent of whatever else is in the batch.
     logprobs / prompt_logprobs: how many of the most likely tokens to report at each position
     (0: only the chosen one); they are taken from the model's raw logits, as in vLLM.
+    allowed_token_ids: nothing else is sampled.  bad_words: strings that are never completed.
     """
 
     n: int = 1
@@ -41,6 +42,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    bad_words: list[str] | tuple[str, ...] | None = None
     stop: str | list[str] | tuple[str, ...] | None = None
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     include_stop_str_in_output: bool = False
@@ -55,7 +58,6 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     MAX_N = 1024
-    MAX_LOGPROBS = 64
 
     def __post_init__(self) -> None:
         number = {
@@ -96,17 +98,30 @@ class SamplingParams:
         )  # fmt: skip
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            ok = value is None or (_is_int(value) and 0 <= value <= self.MAX_LOGPROBS)
-            _require(ok, name, value, f"in [0, {self.MAX_LOGPROBS}] (or None)")
+            _require(
+                value is None or (_is_int(value) and value >= 0),
+                name, value, "0 or positive (or None)",
+            )  # fmt: skip
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         _require(
             isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop),
             "stop", self.stop, "a non-empty string, or a list of them",
         )  # fmt: skip
-        ids = self.stop_token_ids or ()
+        words = () if self.bad_words is None else self.bad_words
         _require(
-            isinstance(ids, (list, tuple)) and all(_is_int(t) and t >= 0 for t in ids),
-            "stop_token_ids", self.stop_token_ids, "a list of token ids >= 0",
+            isinstance(words, (list, tuple)) and all(isinstance(w, str) and w for w in words),
+            "bad_words", self.bad_words, "a list of non-empty strings",
+        )  # fmt: skip
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            _require(
+                ids is None
+                or (isinstance(ids, (list, tuple)) and all(_is_int(t) and t >= 0 for t in ids)),
+                name, ids, "a list of token ids >= 0",
+            )  # fmt: skip
+        _require(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids", self.allowed_token_ids, "None or hold at least one token id",
         )  # fmt: skip
         bias = self.logit_bias or {}
         _require(

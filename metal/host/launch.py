@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import coverage
 from .faults import HostError, KernelFault
 from .lines import line_at
 from .options import FORWARD, REVERSE, HostOptions
@@ -82,6 +83,9 @@ class Library:
         self.kernel = kernel
         self.path = path
         self._library = ctypes.CDLL(str(path))
+        if path.with_suffix(".cpp").exists():  # compiled to count
+            self._library.metal_host_image.restype = ctypes.c_uint64
+            coverage.watch(path, self._library.metal_host_image())
         self._lock = threading.Lock()  # a library has one set of fibers
 
     def set_constants(self, constants: Mapping[int, bytes]) -> None:

@@ -5,11 +5,12 @@ section 6.2) from an ELF library; elsewhere no line is known.
 """
 
 import functools
-import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from .elf import Reader, sections
 
 
 class Row(NamedTuple):
@@ -23,10 +24,11 @@ class Row(NamedTuple):
 @functools.cache
 def line_table(library: Path) -> list[Row]:
     """All rows, in the order of addresses; empty if the library has no table that can be read."""
-    data = library.read_bytes()
-    section = _section(data, b".debug_line")
-    # What the linker dropped keeps its rows, at addresses from 0 on: no code lies in the first page.
-    rows = (row for row in _units(section) if row.address >= 4096)
+    section = sections(library.read_bytes()).get(".debug_line")
+    if not section:
+        return []
+    # What the linker dropped keeps its rows, in the first page, where no code is.
+    rows = (row for row in _units(section.data) if row.address >= 4096)
     return sorted(rows, key=lambda row: row.address)
 
 
@@ -39,55 +41,16 @@ def line_at(library: Path, offset: int) -> str:
     return f"{table[at].file}:{table[at].line}"
 
 
-def _section(data: bytes, wanted: bytes) -> bytes:
-    if data[:5] != b"\x7fELF\x02":
-        return b""
-    (headers,) = struct.unpack_from("<Q", data, 0x28)
-    size, count, names = struct.unpack_from("<HHH", data, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", data, headers + i * size) for i in range(count)]
-    name_table = sections[names][4]
-    for name, _, _, _, offset, length in sections:
-        start = name_table + name
-        if data[start : data.index(b"\0", start)] == wanted:
-            return data[offset : offset + length]
-    return b""
-
-
-class _Reader:
-    def __init__(self, data: bytes, at: int = 0):
-        self.data, self.at = data, at
-
-    def number(self, form: str) -> int:
-        (value,) = struct.unpack_from("<" + form, self.data, self.at)
-        self.at += struct.calcsize("<" + form)
-        return value
-
-    def text(self) -> str:
-        end = self.data.index(b"\0", self.at)
-        value = self.data[self.at : end].decode()
-        self.at = end + 1
-        return value
-
-    def leb(self, signed: bool = False) -> int:
-        value = shift = 0
-        while True:
-            byte = self.number("B")
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value - (1 << shift) if signed and byte & 0x40 else value
-
-
 def _units(section: bytes) -> Iterator[Row]:
-    at = 0
-    while at < len(section):
-        reader = _Reader(section, at)
-        at += reader.number("I") + 4
+    reader, end = Reader(section), 0
+    while end < len(section):
+        reader.at = end
+        end += reader.number("I") + 4
         if reader.number("H") == 4:
-            yield from _program(reader, at)
+            yield from _program(reader, end)
 
 
-def _program(reader: _Reader, end: int) -> Iterator[Row]:
+def _program(reader: Reader, end: int) -> Iterator[Row]:
     """The rows of one compiled file: runs the line-number program."""
     header_length = reader.number("I")
     start = reader.at + header_length

@@ -21,7 +21,6 @@ class HostOptions:
         partial_outputs: outputs that need not be written whole.
         same_value_writes: let threads race in writing a value that is there already; MLX's
             quantised matrix-vector product does, at the edge of a matrix.
-        coverage: note which source lines run (see metal.host.coverage).
     """
 
     checked: bool = False
@@ -30,7 +29,6 @@ class HostOptions:
     writable_inputs: Collection[str] = ()
     partial_outputs: Collection[str] = ()
     same_value_writes: bool = False
-    coverage: bool = False
 
     def __post_init__(self):
         if isinstance(self.schedule, str):

@@ -8,14 +8,14 @@ KERNELS = Path(__file__).parents[1]
 
 
 @functools.cache
-def _files() -> tuple[tuple[Path, str], ...]:
-    return tuple((path, path.read_text()) for path in sorted(KERNELS.glob("*.metal")))
+def _files(folder: Path) -> tuple[tuple[Path, str], ...]:
+    return tuple((path, path.read_text()) for path in sorted(folder.glob("*.metal")))
 
 
 def _place(text: str, label: str) -> tuple[str, int]:
     """The file that holds the text and the line where it starts, or the label and line 1."""
     if text.strip():
-        for path, whole in _files():
+        for path, whole in _files(KERNELS):
             if (at := whole.find(text)) >= 0:
                 return f"metal/{path.name}", whole.count("\n", 0, at) + 1
     return label, 1

@@ -26,6 +26,7 @@ MAX_THREADGROUP_BYTES = 32768
 
 # What MLX puts before a custom kernel.
 _PRELUDE = "mlx/backend/metal/kernels/utils.h"
+_WHOLE = re.compile(r'#\s*include\s*(<metal_stdlib>|"mlx/)')
 _HEADERS = Path(__file__).parent / "strict"
 _CLANG = [
     *(sys.executable, "-m", "ziglang", "clang", "-cc1", "-x", "clcpp", "-cl-std=clc++2021"),
@@ -59,9 +60,9 @@ _BANNED = {
 def check(source: str, *, include: Sequence[Path | str] = ()) -> list[Violation]:
     """What Apple's compiler would refuse in `source`, in the order of lines; empty if nothing.
 
-    `source` is a whole Metal text, such as `mx.fast.metal_kernel` generates.  If it includes
-    nothing itself, MLX's `utils.h` comes before it, as in MLX.  `include`: folders with its
-    headers; MLX's own is always there.
+    `source` is a Metal text as `mx.fast.metal_kernel` generates it: MLX's `utils.h` comes before
+    it, as in MLX.  Or a whole one, which includes <metal_stdlib> or headers of MLX's itself.
+    `include`: folders with its headers; MLX's own is always there.
 
     Raises RuntimeError if clang is missing.
     """
@@ -75,7 +76,7 @@ def check(source: str, *, include: Sequence[Path | str] = ()) -> list[Violation]
         lowered = _lower(text)
     except ValueError:
         return [*found, Violation("compiler", 0, "brackets do not match")]
-    prelude = [] if "#include" in source else ["-include", _PRELUDE]
+    prelude = [] if _WHOLE.search(source) else ["-include", _PRELUDE]
     folders = [str(path) for path in (*include, _mlx_include())]
     command = [*_CLANG, *(f"-W{name}" for name in _WARNINGS)]
     command += [*(option for path in folders for option in ("-I", path)), *prelude, "-"]

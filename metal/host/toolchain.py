@@ -95,14 +95,18 @@ class Flavour(NamedTuple):
 
     poison: bool
     checked: bool
+    coverage: bool
 
 
 def flavour(options: HostOptions) -> Flavour:
-    return Flavour(options.poison, options.checked)
+    counted = os.environ.get("METAL_LITE_HOST_COVERAGE") == "1" and is_clang()
+    return Flavour(options.poison, options.checked, counted)
 
 
 def _kernel_flags(flavour: Flavour) -> list[str]:
     flags = [*(_CHECKED if flavour.checked else _PLAIN), "-I", str(HEADERS)]
+    if flavour.coverage:
+        flags += ["-fprofile-instr-generate", "-fcoverage-mapping", "-fprofile-update=single"]
     if flavour.poison:
         flags.append("-ftrivial-auto-var-init=pattern")
     if is_clang():
@@ -152,17 +156,13 @@ def build(text: str, name: str, flavour: Flavour) -> Path:
         source.write_text(text)
         _compile(source, made, flags, f"kernel {name}")
         # No C++ library and no sanitizer's: the runtime needs neither.
-        link = [
-            *compiler(),
-            "-shared",
-            "-O2",
-            "-fno-sanitize=all",
-            str(made),
-            *_runtime_objects(flavour),
-        ]
-        link += ["-nostdlib++"] if is_clang() else []
-        link += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]
+        link = [*compiler(), "-shared", "-O2", "-fno-sanitize=all", str(made)]
+        link += [*_runtime_objects(flavour), *(["-nostdlib++"] if is_clang() else [])]
+        if sys.platform != "darwin":
+            link += ["-lm", "-ldl", "-Wl,--no-gc-sections"]  # what counts is named by nobody
         linked = Path(scratch) / library.name
         _run([*link, "-o", str(linked)], f"the library of kernel {name}")
+        if flavour.coverage:
+            source.replace(library.with_suffix(".cpp"))
         linked.replace(library)
     return library

@@ -23,6 +23,10 @@ _SHARED = re.compile(
 _CONSTANT = re.compile(r"(\w+)\s*\[\[\s*function_constant\((\d+)\)\s*\]\]")
 _INSTANTIATION = re.compile(r"\btemplate\s*\[\[\s*host_name\b[^\]]*\]\]\s*\[\[\s*kernel\s*\]\]")
 _SHARED_ARGUMENT = re.compile(r"\[\[\s*threadgroup\s*\(\s*\w+\s*\)\s*\]\]")
+# Unrolled loops would only take time to compile.
+_UNROLL = re.compile(
+    r'_Pragma\("(?:clang loop|unroll)[^"]*"\)|^\s*#\s*pragma\s+(?:clang\s+loop|unroll)[^\n]*', re.M
+)
 _ATTRIBUTE = re.compile(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?")
 
 
@@ -169,7 +173,7 @@ def translate(text: str, function: str) -> tuple[str, list[Parameter]]:
     )
     arguments = ",\n      ".join(parameter.argument() for parameter in parameters)
     text = _INSTANTIATION.sub("template", share_threadgroup_variables(text))
-    text = _SHARED_ARGUMENT.sub("", text)
+    text = _UNROLL.sub("", _SHARED_ARGUMENT.sub("", text))
     unit = f"""#include "metal_stdlib"
 {text}
 #line 1 "entry"
@@ -178,7 +182,8 @@ extern "C" HOST_INTERNAL void metal_host_kernel() {{
   kernel_function(
       {arguments});
 }}
-HOST_EXPORT __attribute__((no_sanitize("thread"))) void metal_host_constant(unsigned index, const void* value) {{
+HOST_EXPORT __attribute__((no_sanitize("thread")))
+void metal_host_constant(unsigned index, const void* value) {{
   switch (index) {{
 {cases}  }}
 }}

@@ -7,6 +7,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.kernels import KernelAttention
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import Attention, AttentionShape
+from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kernels import ops, selfcheck
 from vllm_metal_lite.kv.store import PagedStore
@@ -22,6 +23,8 @@ def choose(
     raises ConfigError.  reads_store: the model reads K and V by MLX operations too, which must not
     touch a store that kernels write.
     """
+    if option not in ATTENTION:
+        raise ConfigError(f"attention must be one of {list(ATTENTION)}, got {option!r}")
     if option == "reference":
         return ReferenceAttention(store), "asked for"
     reason = _unsupported(option, shapes, reads_store)

@@ -112,7 +112,7 @@ class KernelAttention(ReferenceAttention):
         keys = self.store.keys[layer]
         rows, outputs = q.astype(keys.dtype), []
         if step.num_decodes:
-            plan = ops.decode_plan(step.num_decodes, q.shape[1], keys.shape[1], step.max_seq_len)
+            plan = ops.decode_plan(step.num_decodes, keys.shape[1], step.max_seq_len)
             out, self.tokens[layer] = ops.paged_decode(
                 rows[: step.num_decodes], step.block_tables, step.seq_lens, *self._store(layer),
                 plan=plan, **in_place,

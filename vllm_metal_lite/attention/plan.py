@@ -8,7 +8,7 @@ computed, keys gathered and calls.  Everything a mask must know is positions and
 one formula serves every group:  key visible = same segment and k_pos <= q_pos (and in the window).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,17 +68,20 @@ class Tiles:
 
 
 def plan_groups(
-    batch: ForwardBatch, window: int | None, *, tile: int, call_cost: int
+    batch: ForwardBatch, window: int | None, *, chunk: int | None = None, tile: int, call_cost: int
 ) -> list[Group]:
     """Cut a step into SDPA calls that together cover every row of the batch once.
 
+    chunk: rows see only the keys of their own chunk of so many positions (Llama 4).
     tile: most query rows in one tile (what a backend without a fused causal kernel saves on).
     """
+    if chunk is not None:
+        batch = split_at_chunks(batch, chunk)
     q_lens = np.diff(batch.cu_seqlens_q)
     groups: list[Group] = []
     complete = (q_lens == batch.seq_lens) & (q_lens > 1)
     for pack in split_packs(np.flatnonzero(complete), q_lens):
-        padded = _padded(batch, _tiles(batch, pack, window, tile), window, call_cost)
+        padded = _padded(batch, _tiles(batch, pack, window, chunk, tile), window, call_cost)
         rows = int(q_lens[pack].sum())
         padded_cost = sum(g.cost for g in padded) + call_cost * len(padded)
         if len(pack) > 1 and cost(rows, rows) + call_cost < padded_cost:
@@ -87,7 +90,7 @@ def plan_groups(
             groups += padded
     rest = np.flatnonzero(~complete)
     if len(rest):
-        groups += _padded(batch, _tiles(batch, rest, window, tile), window, call_cost)
+        groups += _padded(batch, _tiles(batch, rest, window, chunk, tile), window, call_cost)
     return groups
 
 
@@ -106,7 +109,26 @@ def split_packs(
     return [np.array(p) for p in packs]
 
 
-def _tiles(batch: ForwardBatch, segments: np.ndarray, window: int | None, tile: int) -> Tiles:
+def split_at_chunks(batch: ForwardBatch, chunk: int) -> ForwardBatch:
+    """The same rows, with segments cut where positions pass a multiple of `chunk`."""
+    starts = np.zeros(batch.num_tokens, bool)
+    starts[batch.cu_seqlens_q[:-1]] = True
+    starts |= batch.positions % chunk == 0
+    first = np.flatnonzero(starts)
+    cu = np.append(first, batch.num_tokens).astype(np.int32)
+    segment = np.searchsorted(batch.cu_seqlens_q, first, side="right") - 1
+    return replace(
+        batch,
+        cu_seqlens_q=cu,
+        seq_lens=batch.positions[cu[1:] - 1] + 1,
+        block_tables=batch.block_tables[segment],
+        req_indices=batch.req_indices[segment],
+    )
+
+
+def _tiles(
+    batch: ForwardBatch, segments: np.ndarray, window: int | None, chunk: int | None, tile: int
+) -> Tiles:
     start = batch.cu_seqlens_q[segments]
     q_len = batch.cu_seqlens_q[segments + 1] - start
     count = -(-q_len // tile)
@@ -119,6 +141,8 @@ def _tiles(batch: ForwardBatch, segments: np.ndarray, window: int | None, tile: 
     kv_start = np.zeros_like(kv_end)
     if window is not None:
         kv_start = np.maximum(kv_end - rows + 1 - window, 0)
+    if chunk is not None:
+        kv_start = np.maximum(kv_start, (kv_end - 1) // chunk * chunk)
     return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
 
 
@@ -155,7 +179,7 @@ def _padded_group(batch: ForwardBatch, tiles: Tiles, window: int | None) -> Grou
     uniform = (q_len == q_len[0]).all() and (kv_len == kv_len[0]).all()
     if uniform and q_len[0] == 1:
         mask = None
-    elif in_window and (uniform or (q_len == tiles.kv_end).all()):
+    elif in_window and (uniform or (q_len == kv_len).all()):
         mask = "causal"
     else:
         mask = "array"

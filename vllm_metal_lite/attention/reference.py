@@ -69,30 +69,33 @@ class DeviceGroup:
 
 
 class SdpaPlan:
-    """A batch cut into SDPA calls, made once a step for each window that a layer asks for."""
+    """A batch cut into SDPA calls, once a step for each window or chunk that a layer asks for."""
 
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
         self.batch, self.num_rows = batch, num_rows
-        self._plans: dict[int | None, tuple[list[DeviceGroup], mx.array | None]] = {}
+        self._plans: dict[tuple, tuple[list[DeviceGroup], mx.array | None]] = {}
 
-    def calls(self, window: int | None) -> tuple[list[DeviceGroup], mx.array | None]:
+    def calls(
+        self, window: int | None, chunk: int | None = None
+    ) -> tuple[list[DeviceGroup], mx.array | None]:
         """The groups, and for each row its place in their concatenated outputs (None: as is)."""
-        if window is not None and window >= int(self.batch.seq_lens.max()):
-            window = None
-        if window not in self._plans:
+        longest = int(self.batch.seq_lens.max())
+        window = None if window is not None and window >= longest else window
+        chunk = None if chunk is not None and chunk >= longest else chunk
+        if (window, chunk) not in self._plans:
             costs = _COSTS.get(backend.name(), _FUSED_COSTS)
-            groups = plan_groups(self.batch, window, **costs)
+            groups = plan_groups(self.batch, window, chunk=chunk, **costs)
             rows = np.concatenate([g.q_rows.ravel() for g in groups])
             place = np.zeros(self.num_rows, np.int32)
             # Backwards, so that a row's first place wins: later ones are padding, which under a
             # plain "causal" saw too far.
             place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
             as_is = len(rows) == self.num_rows and (rows == np.arange(len(rows))).all()
-            self._plans[window] = (
+            self._plans[window, chunk] = (
                 [DeviceGroup(g, window) for g in groups],
                 None if as_is else mx.array(place),
             )
-        return self._plans[window]
+        return self._plans[window, chunk]
 
 
 class ReferenceStep(StepMetadata):
@@ -136,10 +139,11 @@ class ReferenceAttention:
         softcap: float | None = None,
         sinks: mx.array | None = None,
         q_pe: mx.array | None = None,
+        chunk: int | None = None,
     ) -> mx.array:
         if q_pe is not None:
             q = mx.concatenate([q, q_pe], axis=-1)
-        groups, place = step.sdpa.calls(window)
+        groups, place = step.sdpa.calls(window, chunk)
         outputs = []
         for g in groups:
             queries = q[g.q_rows].swapaxes(1, 2)

@@ -23,6 +23,7 @@ class AttentionShape:
     softcap: float | None = None
     sinks: bool = False
     latent: bool = False
+    chunk: int | None = None
 
     def __str__(self) -> str:
         dims = {self.k_head_dim: None, self.v_head_dim: None}
@@ -30,6 +31,7 @@ class AttentionShape:
         text += str(self.dtype).removeprefix("mlx.core.")
         text += f", window {self.window}" if self.window is not None else ""
         text += f", softcap {self.softcap:g}" if self.softcap is not None else ""
+        text += f", chunks of {self.chunk}" if self.chunk is not None else ""
         return text + (", sinks" if self.sinks else "") + (", latent" if self.latent else "")
 
 
@@ -76,6 +78,7 @@ class Attention(Protocol):
         softcap: float | None = None,
         sinks: mx.array | None = None,
         q_pe: mx.array | None = None,
+        chunk: int | None = None,
     ) -> mx.array:
         """Causal attention of q (num_rows, H, D) to each row's own sequence, of the same shape but
         for the last axis, v_head_dim.
@@ -83,5 +86,6 @@ class Attention(Protocol):
         window: tokens a query sees, its own included.  softcap: scores become
         softcap * tanh(score / softcap).  sinks: (H,), a logit each that takes weight, gives none.
         q_pe: (num_rows, H, v_head_dim), latent attention: a score is (q . k + q_pe . v) * scale,
-        and what is weighed and summed is k.
+        and what is weighed and summed is k.  chunk: a query sees the keys of its own chunk of so
+        many positions only.
         """

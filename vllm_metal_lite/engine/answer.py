@@ -32,6 +32,7 @@ class Answer:
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
         self.output = CompletionOutput(index)
+        self.bad_words: list[list[int]] = []  # their token ids
         if params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0

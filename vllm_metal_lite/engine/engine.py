@@ -10,6 +10,7 @@ import numpy as np
 from vllm_metal_lite.attention.choose import choose
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.constraints import bad_word_ids
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.request import Request
 from vllm_metal_lite.engine.scheduler import Scheduler, SchedulerOutput
@@ -138,6 +139,7 @@ class LLMEngine:
         if request_id in self._requests or any(name in self._answers for name in names):
             raise RequestError(f"request_id {request_id!r} is already in use")
         validate(params, self.model.vocab_size)
+        bad_words = self._bad_words(params)
         text, token_ids = self.tokenize(prompt)
         result = RequestOutput(request_id, text, token_ids, [])
         if params.prompt_logprobs is not None:
@@ -163,9 +165,17 @@ class LLMEngine:
                 self.model.eos_token_ids, self.max_model_len, seed + index,
             )  # fmt: skip
             self._answers[request.request_id] = answer
+            answer.bad_words = bad_words
             answers.append(answer)
         result.outputs = [a.output for a in answers]
         self._requests[request_id] = answers
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        if not params.bad_words:
+            return []
+        if self.model.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and this model was loaded without one")
+        return bad_word_ids(self.model.tokenizer, params.bad_words)
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests where they stand; unknown ids are ignored.  Returns their last outputs."""
@@ -232,7 +242,7 @@ class LLMEngine:
             )
             self.sampler.add(
                 request.req_index, answer.params, answer.seed, tokens,
-                request.num_prompt_tokens, self.model.eos_token_ids,
+                request.num_prompt_tokens, self.model.eos_token_ids, answer.bad_words,
             )  # fmt: skip
             if answer.output.index == 0:
                 answer.result.num_cached_tokens = request.num_cached_tokens

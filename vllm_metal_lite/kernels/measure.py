@@ -18,7 +18,7 @@ from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
-_CHAIN, _REPEATS = 20, 5
+_CHAIN, _REPEATS = 100, 5
 
 
 def seconds_per_call(
@@ -94,8 +94,7 @@ class Workload:
 
     @property
     def plan(self) -> ops.DecodePlan:
-        s = self.shape
-        return ops.decode_plan(self.batch, s.num_heads, s.num_kv_heads, self.context)
+        return ops.decode_plan(self.batch, self.shape.num_kv_heads, self.context)
 
     def _result(self, seconds: float, rows: int) -> Attended:
         s, keys = self.shape, self.batch * self.context

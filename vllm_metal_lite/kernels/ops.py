@@ -33,8 +33,8 @@ MAX_SPLITS = 64
 # Threadgroups that keep the device busy: below it contexts are cut.  Measured on an H200 (132
 # cores); a guess for Metal.
 _FILL = {"metal": 128, "cuda": 256, "cpu": 16}
-# Fewest keys that are worth a part of their own, and the launch that merges the parts.
-_MIN_SPLIT = 512
+# Shortest context that is worth cutting, for the parts must be merged, and fewest keys of a part.
+_MIN_CONTEXT, _MIN_SPLIT = 1024, 256
 # Floats of queries that a lane keeps; as many again are its sums.
 _REGISTERS = 64
 
@@ -46,23 +46,25 @@ class DecodePlan(NamedTuple):
     simdgroups: int
 
 
-def decode_plan(batch: int, num_heads: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
+def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
     """Enough threadgroups to fill the device, not more: merging costs a launch.
 
     Powers of two, so that few variants of a compiled step exist.
     """
-    groups = batch * num_kv_heads
-    limit = min(_FILL[backend.name()] / groups, max_seq_len / _MIN_SPLIT, MAX_SPLITS)
-    splits = 1 << max(0, math.floor(math.log2(max(limit, 1))))
-    # A threadgroup that has a core to itself may be large, where registers allow it.
-    alone = backend.name() == "cuda" and groups * splits < _FILL["cuda"] / 2
-    return DecodePlan(splits, 16 if alone and num_heads <= 2 * num_kv_heads else 8)
+    splits = 1
+    if max_seq_len >= _MIN_CONTEXT:
+        fill = _FILL[backend.name()] // (batch * num_kv_heads)
+        splits = max(1, min(fill, max_seq_len // _MIN_SPLIT, MAX_SPLITS))
+        splits = 1 << (splits.bit_length() - 1)
+    return DecodePlan(splits, 4 if splits > 1 and max_seq_len // splits <= 512 else 8)
 
 
 def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
     """Why the kernels (prefill: `varlen_prefill`) cannot serve this shape, or None if they can."""
     if shape.latent:
         return "there is no kernel for latent attention yet"
+    if shape.chunk is not None:
+        return "there is no kernel for chunked attention yet"
     if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
         return f"there are no kernels for {shape.dtype}"
     largest = 256 if prefill else 576

@@ -263,7 +263,7 @@ class _Memory:
         self.file = home / "vllm_metal_lite" / f"kernels-{name}.json"
         try:
             self.prefill = dict(json.loads(self.file.read_text(encoding="utf-8")))
-        except (OSError, ValueError):  # none yet, or not readable: check again
+        except (OSError, TypeError, ValueError):  # none yet, or not readable: check again
             self.prefill = {}
 
     def add(self, key: str, prefill: str) -> None:

@@ -21,13 +21,14 @@ def read(name: str) -> tuple[str, str]:
     """The (header, body) of metal/NAME.metal, `#include "..."` of files beside it resolved.
 
     Without comments: MLX handles the whole text anew each time that a launch is put into a graph.
+    Lines stay where they are.
     """
     header, body = (FOLDER / f"{name}.metal").read_text(encoding="utf-8").split(MARKER)
     return _strip(_resolve(header)), _strip(body)
 
 
 def _strip(text: str) -> str:
-    return re.sub(r"\n\s*\n", "\n", re.sub(r"//.*", "", text))
+    return re.sub(r"[ \t]*//.*", "", text)
 
 
 def _resolve(text: str) -> str:

@@ -13,7 +13,7 @@ from vllm_metal_lite.model.loader import LoadedModel
 
 # Share of `backend.memory_limit()` used unless --memory-fraction says otherwise.  On a CPU that
 # limit is all of the machine's memory, which others use too.
-_DEFAULT_FRACTION = {"metal": 0.9, "cuda": 0.9, "cpu": 0.4}
+DEFAULT_FRACTION = {"metal": 0.9, "cuda": 0.9, "cpu": 0.4}
 
 # A full step takes a CPU seconds; a part of it, scaled up, errs on the safe side.
 _PROFILE_ROWS_ON_CPU = 64
@@ -63,7 +63,7 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[int, int]:
 def _fitting_blocks(
     model: LoadedModel, config: EngineConfig, max_model_len: int, limit: int, block_bytes: int
 ) -> int:
-    fraction = config.memory_fraction or _DEFAULT_FRACTION[backend.name()]
+    fraction = config.memory_fraction or DEFAULT_FRACTION[backend.name()]
     peak = step_peak_bytes(model, config, max_model_len)
     left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
     # More than every seat at full length can never be owned.

@@ -19,6 +19,7 @@ class LayerSpec:
     """What one attention layer keeps for a token.
 
     window: how many tokens, its own included, a query sees; None = all.
+    chunk: a query sees its own chunk of so many tokens; None = all.
     """
 
     num_kv_heads: int
@@ -26,6 +27,7 @@ class LayerSpec:
     v_head_dim: int
     dtype: mx.Dtype
     window: int | None = None
+    chunk: int | None = None
 
     @property
     def bytes_per_token(self) -> int:

@@ -1,16 +1,17 @@
-"""Attention modules that compute their scores by hand, taught to ask the seam instead.
+"""Modules that compute scores, masks or positions by hand, taught to ask the seam instead.
 
-One class an architecture, with the module's own weights; outside a packed forward it is the
-original.
+One class a module, with the module's own weights; outside a packed forward it is the original.
+What is not here runs too, a segment at a time (kv_segments.py): these are worth the speed.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models import gemma2
+from mlx_lm.models import gemma2, llama4
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model import latent
 from vllm_metal_lite.model.seam import KVHandle, PagedLayerCache
 
 
@@ -35,7 +36,52 @@ class Gemma2Attention(gemma2.Attention):
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(b, n, -1))
 
 
-_ADAPTERS: dict[type[nn.Module], type[nn.Module]] = {gemma2.Attention: Gemma2Attention}
+class Llama4Body(llama4.LlamaModel):
+    """Llama 4 makes its own masks, for chunks; the store's layers know their chunks."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if cache is None or not isinstance(cache[0], PagedLayerCache):
+            return super().__call__(inputs, cache)
+        h = self.embed_tokens(inputs)
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            h = layer(h, None, cache=layer_cache)
+        return self.norm(h)
+
+
+class Llama4Attention(llama4.Attention):
+    """Layers without RoPE scale queries by their positions, which are an array here."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not isinstance(cache, PagedLayerCache):
+            return super().__call__(x, mask, cache)
+        b, n, _ = x.shape
+        q, k, v = (
+            project(x).reshape(b, n, heads, -1).transpose(0, 2, 1, 3)
+            for project, heads in (
+                (self.q_proj, self.n_heads),
+                (self.k_proj, self.n_kv_heads),
+                (self.v_proj, self.n_kv_heads),
+            )
+        )
+        if self.use_rope:
+            q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
+        elif self.attn_temperature_tuning:
+            steps = mx.floor((cache.offset + 1) / self.floor_scale)
+            scales = mx.log(steps + 1) * self.attn_scale + 1
+            q = (q * scales[:, None, None, None]).astype(q.dtype)
+        if self.use_qk_norm:
+            q, k = (mx.fast.rms_norm(a, weight=None, eps=1e-6) for a in (q, k))
+        cache.update_and_fetch(k, v)
+        out = cache.attend(q, self.scale)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(b, n, -1))
+
+
+_ADAPTERS: dict[type[nn.Module], type[nn.Module]] = {
+    gemma2.Attention: Gemma2Attention,
+    llama4.Attention: Llama4Attention,
+    llama4.LlamaModel: Llama4Body,
+    **latent.ADAPTERS,
+}
 
 
 def adapt(model: nn.Module) -> None:
@@ -44,3 +90,5 @@ def adapt(model: nn.Module) -> None:
         adapter: Callable | None = _ADAPTERS.get(type(module))
         if adapter is not None:
             module.__class__ = adapter
+            if hasattr(adapter, "adapt"):
+                module.adapt()

@@ -10,7 +10,13 @@ from types import FrameType
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
@@ -66,15 +72,18 @@ class Layout:
         if cache.keys is None:  # a layer that keeps nothing
             return None
         _, heads, _, k_dim = cache.keys.shape
-        window = cache.max_size if isinstance(cache, RotatingKVCache) else None
         v_dim = cache.values.shape[-1]
-        self.specs.append(LayerSpec(heads, k_dim, v_dim, cache.keys.dtype, window))
+        # An adapted module (adapters.py) may keep something else than mlx-lm's own.
+        heads, k_dim, v_dim = getattr(cache.user, "kept_dims", (heads, k_dim, v_dim))
+        window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+        chunk = cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
+        self.specs.append(LayerSpec(heads, k_dim, v_dim, cache.keys.dtype, window, chunk))
         return PagedLayer(len(self.specs) - 1, cache.template)
 
 
 def inspect(model: nn.Module, model_type: str) -> Layout:
     """Run one token natively and note what is kept and by whom; ModelLoadError if it cannot."""
-    users: dict[int, bool] = {}  # by the module's id: whether it touches K and V
+    users: dict[int, set[str]] = {}  # by the module's id: "kv", "state" or both
     caches = [_watched(c, users, model_type) for c in make_prompt_cache(model)]
     try:
         logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
@@ -106,6 +115,7 @@ def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:
         user = _calling_module(frame, watched)
         if user is not None:
             users.setdefault(id(user), set()).add(kind)
+            watched.user = user
 
     def read(self: Any, name: str) -> Any:
         if name != "make_mask" and not name.startswith("__"):
@@ -117,7 +127,7 @@ def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:
         return base.__getitem__(self, index)
 
     watched = copy.copy(cache)
-    watched.template = cache
+    watched.template, watched.user = cache, None
     methods = {"__getitem__": get} if kind == "state" else {"__getattribute__": read}
     watched.__class__ = type(base.__name__, (base,), methods)
     return watched

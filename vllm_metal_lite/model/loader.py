@@ -94,6 +94,7 @@ def from_model(
     """Wrap an mlx-lm model that is already in memory; refuses what cannot be packed and paged."""
     model_type = str(config.get("model_type"))
     _refuse_untrusted(name, model_type)
+    num_parameters = sum(w.size for _, w in tree_flatten(model.parameters()))
     adapt(model)
     layout = inspect(model, model_type)
     packed, shapes = fit(model, layout, model_type)
@@ -107,7 +108,7 @@ def from_model(
         vocab_size=layout.vocab_size,
         max_position=_context_length(config),
         eos_token_ids=eos,
-        num_parameters=sum(w.size for w in weights),
+        num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in weights),
         dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
         generation_config=_read_json(path / "generation_config.json") if path else {},

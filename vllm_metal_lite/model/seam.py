@@ -78,6 +78,8 @@ class PagedLayerCache(PackedCache):
         With LatentScores for a mask, K is latents: they are the values too.
         """
         how = {"scale": scale, "window": self.spec.window, "softcap": softcap, "sinks": sinks}
+        if self.spec.chunk is not None:
+            how["chunk"] = self.spec.chunk
         if isinstance(mask, Mask):
             how["window"] = mask.window
         elif isinstance(mask, LatentScores) and mask.cache is self:

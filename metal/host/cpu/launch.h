@@ -4,7 +4,19 @@
 
 #include "runtime.h"
 
+// The linker's name for where the library begins.
+#if defined(__APPLE__)
+extern "C" const char _mh_dylib_header[];
+#define HOST_IMAGE _mh_dylib_header
+#else
+extern "C" HOST_INTERNAL const char __ehdr_start[];
+#define HOST_IMAGE __ehdr_start
+#endif
+
 namespace metal_host {
+
+constexpr size_t kStackBytes = 256 << 10;  // of one thread
+HOST_INTERNAL extern char* stacks;
 
 enum Schedule : uint32_t { kForward = 0, kReverse = 1, kRandom = 2 };
 
@@ -52,9 +64,13 @@ HOST_INTERNAL void memory_start_threadgroup(unsigned number);
 HOST_INTERNAL void memory_group_barrier(unsigned flags);
 HOST_INTERNAL void memory_simd_barrier(unsigned simdgroup, unsigned flags);
 HOST_INTERNAL void yield_at_atomic();
-HOST_INTERNAL bool on_fiber_stack(const void* address);
 HOST_INTERNAL bool in_image(const void* address);  // the library's own code and data
-HOST_INTERNAL uint32_t code_offset(const void* code);
+inline bool on_fiber_stack(const void* address) {
+  return size_t(static_cast<const char*>(address) - stacks) < kMaxThreads * kStackBytes;
+}
+inline uint32_t code_offset(const void* code) {
+  return uint32_t(static_cast<const char*>(code) - HOST_IMAGE);
+}
 // Before each access of a checked run.
 HOST_INTERNAL void check_access(const void* address, size_t bytes, bool writes, bool atomic,
                                 const void* code);

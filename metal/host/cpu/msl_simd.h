@@ -54,11 +54,21 @@ inline T given(const Exchange& e, unsigned lane) {
 }
 inline unsigned lane() { return metal_host::self->lane; }
 
-// The lane's own value where the lane that was asked for does not exist.
+inline bool exists(const Exchange& e, unsigned lane) { return lane < 32 && e.lanes >> lane & 1; }
+
+// The value of a lane that has to exist.
 template <class T>
 inline T from_lane(Site site, const char* what, T value, unsigned source) {
   const Exchange& e = meet_lanes(site, what, value);
-  return source < 32 && (e.lanes >> source & 1) ? given<T>(e, source) : value;
+  if (!exists(e, source))
+    metal_host::fault("lane", site, "%s: there is no lane %d", what, int(source));
+  return given<T>(e, source);
+}
+// The lane's own value where the other lane would lie beyond the end.
+template <class T>
+inline T from_neighbour(Site site, const char* what, T value, unsigned source) {
+  const Exchange& e = meet_lanes(site, what, value);
+  return exists(e, source) ? given<T>(e, source) : value;
 }
 
 // One result for all: neighbours are combined pairwise, as hardware does it, not left to right.
@@ -143,32 +153,33 @@ HOST_SCAN(exclusive_sum, sum, false)
 HOST_SCAN(inclusive_product, product, true)
 HOST_SCAN(exclusive_product, product, false)
 
-#define HOST_SHUFFLE(name, source)                              \
-  template <host::shareable T>                                  \
-  inline T simd_##name(T value, ushort n, HOST_SITE) {          \
-    const unsigned lane = host::lane();                         \
-    return host::from_lane(site, "simd_" #name, value, source); \
+#define HOST_SHUFFLE(name, from, source)               \
+  template <host::shareable T>                         \
+  inline T simd_##name(T value, ushort n, HOST_SITE) { \
+    [[maybe_unused]] const unsigned lane = host::lane(); \
+    return host::from(site, "simd_" #name, value, source); \
   }
-HOST_SHUFFLE(shuffle, ((void)lane, n))
-HOST_SHUFFLE(broadcast, ((void)lane, n))
-HOST_SHUFFLE(shuffle_down, lane + n)
-HOST_SHUFFLE(shuffle_up, lane - n)
-HOST_SHUFFLE(shuffle_xor, lane ^ n)
-HOST_SHUFFLE(shuffle_rotate_down, (lane + n) % 32)
-HOST_SHUFFLE(shuffle_rotate_up, (lane - n) % 32)
+HOST_SHUFFLE(shuffle, from_lane, n)
+HOST_SHUFFLE(broadcast, from_lane, n)
+HOST_SHUFFLE(shuffle_xor, from_lane, lane ^ n)
+HOST_SHUFFLE(shuffle_down, from_neighbour, lane + n)
+HOST_SHUFFLE(shuffle_up, from_neighbour, lane - n)
+HOST_SHUFFLE(shuffle_rotate_down, from_lane, (lane + n) % 32)
+HOST_SHUFFLE(shuffle_rotate_up, from_lane, (lane - n) % 32)
 
-#define HOST_QUAD_SHUFFLE(name, source)                           \
-  template <host::shareable T>                                    \
-  inline T quad_##name(T value, ushort n, HOST_SITE) {            \
-    const unsigned lane = host::lane(), quad = lane & ~3u;        \
-    (void)quad;                                                   \
-    return host::from_lane(site, "quad_" #name, value, source);   \
+// A lane of the same quad; ~0 stands for none.
+#define HOST_QUAD_SHUFFLE(name, from, at)                                  \
+  template <host::shareable T>                                             \
+  inline T quad_##name(T value, ushort n, HOST_SITE) {                     \
+    const unsigned quad = host::lane() & ~3u;                              \
+    [[maybe_unused]] const unsigned lane = host::lane() % 4;               \
+    return host::from(site, "quad_" #name, value, at < 4u ? quad + (at) : ~0u); \
   }
-HOST_QUAD_SHUFFLE(shuffle, quad + n)
-HOST_QUAD_SHUFFLE(broadcast, quad + n)
-HOST_QUAD_SHUFFLE(shuffle_xor, lane ^ n)
-HOST_QUAD_SHUFFLE(shuffle_down, lane % 4 + n < 4 ? lane + n : lane)
-HOST_QUAD_SHUFFLE(shuffle_up, lane % 4 < n ? lane : lane - n)
+HOST_QUAD_SHUFFLE(shuffle, from_lane, n)
+HOST_QUAD_SHUFFLE(broadcast, from_lane, n)
+HOST_QUAD_SHUFFLE(shuffle_xor, from_lane, (lane ^ n))
+HOST_QUAD_SHUFFLE(shuffle_down, from_neighbour, (lane + n))
+HOST_QUAD_SHUFFLE(shuffle_up, from_neighbour, (lane - n))
 
 template <host::shareable T>
 inline T simd_broadcast_first(T value, HOST_SITE) {

@@ -2,6 +2,7 @@
 // where they wait for each other, and nowhere else (under a random schedule also at atomics).
 #include "runtime.h"
 
+#include <dlfcn.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -14,17 +15,14 @@
 
 // The kernel, called once a thread with its own arguments (see translate.py).
 extern "C" HOST_INTERNAL void metal_host_kernel();
-// The linker's names for where the library begins and ends.
-extern "C" HOST_INTERNAL const char __ehdr_start[], _end[];
-
 namespace metal_host {
 
 Thread* self;
 Dispatch dispatch;
+char* stacks;
 
 namespace {
 
-constexpr size_t kStackBytes = 256 << 10;
 // Stacks start at unlike offsets: at like ones all would fight for the same lines of the cache.
 constexpr size_t kStackColours = 64 << 10, kStackColour = 13 * 64;
 
@@ -43,7 +41,6 @@ struct Simdgroup {
 
 Fiber fibers[kMaxThreads];
 Simdgroup simdgroups[kMaxThreads / kLanes];
-char* stacks;
 void* main_stack_pointer;
 Fiber* running;  // null outside of a threadgroup
 jmp_buf outside_fibers;
@@ -146,8 +143,8 @@ void fiber_main() {
 }
 
 void check_same_site(Site mine, const char* what, const Fiber& other) {
-  if (other.site.line == mine.line && strcmp(other.what, what) == 0 &&
-      (other.site.file == mine.file || strcmp(other.site.file, mine.file) == 0))
+  const auto same = [](const char* a, const char* b) { return a == b || strcmp(a, b) == 0; };
+  if (other.site.line == mine.line && same(other.what, what) && same(other.site.file, mine.file))
     return;
   fault("divergence", mine, "thread %u is in %s, thread %u of the same %s in %s at line %u",
         self->index, what, other.thread.index,
@@ -297,16 +294,16 @@ void fault(const char* kind, Site site, const char* format, ...) {
 
 Fault& current_report() { return *report; }
 
-bool on_fiber_stack(const void* address) {
-  return size_t(static_cast<const char*>(address) - stacks) < kMaxThreads * kStackBytes;
-}
-
 bool in_image(const void* address) {
-  return address >= __ehdr_start && address < _end;
-}
-
-uint32_t code_offset(const void* code) {
-  return uint32_t(static_cast<const char*>(code) - __ehdr_start);
+  // What lies between two places of the image is of the image: few questions to the loader.
+  static const void* first = HOST_IMAGE;
+  static const void* last = HOST_IMAGE;
+  if (address >= first && address <= last) return true;
+  Dl_info info;
+  if (!dladdr(address, &info) || info.dli_fbase != HOST_IMAGE) return false;
+  if (address < first) first = address;
+  if (address > last) last = address;
+  return true;
 }
 
 }  // namespace metal_host
@@ -345,3 +342,6 @@ HOST_EXPORT int metal_host_launch(const Launch* what, Fault* out) {
   memory_finish_dispatch(out->kind[0] != 0);
   return out->kind[0] != 0;
 }
+
+// Where the library is loaded.
+HOST_EXPORT uint64_t metal_host_image() { return uint64_t(HOST_IMAGE); }

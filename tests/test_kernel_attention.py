@@ -1,0 +1,145 @@
+"""KernelAttention on the CPU host: whole steps, the order of launches, and whole engines."""
+
+import random
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from declared_order import Launches, recording
+from test_attention import RAGGED, Case, check
+
+from metal.host import compiler_available, installed
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import ops, selfcheck
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with installed():
+        yield
+
+
+class KernelCase(Case):
+    """A case of the reference's own tests, through kernels."""
+
+    def __init__(self, *args, prefill, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.attention = KernelAttention(self.store, prefill)
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize(
+    "how", [{}, {"window": 11}, {"softcap": 2.0}, {"window": 5, "softcap": 2.0}], ids=str
+)
+@pytest.mark.parametrize("segments", [RAGGED, RAGGED[:3], RAGGED[3:]], ids=len)
+def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
+    check(KernelCase(segments, prefill=prefill, sinks=True), padding=3, **how)
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_narrow_types_and_unlike_head_sizes(dtype, prefill):
+    check(KernelCase(RAGGED, dim=96, v_dim=64, dtype=dtype, prefill=prefill), window=11)
+
+
+# The order of launches
+
+
+def two_steps(attention_of) -> tuple[Launches, list[mx.array], list[np.ndarray]]:
+    """One decode twice, the second time into the slot that the first one read: the launches, what
+    the two attended to, and what that should be."""
+    case = Case([(17, 1)], seed=1)
+    attention = attention_of(case.store)
+    rng = np.random.default_rng(0)
+    keys, values = (np.array(a[0]) for a in (case.store.keys, case.store.values))
+    expected = []
+    with recording() as launches:
+        for _ in range(2):
+            k, v, q = (mx.array(rng.standard_normal(shape).astype(np.float32))
+                       for shape in (keys[:1].shape, values[:1].shape, case.q.shape))  # fmt: skip
+            step = attention.prepare(case.batch, 1)
+            mx.eval(k, v, q)
+            attention.write(0, k, v, step)
+            attention.attend(0, q, step, scale=case.scale)
+            slot = int(case.batch.slot_mapping[0])
+            keys[slot], values[slot] = np.array(k[0]), np.array(v[0])
+            case.q, case.k, case.v = q, mx.array(keys), mx.array(values)
+            expected.append(case.expected())
+    return launches, launches.outputs_of("paged_decode"), expected
+
+
+ORDERS = {
+    "first": min,
+    "last": max,
+    **{str(seed): random.Random(seed).choice for seed in range(3)},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_that_is_declared_gives_the_same_result(order):
+    launches, outputs, expected = two_steps(lambda store: KernelAttention(store, "varlen"))
+    results = launches.run(ORDERS[order])
+    for got, wanted in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(np.array(results[id(got)]), wanted, 1e-5, 1e-5)
+
+
+class _NeverTakesAToken(KernelAttention):
+    """Drops every token: each launch is given a fresh one."""
+
+    def _store(self, layer):
+        return *super()._store(layer)[:2], ops.new_token()
+
+
+class _ForgetsTheReader(KernelAttention):
+    """Drops the reader's token: a later write does not wait for it."""
+
+    def attend(self, layer, q, step, **how):
+        token = self.tokens[layer]
+        out = super().attend(layer, q, step, **how)
+        self.tokens[layer] = token
+        return out
+
+
+@pytest.mark.parametrize("attention", [_NeverTakesAToken, _ForgetsTheReader])
+def test_a_dropped_token_is_noticed(attention):
+    launches, outputs, expected = two_steps(lambda store: attention(store, "varlen"))
+    results = launches.run(max)  # the latest first: a write overtakes the read before it
+    wrong = [
+        not np.allclose(np.array(results[id(got)]), wanted, 1e-3, 1e-3)
+        for got, wanted in zip(outputs, expected, strict=True)
+    ]
+    assert any(wrong)
+
+
+# Whole engines
+
+
+def tokens(model, prompts, **config):
+    engine = LLMEngine(model, EngineConfig(max_model_len=64, block_size=8, **config))
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=20))
+    done = {}
+    while len(done) < len(prompts):
+        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    return done, engine
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(monkeypatch, name, prefill):
+    """Chunks, mixed steps, cached prefixes and preemptions."""
+    monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), prefill))
+    model = tiny.packed(name)
+    prompts = tiny.prompts(4, 9, 16, seed=5)
+    prompts.append(prompts[1][:8] + prompts[2])
+    how = {"num_blocks": 9, "max_num_batched_tokens": 12}
+    expected, _ = tokens(model, prompts, attention="reference", **how)
+    got, engine = tokens(model, prompts, attention="kernels", **how)
+    assert engine.runner.attention.name == "kernels"
+    assert engine.metrics()["preemptions"] > 0
+    assert got == expected

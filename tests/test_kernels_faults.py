@@ -1,0 +1,229 @@
+"""The strict front end on the kernels of metal/, and faults seeded into them.
+
+Each seeded fault has to be reported by its kind, or, where the checker has nothing to object to, to
+show in the result: "wrong" below.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from metal.host import KernelFault, compiler_available, installed, mlx_source
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import ops, source
+from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+STORE = ("keys", "values")
+KV_HEADS, GROUP, DIM, BLOCK_SIZE, SLOTS = 2, 9, 72, 8, 96
+
+
+def draw(*shape, seed, dtype=mx.float32):
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return mx.array(values).astype(dtype)
+
+
+def store(dtype):
+    return [draw(SLOTS, KV_HEADS, DIM, seed=seed, dtype=dtype) for seed in (1, 2)]
+
+
+def kv_write(dtype):
+    rows = [draw(5, KV_HEADS, DIM, seed=seed, dtype=dtype) for seed in (3, 4)]
+    written = store(dtype)
+    # The slots 94 and 95 are the last two: what goes beyond a row goes beyond the store.
+    slots = mx.array([7, 94, -1, 95, 40], mx.int32)
+    return [*written, ops.kv_write(*rows, slots, *written, ops.new_token())]
+
+
+def kv_gather(dtype):
+    slots = mx.array([[95, 3, 4], [0, 94, 95]], mx.int32)
+    return list(ops.kv_gather(slots, *store(dtype), ops.new_token()))
+
+
+def paged_decode(dtype, splits=1):
+    """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
+    tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
+    q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
+    out, _ = ops.paged_decode(
+        q, tables, mx.array([21, 0, 9], mx.int32), *store(dtype), ops.new_token(),
+        plan=ops.DecodePlan(splits, 2), block_size=BLOCK_SIZE, scale=0.2,
+    )  # fmt: skip
+    return [out]
+
+
+def merge_partitions(dtype):
+    return [*paged_decode(dtype, splits=2)]
+
+
+def varlen_prefill_rows(dtype):
+    """Whole prompts of 1 and 22 rows and a chunk of 5 behind 40 keys, then two rows of padding."""
+    tables = mx.array([[11, 0, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 10, 2]], mx.int32)
+    cu_seqlens_q = np.array([0, 1, 23, 28], np.int32)
+    tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
+    q = draw(30, KV_HEADS * GROUP, DIM, seed=6, dtype=dtype)
+    out, _ = varlen_prefill(
+        q, tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles, *store(dtype),
+        ops.new_token(), block_size=BLOCK_SIZE, scale=0.2,
+    )  # fmt: skip
+    return [out]
+
+
+RUN = {
+    "kv_write": kv_write,
+    "kv_gather": kv_gather,
+    "paged_decode": paged_decode,
+    "merge_partitions": merge_partitions,
+    "varlen_prefill": varlen_prefill_rows,
+}
+
+
+@contextmanager
+def on_host(**settings):
+    with installed(writable_inputs=STORE, **settings):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", RUN)
+def test_accepted_by_the_strict_front_end(kernel, dtype, monkeypatch):
+    pytest.importorskip("ziglang", reason="the strict front end needs clang")
+    from metal.host.strict import check
+
+    texts = []
+    generate = mlx_source.generated_source
+    monkeypatch.setattr(
+        mlx_source, "generated_source", lambda *a: texts.append(generate(*a)) or texts[-1]
+    )
+    with on_host():
+        RUN[kernel](dtype)
+    assert f"metal_lite_{kernel}" in texts[-1]
+    assert check(texts[-1]) == []
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+# No barrier between them: the read may come first, and then finds nothing written.
+UNORDERED = ("race", "uninitialised")
+# kernel, what is replaced, by what, what it has to lead to.  A number behind the text says which
+# occurrence is meant.
+FAULTS = {
+    "write_row_too_long": ("kv_write", "at < K_WORDS", "at <= K_WORDS", ("race", "out of bounds")),
+    "write_skips_nothing": (
+        "kv_write",
+        "slot >= 0 && at < V",
+        "at < V",
+        ("undefined", "out of bounds"),
+    ),
+    "write_half_a_row": ("kv_write", "KV_HEADS * V_DIM", "KV_HEADS * V_DIM / 2", "wrong"),
+    "write_misaligned": ("kv_write", "K_WORDS + at;", "K_WORDS + at + 1;", "misaligned"),
+    "write_without_a_token": ("kv_write", "next_token[0] =", "float unused =", "unwritten"),
+    "gather_of_another_head": ("kv_gather", "at / V_HEAD", "0", ("race", "unwritten")),
+    "gather_too_long": ("kv_gather", "if (at < V_WORDS)", "", ("race", "out of bounds")),
+    "decode_first_barrier": ("paged_decode", BARRIER, "", UNORDERED),
+    "decode_second_barrier": ("paged_decode", (BARRIER, 1), "", "race"),
+    "decode_barrier_of_device_memory": ("paged_decode", "mem_threadgroup", "mem_device", UNORDERED),
+    "decode_one_key_more": (
+        "paged_decode",
+        "per_split, seq_len",
+        "per_split, seq_len + 1",
+        "wrong",
+    ),
+    "decode_beyond_the_table": (
+        "paged_decode",
+        "metal::min(key + SIMDGROUPS * CHUNK, end - 1)",
+        "key + SIMDGROUPS * CHUNK",
+        "out of bounds",
+    ),
+    "decode_small_memory": ("paged_decode", "SIMDGROUPS * V_DIM]", "V_DIM]", "out of bounds"),
+    "decode_lanes_left_out": ("paged_decode", "step = LANES / 2", "step = LANES / 4", "wrong"),
+    "decode_no_lane_group": ("paged_decode", "if (sub == 0)", "if (sub == 32)", "uninitialised"),
+    "decode_heads_of_the_next": (
+        "paged_decode",
+        "if (head <= last_head) {",
+        "{",
+        ("race", "out of bounds"),
+    ),
+    "decode_without_lse": ("paged_decode", "lse[out_row] =", "float unused =", "unwritten"),
+    "merge_barrier": ("merge_partitions", BARRIER, "", UNORDERED),
+    "merge_one_split_more": (
+        "merge_partitions",
+        "for (int p = x; p < splits",
+        "for (int p = x; p <= splits",
+        "out of bounds",
+    ),
+    "prefill_first_barrier": ("varlen_prefill", BARRIER, "", UNORDERED),
+    "prefill_second_barrier": ("varlen_prefill", (BARRIER, 1), "", UNORDERED),
+    "prefill_barrier_for_some": (
+        "varlen_prefill",
+        (BARRIER, 1),
+        f"if (sg_first < pairs) {BARRIER}",
+        "divergence",
+    ),
+    "prefill_keys_past_the_end": (
+        "varlen_prefill",
+        "metal::min(metal::max(base + thread_index, begin), end - 1)",
+        "base + thread_index + 40",
+        ("out of bounds", "wrong"),
+    ),
+    "prefill_rows_past_the_end": (
+        "varlen_prefill",
+        "if (sg_first + row < pairs)",
+        "",
+        ("race", "out of bounds"),
+    ),
+    "prefill_half_of_a_row": ("varlen_prefill", "col + 1] = T(o", "col] = T(o", "unwritten"),
+    "prefill_tile_too_small": (
+        "varlen_prefill",
+        "v_tile[KEYS *",
+        "v_tile[KEYS / 2 *",
+        "out of bounds",
+    ),
+    "prefill_sees_the_future": (
+        "varlen_prefill",
+        "key <= position &&",
+        "key <= position + 1 &&",
+        "wrong",
+    ),
+}
+
+
+def outcome(kernel, **settings):
+    """What a run gives: its outputs in float64, or the kind of the fault."""
+    try:
+        with on_host(**settings):
+            outputs = RUN[kernel](mx.float32)
+            return [np.array(a).astype(np.float64) for a in outputs]
+    except KernelFault as fault:
+        return fault.kind
+
+
+@pytest.fixture(scope="module")
+def right():
+    """The outputs of every kernel as it is, under the checker: reported faults fail here."""
+    given = {kernel: outcome(kernel, checked=True, schedule=3) for kernel in RUN}
+    assert not [kind for kind in given.values() if isinstance(kind, str)]
+    return given
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_seeded_fault_is_noticed(name, right, monkeypatch):
+    kernel, old, new, expected = FAULTS[name]
+    old, number = old if isinstance(old, tuple) else (old, 0)
+    header, body = source.read(kernel)
+    parts = body.split(old)
+    assert number + 1 < len(parts), f"{kernel} has no {old!r}: the fault is not seeded"
+    mutant = old.join(parts[: number + 1]) + new + old.join(parts[number + 1 :])
+    read = source.read
+    monkeypatch.setattr(source, "read", lambda k: (header, mutant) if k == kernel else read(k))
+    for schedule in ("forward", 4):
+        found = outcome(kernel, checked=True, schedule=schedule)
+        if not isinstance(found, str):
+            same = all(map(np.array_equal, found, right[kernel]))
+            found = "nothing" if same else "wrong"
+        assert found in (expected if isinstance(expected, tuple) else (expected,))
+
+
+def test_the_store_is_written_only_if_that_is_allowed():
+    with installed(checked=True), pytest.raises(KernelFault, match="read-only"):
+        kv_write(mx.float32)

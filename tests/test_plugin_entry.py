@@ -1,0 +1,84 @@
+"""The entry point of the vLLM plugin, without vLLM."""
+
+import importlib
+import os
+import platform
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from vllm_metal_lite import vllm_plugin
+
+
+def test_the_package_and_the_entry_point_import_neither_torch_nor_vllm_nor_mlx():
+    script = (
+        "import sys, vllm_metal_lite\n"
+        "from vllm_metal_lite.vllm_plugin import register\n"
+        "register()\n"
+        "print(sorted({'torch', 'vllm', 'mlx', 'mlx.core', 'numpy'} & set(sys.modules)))"
+    )
+    env = {**os.environ, "METAL_LITE_DEVICE": "cpu"}
+    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert out.stdout.strip() == "[]", out.stderr
+
+
+def test_the_entry_point_is_declared():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    entry = project["project"]["entry-points"]["vllm.platform_plugins"]["metal_lite"]
+    module, name = entry.split(":")
+    assert getattr(importlib.import_module(module), name) is vllm_plugin.register
+
+
+@pytest.mark.parametrize(
+    ("device", "system", "machine", "expected"),
+    [
+        (None, "linux", "x86_64", False),
+        ("auto", "linux", "aarch64", False),
+        ("cpu", "linux", "x86_64", True),
+        ("cuda", "linux", "x86_64", True),
+        (None, "darwin", "arm64", True),
+        ("auto", "darwin", "arm64", True),
+        (None, "darwin", "x86_64", False),
+    ],
+)
+def test_who_gets_it(monkeypatch, device, system, machine, expected):
+    monkeypatch.delenv("METAL_LITE_DEVICE", raising=False)
+    if device is not None:
+        monkeypatch.setenv("METAL_LITE_DEVICE", device)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert vllm_plugin.wanted() == expected
+
+
+def test_an_active_plugin_names_its_platform_and_respects_what_is_set(monkeypatch):
+    monkeypatch.setenv("METAL_LITE_DEVICE", "cpu")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    monkeypatch.setattr(vllm_plugin, "version", lambda name: "0.33.0")
+    for _ in range(2):  # vLLM asks twice
+        assert vllm_plugin.register().endswith(".MetalLitePlatform")
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def test_whatever_goes_wrong_is_said_and_means_no(monkeypatch, caplog):
+    def fail():
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(vllm_plugin, "wanted", fail)
+    assert vllm_plugin.register() is None
+    assert "out of luck" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("found", "is_ok"),
+    [("0.27.1", True), ("0.33.0", True), ("0.33.2+cpu", True), ("0.30.0rc1", True),
+     ("0.27.0", False), ("0.34.0", False), ("1.0", False), ("0.26.9.dev1", False)],
+)  # fmt: skip
+def test_the_range_of_versions(found, is_ok):
+    problem = vllm_plugin.version_problem(found)
+    assert (problem is None) == is_ok
+    assert is_ok or (found in problem and "0.27.1 to 0.33" in problem and "\n" not in problem)

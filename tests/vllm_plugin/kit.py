@@ -1,0 +1,110 @@
+"""Real vLLM engines over tiny models, and the oracles beside them."""
+
+import gc
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+import pytest
+import tiny_models as tiny
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_metal_lite.model.loader import DEMO_PATH
+
+# Our tiny model -> the name of its architecture in vLLM.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",  # capped scores, an adapter of ours
+    "gemma3_text": "Gemma3ForCausalLM",  # window layers among full ones
+    "mixtral": "MixtralForCausalLM",  # experts
+    "gemma4_shared_kv": "Gemma4ForCausalLM",  # heads of two sizes, layers that share K and V
+}
+
+
+@cache
+def folder(name: str) -> Path:
+    """A tiny model on disk; "demo" is the one that the package ships."""
+    if name == "demo":
+        return DEMO_PATH
+    path = Path(tempfile.mkdtemp(prefix="tiny-"))
+    return tiny.write_folder(path, name, architectures=[ARCHITECTURES[name]])
+
+
+def skip_if_vllm_cannot_read(name: str) -> None:
+    """Some pairs of vLLM and transformers cannot read the configuration of a model (Gemma 4)."""
+    try:
+        EngineArgs(str(folder(name))).create_model_config()
+    except Exception as e:
+        pytest.skip(f"this vLLM cannot read the configuration: {type(e).__name__}")
+
+
+@cache
+def native(name: str) -> Any:
+    """The model as mlx-lm runs it."""
+    return mlx_lm.load(str(DEMO_PATH))[0] if name == "demo" else tiny.native(name)
+
+
+def alone(name: str, prompt: Sequence[int], n: int) -> list[int]:
+    """n greedy tokens by mlx-lm generating this request alone."""
+    return tiny.alone(native(name), prompt, n)
+
+
+@contextmanager
+def engine(name: str = "llama", **options: Any) -> Iterator[LLM]:
+    """A small vLLM engine in this process; at its end no request may hold a block."""
+    defaults = {
+        "num_gpu_blocks_override": 100, "max_model_len": 128, "block_size": 8, "max_num_seqs": 8,
+        "max_num_batched_tokens": 64, "disable_log_stats": False,
+    }  # fmt: skip
+    llm = LLM(str(folder(name)), **{**defaults, **options})
+    try:
+        yield llm
+        assert not llm.llm_engine.has_unfinished_requests()
+        assert free_blocks(llm) == core(llm).scheduler.cache_config.num_gpu_blocks - 1  # null block
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def core(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core
+
+
+def free_blocks(llm: LLM) -> int:
+    return core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def worker(llm: LLM) -> Any:
+    return core(llm).model_executor.driver_worker.worker
+
+
+def counter(llm: LLM, name: str) -> int:
+    """A counter of vLLM's, since the process began."""
+    return next(m.value for m in llm.get_metrics() if m.name == name)
+
+
+def num_preemptions(llm: LLM) -> int:
+    """Preemptions since the process began."""
+    return counter(llm, "vllm:num_preemptions")
+
+
+def generate(llm: LLM, prompts: Sequence[Sequence[int]], *params: Any, **kwargs: Any) -> list:
+    """RequestOutputs; kwargs: SamplingParams of all, greedy unless they say otherwise."""
+    params = params or SamplingParams(**{"temperature": 0, "ignore_eos": True, **kwargs})
+    params = params[0] if isinstance(params, tuple) else params
+    return llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+
+
+def tokens(outputs: list) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def prefix_hits(outputs: list) -> int:
+    """Prompt tokens that the prefix cache held."""
+    return sum(o.num_cached_tokens for o in outputs)

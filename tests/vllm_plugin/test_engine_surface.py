@@ -1,0 +1,138 @@
+"""What vLLM's engine offers beside generation: aborts, resets, priorities, sleep, refusals."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny_models as tiny
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+
+import kit
+from vllm import SamplingParams
+
+PROMPTS = tiny.prompts(8, 3, 40, seed=9)
+
+
+def add(llm, request_id, prompt, max_tokens=40, **kwargs):
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
+    llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params, **kwargs)
+
+
+def run(llm, steps=10_000):
+    """Step; the tokens of the requests that finished, in the order in which they did."""
+    done = {}
+    for _ in range(steps):
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+        for out in llm.llm_engine.step():
+            if out.finished:
+                done[out.request_id] = list(out.outputs[0].token_ids)
+    return done
+
+
+def test_aborted_requests_give_everything_back_and_leave_the_others_alone():
+    with kit.engine() as llm:
+        for i, prompt in enumerate(PROMPTS):
+            add(llm, str(i), prompt)
+        run(llm, steps=9)
+        llm.llm_engine.abort_request([str(i) for i in range(0, 8, 2)])
+        done = run(llm)
+        assert sorted(done) == ["1", "3", "5", "7"]
+        for name, tokens in done.items():
+            assert tokens == kit.alone("llama", PROMPTS[int(name)], 40)
+        # A step of others tells the worker what has ended.
+        kit.generate(llm, PROMPTS[:1], max_tokens=3)
+        assert len(list(kit.worker(llm).translator.request_ids)) <= 1
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_the_prefix_cache_can_be_reset_under_running_requests(is_async):
+    with kit.engine(async_scheduling=is_async) as llm:
+        for i, prompt in enumerate(PROMPTS):
+            add(llm, str(i), prompt)
+        before = kit.num_preemptions(llm)
+        done = run(llm, steps=12)
+        assert kit.core(llm).scheduler.reset_prefix_cache(reset_running_requests=True)
+        done |= run(llm)
+        assert kit.num_preemptions(llm) - before == 8
+        assert [done[str(i)] for i in range(8)] == [kit.alone("llama", p, 40) for p in PROMPTS]
+        assert llm.reset_prefix_cache()
+
+
+def test_priorities_decide_who_goes_first():
+    with kit.engine(max_num_seqs=1, scheduling_policy="priority") as llm:
+        for i, priority in enumerate([3, 1, 2, 0]):
+            add(llm, str(i), PROMPTS[i], max_tokens=4, priority=priority)
+        assert list(run(llm)) == ["3", "1", "2", "0"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level):
+    from vllm_metal_lite.backend import mx
+
+    with kit.engine(enable_sleep_mode=True, num_gpu_blocks_override=2000) as llm:
+        expected = [kit.alone("llama", p, 20) for p in PROMPTS]
+        assert kit.tokens(kit.generate(llm, PROMPTS, max_tokens=20)) == expected
+        store = kit.worker(llm).runner.store.nbytes
+        before = mx.get_active_memory()
+        llm.sleep(level=level)
+        assert before - mx.get_active_memory() >= store
+        llm.wake_up()
+        assert mx.get_active_memory() >= before - 2**16
+        assert kit.tokens(kit.generate(llm, PROMPTS, max_tokens=20)) == expected
+
+
+def test_a_long_answer_ends_at_the_context_length():
+    with kit.engine(max_model_len=64) as llm:
+        out = kit.generate(llm, PROMPTS[:2], max_tokens=500)
+        assert [len(p) + len(t) for p, t in zip(PROMPTS, kit.tokens(out), strict=False)] == [64, 64]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"block_size": 64}, "--block-size 64: take one of"),
+        ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),
+        ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode processed_logprobs"),
+        ({"load_format": "dummy"}, "--load-format dummy"),
+        ({"runner": "pooling"}, "--runner pooling"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                 "prompt_lookup_max": 3}}, "--speculative-config"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
+    with pytest.raises(Exception, match="vllm-metal-lite does not support") as e:
+        kit.engine(**options).__enter__()
+    assert named in str(e.value)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_sum():
+    with pytest.raises(Exception, match=r"--kv-cache-memory-bytes .* are more than the"):
+        kit.engine(num_gpu_blocks_override=None, kv_cache_memory_bytes=2**50).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_active"),
+    [
+        ({"METAL_LITE_DEVICE": "cpu"}, True),
+        ({"METAL_LITE_DEVICE": "cpu", "VLLM_PLUGINS": ""}, False),
+        ({}, sys.platform == "darwin"),
+    ],
+)
+def test_active_only_when_asked(environment, is_active):
+    """A process of its own; MLX is never loaded by the front end."""
+    script = (
+        "import sys; from vllm.platforms import current_platform as p\n"
+        "print(type(p).__name__, 'mlx.core' in sys.modules)"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "METAL_LITE_DEVICE"} | environment
+    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    name, has_mlx = out.stdout.split()
+    assert (name == "MetalLitePlatform") == is_active
+    assert has_mlx == "False"

@@ -1,0 +1,90 @@
+"""Under vLLM, every greedy token is what mlx-lm says alone, whatever the scheduler does."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny_models as tiny
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+
+import kit
+import vllm.config.vllm
+from vllm.triton_utils import HAS_TRITON
+
+NUM_TOKENS = 40
+PLAIN = tiny.prompts(8, 1, 60, seed=1)
+PREFIX = tiny.prompts(1, 48, 48, seed=2)[0]
+SHARED = [PREFIX + p for p in tiny.prompts(8, 1, 30, seed=3)]
+CHUNKS = {"max_num_batched_tokens": 8}
+# 8 requests of up to 13 blocks.
+TINY_POOL = {"num_gpu_blocks_override": 24}
+
+
+def check(llm, name, prompts, min_hits=0, min_preemptions=0):
+    """Generate; every token is right, and the scheduler did what the test is about."""
+    expected = [kit.alone(name, p, NUM_TOKENS) for p in prompts]
+    before = kit.num_preemptions(llm)
+    outputs = kit.generate(llm, prompts, max_tokens=NUM_TOKENS)
+    assert kit.tokens(outputs) == expected
+    assert kit.prefix_hits(outputs) >= min_hits
+    assert kit.num_preemptions(llm) - before >= min_preemptions
+
+
+@pytest.mark.parametrize("name", ["demo", *kit.ARCHITECTURES])
+def test_every_way_of_scheduling(name):
+    kit.skip_if_vllm_cannot_read(name)
+    with kit.engine(name) as llm:
+        check(llm, name, PLAIN)
+    with kit.engine(name, **CHUNKS) as llm:
+        check(llm, name, PLAIN)
+    with kit.engine(name) as llm:
+        check(llm, name, SHARED[:4])
+        check(llm, name, SHARED, min_hits=8 * len(PREFIX))
+    with kit.engine(name, **TINY_POOL, enable_prefix_caching=False) as llm:
+        check(llm, name, PLAIN, min_preemptions=3)
+    with kit.engine(name, **TINY_POOL, **CHUNKS) as llm:
+        check(llm, name, SHARED)
+        check(llm, name, SHARED, min_hits=4 * len(PREFIX), min_preemptions=3)
+
+
+@pytest.mark.parametrize("dialect", ["0", "1"], ids=["V1", "V2"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_both_dialects_of_the_scheduler_with_and_without_async_scheduling(
+    monkeypatch, dialect, is_async
+):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", dialect)
+    if dialect == "1" and not HAS_TRITON:
+        # Some versions fall back, some refuse; the dialect does not need what they ask for.
+        monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+        if hasattr(vllm.config.vllm, "HAS_TRITON"):
+            monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    with kit.engine(**TINY_POOL, **CHUNKS, async_scheduling=is_async) as llm:
+        assert kit.core(llm).scheduler.use_v2_model_runner == (dialect == "1")
+        check(llm, "llama", SHARED)
+        check(llm, "llama", SHARED + PLAIN, min_hits=4 * len(PREFIX), min_preemptions=3)
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_the_engine_in_a_process_of_its_own(executor):
+    """`LLM` as users call it: the engine (and with "mp" also the worker) is another process."""
+    script = f"""
+import kit
+def main():
+    llm = kit.LLM({str(kit.folder("llama"))!r}, max_model_len=128, num_gpu_blocks_override=40,
+                  distributed_executor_backend={executor!r})
+    print(kit.json.dumps(kit.tokens(kit.generate(llm, {PLAIN!r}, max_tokens={NUM_TOKENS}))))
+if __name__ == "__main__":
+    main()
+"""
+    script = script.replace("kit.json", "__import__('json')")
+    path = kit.folder("llama") / f"{executor}.py"
+    path.write_text(script)
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": ":".join(sys.path)}
+    out = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr[-3000:]
+    expected = [kit.alone("llama", p, NUM_TOKENS) for p in PLAIN]
+    (line,) = (line for line in out.stdout.splitlines() if line.startswith("[["))  # among logs
+    assert json.loads(line) == expected

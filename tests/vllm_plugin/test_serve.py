@@ -1,0 +1,226 @@
+"""`vllm serve` with the demo model: chat, streams, JSON, a crowd that leaves, a benchmark."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+
+import kit
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+VLLM = Path(sys.executable).with_name("vllm")
+NUM_BLOCKS = 120
+
+
+def environment():
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    return env
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    command = [
+        VLLM, "serve", kit.DEMO_PATH, "--port", str(port), "--served-model-name", "demo",
+        "--max-model-len", "512", "--num-gpu-blocks-override", str(NUM_BLOCKS),
+        "--max-num-seqs", "16", "--max-num-batched-tokens", "128", "--enable-sleep-mode",
+        "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
+    ]  # fmt: skip
+    with open(log, "w") as out:
+        server = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 180
+        while True:
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=2)
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield address
+        assert server.poll() is None, log.read_text()[-3000:]
+    finally:
+        server.send_signal(signal.SIGINT)  # as Ctrl-C; nothing if it ended by itself
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return OpenAI(base_url=f"{url}/v1", api_key="none")
+
+
+def metric(url, name):
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    return sum(float(v) for v in re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
+
+
+def assert_nothing_is_held(url):
+    """No request is left, and no block belongs to one."""
+    for _ in range(100):
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        held = [metric(url, f"vllm:{name}") for name in names]
+        if held == [0, 0, 0]:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"running, waiting, usage of K/V: {held}")
+
+
+MESSAGES = [{"role": "user", "content": "My name is Ada. What is my name?"}]
+
+
+def test_chat_streams_what_it_answers_at_once(client):
+    kwargs = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 30}
+    whole = client.chat.completions.create(**kwargs, logprobs=True, top_logprobs=2)
+    pieces, entries = [], []
+    for chunk in client.chat.completions.create(
+        **kwargs, stream=True, logprobs=True, top_logprobs=2
+    ):
+        pieces.append(chunk.choices[0].delta.content or "")
+        if chunk.choices[0].logprobs:
+            entries += chunk.choices[0].logprobs.content
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len(pieces) > 2
+    content = whole.choices[0].logprobs.content
+    assert [e.token for e in entries] == [e.token for e in content]
+    assert all(e.logprob == e.top_logprobs[0].logprob <= 0 for e in content)  # greedy
+    assert whole.usage.completion_tokens == len(content)
+
+
+def test_completions_are_what_mlx_lm_says_alone(client):
+    prompt = [5, 6, 7, 300, 301]
+    out = client.completions.create(
+        model="demo", prompt=prompt, temperature=0, max_tokens=20,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    assert out.choices[0].token_ids == kit.alone("demo", prompt, 20)
+
+
+def test_response_format_json_schema(client):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Bob"]}, "old": {"type": "boolean"}},
+        "required": ["name", "old"],
+        "additionalProperties": False,
+    }
+    out = client.chat.completions.create(
+        model="demo", messages=MESSAGES, temperature=1.0, seed=3, max_tokens=200,
+        response_format={
+            "type": "json_schema", "json_schema": {"name": "person", "schema": schema},
+        },
+    )  # fmt: skip
+    answer = json.loads(out.choices[0].message.content)
+    assert answer["name"] in ("Ada", "Bob")
+    assert isinstance(answer["old"], bool)
+
+
+def test_seeds_and_n(client):
+    def ask():
+        out = client.completions.create(
+            model="demo", prompt="The goat", temperature=1.5, seed=11, n=3, max_tokens=16
+        )
+        return [c.text for c in out.choices]
+
+    first = ask()
+    assert len(set(first)) == 3
+    assert ask() == first
+
+
+def test_a_bad_request_is_refused_and_the_server_lives(client):
+    with pytest.raises(BadRequestError, match="logprob_token_ids is not supported"):
+        client.completions.create(
+            model="demo", prompt="x", max_tokens=2, logprobs=1,
+            extra_body={"logprob_token_ids": [1]},
+        )  # fmt: skip
+    with pytest.raises(BadRequestError, match="512"):
+        client.completions.create(model="demo", prompt=[5] * 600, max_tokens=2)
+    assert client.completions.create(model="demo", prompt="x", max_tokens=2).choices
+
+
+def test_64_clients_that_come_and_go_leave_nothing_behind(url):
+    """Half of them hang up in mid-answer; the pool is too small for all."""
+    rng = random.Random(0)
+    preempted = metric(url, "vllm:num_preemptions_total")
+
+    async def one(client, i):
+        prompt = [rng.randrange(2, 2048) for _ in range(rng.randrange(1, 200))]
+        hang_up_after = rng.randrange(1, 40) if i % 2 else None
+        kwargs = {
+            "model": "demo", "prompt": prompt, "max_tokens": 120, "stream": True,
+            "temperature": rng.choice([0, 1.0]), "logprobs": rng.choice([None, 2]),
+            "extra_body": {"ignore_eos": True},
+        }  # fmt: skip
+        await asyncio.sleep(rng.random())
+        count = 0
+        stream = await client.completions.create(**kwargs)
+        async for _ in stream:
+            count += 1
+            if hang_up_after is not None and count >= hang_up_after:
+                await stream.close()
+                return None
+        return count
+
+    async def crowd():
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            return await asyncio.gather(*(one(client, i) for i in range(64)))
+
+    counts = asyncio.run(crowd())
+    assert sum(c is None for c in counts) == 32
+    assert all(c is None or c > 0 for c in counts)
+    assert metric(url, "vllm:num_preemptions_total") > preempted
+    assert_nothing_is_held(url)
+
+
+def test_sleep_and_wake_up(url, client):
+    def answer():
+        return (
+            client.completions.create(model="demo", prompt="The goat", temperature=0, max_tokens=12)
+            .choices[0]
+            .text
+        )
+
+    def post(path):
+        urllib.request.urlopen(urllib.request.Request(f"{url}/{path}", method="POST"))
+
+    before = answer()
+    post("sleep?level=2")
+    post("wake_up")
+    assert answer() == before
+    post("reset_prefix_cache")
+    assert answer() == before
+
+
+def test_bench_serve_completes(url, tmp_path):
+    command = [
+        VLLM, "bench", "serve", "--base-url", url, "--model", "demo", "--tokenizer", kit.DEMO_PATH,
+        "--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "16",
+        "--num-prompts", "24", "--ignore-eos", "--save-result", "--result-dir", tmp_path,
+    ]  # fmt: skip
+    out = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, (out.stdout + out.stderr)[-3000:]
+    result = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert result["completed"] == 24
+    assert result["total_output_tokens"] == 24 * 16
+    assert_nothing_is_held(url)

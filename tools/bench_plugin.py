@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""What vLLM costs around our runner: the plugin beside the embedded engine, same weights and load.
+
+    METAL_LITE_DEVICE=cpu python tools/bench_plugin.py
+    METAL_LITE_DEVICE=cpu python tools/bench_plugin.py --random 512x8 --repeats 5
+
+Both run in this process (vLLM without its engine process), turn by turn; medians.  Greedy, end of
+sequence ignored, no prefix caching, so that every turn computes the same.  Needs vLLM.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams, backend
+
+# isort: split
+from bench_throughput import Load, make_loads, random_config, random_model
+from mlx.utils import tree_flatten
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model.loader import DEMO_PATH, LoadedModel, load
+
+MAX_NUM_BATCHED_TOKENS = 2048
+NUM_BLOCKS = 2048
+
+
+def write_random(shape: str, path: Path) -> Path:
+    """The random model of bench_throughput as a folder, with the demo model's tokenizer."""
+    weights = dict(tree_flatten(random_model(shape).packed.model.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights)
+    config = {**random_config(shape), "architectures": ["Qwen3ForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_text((DEMO_PATH / name).read_text())
+    return path
+
+
+def embedded(model: LoadedModel, seats: int, max_model_len: int) -> LLMEngine:
+    config = EngineConfig(
+        num_blocks=NUM_BLOCKS, max_num_seqs=seats, max_model_len=max_model_len,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, enable_prefix_caching=False,
+    )  # fmt: skip
+    return LLMEngine(model, config)
+
+
+def under_vllm(folder: Path, seats: int, max_model_len: int, is_async: bool) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        str(folder), num_gpu_blocks_override=NUM_BLOCKS + 1, max_num_seqs=seats,
+        max_model_len=max_model_len, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        enable_prefix_caching=False, async_scheduling=is_async, skip_tokenizer_init=True,
+    ).llm_engine  # fmt: skip
+
+
+def run(engine: Any, load: Load, under_vllm: bool) -> tuple[float, float, list[list[int]]]:
+    """(seconds, seconds a step of decodes only, tokens)."""
+    if under_vllm:
+        from vllm import SamplingParams as Params
+    else:
+        Params = SamplingParams
+    tokens: list[list[int]] = [[] for _ in load.prompts]
+    started = time.perf_counter()
+    for i, (prompt, n) in enumerate(zip(load.prompts, load.max_tokens, strict=True)):
+        params = Params(temperature=0, max_tokens=n, ignore_eos=True)
+        if under_vllm:
+            params.detokenize = False
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        else:
+            engine.add_request(str(i), prompt, params)
+    steps = []
+    while engine.has_unfinished_requests():
+        before = time.perf_counter()
+        outputs = engine.step()
+        for output in outputs:
+            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if len(outputs) == len(load.prompts):
+            steps.append(time.perf_counter() - before)
+    return time.perf_counter() - started, statistics.median(steps or [0.0]), tokens
+
+
+def compare(engines: dict[str, Any], load: Load, repeats: int) -> dict:
+    results: dict[str, list] = {name: [] for name in engines}
+    for turn in range(repeats + 1):  # the first turn warms up
+        for name, engine in engines.items():
+            print(f"\r{load.name}: {turn}/{repeats} {name:<12}", end="", file=sys.stderr)
+            result = run(engine, load, name != "embedded")
+            if turn:
+                results[name].append(result)
+    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+    seconds = {name: statistics.median(r[0] for r in rs) for name, rs in results.items()}
+    step = {name: statistics.median(r[1] for r in rs) for name, rs in results.items()}
+    expected = results["embedded"][0][2]
+    return {
+        "load": load.name,
+        "requests": len(load.prompts),
+        "tokens_in": sum(map(len, load.prompts)),
+        "tokens_out": sum(load.max_tokens),
+        "tokens_per_second": {n: sum(load.max_tokens) / s for n, s in seconds.items()},
+        "step_ms": {n: 1e3 * s for n, s in step.items()},
+        "ratio": {n: seconds["embedded"] / s for n, s in seconds.items()},
+        "equal": all(r[2] == expected for rs in results.values() for r in rs),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--random", metavar="HIDDENxLAYERS", help="random weights instead of demo")
+    parser.add_argument("--num-requests", type=int, default=16)
+    parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_random(args.random, Path(scratch)) if args.random else DEMO_PATH
+        model = load(str(folder))
+        max_model_len = min(model.max_position, 2048)
+        print(f"{model.num_parameters / 1e6:.1f} M parameters; {backend.describe()}")
+        loads = make_loads(args.num_requests, args.scale, model.vocab_size)
+        engines = {
+            "embedded": embedded(model, args.num_requests, max_model_len),
+            "vLLM": under_vllm(folder, args.num_requests, max_model_len, False),
+            "vLLM, async": under_vllm(folder, args.num_requests, max_model_len, True),
+        }
+        rows = [compare(engines, one, args.repeats) for one in loads]
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    print("| load | in / out tokens | " + " | ".join(engines) + ", output tokens/s |")
+    for r in rows:
+        cells = [
+            f"{r['tokens_per_second'][n]:.0f} ({r['ratio'][n]:.2f}; step {r['step_ms'][n]:.2f} ms)"
+            for n in engines
+        ]
+        print(f"| {r['load']} | {r['tokens_in']:,} / {r['tokens_out']:,} | " + " | ".join(cells))
+        if not r["equal"]:
+            print(f"tokens differ in {r['load']}", file=sys.stderr)
+    return 0 if all(r["equal"] for r in rows) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MetalLiteError as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)

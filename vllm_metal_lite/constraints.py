@@ -1,0 +1,152 @@
+"""Which tokens may come next: masks over the vocabulary, and words that must not be completed.
+
+Both work on all rows of a step at once and on the device: which words are half said is known there
+before the host knows the last token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+
+_ANY, _NOTHING = -1, -2  # in a word's prefix: any token; among recent tokens: none yet
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """For R rows of a step, the tokens that may come, as grammar libraries (xgrammar) give them.
+
+    rows: (R,) int, their places among the logits, none twice.  bits: (R, ceil(V / 32)) int32 or
+    uint32; bit i, counted from the low end, of word j stands for token 32 * j + i.
+    """
+
+    rows: np.ndarray
+    bits: np.ndarray
+
+
+def pack_mask(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """(ceil(V / 32),) uint32: the bits of these tokens; ids outside the vocabulary are left out."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
+    allowed[[t for t in token_ids if 0 <= t < vocab_size]] = True
+    return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+class DeviceMasks:
+    """TokenMasks on the device, where a mask that stays may be applied at every step."""
+
+    def __init__(self, masks: TokenMasks, num_rows: int) -> None:
+        order = np.argsort(masks.rows)
+        is_all = len(masks.rows) == num_rows
+        self.rows = None if is_all else mx.array(masks.rows[order].astype(np.int32))
+        self.bits = mx.array(np.ascontiguousarray(masks.bits[order]).view(np.uint32))
+
+    def apply(self, x: mx.array) -> mx.array:
+        """Logits (T, V) with -inf for what may not come; a token beyond the mask's end may not."""
+        bits = (self.bits[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+        may = bits.reshape(len(bits), -1)[:, : x.shape[1]]
+        if may.shape[1] < x.shape[1]:
+            may = mx.pad(may, ((0, 0), (0, x.shape[1] - may.shape[1])))
+        y = x if self.rows is None else x[self.rows]
+        y = mx.where(may == 1, y, mx.array(-mx.inf, x.dtype))
+        return y if self.rows is None else mx.put_along_axis(x, self.rows[:, None], y, axis=0)
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """Token ids of words, at the start of a text and after a space, as vLLM defines them.
+
+    The second form counts only if it begins with another token and is as long.
+    """
+    sequences = []
+    for word in words:
+        bare, spaced = (
+            tokenizer.encode(lead + word.lstrip(), add_special_tokens=False) for lead in ("", " ")
+        )
+        if bare:
+            sequences.append(list(bare))
+        if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
+            sequences.append(list(spaced))
+    return sequences
+
+
+@dataclass(frozen=True)
+class BadWordsPlan:
+    """The W bad words of a step's rows.  rows, last, slots: (W,); prefix: (W, L).
+
+    members, member_rows: (M,), the requests that have words, and their rows in the batch.
+    """
+
+    rows: mx.array
+    last: mx.array
+    slots: mx.array
+    prefix: mx.array
+    members: mx.array
+    member_rows: mx.array
+
+
+class BadWords:
+    """Words that must not be completed: a word's last token is banned once the rest was generated.
+
+    Each request's last L generated tokens are kept on the device, (max_num_seqs, L) int32, where L
+    is one less than the longest word.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.max_num_seqs, self.vocab_size = max_num_seqs, vocab_size
+        self._words: dict[int, list[list[int]]] = {}
+        self._recent = mx.full((max_num_seqs, 1), _NOTHING, mx.int32)
+
+    def add(self, req_index: int, words: Sequence[Sequence[int]], generated: np.ndarray) -> None:
+        """Set up a request; generated: (n,) int, its tokens since the prompt."""
+        words = [list(w) for w in words if w and 0 <= w[-1] < self.vocab_size]
+        if not words:
+            return
+        self._words[req_index] = words
+        more = max(map(len, words)) - 1 - self._recent.shape[1]
+        if more > 0:
+            self._recent = mx.pad(self._recent, ((0, 0), (more, 0)), constant_values=_NOTHING)
+        recent = np.full(self._recent.shape[1], _NOTHING, np.int32)
+        tail = generated[-len(recent) :]
+        recent[len(recent) - len(tail) :] = tail
+        self._recent[req_index] = mx.array(recent)
+
+    def remove(self, req_index: int) -> None:
+        self._words.pop(req_index, None)
+
+    def plan(self, req_indices: np.ndarray) -> BadWordsPlan | None:
+        """What a step of these rows has to look for; None: nothing."""
+        members = [(row, r) for row, r in enumerate(req_indices.tolist()) if r in self._words]
+        if not members:
+            return None
+        length = self._recent.shape[1]
+        words = [(row, r, word) for row, r in members for word in self._words[r]]
+        prefix = np.full((len(words), length), _ANY, np.int32)
+        for at, (_, _, word) in enumerate(words):
+            prefix[at, length - len(word) + 1 :] = word[:-1]
+        as_ids = lambda values: mx.array(list(values), mx.int32)  # noqa: E731
+        return BadWordsPlan(
+            rows=as_ids(row for row, _, _ in words),
+            last=as_ids(word[-1] for _, _, word in words),
+            slots=as_ids(r for _, r, _ in words),
+            prefix=mx.array(prefix),
+            members=as_ids(r for _, r in members),
+            member_rows=as_ids(row for row, _ in members),
+        )
+
+    def ban(self, x: mx.array, plan: BadWordsPlan) -> mx.array:
+        """Logits (T, V) float32 with -inf for tokens that would complete a word."""
+        recent = self._recent[plan.slots]
+        said = ((plan.prefix == _ANY) | (plan.prefix == recent)).all(-1)
+        return x.at[plan.rows, plan.last].add(mx.where(said, -mx.inf, 0.0))
+
+    def note(self, token_ids: mx.array, plan: BadWordsPlan) -> None:
+        """Remember the tokens drawn, (T,) int32; lazy."""
+        recent = self._recent[plan.members][:, 1:]
+        drawn = token_ids[plan.member_rows][:, None]
+        self._recent[plan.members] = mx.concatenate([recent, drawn], 1)

@@ -1,0 +1,53 @@
+"""Lets vLLM's front end accept checkpoints quantised by MLX, which name no quantisation method."""
+
+from typing import Any
+
+
+def is_mlx_quantization(config: dict[str, Any]) -> bool:
+    """MLX writes {"group_size", "bits"} (and a "mode") where others write a "quant_method"."""
+    return config.get("quant_method") in (None, "", "mlx") and {"group_size", "bits"} <= set(config)
+
+
+def register_mlx_quantization() -> None:
+    """Make "mlx" a quantisation method of vLLM's; again and again changes nothing."""
+    from vllm.model_executor.layers.quantization import (
+        QUANTIZATION_METHODS,
+        register_quantization_config,
+    )
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    if "mlx" in QUANTIZATION_METHODS:
+        return
+
+    @register_quantization_config("mlx")
+    class MLXQuantization(QuantizationConfig):
+        """Only a name: mlx-lm loads the weights, no layer of vLLM's is ever made."""
+
+        def get_name(self) -> str:
+            return "mlx"
+
+        def get_supported_act_dtypes(self) -> list:
+            import torch
+
+            return [torch.bfloat16, torch.float16, torch.float32]
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> "MLXQuantization":
+            return cls()
+
+        def get_quant_method(self, layer: Any, prefix: str) -> None:
+            return None
+
+        @classmethod
+        def override_quantization_method(
+            cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, *args: Any, **kwargs: Any
+        ) -> str | None:
+            return "mlx" if is_mlx_quantization(hf_quant_cfg) else None

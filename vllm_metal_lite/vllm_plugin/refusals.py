@@ -1,0 +1,99 @@
+"""What vLLM offers and we cannot do: refused at start, with one line that names the option."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_metal_lite.config import BLOCK_SIZES
+from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.vllm_plugin.compat import get
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return value > 1
+
+
+def _not(*allowed: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in allowed
+
+
+# Where vLLM keeps it, its name on the command line, and when it is too much for us.
+_OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("lora_config", "--enable-lora", _is_set),
+    ("speculative_config", "--speculative-config", _is_set),
+    ("kv_transfer_config", "--kv-transfer-config", _is_set),
+    ("ec_transfer_config", "--ec-transfer-config", _is_set),
+    ("watermark_config", "--watermark-config", _is_set),
+    ("diffusion_config", "--diffusion-config", _is_set),
+    ("parallel_config.tensor_parallel_size", "--tensor-parallel-size", _above_one),
+    ("parallel_config.pipeline_parallel_size", "--pipeline-parallel-size", _above_one),
+    ("parallel_config.data_parallel_size", "--data-parallel-size", _above_one),
+    ("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size",
+     _above_one),
+    ("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size",
+     _above_one),
+    ("parallel_config.nnodes", "--nnodes", _above_one),
+    ("parallel_config.enable_expert_parallel", "--enable-expert-parallel", _is_set),
+    ("parallel_config.enable_eplb", "--enable-eplb", _is_set),
+    ("parallel_config.enable_dbo", "--enable-dbo", _is_set),
+    ("parallel_config.distributed_executor_backend", "--distributed-executor-backend",
+     _not("uni", "mp")),
+    ("cache_config.block_size", "--block-size", _not(*BLOCK_SIZES)),
+    ("cache_config.cpu_offload_gb", "--cpu-offload-gb", _is_set),
+    ("cache_config.kv_offloading_size", "--kv-offloading-size", _is_set),
+    ("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill", _is_set),
+    ("offload_config.uva.cpu_offload_gb", "--cpu-offload-gb", _is_set),
+    ("model_config.quantization", "--quantization", _not("mlx")),
+    ("model_config.revision", "--revision", _is_set),
+    ("model_config.hf_overrides", "--hf-overrides", _is_set),
+    ("model_config.logits_processors", "--logits-processors", _is_set),
+    ("model_config.logprobs_mode", "--logprobs-mode", _not("raw_logprobs")),
+    ("model_config.enable_prompt_embeds", "--enable-prompt-embeds", _is_set),
+    ("model_config.enable_return_routed_experts", "--enable-return-routed-experts", _is_set),
+    ("model_config.return_sampling_mask", "--return-sampling-mask", _is_set),
+    ("model_config.enable_trace_replay", "--enable-trace-replay", _is_set),
+    ("model_config.supports_multimodal_inputs", "multimodal input", _is_set),
+    ("model_config.is_encoder_decoder", "an encoder-decoder model", _is_set),
+    ("load_config.load_format", "--load-format", _not("auto", "safetensors", "hf")),
+    ("profiler_config.profiler", "--profiler-config", _is_set),
+)  # fmt: skip
+
+_HINTS = {
+    "--block-size": f"take one of {list(BLOCK_SIZES)}",
+    "multimodal input": "--language-model-only serves the text part",
+    "--quantization": "MLX's own checkpoints need no flag",
+}
+
+
+def refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    """Raise ConfigError for the first option that we cannot do."""
+    for path, option, is_too_much in _OPTIONS:
+        value = get(vllm_config, path)
+        if value is not None and is_too_much(value):
+            _refuse(option, value)
+    model = vllm_config.model_config
+    if model is None:  # a config made without a model, as vLLM's own tools do
+        return
+    if model.runner_type != "generate":
+        _refuse("--runner", model.runner_type)
+    dtype = str(model.dtype).removeprefix("torch.")
+    kv_dtype = str(vllm_config.cache_config.cache_dtype)
+    if kv_dtype not in ("auto", dtype):
+        _refuse("--kv-cache-dtype", kv_dtype, f"K and V are kept as the model computes, in {dtype}")
+
+
+def _refuse(option: str, value: Any, hint: str | None = None) -> None:
+    text = option if value is True else f"{option} {_short(value)}"
+    hint = hint or _HINTS.get(option)
+    raise ConfigError(f"vllm-metal-lite does not support {text}" + (f": {hint}" if hint else ""))
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else text[:60] + "..."

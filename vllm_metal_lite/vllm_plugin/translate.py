@@ -1,0 +1,218 @@
+"""vLLM's SchedulerOutput in, a ForwardBatch out, and a step's result back as ModelRunnerOutput.
+
+vLLM's scheduler owns blocks, budgets and preemption; kept here is only what a step needs: which
+request sits in which row of the InputBatch and of the sampler, and the tokens sampled so far, which
+vLLM does not send back.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+from vllm_metal_lite.batch import ForwardBatch, InputBatch
+from vllm_metal_lite.constraints import TokenMasks
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
+from vllm_metal_lite.vllm_plugin.sampling import translate_params
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+
+    from vllm_metal_lite.runner import Logprobs, StepResult
+    from vllm_metal_lite.sampling import Sampler
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request that vLLM has not finished.  req_index None: it was preempted, and waits."""
+
+    params: SamplingParams
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    bad_words: list[list[int]]
+    num_prompt_tokens: int
+    tokens: np.ndarray  # all that were known when it last got its row
+    prompt_logprobs: PromptLogprobs | None
+    req_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step to run.  req_ids: its requests, in the order of the batch's segments.
+
+    req_indices: (T,) rows of the requests that get a token.  num_prompt_logprobs: as many of the
+    most likely tokens as the most demanding prompt wants.
+    """
+
+    req_ids: list[str]
+    batch: ForwardBatch
+    req_indices: np.ndarray
+    num_prompt_logprobs: int
+
+
+class StepTranslator:
+    """The requests of a worker, in the same tables that the embedded engine fills."""
+
+    def __init__(self, inputs: InputBatch, sampler: "Sampler", seed: int) -> None:
+        self.inputs, self.sampler, self.seed = inputs, sampler, seed
+        self._requests: dict[str, _Request] = {}
+        self._num_seen = 0
+
+    def begin(self, output: "SchedulerOutput") -> Step | None:
+        """Take note of what vLLM decided; None if there is nothing to compute."""
+        for req_id in output.finished_req_ids:
+            if (request := self._requests.pop(req_id, None)) is not None:
+                self._unseat(request)
+        for req_id in output.preempted_req_ids or ():
+            if (request := self._requests.get(req_id)) is not None:
+                self._unseat(request)
+        # What each request has computed, in the order that vLLM names them.
+        computed: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            self._add(new)
+            computed[new.req_id] = new.num_computed_tokens
+        self._update_cached(output.scheduled_cached_reqs, computed)
+        if not output.num_scheduled_tokens:
+            return None
+        return self._pack(output.num_scheduled_tokens, computed)
+
+    def _add(self, new: "NewRequestData") -> None:
+        """A new request; a known id is one back from preemption, or a session's next turn."""
+        tokens = (
+            new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
+        )
+        if (known := self._requests.get(new.req_id)) is not None:
+            self._unseat(known)
+            seed = known.seed
+        else:
+            asked = new.sampling_params.seed
+            seed = asked if asked is not None else hash((self.seed, self._num_seen))
+            self._num_seen += 1
+        vllm_params = new.sampling_params
+        params = translate_params(vllm_params, self.sampler.vocab_size)
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None and not (known and known.prompt_logprobs is None):
+            prompt_logprobs = PromptLogprobs(len(new.prompt_token_ids), params.prompt_logprobs)
+        request = _Request(
+            params,
+            seed,
+            tuple(vllm_params.all_stop_token_ids),
+            vllm_params.bad_words_token_ids or [],
+            len(new.prompt_token_ids),
+            np.array(tokens, np.int32),
+            prompt_logprobs,
+        )
+        self._requests[new.req_id] = request
+        self._seat(request, new.block_ids[0])
+
+    def _update_cached(self, cached: Any, computed: dict[str, int]) -> None:
+        for i, req_id in enumerate(cached.req_ids):
+            request = self._requests[req_id]
+            computed[req_id] = cached.num_computed_tokens[i]
+            blocks = cached.new_block_ids[i]
+            blocks = blocks[0] if blocks is not None else []
+            if req_id in cached.resumed_req_ids or request.req_index is None:
+                self._unseat(request)
+                # vLLM's word counts: it may have thrown away a token that was sampled meanwhile.
+                if (known := cached.all_token_ids.get(req_id)) is not None:
+                    request.tokens = np.array(known, np.int32)
+                self._seat(request, blocks)
+            elif blocks:
+                self.inputs.append_blocks(request.req_index, blocks)
+
+    def _seat(self, request: _Request, block_ids: list[int]) -> None:
+        tokens, prompt = request.tokens, request.num_prompt_tokens
+        scored = None if request.prompt_logprobs is None else 0
+        request.req_index = row = self.inputs.add(tokens, prompt, scored)
+        self.inputs.append_blocks(row, block_ids)
+        self.sampler.add(
+            row, request.params, request.seed, tokens, prompt, request.stop_token_ids,
+            request.bad_words,
+        )  # fmt: skip
+
+    def _unseat(self, request: _Request) -> None:
+        if (row := request.req_index) is not None:
+            request.tokens = self.inputs.token_ids[row, : self.inputs.num_tokens[row]].copy()
+            self.inputs.remove(row)
+            self.sampler.remove(row)
+            request.req_index = None
+
+    def _pack(self, scheduled: dict[str, int], computed: dict[str, int]) -> Step:
+        # Segments of one token first.
+        req_ids = sorted(scheduled, key=lambda req_id: scheduled[req_id] > 1)
+        requests = [self._requests[req_id] for req_id in req_ids]
+        rows = np.array([r.req_index for r in requests])
+        batch = self.inputs.pack(
+            rows,
+            np.array([computed[req_id] for req_id in req_ids]),
+            np.array([scheduled[req_id] for req_id in req_ids]),
+        )
+        wanted = (r.params.prompt_logprobs or 0 for r in requests if r.prompt_logprobs is not None)
+        return Step(req_ids, batch, rows[batch.sample_segments], max(wanted, default=0))
+
+    def masks(self, step: Step, grammar: "GrammarOutput | None") -> TokenMasks | None:
+        """The grammar's bitmask rows, for those of its requests that get a token in this step."""
+        if grammar is None:
+            return None
+        at = {step.req_ids[s]: row for row, s in enumerate(step.batch.sample_segments.tolist())}
+        rows = [at.get(req_id, -1) for req_id in grammar.structured_output_request_ids]
+        picked = np.array(rows) >= 0
+        if not picked.any():
+            return None
+        return TokenMasks(np.array(rows)[picked], np.asarray(grammar.grammar_bitmask)[picked])
+
+    def finish(self, step: Step, result: "StepResult") -> ModelRunnerOutput:
+        """Take note of the tokens sampled, and report them as vLLM wants them."""
+        self.inputs.append_tokens(step.req_indices, result.token_ids)
+        sampled: list[list[int]] = [[] for _ in step.req_ids]
+        for segment, token in zip(
+            step.batch.sample_segments.tolist(), result.token_ids.tolist(), strict=True
+        ):
+            sampled[segment] = [token]
+        return ModelRunnerOutput(
+            req_ids=step.req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(step.req_ids)},
+            sampled_token_ids=sampled,
+            logprobs=_logprobs(result.logprobs, sampled),
+            prompt_logprobs_dict=self._prompt_logprobs(step, result),
+        )
+
+    def _prompt_logprobs(self, step: Step, result: "StepResult") -> dict[str, Any]:
+        batch, done = step.batch, {}
+        if result.prompt_logprobs is not None:
+            scored_rows = batch.logits_indices[len(batch.sample_segments) :]
+            positions = batch.positions[scored_rows]
+            for segment in np.unique(batch.prompt_segments).tolist():
+                at = np.flatnonzero(batch.prompt_segments == segment)
+                request = self._requests[step.req_ids[segment]]
+                request.prompt_logprobs.put(positions[at], result.prompt_logprobs, at)
+        for segment, req_id in enumerate(step.req_ids):
+            request = self._requests[req_id]
+            if request.prompt_logprobs is not None and (
+                batch.seq_lens[segment] >= request.num_prompt_tokens
+            ):
+                done[req_id] = request.prompt_logprobs.tensors()
+                request.prompt_logprobs = None
+        return done
+
+    def clear(self) -> None:
+        """Forget every request."""
+        for request in self._requests.values():
+            self._unseat(request)
+        self._requests.clear()
+
+    @property
+    def request_ids(self) -> Iterable[str]:
+        return self._requests.keys()
+
+
+def _logprobs(logprobs: "Logprobs | None", sampled: list[list[int]]) -> LogprobsLists | None:
+    """Rows are counted by tokens sampled: a chunk in the middle of a prompt has none."""
+    if logprobs is None:
+        return None
+    starts = list(itertools.accumulate(map(len, sampled), initial=0))
+    return LogprobsLists(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, starts)

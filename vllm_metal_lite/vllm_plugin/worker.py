@@ -1,0 +1,232 @@
+"""The worker: our runner, where vLLM expects one of its own."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.choose import choose
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
+from vllm_metal_lite.kv import sizing
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.model.loader import LoadedModel, load
+from vllm_metal_lite.runner import ModelRunner
+from vllm_metal_lite.sampling import Sampler
+from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
+from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import ModelRunnerOutput
+
+logger = init_logger("vllm.metal_lite")
+
+
+class MetalLiteWorker(WorkerBase):
+    """One device, one model.  vLLM calls the methods in about the order in which they stand."""
+
+    model: LoadedModel | None = None
+    runner: ModelRunner | None = None
+    translator: StepTranslator | None = None
+    _step: Step | None = None
+
+    # Start
+
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")
+        guard_torch_accelerator()
+        if backend.is_cpu() and os.environ.get("METAL_LITE_DEVICE") != "cpu":
+            raise ConfigError(
+                "MLX sees no GPU here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
+            )
+        logger.info("%s", backend.describe())
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        if load_dummy_weights:
+            raise ConfigError("vllm-metal-lite does not support dummy weights")
+        self.model = load(self.model_config.model, self._dtype())
+        if self.cache_config.enable_prefix_caching and self.model.packed.no_prefix_cache:
+            raise ConfigError(
+                f"prefixes of {self.model.name} cannot be cached: "
+                f"{self.model.packed.no_prefix_cache}; pass --no-enable-prefix-caching"
+            )
+        sizing.limit_buffer_cache()
+
+    def _dtype(self) -> str:
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        # On a CPU "auto" is float32 too, and expands quantised weights besides.
+        return "auto" if backend.is_cpu() and dtype == "float32" else dtype
+
+    def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
+        specs = enumerate(self.model.packed.attention_specs)
+        return {f"layers.{i}": self._kv_cache_spec(spec) for i, spec in specs}
+
+    def _kv_cache_spec(self, spec: LayerSpec) -> "KVCacheSpec":
+        kwargs = {
+            "block_size": self.cache_config.block_size,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.k_head_dim,
+            "head_size_v": spec.v_head_dim,
+            "dtype": getattr(torch, str(spec.dtype).removeprefix("mlx.core.")),
+        }
+        if spec.window is None:
+            return FullAttentionSpec(**kwargs)
+        return SlidingWindowSpec(**kwargs, sliding_window=spec.window)
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """The one whose order of axes our store has; vLLM would ask an attention backend."""
+        return ["LBHNC"]
+
+    def determine_available_memory(self) -> int:
+        """Bytes for K and V: what may be used, less the weights, less a step's measured peak."""
+        config = self._engine_config()
+        limit = backend.memory_limit()
+        weights = self.model.weight_bytes + sizing.state_bytes(self.model, config)
+        if (asked := self.cache_config.kv_cache_memory_bytes) is not None:
+            if asked + weights > limit:
+                raise OutOfMemoryError(
+                    f"--kv-cache-memory-bytes {asked} and {weights} bytes of weights and states "
+                    f"are more than the {limit} bytes of this device"
+                )
+            return int(asked)
+        fraction = self.cache_config.gpu_memory_utilization
+        if backend.is_cpu():  # others use this memory too
+            fraction = min(fraction, sizing.DEFAULT_FRACTION["cpu"])
+        max_model_len = self.model_config.max_model_len
+        peak = sizing.step_peak_bytes(self.model, config, max_model_len)
+        left = int(limit * fraction) - weights - peak
+        block_bytes = config.block_size * self.model.kv_bytes_per_token
+        # More than every seat at full length (and vLLM's null block) can never be owned.
+        most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
+        if left < block_bytes:
+            raise OutOfMemoryError(
+                f"{self.model.name} does not fit: {weights} bytes of weights and states and {peak} "
+                f"of a step leave nothing for K and V of the {int(limit * fraction)} that may be "
+                f"used (--gpu-memory-utilization {fraction:g} of {limit}); lower "
+                "--max-num-batched-tokens or raise --gpu-memory-utilization"
+            )
+        return min(left, most * block_bytes)
+
+    def _engine_config(self) -> EngineConfig:
+        """vLLM's options in our words, as far as sizing and the runner read them."""
+        return EngineConfig(
+            block_size=self.cache_config.block_size,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+        )
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ConfigError(
+                f"vLLM made {len(kv_cache_config.kv_cache_groups)} groups of layers; "
+                "vllm-metal-lite keeps all layers under one block table"
+            )
+        seats = self.scheduler_config.max_num_seqs
+        self._num_blocks = kv_cache_config.num_blocks
+        self._sampler = Sampler(seats, self.model.vocab_size)
+        inputs = InputBatch(seats, self.model_config.max_model_len, self.cache_config.block_size)
+        self.translator = StepTranslator(inputs, self._sampler, self.model_config.seed)
+        self._make_runner()
+
+    def _make_runner(self) -> None:
+        store = PagedStore(
+            self.model.packed.attention_specs, self._num_blocks, self.cache_config.block_size
+        )
+        option = os.environ.get("METAL_LITE_ATTENTION", "auto")
+        attention, reason = choose(
+            option, store, self.model.attention_shapes, self.model.packed.reads_store
+        )
+        logger.info("Attention: %s (%s)", attention.name, reason)
+        self.runner = ModelRunner(self.model.packed, attention, self._sampler)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Run one token, so that the first request does not pay for what is made once."""
+        inputs = InputBatch(1, 1, self.cache_config.block_size)
+        row = np.array([inputs.add([0], 1)])
+        # vLLM keeps block 0 as its null block: nobody reads it.
+        inputs.append_blocks(0, [0])
+        batch = inputs.pack(row, np.array([0]), np.array([1]))
+        self.runner.execute(batch, row)
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    # A step
+
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | None":
+        """Take note of the step; it runs in `sample_tokens`, when the grammar's mask is known."""
+        self._step = self.translator.begin(scheduler_output)
+        return EMPTY_MODEL_RUNNER_OUTPUT if self._step is None else None
+
+    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> "ModelRunnerOutput":
+        step, self._step = self._step, None
+        if step is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        masks = self.translator.masks(step, grammar_output)
+        result = self.runner.execute(step.batch, step.req_indices, step.num_prompt_logprobs, masks)
+        return self.translator.finish(step, result)
+
+    def take_draft_token_ids(self) -> None:
+        return None
+
+    # Sleep: K and V are given back; at level 2 the weights too.
+
+    def sleep(self, level: int = 1) -> None:
+        before = mx.get_active_memory()
+        self.runner = None
+        if level >= 2:
+            self.model = None
+        mx.clear_cache()
+        logger.info("Sleeping: %.2f GiB freed", (before - mx.get_active_memory()) / 2**30)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if self.model is None and (not tags or "weights" in tags):
+            self.load_model()
+        if self.runner is None and (not tags or "kv_cache" in tags):
+            self._make_runner()
+
+    # The rest of what vLLM may ask
+
+    def get_model(self) -> Any:
+        return self.model.packed.model
+
+    def get_model_inspection(self) -> str:
+        return str(self.get_model())
+
+    def synchronize_device(self) -> None:
+        mx.synchronize()
+
+    def reset_mm_cache(self) -> None:
+        """No multimodal input."""
+
+    def reset_encoder_cache(self) -> None:
+        """No encoder."""
+
+    def execute_dummy_batch(self) -> None:
+        """Only asked for between data-parallel ranks."""
+
+    def check_health(self) -> None:
+        """Alive if it answers."""
+
+    def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError("vllm-metal-lite does not support profiling through vLLM")
+
+    def list_loras(self) -> set[int]:
+        return set()
+
+    def shutdown(self) -> None:
+        self.runner = self.translator = self.model = None
