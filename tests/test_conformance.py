@@ -47,13 +47,10 @@ def test_an_architecture_conforms(name):
     "llama", "gemma2", "gemma3_text", "gemma3n", "minicpm3", "youtu_llm", "mamba", "rwkv7",
     "qwen3_5", "lfm2", "recurrent_gemma", "gear/softcap",
 ])  # fmt: skip
-def test_bfloat16_conforms(name):
-    """Measured: no difference at all, so states and the store have mlx-lm's own width."""
-    result = conformance.check(name, "bfloat16")
-    assert result.state, result.reason
-    errors = {mode: e for mode, e in result.errors.items() if mode != "engine"}  # near ties
-    assert max(errors.values()) < 1.5e-2, (result.reason, errors)
-    assert result.control > 0.1
+def test_bfloat16_is_no_farther_from_float32_than_mlx_lms_own(name):
+    """Measured: the same bit for bit, but for latents, which come 5 % nearer."""
+    ours, theirs = conformance.bfloat16_errors(name)
+    assert 0 < ours < 1.1 * theirs < 0.05
 
 
 def test_every_file_of_mlx_lm_is_accounted_for():

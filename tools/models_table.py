@@ -36,8 +36,8 @@ allowed.  Slots of the store that hold nothing hold NaN; windows are of 17 token
 each configuration has a control that must fail: a decode over another request's context.  A name
 behind a "/" is a variant: q4, q6, q8 and mxfp4 are quantised weights.
 
-- keeps: what mlx-lm's own cache of each kind of layer is.  KV, window and latent lie in blocks;
-  recurrent states are one a request.
+- keeps: the kinds of its layers.  KV, a window or chunk of it, and latents lie in blocks; recurrent
+  states are one a request.
 - attention by segment: the module that attends must see one request at a time, since it computes
   its scores by hand or keeps a state beside K and V.  Each request's context is gathered for it,
   which is slower.
