@@ -99,9 +99,9 @@ class _ForgetsTheReader(KernelAttention):
     """Drops the reader's token: a later write does not wait for it."""
 
     def attend(self, layer, q, step, **how):
-        token = self.tokens[layer]
+        token = self.token
         out = super().attend(layer, q, step, **how)
-        self.tokens[layer] = token
+        self.token = token
         return out
 
 

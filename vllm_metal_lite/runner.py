@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.step import Attention
+from vllm_metal_lite.attention.step import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
+from vllm_metal_lite.compiled import CompiledDecode
 from vllm_metal_lite.constraints import TokenMasks
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.sampling import LogprobArrays, Sampler, prompt_logprobs
@@ -39,6 +40,7 @@ class ModelRunner:
 
     def __init__(self, model: PackedModel, attention: Attention, sampler: Sampler) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
+        self.compiled = CompiledDecode(model, attention)
 
     def execute(
         self,
@@ -54,9 +56,7 @@ class ModelRunner:
         batch.validate(self.attention.store.num_blocks)
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
         num_sampled = len(batch.sample_segments)
-        # A step of nothing but chunks wants no logits; lazily, asking for one row costs nothing.
-        wanted = batch.logits_indices if len(batch.logits_indices) else np.zeros(1, np.int32)
-        logits = self.model(step, self.attention, mx.array(wanted))
+        logits = self._forward(step)
 
         outputs: list[mx.array] = []
         sampled = logprobs = scored = None
@@ -76,6 +76,16 @@ class ModelRunner:
             _to_host(logprobs),
             _to_host(scored),
         )
+
+    def _forward(self, step: StepMetadata) -> mx.array:
+        """Logits of the step's `logits_indices`, in order; perhaps more behind them."""
+        batch = step.batch
+        if len(batch.sample_segments) == batch.num_tokens:  # every row is its segment's last
+            logits = self.compiled(step)
+            return self.model(step, self.attention, None) if logits is None else logits
+        # A step of nothing but chunks wants no logits; lazily, asking for one row costs nothing.
+        wanted = batch.logits_indices if len(batch.logits_indices) else np.zeros(1, np.int32)
+        return self.model(step, self.attention, mx.array(wanted))
 
 
 def bucket(num_tokens: int) -> int:

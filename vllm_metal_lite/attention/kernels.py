@@ -6,10 +6,12 @@ go through `varlen_prefill`, which reads the store in place too, or through MLX'
 the device (see choose.py).
 """
 
+from collections.abc import Collection
+
 import numpy as np
 
 from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention, SdpaPlan
-from vllm_metal_lite.attention.step import StepMetadata
+from vllm_metal_lite.attention.step import StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kernels import ops
@@ -43,9 +45,12 @@ class KernelStep(StepMetadata):
 
     block_tables (num_decodes, W) and seq_lens (num_decodes,) int32 are of the decodes; in a step of
     nothing else they cover the padded rows too, with a seq_len of 0.
+    plans: the `decode_plan` of layers by their number of KV heads.
     """
 
-    def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
+    arrays = (*StepMetadata.arrays, "block_tables", "seq_lens")
+
+    def __init__(self, batch: ForwardBatch, num_rows: int, kv_heads: Collection[int]) -> None:
         super().__init__(batch, num_rows)
         count = batch.num_decodes
         self.prompts = None
@@ -53,22 +58,26 @@ class KernelStep(StepMetadata):
             self.prompts = _Prompts(batch.prefills(), num_rows - count)
         self.num_decodes = count if self.prompts else num_rows
         if count:
-            pad = (0, self.num_decodes - count)
-            self.max_seq_len = int(batch.seq_lens[:count].max())
-            width = -(-self.max_seq_len // batch.block_size)
+            longest = int(batch.seq_lens[:count].max())
+            width = -(-longest // batch.block_size)
             tables = _widen(batch.block_tables[:count, :width])
-            self.block_tables = mx.array(np.pad(tables, (pad, (0, 0))))
-            self.seq_lens = mx.array(np.pad(batch.seq_lens[:count], pad))
+            self.block_tables = mx.array(pad_rows(tables, self.num_decodes))
+            self.seq_lens = mx.array(pad_rows(batch.seq_lens[:count], self.num_decodes))
+            self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
+            if not self.prompts:
+                self.variant = (num_rows, tables.shape[1], *self.plans.values())
 
 
 def _widen(tables: np.ndarray) -> np.ndarray:
     """Block tables of a width that is a power of two, so that shapes repeat from step to step."""
-    width = tables.shape[1]
-    return np.pad(tables, ((0, 0), (0, (1 << (width - 1).bit_length()) - width)))
+    count, width = tables.shape
+    out = np.zeros((count, 1 << (width - 1).bit_length()), tables.dtype)
+    out[:, :width] = tables
+    return out
 
 
 class KernelAttention(ReferenceAttention):
-    """The store is written and read by kernels only; a token a layer keeps them in order.
+    """The store is written and read by kernels only; a token keeps them in order.
 
     prefill: "varlen" or "gather", how prompts attend.
     """
@@ -78,22 +87,28 @@ class KernelAttention(ReferenceAttention):
     def __init__(self, store: PagedStore, prefill: str) -> None:
         super().__init__(store)
         self.prefill = prefill
-        self.tokens = [ops.new_token() for _ in store.keys]
+        self.token = ops.new_token()
+        self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
 
     @property
     def state(self) -> list[mx.array]:
-        return self.tokens
+        # One shape, whichever kernel was the last: a compiled step is compiled for shapes.
+        return [self.token.reshape(-1)[:1]]
+
+    @state.setter
+    def state(self, state: list[mx.array]) -> None:
+        (self.token,) = state
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> KernelStep:
-        return KernelStep(batch, num_rows)
+        return KernelStep(batch, num_rows, self._kv_heads)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         dtype = self.store.keys[layer].dtype
         rows = k.astype(dtype), v.astype(dtype)
-        self.tokens[layer] = ops.kv_write(*rows, step.slot_mapping, *self._store(layer))
+        self.token = ops.kv_write(*rows, step.slot_mapping, *self._store(layer))
 
     def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
-        k, v, self.tokens[layer] = ops.kv_gather(group.kv_slots, *self._store(layer))
+        k, v, self.token = ops.kv_gather(group.kv_slots, *self._store(layer))
         return k, v
 
     def attend(
@@ -112,15 +127,14 @@ class KernelAttention(ReferenceAttention):
         keys = self.store.keys[layer]
         rows, outputs = q.astype(keys.dtype), []
         if step.num_decodes:
-            plan = ops.decode_plan(step.num_decodes, keys.shape[1], step.max_seq_len)
-            out, self.tokens[layer] = ops.paged_decode(
+            out, self.token = ops.paged_decode(
                 rows[: step.num_decodes], step.block_tables, step.seq_lens, *self._store(layer),
-                plan=plan, **in_place,
+                plan=step.plans[keys.shape[1]], **in_place,
             )  # fmt: skip
             outputs.append(out)
         prompts = step.prompts
         if prompts and self.prefill == "varlen":
-            out, self.tokens[layer] = varlen_prefill(
+            out, self.token = varlen_prefill(
                 rows[step.num_decodes :], prompts.block_tables, prompts.cu_seqlens_q,
                 prompts.seq_lens, prompts.tiles(q.shape[1] // keys.shape[1]), *self._store(layer),
                 **in_place,
@@ -132,4 +146,4 @@ class KernelAttention(ReferenceAttention):
         return out.astype(q.dtype)
 
     def _store(self, layer: int) -> tuple[mx.array, mx.array, mx.array]:
-        return self.store.keys[layer], self.store.values[layer], self.tokens[layer]
+        return self.store.keys[layer], self.store.values[layer], self.token

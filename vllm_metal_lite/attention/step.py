@@ -1,6 +1,9 @@
 """What attention knows of one step, on the device, and the form that every attention path has."""
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
 
 import numpy as np
@@ -35,20 +38,43 @@ class AttentionShape:
         return text + (", sinks" if self.sinks else "") + (", latent" if self.latent else "")
 
 
+def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
+    """(n, ...) with more rows behind, all of one value.  (np.pad takes ten times as long.)"""
+    if len(rows) == num_rows:
+        return rows
+    out = np.full((num_rows, *rows.shape[1:]), value, rows.dtype)
+    out[: len(rows)] = rows
+    return out
+
+
 class StepMetadata:
     """The rows of a ForwardBatch (batch, on the host) on the device, padded to num_rows.
 
-    token_ids, positions, slot_mapping: (num_rows,) int32.  A padded row has token and position 0,
-    and padding_slot.
+    token_ids, positions, slot_mapping: (num_rows,) int32.  A padded row has position 0 and
+    padding_slot, and any token.
+    arrays: the names of all that differs between two steps of one variant.
+    variant: what a compiled step depends on beside arrays; None if it depends on more than that.
     """
+
+    arrays: tuple[str, ...] = ("token_ids", "positions", "slot_mapping")
+    variant: tuple | None = None
 
     def __init__(self, batch: ForwardBatch, num_rows: int, padding_slot: int = PAD_SLOT) -> None:
         self.batch, self.num_rows = batch, num_rows
-        pad = (0, num_rows - batch.num_tokens)
-        self.token_ids = mx.array(np.pad(batch.token_ids, pad))
-        self.positions = mx.array(np.pad(batch.positions, pad))
-        slots = np.pad(batch.slot_mapping, pad, constant_values=PAD_SLOT)
-        self.slot_mapping = mx.array(np.where(slots == PAD_SLOT, padding_slot, slots))
+        self.token_ids = mx.array(pad_rows(batch.token_ids, num_rows))
+        self.positions = mx.array(pad_rows(batch.positions, num_rows))
+        slots = pad_rows(batch.slot_mapping, num_rows, PAD_SLOT)
+        if padding_slot != PAD_SLOT:
+            slots = np.where(slots == PAD_SLOT, padding_slot, slots)
+        self.slot_mapping = mx.array(slots)
+
+    def with_arrays(self, arrays: Sequence[mx.array] | None) -> "StepMetadata":
+        """A step of the same variant with other `arrays`, or with none, and without a batch."""
+        step = copy(self)
+        step.batch = None
+        for name, array in zip(self.arrays, arrays or repeat(None), strict=False):
+            setattr(step, name, array)
+        return step
 
 
 class Attention(Protocol):
@@ -59,7 +85,11 @@ class Attention(Protocol):
 
     @property
     def state(self) -> list[mx.array]:
-        """What must be evaluated at the end of a step, so that its writes have happened."""
+        """What must be evaluated at the end of a step, so that its writes have happened.
+
+        A path whose steps have a `variant` also takes it: a compiled step gets the state as
+        arguments and returns the next one.
+        """
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> StepMetadata:
         """Put a step's metadata on the device, its rows padded to num_rows."""

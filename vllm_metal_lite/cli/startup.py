@@ -47,6 +47,8 @@ def start_engine(
     if config.enable_prefix_caching and model.packed.no_prefix_cache:
         say(f"Prefixes:  not cached for this model: {model.packed.no_prefix_cache}")
     say(f"Attention: {engine.runner.attention.name} ({engine.attention_reason})")
+    reason = engine.runner.compiled.reason
+    say("Decoding:  compiled" if reason is None else f"Decoding:  not compiled ({reason})")
     if name == "demo":
         say(_DEMO.format(name_after))
     return engine

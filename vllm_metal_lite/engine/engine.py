@@ -297,6 +297,7 @@ class LLMEngine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         return {
             **self._counts,
+            "compiled_steps": self.runner.compiled.num_steps,
             "prefix_cache_hit_tokens": scheduler.prefix_hit_tokens,
             "prefix_cache_queried_tokens": scheduler.prefix_queried_tokens,
             "preemptions": scheduler.num_preemptions,

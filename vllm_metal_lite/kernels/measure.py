@@ -150,7 +150,7 @@ class Workload:
         attention = KernelAttention(store, how)
         step = attention.prepare(batch, batch.num_tokens)
         q = mx.random.normal((batch.num_tokens, s.num_heads, s.k_head_dim)).astype(s.dtype)
-        mx.eval(q, attention.tokens)
+        mx.eval(q, attention.token)
 
         def call(q: mx.array) -> mx.array:
             return attention.attend(

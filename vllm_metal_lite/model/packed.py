@@ -61,6 +61,11 @@ class PackedModel:
             _select_rows(body, self._rows)
 
     @property
+    def sees_sequences(self) -> bool:
+        """Whether some modules are called a run of segments at a time."""
+        return bool(self.layout.num_states) or self.reads_store
+
+    @property
     def no_prefix_cache(self) -> str | None:
         """Why blocks of a shared prefix cannot be shared, or None if they can."""
         if self.layout.num_states:
@@ -75,11 +80,14 @@ class PackedModel:
         return self.layout.specs
 
     def __call__(
-        self, step: StepMetadata, attention: Attention, logits_indices: mx.array
+        self, step: StepMetadata, attention: Attention, logits_indices: mx.array | None
     ) -> mx.array:
-        """Build the forward of a step; returns logits (R, vocab_size) of the rows asked for."""
+        """Build the forward of a step; returns logits (R, vocab_size) of the rows asked for.
+
+        None asks for all of them, padding included.
+        """
         sequences = None
-        if self.layout.num_states or self.reads_store:
+        if self.sees_sequences:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)
         caches = [self._cache(n, attention, step, sequences) for n in self.layout.nodes]
         self._rows.wanted, self._rows.taken = logits_indices, False
@@ -90,7 +98,7 @@ class PackedModel:
             self._rows.wanted = None
         if sequences is not None:
             sequences.states.commit()
-        if not self._rows.taken:
+        if logits_indices is not None and not self._rows.taken:
             logits = logits[logits_indices]
         return logits.squeeze(1)
 
