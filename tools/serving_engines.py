@@ -34,9 +34,12 @@ _MLX_CACHE_LIMIT = _cache_limit()
 
 
 class Engine(Protocol):
-    """name: for tables.  resident_bytes: of what it holds between runs, the weights aside."""
+    """name: for tables.  way: engines of one way differ by settings alone.
+    resident_bytes: of what it holds between runs, the weights aside.
+    """
 
     name: str
+    way: str
     resident_bytes: int
 
     def begin(self, load: Load) -> None:
@@ -113,7 +116,7 @@ class Ours:
         name: str = "ours",
         keep_prefixes: bool = False,
     ) -> None:
-        self.name, self.keep_prefixes = name, keep_prefixes
+        self.name, self.way, self.keep_prefixes = name, "ours", keep_prefixes
         block_size = (options or {}).get("block_size", EngineConfig.block_size)
         sizes = [len(p) + n for p, n in zip(load.prompts, load.max_tokens, strict=True)]
         config = {
@@ -183,7 +186,7 @@ class MlxLm:
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
         self.model, self.settings = model.packed.model, settings
-        self.name = f"mlx-lm {settings}"
+        self.name, self.way = f"mlx-lm {settings}", f"prefix: {settings.prefix}"
 
     def begin(self, load: Load) -> None:
         mx.set_cache_limit(_MLX_CACHE_LIMIT)
@@ -201,14 +204,14 @@ class MlxLm:
         self._cached = 0
 
     def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
-        found = [self._find(prompt) for prompt in prompts]
+        caches, cached = zip(*map(self._find, prompts), strict=True)
         uids = self._generator.insert_segments(
-            [self._segments(prompt, cached) for prompt, (_, cached) in zip(prompts, found)],
+            [self._segments(p, n) for p, n in zip(prompts, cached, strict=True)],
             max_tokens,
-            [cache for cache, _ in found],
-            [prompt[:cached] for prompt, (_, cached) in zip(prompts, found)],
+            list(caches),
+            [p[:n] for p, n in zip(prompts, cached, strict=True)],
         )
-        self._number.update(zip(uids, range(first, first + len(uids))))
+        self._number.update((uid, first + i) for i, uid in enumerate(uids))
 
     def _find(self, prompt: list[int]) -> tuple[list[Any] | None, int]:
         """A cache of the first tokens of a prompt, and how many they are."""
@@ -259,7 +262,7 @@ class MlxLm:
 class MlxLmSingle:
     """mlx-lm's generator for one sequence: no batch, no padding."""
 
-    name, resident_bytes = "mlx-lm generate_step", 0
+    name, way, resident_bytes = "mlx-lm generate_step", "single", 0
 
     def __init__(self, model: LoadedModel) -> None:
         self.model = model.packed.model

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from serving_engines import Run
@@ -63,7 +64,7 @@ def _newcomer(run: Run) -> Metrics:
     arrived, first = run.arrived[-1], mine[0]
     idle, busy = [], []
     for times in others:
-        for a, b in zip(times, times[1:], strict=False):
+        for a, b in pairwise(times):
             if b <= arrived and a >= times[_SETTLED - 1]:
                 idle.append(b - a)
             elif b > arrived and a < first:
@@ -88,7 +89,8 @@ def median_of(values: Sequence[Metrics]) -> Metrics:
 class Agreement:
     """equal: requests whose tokens are all the same.  prefix: mean share of tokens before the first
     difference.  tie: largest distance of the two logits where tokens differ first, in standard
-    deviations of that row's logits, over the `looked_at` requests that were computed again."""
+    deviations of that row's logits, over the `looked_at` requests that were computed again.
+    """
 
     requests: int
     equal: int
@@ -98,7 +100,7 @@ class Agreement:
 
     @property
     def within_ties(self) -> bool:
-        """Two random tokens are about 4 deviations apart, the two best of a large vocabulary 0.2."""
+        """Random tokens are about 4 deviations apart, the two best of a large vocabulary 0.2."""
         return self.tie <= 0.1
 
     def __str__(self) -> str:

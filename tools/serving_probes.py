@@ -80,7 +80,9 @@ def growth(model: LoadedModel, most: int, options: dict[str, Any], plot: str | N
         step = measure(load_, drive(ours, load_))["steady_step_median"]
         size = model.weight_bytes + batch * context * model.kv_bytes_per_token
         bound = size / bandwidth
-        rows.append({"batch": batch, "context": context, "ms": 1e3 * step, "roofline_ms": 1e3 * bound})
+        rows.append(
+            {"batch": batch, "context": context, "ms": 1e3 * step, "roofline_ms": 1e3 * bound}
+        )
         print(
             f"| {batch} | {context:,} | {1e3 * step:.2f} | {batch / step:,.0f} "
             f"| {1e3 * bound:.2f} | {bound / step:.0%} |",
