@@ -27,8 +27,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams, backend
 
 # isort: split
-from bench_throughput import Load, make_loads, random_config, random_model
 from mlx.utils import tree_flatten
+from serving_loads import Load, Sizes, random_config, random_model, three_kinds
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.loader import DEMO_PATH, LoadedModel, load
@@ -38,7 +38,7 @@ NUM_BLOCKS = 2048
 
 
 def write_random(shape: str, path: Path) -> Path:
-    """The random model of bench_throughput as a folder, with the demo model's tokenizer."""
+    """The random model of serving_loads as a folder, with the demo model's tokenizer."""
     weights = dict(tree_flatten(random_model(shape).packed.model.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     config = {**random_config(shape), "architectures": ["Qwen3ForCausalLM"]}
@@ -154,7 +154,7 @@ def main() -> int:
         model = load(str(folder))
         max_model_len = min(model.max_position, 2048)
         print(f"{model.num_parameters / 1e6:.1f} M parameters; {backend.describe()}")
-        loads = make_loads(args.num_requests, args.scale, model.vocab_size)
+        loads = three_kinds(Sizes(model.vocab_size, args.scale), args.num_requests)
         engines = {
             "embedded": embedded(model, args.num_requests, max_model_len),
             "vLLM": under_vllm(folder, args.num_requests, max_model_len, False),

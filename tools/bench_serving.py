@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+"""One load on our engine and on mlx-lm: same weights, one process, turn by turn, medians.
+
+    python tools/bench_serving.py --load A --model qwen3-0.6b          a GPU
+    python tools/bench_serving.py --load B --model qwen3-4b --bits 4
+    python tools/bench_serving.py --load G --model demo                a CPU
+    python tools/bench_serving.py --model qwen3-0.6b --growth --dispatches
+    python tools/bench_serving.py --host
+
+--model: qwen3-0.6b, qwen3-4b or HIDDENxLAYERS with random weights, or what the engine can load.
+Greedy, end of sequence ignored.  The first run of each engine is a warm-up, as is the sweep over
+mlx-lm's settings, whose best by tokens/s and by time to first token are then timed (and, where it
+can be used in several ways, such as with prompt caches, the best of each).  Ratios are to its best,
+number by number; above 1 means that ours is better.  Prints Markdown; progress goes to stderr.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import serving_probes as probes
+from serving_engines import Engine, MlxLm, MlxLmSingle, Ours, Run, Settings, drive
+from serving_loads import LOADS, Load, Sizes, get_model
+from serving_metrics import Metrics, agree, measure, median_of
+
+from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite.model.loader import LoadedModel
+
+# (metric, heading, factor, format, whether more is better; None: no ratio)
+Columns = Sequence[tuple[str, str, float, str, bool | None]]
+
+COLUMNS: Columns = (
+    ("output_tokens_per_s", "output tokens/s", 1, ",.0f", True),
+    ("requests_per_s", "requests/s", 1, ".2f", True),
+    ("ttft_median", "TTFT ms, median", 1e3, ",.1f", False),
+    ("ttft_p95", "p95", 1e3, ",.1f", False),
+    ("gap_median", "gap ms, median", 1e3, ".2f", False),
+    ("gap_worst", "worst", 1e3, ",.1f", False),
+    ("steady_tokens_per_s", "steady tokens/s", 1, ",.0f", True),
+    ("steady_step_median", "ms a step", 1e3, ".2f", False),
+    ("cached_tokens", "cached tokens", 1, ",.0f", None),
+    ("peak_gib", "GiB beside weights", 1, ".2f", False),
+)
+NEWCOMER: Columns = (
+    ("newcomer_ttft", "newcomer's TTFT ms", 1e3, ",.1f", None),
+    ("newcomer_tokens_per_s", "its tokens/s", 1, ",.1f", None),
+    ("others_tokens_per_s", "decodes' tokens/s meanwhile", 1, ",.1f", None),
+    ("idle_gap_median", "idle gap ms", 1e3, ".2f", None),
+    ("busy_gap_median", "gap meanwhile, median", 1e3, ".2f", None),
+    ("busy_gap_worst", "worst", 1e3, ".2f", None),
+)
+CHUNKS = (64, 128, 256, 512, 1024, 2048)
+
+
+def peers(letter: str, load: Load, model: LoadedModel, quick: bool) -> list[Engine]:
+    """What of mlx-lm is tried on a load; quick: only what is known to be best."""
+    n = len(load.prompts)
+    if letter == "D":
+        return [MlxLmSingle(model)] if quick else [MlxLmSingle(model), MlxLm(model, Settings(1, 1))]
+    if letter == "C":
+        return [MlxLm(model, Settings(n, n))]
+    if load.prefix_length:
+        sizes = (n,) if letter == "G" else (n // 4, n)
+        settings = [Settings(s, n, prefix=how) for how in ("once", "server") for s in sizes]
+    elif letter == "G":
+        settings = [Settings(s, n) for s in (n // 2, 1, n)]
+    else:
+        settings = [Settings(s, n) for s in (n // 2, n // 4, n)] + [Settings(n // 2, n // 2)]
+    return [MlxLm(model, s) for s in settings[: 1 if quick else None]]
+
+
+class Bench:
+    """Runs engines turn by turn; keeps the metrics of every counted run."""
+
+    def __init__(self, load: Load, label: str) -> None:
+        self.load, self.label = load, label
+
+    def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
+        run = drive(engine, self.load)
+        values = measure(self.load, run)
+        speed = values["output_tokens_per_s"]
+        print(
+            f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return values, run
+
+    def turns(
+        self, engines: list[Engine], repeats: int
+    ) -> tuple[dict[str, list[Metrics]], dict[str, Run]]:
+        """(metrics of each turn, last run), by engine."""
+        values: dict[str, list[Metrics]] = {e.name: [] for e in engines}
+        last: dict[str, Run] = {}
+        for turn in range(repeats):
+            for engine in engines:
+                metrics, last[engine.name] = self.run(engine, f"turn {turn + 1}")
+                values[engine.name].append(metrics)
+        return values, last
+
+
+def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
+    """One load on ours and on mlx-lm at its best."""
+    bench = Bench(load, f"{letter} {load.name}")
+    ours = Ours(model, load, args.ours)
+    candidates = peers(letter, load, model, args.quick)
+    if args.settings:
+        candidates = [MlxLm(model, s) for s in args.settings]
+    bench.run(ours, "warm-up")
+    bench.run(candidates[0], "warm-up")
+    finalists, sweep = candidates, {}
+    if len(candidates) > 1:
+        sweep = {e.name: bench.run(e, "sweep")[0] for e in candidates}
+        finalists = best_of(candidates, sweep)
+    values, last = bench.turns([ours, *finalists], args.repeats)
+    medians = {name: median_of(v) for name, v in values.items()}
+    agreement = agree(model, load, last["ours"], last[finalists[0].name])
+    return {
+        "load": letter,
+        "name": load.name,
+        "requests": len(load.prompts),
+        "tokens_in": sum(map(len, load.prompts)),
+        "tokens_out": sum(load.max_tokens),
+        "engines": medians,
+        "ratios": ratios(medians),
+        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
+        "summary": str(agreement),
+        "sweep": sweep,
+        "turns": values,
+    }
+
+
+def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]:
+    """The fastest of each way to use mlx-lm, fastest first, and the earliest to a first token."""
+    ranked = sorted(candidates, key=lambda e: -sweep[e.name]["output_tokens_per_s"])
+    best = {e.way: e for e in reversed(ranked)}.values()
+    earliest = min(ranked, key=lambda e: sweep[e.name]["ttft_median"])
+    return [e for e in ranked if e in best or e is earliest]
+
+
+def ratios(medians: dict[str, Metrics]) -> Metrics:
+    """Ours to the best of the others, metric by metric."""
+    found = {}
+    for key, _, _, _, more in COLUMNS:
+        others = [m[key] for name, m in medians.items() if name != "ours" and key in m]
+        mine = medians["ours"].get(key)
+        if more is None or mine is None or not others or not min(mine, *others):
+            continue
+        found[key] = mine / max(others) if more else min(others) / mine
+    return found
+
+
+def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
+    """A prompt that arrives while others decode: ways to share the steps."""
+    prompt, wide = len(load.prompts[-1]), {"max_num_batched_tokens": 8192}
+    engines: list[Engine] = [
+        Ours(
+            model, load, {**wide, "long_prefill_token_threshold": chunk, **args.ours},
+            name=f"mixed, chunks of {chunk}",
+        )
+        for chunk in CHUNKS[slice(2, 5) if args.quick else slice(None)] if chunk < prompt
+    ]  # fmt: skip
+    for policy in ("mixed", "whole"):
+        options = {**wide, "prefill_policy": policy, **args.ours}
+        engines.append(Ours(model, load, options, name=f"{policy}, no chunks"))
+    steps = (2048,) if args.quick else (2048, 512)
+    engines += [MlxLm(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
+    bench = Bench(load, f"{letter} {load.name}")
+    for engine in engines:
+        bench.run(engine, "warm-up")
+    values, last = bench.turns(engines, args.repeats)
+    first, theirs = last[engines[0].name], last[engines[-1].name]
+    agreement = agree(model, load, first, theirs)
+    return {
+        "load": letter,
+        "name": load.name,
+        "prompt": prompt,
+        "engines": {name: median_of(v) for name, v in values.items()},
+        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
+        "summary": str(agreement),
+        "turns": values,
+    }
+
+
+def print_load(result: dict, columns: Columns) -> None:
+    medians = result["engines"]
+    shown = [c for c in columns if any(c[0] in m for m in medians.values())]
+    title = f"\n### {result['load']}: {result['name']}"
+    if "tokens_in" in result:
+        sizes = [result[k] for k in ("requests", "tokens_in", "tokens_out")]
+        title += ", {:,} requests, {:,} / {:,} tokens in / out".format(*sizes)
+    print(f"{title}\n\nTokens: {result['summary']}.\n")
+    probes.table_head(["engine", *(c[1] for c in shown)])
+    for name, m in medians.items():
+        cells = [f"{m[c[0]] * c[2]:{c[3]}}" if c[0] in m else "" for c in shown]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    if found := result.get("ratios"):
+        cells = [f"**{found[c[0]]:.2f}**" if c[0] in found else "" for c in shown]
+        print("| ratio | " + " | ".join(cells) + " |")
+    sys.stdout.flush()
+
+
+def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
+    results = []
+    for letter in args.load:
+        for load in LOADS[letter](Sizes(model.vocab_size, args.scale)):
+            if load.longest > model.max_position:
+                raise MetalLiteError(
+                    f"load {letter} has requests of {load.longest} tokens, and {model.name} a "
+                    f"context of {model.max_position}: lower --scale"
+                )
+            how, columns = (newcomer, NEWCOMER) if letter == "F" else (compare, COLUMNS)
+            results.append(how(letter, load, model, args))
+            print_load(results[-1], columns)
+    return results
+
+
+def _settings(text: str) -> Settings:
+    prefill, completion, *prefix = text.split("/")
+    return Settings(int(prefill), int(completion), prefix=prefix[0] if prefix else "none")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--load", nargs="+", choices=list(LOADS), default=[])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="quantise the random weights")
+    parser.add_argument("--scale", type=float, default=1.0, help="of lengths and request counts")
+    parser.add_argument("--repeats", type=int, help="counted turns (default 3)")
+    parser.add_argument("--quick", action="store_true", help="one turn, mlx-lm's likely best only")
+    parser.add_argument(
+        "--settings", nargs="+", type=_settings, metavar="PREFILL/COMPLETION[/PREFIX]",
+        help="mlx-lm's batch sizes to try; PREFIX: none, once or server",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ours", nargs="+", type=_option, default=[], metavar="NAME=VALUE",
+        help="fields of EngineConfig",
+    )  # fmt: skip
+    parser.add_argument("--growth", action="store_true", help="a step by batch and context")
+    parser.add_argument(
+        "--growth-tokens", type=int, default=1 << 19, help="most batch x context (default 524,288)"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="of --growth; needs matplotlib")
+    parser.add_argument("--host", action="store_true", help="host work of 256 requests, no model")
+    parser.add_argument("--dispatches", action="store_true", help="launches and bytes a layer")
+    parser.add_argument("--json", metavar="FILE", help="also write everything there")
+    args = parser.parse_args()
+    args.ours = dict(args.ours)
+    args.repeats = args.repeats or (1 if args.quick else 3)
+    if not (args.load or args.growth or args.host or args.dispatches):
+        parser.error("nothing to do: give --load, --growth, --host or --dispatches")
+
+    report: dict[str, Any] = {"device": backend.describe(), "arguments": sys.argv[1:]}
+    print(f"## {backend.describe()}", flush=True)
+    if args.load or args.growth:
+        model = get_model(args.model, args.dtype, args.bits)
+        report["model"] = model.name
+        print(
+            f"\n{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, "
+            f"{model.weight_bytes / 2**30:.2f} GiB"
+        )
+        report["loads"] = run_loads(model, args)
+        if args.growth:
+            report["growth"] = probes.growth(model, args.growth_tokens, args.ours, args.plot)
+    if args.dispatches:
+        report["dispatches"] = probes.dispatches(args.model, args.dtype, args.bits, args.ours)
+    if args.host:
+        report["host"] = probes.host()
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+    apart = [r["load"] for r in report.get("loads", []) if not r["agreement"]["within_ties"]]
+    for letter in apart:
+        print(f"{letter}: tokens differ by more than ties", file=sys.stderr)
+    return 1 if apart else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MetalLiteError as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,126 @@
+"""What is read off a run, and whether two runs said the same."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from serving_engines import Run
+from serving_loads import Load
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.model.loader import LoadedModel
+
+mx = backend.mx
+
+_SETTLED = 8  # tokens of a request before its pace counts
+
+Metrics = dict[str, float]
+
+
+def gaps(times: Sequence[float]) -> list[float]:
+    return np.diff(times).tolist()
+
+
+def measure(load: Load, run: Run) -> Metrics:
+    """Every metric of a run; times in seconds."""
+    first = [t[0] - a for t, a in zip(run.times, run.arrived, strict=True)]
+    between = [g for times in run.times for g in gaps(times)] or [0.0]
+    values = {
+        "output_tokens_per_s": sum(map(len, run.tokens)) / run.seconds,
+        "requests_per_s": len(run.tokens) / run.seconds,
+        "ttft_median": statistics.median(first),
+        "ttft_p95": float(np.percentile(first, 95)),
+        "gap_median": statistics.median(between),
+        "gap_worst": max(between),
+        "cached_tokens": run.cached_tokens,
+        "peak_gib": run.peak_bytes / 2**30,
+        "seconds": run.seconds,
+    }
+    values.update(_newcomer(run) if load.ends_with_last_wave else _steady(run))
+    return values
+
+
+def _steady(run: Run) -> Metrics:
+    """Pace from the moment when all requests decode to the moment when the first one ends."""
+    if min(map(len, run.times)) <= _SETTLED:
+        return {}
+    start = max(times[_SETTLED - 1] for times in run.times)
+    end = min(times[-1] for times in run.times)
+    stamps = sorted({t for times in run.times for t in times if start <= t <= end})
+    if len(stamps) < 3:
+        return {}
+    tokens = sum(start < t <= end for times in run.times for t in times)
+    return {
+        "steady_tokens_per_s": tokens / (end - start),
+        "steady_step_median": statistics.median(gaps(stamps)),
+    }
+
+
+def _newcomer(run: Run) -> Metrics:
+    """The last request's own times; the others' gaps before it came, and while it was computed."""
+    *others, mine = run.times
+    arrived, first = run.arrived[-1], mine[0]
+    idle, busy = [], []
+    for times in others:
+        for a, b in pairwise(times):
+            if b <= arrived and a >= times[_SETTLED - 1]:
+                idle.append(b - a)
+            elif b > arrived and a < first:
+                busy.append(b - a)
+    during = sum(arrived < t <= first for times in others for t in times)
+    return {
+        "newcomer_ttft": first - arrived,
+        "newcomer_tokens_per_s": len(mine) / (mine[-1] - arrived),
+        "idle_gap_median": statistics.median(idle),
+        "busy_gap_median": statistics.median(busy),
+        "busy_gap_worst": max(busy),
+        "others_tokens_per_s": during / (first - arrived),
+    }
+
+
+def median_of(values: Sequence[Metrics]) -> Metrics:
+    """Metric by metric."""
+    return {key: statistics.median(v[key] for v in values) for key in values[0]}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """equal: requests whose tokens are all the same.  prefix: mean share of tokens before the first
+    difference.  tie: largest distance of the two logits where tokens differ first, in standard
+    deviations of that row's logits, over the `looked_at` requests that were computed again.
+    """
+
+    requests: int
+    equal: int
+    prefix: float
+    tie: float
+    looked_at: int
+
+    @property
+    def within_ties(self) -> bool:
+        """Random tokens are about 4 deviations apart, the two best of a large vocabulary 0.2."""
+        return self.tie <= 0.1
+
+    def __str__(self) -> str:
+        text = f"{self.equal}/{self.requests} equal, prefix {self.prefix:.0%}"
+        if self.looked_at:
+            text += f", tie {self.tie:.3f}" + ("" if self.within_ties else " NOT A TIE")
+        return text
+
+
+def agree(model: LoadedModel, load: Load, ours: Run, theirs: Run, most: int = 8) -> Agreement:
+    """Compare greedy tokens; at most `most` differences are looked into, each by one forward of the
+    unmodified model without a cache."""
+    equal, shares, ties = 0, [], []
+    for prompt, a, b in zip(load.prompts, ours.tokens, theirs.tokens, strict=True):
+        n = min(len(a), len(b))  # runs that are cut short end at unlike lengths
+        at = next((i for i in range(n) if a[i] != b[i]), n)
+        equal += at == n
+        shares.append(at / n if n else 1.0)
+        if at < n and len(ties) < most:
+            tokens = mx.array([prompt + a[:at]])
+            logits = model.packed.model(tokens)[0, -1].astype(mx.float32)
+            ties.append(float(mx.abs(logits[a[at]] - logits[b[at]]) / logits.std()))
+    return Agreement(len(shares), equal, statistics.mean(shares), max(ties, default=0.0), len(ties))
