@@ -25,7 +25,7 @@ from serving_engines import Engine, MlxLm, MlxLmSingle, Ours, Run, Settings, dri
 from serving_loads import LOADS, Load, Sizes, get_model
 from serving_metrics import Metrics, agree, measure, median_of
 
-from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.model.loader import LoadedModel
 
 # (metric, heading, factor, format, whether more is better; None: no ratio)
@@ -217,12 +217,16 @@ def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
 
 
 def _settings(text: str) -> Settings:
-    prefill, completion, *prefix = text.split("/")
-    return Settings(int(prefill), int(completion), prefix=prefix[0] if prefix else "none")
+    prefill, completion, prefix, *rest = [*text.split("/"), "none"][:4]
+    if prefix not in ("none", "once", "server") or rest not in ([], ["none"]):
+        raise ValueError(text)
+    return Settings(int(prefill), int(completion), prefix=prefix)
 
 
 def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
+    if name not in EngineConfig.__dataclass_fields__:
+        raise argparse.ArgumentTypeError(f"{name!r} is not a field of EngineConfig")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
