@@ -266,10 +266,7 @@ class Scheduler:
         """
         if not self._waiting or not self._has_room(out):
             return
-        left = self.pool.num_available - sum(
-            self._wanted_blocks(r) - len(r.block_ids) for r in (*self._partials, *self._decodes)
-        )
-        at = 0
+        left, at = self._spare_blocks(), 0
         while left > 0 and at < len(self._waiting) and self._has_room(out):
             request = self._waiting[at]
             hits = self._find_prefix(request)
@@ -297,6 +294,12 @@ class Scheduler:
             out.admitted.append(request)
             self._schedule_chunk(request, chunk, hits, out)
             left -= cost
+
+    def _spare_blocks(self) -> int:
+        """Blocks that are left when all that run have what they want."""
+        running = (*self._partials, *self._decodes)
+        wanted = sum(self._wanted_blocks(r) - len(r.block_ids) for r in running)
+        return self.pool.num_available - wanted
 
     def _has_room(self, out: SchedulerOutput) -> bool:
         """Whether a seat and a token of the budget are left."""
