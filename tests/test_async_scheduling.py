@@ -1,5 +1,7 @@
 """One step ahead: whatever comes in between, nobody's tokens and no block's owner change."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from random import Random
 
@@ -8,6 +10,7 @@ import pytest
 import tiny_models as tiny
 from fakes import FakeEngine, alone, fake_config
 
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.engine.async_scheduler import AsyncScheduler
 from vllm_metal_lite.engine.request import Request, RequestStatus
@@ -251,6 +254,37 @@ def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
     tiny.run(engine)
     # A prompt, then three decodes: the second and the third before the one before it is read.
     assert order == ["launch", "finish", *["launch"] * 2, "finish", "launch", "finish", "finish"]
+
+
+def test_a_step_ahead_copies_no_store():
+    """48 MiB of K and V: writes of a step that is built ahead are in place too."""
+    engine = tiny.engine(num_blocks=8192, attention="reference")
+    layer = engine.runner.attention.store.keys[0].nbytes
+    for i, prompt in enumerate(tiny.prompts(3, 20, 20)):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(10):
+        engine.step()
+    assert engine.metrics()["steps_ahead"] > 10
+    assert mx.get_peak_memory() - before < layer // 8
+
+
+def test_a_process_may_end_while_a_step_is_under_way(tmp_path):
+    folder = tiny.write_folder(tmp_path / "tiny")
+    script = f"""
+from vllm_metal_lite import LLM, SamplingParams
+llm = LLM({str(folder)!r})
+llm.engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
+for _ in range(5):
+    llm.engine.step()
+assert llm.engine._steps
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_an_id_may_be_used_again_while_its_last_step_is_under_way():

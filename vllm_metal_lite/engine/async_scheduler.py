@@ -5,7 +5,7 @@ there are blocks for everybody.  Whose answer is sure to end for its length is l
 for another reason has a row for nothing, and its result is dropped.
 """
 
-from vllm_metal_lite.engine.request import Request, RequestStatus
+from vllm_metal_lite.engine.request import RequestStatus
 from vllm_metal_lite.engine.scheduler import Scheduler, SchedulerOutput, Segment
 
 
@@ -18,21 +18,24 @@ class AsyncScheduler(Scheduler):
         What `schedule` would decide after `update` if no answer of `output` ended but for its
         length.  To be followed by update(output), then publish_ahead.
         """
-        decoding = [s.request for s in output.segments if s.request.status is RequestStatus.RUNNING]
+        running = RequestStatus.RUNNING
+        decoding = [s.request for s in output.segments if s.request.status is running]
         if self._partials or len(decoding) != len(self._decodes):
             return None
-        going = [r for r in decoding if not self._is_at_its_end(r)]
+        # The token under way may be a request's last.
+        going = [r for r in decoding if len(r.token_ids) + 1 < r.max_length]
         if not going or self._may_admit(len(going)):
             return None
         block_size = self._block_size
-        need = [r.num_computed_tokens + 1 == len(r.block_ids) * block_size for r in going]
+        starts = [r.num_computed_tokens + 1 for r in going]
+        need = [s == len(r.block_ids) * block_size for r, s in zip(going, starts, strict=True)]
         if sum(need) > self.pool.num_available:
             return None
         out = SchedulerOutput()
-        for request, needs_block in zip(going, need, strict=True):
+        for request, start, needs_block in zip(going, starts, need, strict=True):
             new_blocks = self.pool.allocate(1) if needs_block else ()
             request.block_ids += new_blocks
-            out.segments.append(Segment(request, request.num_computed_tokens + 1, 1, new_blocks))
+            out.segments.append(Segment(request, start, 1, new_blocks))
         out.num_decodes = out.total_num_scheduled_tokens = len(going)
         self._prefilled_last = False
         return out
@@ -44,11 +47,6 @@ class AsyncScheduler(Scheduler):
             end = segment.num_computed + 1
             if end % self._block_size == 0 and segment.request.status is RequestStatus.RUNNING:
                 self._publish(segment.request, segment.num_computed, end, output)
-
-    def _is_at_its_end(self, request: Request) -> bool:
-        """Whether the token under way is its last."""
-        count = request.num_tokens + 1
-        return count >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
     def _may_admit(self, num_going: int) -> bool:
         """Whether a waiting request might join a step of so many decodes."""

@@ -33,10 +33,6 @@ _PROMPT_LOGPROBS_CHUNK = 256
 _COUNTS = ("steps", "steps_ahead", "prefill_tokens", "decode_tokens")
 
 
-def _is_running(request: Request) -> bool:
-    return request.status is RequestStatus.RUNNING
-
-
 @dataclass
 class _Step:
     """A step from its scheduling to its end."""
@@ -48,7 +44,7 @@ class _Step:
 
     @property
     def is_wanted(self) -> bool:
-        return any(_is_running(s.request) for s in self.output.segments)
+        return any(s.request.status is RequestStatus.RUNNING for s in self.output.segments)
 
 
 class LLMEngine:
@@ -271,21 +267,32 @@ class LLMEngine:
         step.result = self.runner.execute(batch, step.req_indices, scored, None, after)
 
     def _finish(self, step: "_Step") -> list[RequestOutput]:
-        """Take note of a step that has run, and report on it."""
+        """Take note of a step that has run; returns the requests that got a token."""
         output, batch, result = step.output, step.batch, step.result
         terminal = [output.segments[i] for i in batch.sample_segments.tolist()]
         # Not so: it ended while the step was under way, and this row is for nothing.
-        goes_on = np.array([_is_running(s.request) for s in terminal], bool)
-        self._count(output)
-        self.inputs.append_tokens(step.req_indices[goes_on], result.token_ids[goes_on])
-        self.scheduler.update(output, result.token_ids.tolist())
+        running = RequestStatus.RUNNING
+        goes_on = [s.request.status is running for s in terminal]
+        tokens, rows = result.token_ids, np.flatnonzero(goes_on)
+        self._count(output, len(terminal) - len(rows))
+        self.inputs.append_tokens(step.req_indices[rows], tokens[rows])
+        tokens = tokens.tolist()
+        self.scheduler.update(output, tokens)
         if self._steps:
             self.scheduler.publish_ahead(self._steps[0].output)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(batch.prompt_segments.tolist()):
                 answer = self._answers[output.segments[i].request.request_id]
                 answer.append_prompt_logprobs(result.prompt_logprobs, row)
-        return self._report(terminal, result)
+        reports: dict[str, RequestOutput] = {}
+        for row in rows.tolist():
+            answer = self._answers[terminal[row].request.request_id]
+            if result.logprobs is not None:
+                answer.append_logprobs(result.logprobs, row)
+            if answer.append(tokens[row]):
+                self._end(answer)
+            reports[answer.result.request_id] = answer.result
+        return list(reports.values())
 
     def _seat(self, output: SchedulerOutput) -> None:
         """Give admitted requests their rows in the table and the sampler; add new blocks."""
@@ -315,20 +322,6 @@ class LLMEngine:
         asked = (self._answers[s.request.request_id].params for s in output.segments)
         return max((p.prompt_logprobs or 0 for p in asked), default=0)
 
-    def _report(self, terminal: list, result: StepResult) -> list[RequestOutput]:
-        reports: dict[str, RequestOutput] = {}
-        tokens = result.token_ids.tolist()
-        for row, (segment, token) in enumerate(zip(terminal, tokens, strict=True)):
-            if not _is_running(segment.request):
-                continue
-            answer = self._answers[segment.request.request_id]
-            if result.logprobs is not None:
-                answer.append_logprobs(result.logprobs, row)
-            if answer.append(token):
-                self._end(answer)
-            reports[answer.result.request_id] = answer.result
-        return list(reports.values())
-
     def _end(self, answer: Answer) -> None:
         """Give back all that a finished answer holds."""
         self.scheduler.finish(answer.request)
@@ -339,12 +332,13 @@ class LLMEngine:
             result.finished = True
             del self._requests[result.request_id]
 
-    def _count(self, output: SchedulerOutput) -> None:
+    def _count(self, output: SchedulerOutput, num_dropped: int) -> None:
+        prefills = output.segments[output.num_decodes :]
+        again = sum(s.num_computed >= s.request.num_prompt_tokens for s in prefills)
+        decodes = output.num_decodes + again  # computed again after a preemption
         self._counts["steps"] += 1
-        for s in output.segments:
-            if _is_running(s.request):
-                is_decode = s.num_computed >= s.request.num_prompt_tokens
-                self._counts["decode_tokens" if is_decode else "prefill_tokens"] += s.num_scheduled
+        self._counts["decode_tokens"] += decodes - num_dropped
+        self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

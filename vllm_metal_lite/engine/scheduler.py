@@ -107,7 +107,8 @@ class Scheduler:
                 f"leaves room for {self.max_model_len - 1} and one new token"
             )
         # The last token sampled is never computed, so it is never stored.
-        num_stored = min(prompt + request.max_tokens, self.max_model_len) - 1
+        max_length = min(prompt + request.max_tokens, self.max_model_len)
+        num_stored = max_length - 1
         size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
         max_blocks = self._blocks(num_stored)
         if max_blocks > self.pool.num_blocks:
@@ -121,7 +122,7 @@ class Scheduler:
                 f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; "
                 f"max_num_batched_tokens is {self.config.max_num_batched_tokens}"
             )
-        request.max_blocks = max_blocks
+        request.max_length, request.max_blocks = max_length, max_blocks
         # The count sets apart what has the same arrival (the n answers of one prompt).
         request.rank = (request.priority, request.arrival, self._num_added)
         self._num_added += 1
