@@ -16,6 +16,7 @@ from vllm_metal_lite.engine.async_scheduler import AsyncScheduler
 from vllm_metal_lite.engine.request import Request, RequestStatus
 from vllm_metal_lite.engine.scheduler import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.runner import StepResult
 from vllm_metal_lite.sampling_params import SamplingParams
 
 # The scheduler, with a fake model
@@ -147,7 +148,7 @@ def test_any_workload_gives_every_request_its_own_tokens():
 
 def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **options) -> tuple:
     """Two requests that decode, and a step of theirs under way."""
-    config = fake_config(max_num_batched_tokens=64, **{"max_num_seqs": 2, **options})
+    config = fake_config(**{"max_num_batched_tokens": 64, "max_num_seqs": 2, **options})
     engine = AsyncFakeEngine(config, num_blocks, 64)
     requests = [engine.add([i] * 3, max_tokens + i) for i in range(2)]
     FakeEngine.step(engine)
@@ -193,6 +194,15 @@ def test_tokens_are_waited_for_when_somebody_may_join_or_must_give_way():
     assert engine.scheduler.pool.num_available == 1  # and two want one
     assert engine.scheduler.schedule_ahead(out) is None
     assert engine.scheduler.pool.num_available == 1
+
+
+def test_tokens_are_waited_for_when_a_decode_had_no_room_in_the_step():
+    engine, (first, second), out = running(max_num_batched_tokens=6)
+    engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=1)
+    engine.execute(out)
+    out = engine.schedule()
+    assert [s.request for s in out.segments] == [first]
+    assert engine.scheduler.schedule_ahead(out) is None
 
 
 # The engine
@@ -254,6 +264,32 @@ def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
     tiny.run(engine)
     # A prompt, then three decodes: the second and the third before the one before it is read.
     assert order == ["launch", "finish", *["launch"] * 2, "finish", "launch", "finish", "finish"]
+
+
+def test_blocks_that_are_filled_ahead_are_found_by_others():
+    engine = tiny.engine()
+    greedy = SamplingParams(temperature=0, max_tokens=30)
+    prompt = tiny.prompts(1, 20, 20)[0]
+    engine.add_request("a", prompt, greedy)
+    answer = tiny.run(engine)["a"].outputs[0].token_ids
+    engine.add_request("b", prompt + answer, greedy)
+    assert tiny.run(engine)["b"].num_cached_tokens == 48  # of 49 in the store, in blocks of 8
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_is_submitted_when_the_one_before_is_done_unless_they_may_overlap(
+    monkeypatch, overlaps
+):
+    engine = tiny.engine(attention="reference")
+    monkeypatch.setattr(engine.runner.attention, "overlaps", overlaps, raising=False)
+    engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    order, wait, submit = [], StepResult.wait, mx.async_eval
+    monkeypatch.setattr(StepResult, "wait", lambda self: (order.append("wait"), wait(self)))
+    monkeypatch.setattr(mx, "async_eval", lambda *a: (order.append("submit"), submit(*a)))
+    engine.step()
+    assert order == (["submit", "wait"] if overlaps else ["wait", "submit", "wait"])
 
 
 def test_a_step_ahead_copies_no_store():
