@@ -197,9 +197,9 @@ def test_tokens_are_waited_for_when_somebody_may_join_or_must_give_way():
 
 
 def test_tokens_are_waited_for_when_a_decode_had_no_room_in_the_step():
-    engine, (first, second), out = running(max_num_batched_tokens=6)
-    engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=1)
+    engine, (first, _), out = running()
     engine.execute(out)
+    object.__setattr__(engine.scheduler.config, "max_num_batched_tokens", 1)
     out = engine.schedule()
     assert [s.request for s in out.segments] == [first]
     assert engine.scheduler.schedule_ahead(out) is None
