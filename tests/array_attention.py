@@ -16,6 +16,8 @@ _sdpa = mx.fast.scaled_dot_product_attention
 class ArrayAttention(KernelAttention):
     """Slot -1, of a padded row, is the last one of the store's scratch block."""
 
+    overlaps = False
+
     def __init__(self, store) -> None:
         super().__init__(store, "gather")
 

@@ -183,6 +183,7 @@ def test_an_abort_and_a_step_that_fails_leave_the_others_states_alone(monkeypatc
 
 def test_decodes_go_through_a_recurrent_module_as_one_batch(monkeypatch):
     engine = tiny.engine("qwen3_next", max_num_batched_tokens=64)
+    engine.async_scheduling = False  # a step at a time
     for i, prompt in enumerate(tiny.prompts(3, 8, 15, seed=7)):
         engine.add_request(str(i), prompt, greedy(6))
     engine.step()

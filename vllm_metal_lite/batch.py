@@ -167,11 +167,17 @@ class InputBatch:
         self.num_tokens[rows] += 1
 
     def pack(
-        self, req_indices: np.ndarray, num_computed: np.ndarray, num_scheduled: np.ndarray
+        self,
+        req_indices: np.ndarray,
+        num_computed: np.ndarray,
+        num_scheduled: np.ndarray,
+        num_unknown: int = 0,
     ) -> ForwardBatch:
         """Cut a step out of the table.
 
         req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
+        num_unknown: tokens of each request that are sampled but not in the table yet; token_ids
+        means nothing where one of them stands.
         """
         bs = self.block_size
         q_lens = num_scheduled.astype(np.int32)
@@ -183,7 +189,8 @@ class InputBatch:
         row = req_indices[segment]
         seq_lens = (num_computed + num_scheduled).astype(np.int32)
         blocks = self.block_tables[row, positions // bs]
-        terminal = np.flatnonzero(seq_lens == self.num_tokens[req_indices]).astype(np.int32)
+        num_tokens = self.num_tokens[req_indices] + num_unknown
+        terminal = np.flatnonzero(seq_lens == num_tokens).astype(np.int32)
 
         successor = positions + 1
         scored = np.flatnonzero(

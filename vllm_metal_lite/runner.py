@@ -1,14 +1,15 @@
-"""One step: a ForwardBatch in, sampled tokens out.
+"""One step: a ForwardBatch in, sampled tokens out, when they are asked for.
 
 Nothing below knows about requests; nothing above touches an `mx.array` of the model.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.step import Attention, StepMetadata
+from vllm_metal_lite.attention.step import Attention, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.compiled import CompiledDecode
@@ -26,13 +27,53 @@ class Logprobs:
     ranks: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None."""
+    """A step that was submitted: reading what it gives waits for its end.
 
-    token_ids: np.ndarray
-    logprobs: Logprobs | None
-    prompt_logprobs: Logprobs | None
+    token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None.
+    """
+
+    def __init__(
+        self,
+        req_indices: np.ndarray,
+        sampled: mx.array | None,
+        logprobs: LogprobArrays | None,
+        prompt_logprobs: LogprobArrays | None,
+    ) -> None:
+        self._req_indices, self._sampled = req_indices, sampled
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        arrays = [] if self._sampled is None else [self._sampled]
+        for a in (self._logprobs, self._prompt_logprobs):
+            arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
+        return arrays
+
+    def wait(self) -> None:
+        mx.eval(self.arrays)
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        return np.zeros(0, np.int32) if self._sampled is None else np.array(self._sampled)
+
+    @cached_property
+    def logprobs(self) -> Logprobs | None:
+        return _to_host(self._logprobs)
+
+    @cached_property
+    def prompt_logprobs(self) -> Logprobs | None:
+        return _to_host(self._prompt_logprobs)
+
+    def tokens_of(self, req_indices: np.ndarray, num_rows: int) -> mx.array:
+        """(num_rows,) int32: these requests' tokens, on the device, with any behind them.
+
+        req_indices: some of the step's own, in its order.
+        """
+        if len(req_indices) == num_rows == len(self._req_indices):
+            return self._sampled
+        rows = np.flatnonzero(np.isin(self._req_indices, req_indices))
+        return self._sampled[mx.array(pad_rows(rows.astype(np.int32), num_rows))]
 
 
 class ModelRunner:
@@ -41,6 +82,7 @@ class ModelRunner:
     def __init__(self, model: PackedModel, attention: Attention, sampler: Sampler) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
         self.compiled = CompiledDecode(model, attention)
+        self._last: StepResult | None = None
 
     def execute(
         self,
@@ -48,34 +90,40 @@ class ModelRunner:
         req_indices: np.ndarray,
         num_prompt_logprobs: int = 0,
         grammar: TokenMasks | None = None,
+        after: StepResult | None = None,
     ) -> StepResult:
-        """Run a step to its end; req_indices (T,): the table rows of the terminal segments.
+        """Submit a step; req_indices (T,): the table rows of the terminal segments.
 
-        grammar: what some of these T may say.
+        grammar: what some of these T may say.  after: the step that gives this one, of decodes
+        only, its tokens, which need not be known on the host.
         """
         batch.validate(self.attention.store.num_blocks)
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
+        if after is not None:
+            step.token_ids = after.tokens_of(batch.req_indices, step.num_rows)
         num_sampled = len(batch.sample_segments)
         logits = self._forward(step)
 
-        outputs: list[mx.array] = []
         sampled = logprobs = scored = None
         if num_sampled:
             output = self.sampler(logits[:num_sampled], req_indices, grammar)
             sampled, logprobs = output.token_ids, output.logprobs
-            outputs.append(sampled)
         if len(batch.prompt_targets):
             targets = mx.array(batch.prompt_targets)
             scored = prompt_logprobs(logits[num_sampled:], targets, num_prompt_logprobs)
-        for arrays in (logprobs, scored):
-            if arrays is not None:
-                outputs += [arrays.token_ids, arrays.logprobs, arrays.ranks]
-        mx.eval(outputs, self.attention.state, self.attention.store.states.arrays)
-        return StepResult(
-            np.array(sampled) if sampled is not None else np.zeros(0, np.int32),
-            _to_host(logprobs),
-            _to_host(scored),
-        )
+        result = StepResult(req_indices, sampled, logprobs, scored)
+        self._submit(result)
+        return result
+
+    def _submit(self, result: StepResult) -> None:
+        last, self._last = self._last, result
+        if last is not None and not self.attention.overlaps:
+            last.wait()
+        state = self.attention.state, self.attention.store.states.arrays
+        if result.arrays:
+            mx.async_eval(result.arrays, *state)
+        else:  # nothing that could be waited for later
+            mx.eval(*state)
 
     def _forward(self, step: StepMetadata) -> mx.array:
         """Logits of the step's `logits_indices`, in order; perhaps more behind them."""

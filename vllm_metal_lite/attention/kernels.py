@@ -83,6 +83,7 @@ class KernelAttention(ReferenceAttention):
     """
 
     name = "kernels"
+    overlaps = True
 
     def __init__(self, store: PagedStore, prefill: str) -> None:
         super().__init__(store)

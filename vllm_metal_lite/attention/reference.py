@@ -110,6 +110,7 @@ class ReferenceAttention:
     """Writes K and V by scatter, attends by gathering from the store into SDPA."""
 
     name = "reference"
+    overlaps = False  # its writes are in place only if nothing still reads the store
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store

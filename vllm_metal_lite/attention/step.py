@@ -78,9 +78,13 @@ class StepMetadata:
 
 
 class Attention(Protocol):
-    """How packed queries meet the paged store.  `write` of a layer comes before its `attend`."""
+    """How packed queries meet the paged store.  `write` of a layer comes before its `attend`.
+
+    overlaps: a step may be submitted while the one before it runs.
+    """
 
     name: str
+    overlaps: bool
     store: PagedStore
 
     @property

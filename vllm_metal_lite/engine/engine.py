@@ -1,19 +1,21 @@
 """The engine loop: requests in, steps, outputs."""
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from vllm_metal_lite.attention.choose import choose
-from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.constraints import bad_word_ids
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.request import Request
-from vllm_metal_lite.engine.scheduler import Scheduler, SchedulerOutput
+from vllm_metal_lite.engine.async_scheduler import AsyncScheduler
+from vllm_metal_lite.engine.request import Request, RequestStatus
+from vllm_metal_lite.engine.scheduler import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.sizing import limit_buffer_cache, size_store
 from vllm_metal_lite.kv.store import PagedStore
@@ -28,11 +30,28 @@ Prompt = str | list[int] | Mapping[str, Any]
 # Prompt log-probabilities want logits for every row of a chunk: (rows, vocab_size) float32.
 _PROMPT_LOGPROBS_CHUNK = 256
 
+_COUNTS = ("steps", "steps_ahead", "prefill_tokens", "decode_tokens")
+
+
+@dataclass
+class _Step:
+    """A step from its scheduling to its end."""
+
+    output: SchedulerOutput
+    batch: ForwardBatch | None = None
+    req_indices: np.ndarray | None = None  # of its terminal segments
+    result: StepResult | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(s.request.status is RequestStatus.RUNNING for s in self.output.segments)
+
 
 class LLMEngine:
     """Requests are added at any moment; each `step` runs one packed forward and reports on it.
 
     Not thread-safe: one thread adds, aborts and steps (`AsyncEngine` sees to that for servers).
+    async_scheduling: decodes are submitted one step ahead; tokens are the same without.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
@@ -50,11 +69,13 @@ class LLMEngine:
         self.inputs = InputBatch(seats, self.max_model_len, self.config.block_size)
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(scheduling, self.num_blocks, self.max_model_len)
+        self.scheduler = AsyncScheduler(scheduling, self.num_blocks, self.max_model_len)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
         self._arrivals = itertools.count()
-        self._counts = dict.fromkeys(("steps", "prefill_tokens", "decode_tokens"), 0)
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self.async_scheduling = True
+        self._steps: deque[_Step] = deque()  # launched and not finished: one ahead at most
 
     @classmethod
     def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":
@@ -196,41 +217,82 @@ class LLMEngine:
     # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward; returns the requests that got a token (all of their output so far).
+        """Run one forward to its end, and, in a phase of decodes only, submit the next one before
+        that; returns the requests that got a token (all of their output so far).
 
-        If the forward fails, by an error or by Ctrl-C, everything scheduled in it goes back to the
-        queue before the exception goes on: nothing is lost, and the next step starts afresh.
+        If a forward fails, by an error or by Ctrl-C, everything scheduled goes back to the queue
+        before the exception goes on: nothing is lost, and the next step starts afresh.
         """
-        output = self.scheduler.schedule()
+        if self._steps and not self._steps[0].is_wanted:  # aborted since
+            self._steps.clear()
+        try:
+            if not self._steps:
+                self._launch(self.scheduler.schedule())
+            if not self._steps:
+                return []
+            step = self._steps[0]
+            if self.async_scheduling:
+                ahead = self.scheduler.schedule_ahead(step.output)
+                if ahead is not None:
+                    self._launch(ahead, step.result)
+                    self._counts["steps_ahead"] += 1
+            step.result.wait()
+        except BaseException:
+            while self._steps:
+                output = self._steps.pop().output
+                for segment in output.segments:
+                    self._unseat(segment.request)
+                self.scheduler.rollback(output)
+            raise
+        return self._finish(self._steps.popleft())
+
+    def _launch(self, output: SchedulerOutput, after: StepResult | None = None) -> None:
+        """Submit a step.  after: the step under way whose tokens this one continues."""
         for request in output.preempted:
             self._unseat(request)
         if output.is_empty:
-            return []
-        try:
-            self._seat(output)
-            req_indices = np.array([s.request.req_index for s in output.segments])
-            batch = self.inputs.pack(
-                req_indices,
-                np.array([s.num_computed for s in output.segments]),
-                np.array([s.num_scheduled for s in output.segments]),
-            )
-            terminal = [output.segments[i] for i in batch.sample_segments.tolist()]
-            result = self.runner.execute(
-                batch, req_indices[batch.sample_segments], self._num_prompt_logprobs(output)
-            )
-        except BaseException:
-            for segment in output.segments:
-                self._unseat(segment.request)
-            self.scheduler.rollback(output)
-            raise
-        self.inputs.append_tokens(req_indices[batch.sample_segments], result.token_ids)
-        self.scheduler.update(output, result.token_ids.tolist())
-        self._count(output)
+            return
+        step = _Step(output)
+        self._steps.append(step)
+        self._seat(output)
+        req_indices = np.array([s.request.req_index for s in output.segments])
+        step.batch = batch = self.inputs.pack(
+            req_indices,
+            np.array([s.num_computed for s in output.segments]),
+            np.array([s.num_scheduled for s in output.segments]),
+            0 if after is None else 1,
+        )
+        step.req_indices = req_indices[batch.sample_segments]
+        scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
+        step.result = self.runner.execute(batch, step.req_indices, scored, None, after)
+
+    def _finish(self, step: "_Step") -> list[RequestOutput]:
+        """Take note of a step that has run; returns the requests that got a token."""
+        output, batch, result = step.output, step.batch, step.result
+        terminal = [output.segments[i] for i in batch.sample_segments.tolist()]
+        # Not so: it ended while the step was under way, and this row is for nothing.
+        running = RequestStatus.RUNNING
+        goes_on = [s.request.status is running for s in terminal]
+        tokens, rows = result.token_ids, np.flatnonzero(goes_on)
+        self._count(output, len(terminal) - len(rows))
+        self.inputs.append_tokens(step.req_indices[rows], tokens[rows])
+        tokens = tokens.tolist()
+        self.scheduler.update(output, tokens)
+        if self._steps:
+            self.scheduler.publish_ahead(self._steps[0].output)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(batch.prompt_segments.tolist()):
                 answer = self._answers[output.segments[i].request.request_id]
                 answer.append_prompt_logprobs(result.prompt_logprobs, row)
-        return self._report(terminal, result)
+        reports: dict[str, RequestOutput] = {}
+        for row in rows.tolist():
+            answer = self._answers[terminal[row].request.request_id]
+            if result.logprobs is not None:
+                answer.append_logprobs(result.logprobs, row)
+            if answer.append(tokens[row]):
+                self._end(answer)
+            reports[answer.result.request_id] = answer.result
+        return list(reports.values())
 
     def _seat(self, output: SchedulerOutput) -> None:
         """Give admitted requests their rows in the table and the sampler; add new blocks."""
@@ -260,18 +322,6 @@ class LLMEngine:
         asked = (self._answers[s.request.request_id].params for s in output.segments)
         return max((p.prompt_logprobs or 0 for p in asked), default=0)
 
-    def _report(self, terminal: list, result: StepResult) -> list[RequestOutput]:
-        reports: dict[str, RequestOutput] = {}
-        tokens = result.token_ids.tolist()
-        for row, (segment, token) in enumerate(zip(terminal, tokens, strict=True)):
-            answer = self._answers[segment.request.request_id]
-            if result.logprobs is not None:
-                answer.append_logprobs(result.logprobs, row)
-            if answer.append(token):
-                self._end(answer)
-            reports[answer.result.request_id] = answer.result
-        return list(reports.values())
-
     def _end(self, answer: Answer) -> None:
         """Give back all that a finished answer holds."""
         self.scheduler.finish(answer.request)
@@ -282,10 +332,12 @@ class LLMEngine:
             result.finished = True
             del self._requests[result.request_id]
 
-    def _count(self, output: SchedulerOutput) -> None:
-        decodes = sum(s.num_computed >= s.request.num_prompt_tokens for s in output.segments)
+    def _count(self, output: SchedulerOutput, num_dropped: int) -> None:
+        prefills = output.segments[output.num_decodes :]
+        again = sum(s.num_computed >= s.request.num_prompt_tokens for s in prefills)
+        decodes = output.num_decodes + again  # computed again after a preemption
         self._counts["steps"] += 1
-        self._counts["decode_tokens"] += decodes
+        self._counts["decode_tokens"] += decodes - num_dropped
         self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes
 
     def reset_prefix_cache(self) -> None:

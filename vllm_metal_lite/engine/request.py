@@ -45,8 +45,10 @@ class Request:
     block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     num_preemptions: int = field(init=False, default=0)
-    # Set by Scheduler.add: its place among all requests, and the most blocks it will ever need.
+    # Set by Scheduler.add: its place among all requests, the most tokens it will ever have, and the
+    # most blocks it will ever need.
     rank: tuple[int, int, int] = field(init=False, default=(0, 0, 0))
+    max_length: int = field(init=False, default=0)
     max_blocks: int = field(init=False, default=0)
     # Set by the engine: its row of the InputBatch.
     req_index: int | None = field(init=False, default=None)

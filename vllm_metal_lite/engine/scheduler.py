@@ -107,7 +107,8 @@ class Scheduler:
                 f"leaves room for {self.max_model_len - 1} and one new token"
             )
         # The last token sampled is never computed, so it is never stored.
-        num_stored = min(prompt + request.max_tokens, self.max_model_len) - 1
+        max_length = min(prompt + request.max_tokens, self.max_model_len)
+        num_stored = max_length - 1
         size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
         max_blocks = self._blocks(num_stored)
         if max_blocks > self.pool.num_blocks:
@@ -121,7 +122,7 @@ class Scheduler:
                 f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; "
                 f"max_num_batched_tokens is {self.config.max_num_batched_tokens}"
             )
-        request.max_blocks = max_blocks
+        request.max_length, request.max_blocks = max_length, max_blocks
         # The count sets apart what has the same arrival (the n answers of one prompt).
         request.rank = (request.priority, request.arrival, self._num_added)
         self._num_added += 1
@@ -266,10 +267,7 @@ class Scheduler:
         """
         if not self._waiting or not self._has_room(out):
             return
-        left = self.pool.num_available - sum(
-            self._wanted_blocks(r) - len(r.block_ids) for r in (*self._partials, *self._decodes)
-        )
-        at = 0
+        left, at = self._spare_blocks(), 0
         while left > 0 and at < len(self._waiting) and self._has_room(out):
             request = self._waiting[at]
             hits = self._find_prefix(request)
@@ -297,6 +295,12 @@ class Scheduler:
             out.admitted.append(request)
             self._schedule_chunk(request, chunk, hits, out)
             left -= cost
+
+    def _spare_blocks(self) -> int:
+        """Blocks that are left when all that run have what they want."""
+        running = (*self._partials, *self._decodes)
+        wanted = sum(self._wanted_blocks(r) - len(r.block_ids) for r in running)
+        return self.pool.num_available - wanted
 
     def _has_room(self, out: SchedulerOutput) -> bool:
         """Whether a seat and a token of the budget are left."""
