@@ -120,7 +120,7 @@ class _NoModel:
         self._tokens = np.random.default_rng(0).integers(32, vocab_size, 1 << 12).astype(np.int32)
 
     def execute(self, batch: Any, req_indices: np.ndarray, *rest: Any) -> StepResult:
-        return StepResult(self._tokens[: len(req_indices)], None, None)
+        return StepResult(req_indices, mx.array(self._tokens[: len(req_indices)]), None, None)
 
 
 def host(requests: int = 256, steps: int = 400) -> dict[str, float]:

@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",  # experts
     "gemma4_shared_kv": "Gemma4ForCausalLM",  # heads of two sizes, layers that share K and V
 }
+# Recurrent layers beside attention, and nothing but recurrent layers: no prefix is cached.
+RECURRENT = {"qwen3_next": "Qwen3NextForCausalLM", "mamba2": "Mamba2ForCausalLM"}
 
 
 @cache
@@ -32,7 +34,7 @@ def folder(name: str) -> Path:
     if name == "demo":
         return DEMO_PATH
     path = Path(tempfile.mkdtemp(prefix="tiny-"))
-    return tiny.write_folder(path, name, architectures=[ARCHITECTURES[name]])
+    return tiny.write_folder(path, name, architectures=[(ARCHITECTURES | RECURRENT)[name]])
 
 
 def skip_if_vllm_cannot_read(name: str) -> None:

@@ -75,7 +75,7 @@ def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level):
     with kit.engine(enable_sleep_mode=True, num_gpu_blocks_override=2000) as llm:
         expected = [kit.alone("llama", p, 20) for p in PROMPTS]
         assert kit.tokens(kit.generate(llm, PROMPTS, max_tokens=20)) == expected
-        store = kit.worker(llm).runner.store.nbytes
+        store = kit.worker(llm).runner.attention.store.nbytes
         before = mx.get_active_memory()
         llm.sleep(level=level)
         assert before - mx.get_active_memory() >= store
