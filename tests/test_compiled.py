@@ -8,8 +8,11 @@ import tiny_models as tiny
 from array_attention import compile_on_cpu
 
 from vllm_metal_lite import backend, compiled, runner
+from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.compiled import CompiledDecode
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
 
 PROMPTS = tiny.prompts(6, 3, 40, seed=17)
@@ -65,8 +68,8 @@ def test_tokens_equal_those_of_uncompiled_steps(name, params):
     assert metrics["steps"] > metrics["compiled_steps"] > metrics["steps"] // 2
 
 
-def test_a_shape_is_traced_once(monkeypatch):
-    engine = make_engine()
+def count_traces(engine, monkeypatch) -> list[bool]:
+    """A list that grows by one a forward that is built; True: to be compiled."""
     traced, call = [], type(engine.runner.model).__call__
 
     def counting(self, step, attention, wanted):
@@ -74,12 +77,37 @@ def test_a_shape_is_traced_once(monkeypatch):
         return call(self, step, attention, wanted)
 
     monkeypatch.setattr(type(engine.runner.model), "__call__", counting)
+    return traced
+
+
+def test_a_shape_is_traced_once(monkeypatch):
+    engine = make_engine()
+    traced = count_traces(engine, monkeypatch)
     first = tokens_of(engine)
     times, engine.runner.compiled.num_steps = sum(traced), 0
-    assert 0 < times < 12
+    assert 0 < times == len(engine.runner.compiled._variants) < 12
     assert tokens_of(engine) == first
     assert sum(traced) == times
     assert engine.runner.compiled.num_steps > 20
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
+    """Tokens have the shapes of many kernels; launches are stubs here, which give zeros."""
+
+    def launch_nothing(self, arrays, template, grid, threadgroup, shapes, dtypes):
+        zeros = [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        mx.eval(zeros)
+        return mx.depends(zeros, list(arrays))
+
+    monkeypatch.setattr(Kernel, "__call__", launch_nothing)
+    engine = tiny.engine("qwen3", max_num_batched_tokens=24)
+    attention = KernelAttention(engine.runner.attention.store, prefill)
+    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.runner.compiled.reason = None
+    traced = count_traces(engine, monkeypatch)
+    tokens_of(engine)
+    assert sum(traced) == len(engine.runner.compiled._variants) > 2
 
 
 def test_variants_that_are_long_unused_are_forgotten(monkeypatch):
