@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.kernels import KernelAttention
+from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import Attention, AttentionShape
 from vllm_metal_lite.config import ATTENTION
@@ -41,7 +41,7 @@ def choose(
                 stacklevel=2,
             )
         if not fatal:
-            prefill = max((v.prefill for v in verdicts), key=["varlen", "gather"].index)
+            prefill = max((v.prefill for v in verdicts), key=PREFILLS.index)
             how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
             checked = "right" if not failures else "the others right"
             return KernelAttention(store, prefill), f"{checked} on this device; prompts by {how}"

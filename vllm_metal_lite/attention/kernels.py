@@ -7,6 +7,7 @@ the device (see choose.py).
 """
 
 from collections.abc import Collection
+from functools import cached_property
 
 import numpy as np
 
@@ -27,10 +28,13 @@ class _Prompts:
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
         self.batch, self.num_rows = batch, num_rows
         self.sdpa = SdpaPlan(batch, num_rows)
-        self.block_tables = mx.array(_widen(batch.block_tables))
-        self.cu_seqlens_q = mx.array(batch.cu_seqlens_q)
-        self.seq_lens = mx.array(batch.seq_lens)
         self._tiles: dict[int, mx.array] = {}
+
+    @cached_property
+    def metadata(self) -> tuple[mx.array, mx.array, mx.array]:
+        """block_tables, cu_seqlens_q and seq_lens, which only `varlen_prefill` wants."""
+        b = self.batch
+        return tuple(mx.array(a) for a in (_widen(b.block_tables), b.cu_seqlens_q, b.seq_lens))
 
     def tiles(self, group: int) -> mx.array:
         """The tiles of `varlen_prefill` for layers of `group` query heads a KV head."""
@@ -136,9 +140,8 @@ class KernelAttention(ReferenceAttention):
         prompts = step.prompts
         if prompts and self.prefill == "varlen":
             out, self.token = varlen_prefill(
-                rows[step.num_decodes :], prompts.block_tables, prompts.cu_seqlens_q,
-                prompts.seq_lens, prompts.tiles(q.shape[1] // keys.shape[1]), *self._store(layer),
-                **in_place,
+                rows[step.num_decodes :], *prompts.metadata,
+                prompts.tiles(q.shape[1] // keys.shape[1]), *self._store(layer), **in_place,
             )  # fmt: skip
             outputs.append(out)
         elif prompts:

@@ -9,6 +9,7 @@ layer's store; metadata is int32; B sequences, N packed rows.
 """
 
 import math
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ MAX_SPLITS = 64
 _FILL = {"metal": 128, "cuda": 256, "cpu": 16}
 # Shortest context that is worth cutting, for the parts must be merged, and fewest keys of a part.
 _MIN_CONTEXT, _MIN_SPLIT = 1024, 256
+# Largest heads.
+MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
 # Floats of queries that a lane keeps; as many again are its sums.
 _REGISTERS = 64
 
@@ -67,8 +70,13 @@ def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
         return "there is no kernel for chunked attention yet"
     if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
         return f"there are no kernels for {shape.dtype}"
-    largest = 256 if prefill else 576
-    for dim in (shape.k_head_dim, shape.v_head_dim):
+    largest = MAX_PREFILL_DIM if prefill else MAX_DECODE_DIM
+    return head_size_problem((shape.k_head_dim, shape.v_head_dim), largest)
+
+
+def head_size_problem(dims: Iterable[int], largest: int) -> str | None:
+    """Why a kernel cannot serve heads of these sizes, or None if it can."""
+    for dim in dims:
         if dim % 8 or not 8 <= dim <= largest:
             return f"head size {dim} is not a multiple of 8 up to {largest}"
     return None

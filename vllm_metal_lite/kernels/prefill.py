@@ -4,7 +4,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.ops import bits, no_sinks
+from vllm_metal_lite.kernels.ops import MAX_PREFILL_DIM, bits, head_size_problem, no_sinks
 
 _VARLEN_PREFILL = Kernel(
     "varlen_prefill",
@@ -19,7 +19,6 @@ TILE_ROWS = 32
 # Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, a core
 # has room for a threadgroup that computes while another fetches.
 _TILE_BYTES = 18 << 10
-MAX_HEAD_DIM = 256
 
 
 def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, group: int) -> np.ndarray:
@@ -75,9 +74,8 @@ def varlen_prefill(
     """
     rows, heads, k_dim = q.shape
     kv_heads, v_dim = keys.shape[1], values.shape[2]
-    for dim in (k_dim, v_dim):
-        if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
-            raise ValueError(f"head size {dim} is not a multiple of 8 up to {MAX_HEAD_DIM}")
+    if problem := head_size_problem((k_dim, v_dim), MAX_PREFILL_DIM):
+        raise ValueError(problem)
     simdgroups = TILE_ROWS // 8
     template = {
         "T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "K_DIM": k_dim,

@@ -4,7 +4,7 @@ One class a module, with the module's own weights; outside a packed forward it i
 What is not here runs too, a segment at a time (kv_segments.py): these are worth the speed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.nn as nn
@@ -15,25 +15,28 @@ from vllm_metal_lite.model import latent
 from vllm_metal_lite.model.seam import KVHandle, PagedLayerCache
 
 
+def _project(attention: nn.Module, x: mx.array) -> Iterator[mx.array]:
+    """Queries, keys and values of x (B, L, hidden), each (B, heads, L, head_dim)."""
+    heads, kv_heads = attention.n_heads, attention.n_kv_heads
+    for project, count in (
+        (attention.q_proj, heads),
+        (attention.k_proj, kv_heads),
+        (attention.v_proj, kv_heads),
+    ):
+        yield project(x).reshape(*x.shape[:2], count, -1).transpose(0, 2, 1, 3)
+
+
 class Gemma2Attention(gemma2.Attention):
     """Gemma 2 caps its scores, which SDPA cannot; ours can."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, PagedLayerCache):
             return super().__call__(x, mask, cache)
-        b, n, _ = x.shape
-        q, k, v = (
-            project(x).reshape(b, n, heads, -1).transpose(0, 2, 1, 3)
-            for project, heads in (
-                (self.q_proj, self.n_heads),
-                (self.k_proj, self.n_kv_heads),
-                (self.v_proj, self.n_kv_heads),
-            )
-        )
+        q, k, v = _project(self, x)
         q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
         keys: KVHandle = cache.update_and_fetch(k, v)[0]
         out = keys.cache.attend(q, self.scale, mask, softcap=self.attn_logit_softcapping)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(b, n, -1))
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
 
 
 class Llama4Body(llama4.LlamaModel):
@@ -54,15 +57,7 @@ class Llama4Attention(llama4.Attention):
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, PagedLayerCache):
             return super().__call__(x, mask, cache)
-        b, n, _ = x.shape
-        q, k, v = (
-            project(x).reshape(b, n, heads, -1).transpose(0, 2, 1, 3)
-            for project, heads in (
-                (self.q_proj, self.n_heads),
-                (self.k_proj, self.n_kv_heads),
-                (self.v_proj, self.n_kv_heads),
-            )
-        )
+        q, k, v = _project(self, x)
         if self.use_rope:
             q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
         elif self.attn_temperature_tuning:
@@ -73,7 +68,7 @@ class Llama4Attention(llama4.Attention):
             q, k = (mx.fast.rms_norm(a, weight=None, eps=1e-6) for a in (q, k))
         cache.update_and_fetch(k, v)
         out = cache.attend(q, self.scale)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(b, n, -1))
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
 
 
 _ADAPTERS: dict[type[nn.Module], type[nn.Module]] = {
