@@ -6,8 +6,8 @@
 //   normed     (rows, DIM) of R           sum / sqrt(mean(sum^2) + eps) * weight
 //   EPS        the bits of a float (a template value is an integer)
 //
-// Layout.  A threadgroup a row.  A thread holds VEC elements of the row a turn, read in one load, and
-// turns lie THREADS * VEC elements apart, so that 32 lanes read one coalesced run:
+// Layout.  A threadgroup a row.  A thread holds VEC elements of the row a turn, read in one load (4, or
+// 1 where 4 do not divide DIM), and turns lie THREADS * VEC elements apart, so that 32 lanes read one coalesced run:
 //
 //   turn 0                                  turn 1
 //   |thread 0|thread 1| ... |thread n - 1|thread 0|thread 1| ...        VEC elements each
@@ -18,17 +18,42 @@
 // layer reads too: the same bits as mx.fast.rms_norm(x + y), but for the order in which squares are
 // added up, in float32.  Squares of a simdgroup are added by simd_sum, those of simdgroups through
 // threadgroup memory; after the barrier every simdgroup adds them up for itself, in the same order, so
-// that all threads hold the same mean and one barrier is enough.  A turn may reach past the row; such
-// a thread holds zeros, takes part in the collectives, and writes nothing.
+// that all threads hold the same mean and one barrier is enough.  Where a turn reaches past the row a
+// thread neither reads nor writes, but it takes part in the collectives.
 //
 // Cost.  Reads x and y and writes sum and normed once: 4 * rows * DIM * sizeof(T) bytes, half of what
 // an addition and a norm apart move besides being two launches.
 #include "rms_norm.h"
+#include "words.h"
 
-template <typename T, int N>
-struct alignas(N * sizeof(T)) Run {
-  T at[N];
-};
+// Four elements, which take sizeof(T) words, or one.
+template <typename T, int VEC>
+METAL_FUNC void load_run(const device T* from, thread float* to) {
+  if (VEC == 1) {
+    to[0] = float(from[0]);
+    return;
+  }
+  constexpr int WORDS = int(sizeof(T));
+  thread uint words[WORDS];
+  load_words<WORDS>((const device uint*)from, words);
+  for (int w = 0; w < WORDS; w++) {
+    unpack<T>(words[w], to + w * 4 / WORDS);
+  }
+}
+
+template <typename T, int VEC>
+METAL_FUNC void store_run(device T* to, const thread float* from) {
+  if (VEC == 1) {
+    to[0] = T(from[0]);
+    return;
+  }
+  constexpr int WORDS = int(sizeof(T));
+  thread uint words[WORDS];
+  for (int w = 0; w < WORDS; w++) {
+    words[w] = pack<T>(from + w * 4 / WORDS);
+  }
+  store_words<WORDS>((device uint*)to, words);
+}
 
 // --- kernel body ---
 constexpr int SIMDGROUPS = THREADS / 32;
@@ -44,19 +69,16 @@ thread float held[TURNS * VEC];
 float square = 0.0f;
 for (int t = 0; t < TURNS; t++) {
   const int at = first + t * THREADS * VEC;
-  for (int e = 0; e < VEC; e++) {
-    held[t * VEC + e] = 0.0f;
-  }
   if (at < DIM) {
-    const Run<T, VEC> a = *(const device Run<T, VEC>*)(x + row + at);
-    const Run<T, VEC> b = *(const device Run<T, VEC>*)(y + row + at);
-    Run<T, VEC> c;
+    thread float other[VEC];
+    load_run<T, VEC>(x + row + at, held + t * VEC);
+    load_run<T, VEC>(y + row + at, other);
     for (int e = 0; e < VEC; e++) {
-      c.at[e] = T(float(a.at[e]) + float(b.at[e]));
-      held[t * VEC + e] = float(c.at[e]);
-      square += held[t * VEC + e] * held[t * VEC + e];
+      const float rounded = float(T(held[t * VEC + e] + other[e]));
+      held[t * VEC + e] = rounded;
+      square += rounded * rounded;
     }
-    *(device Run<T, VEC>*)(sum + row + at) = c;
+    store_run<T, VEC>(sum + row + at, held + t * VEC);
   }
 }
 
@@ -72,11 +94,10 @@ const float inverse_rms = metal::precise::rsqrt(square / float(DIM) + as_type<fl
 for (int t = 0; t < TURNS; t++) {
   const int at = first + t * THREADS * VEC;
   if (at < DIM) {
-    Run<R, VEC> c;
     for (int e = 0; e < VEC; e++) {
       const float w = WEIGHT ? float(weight[at + e]) : 1.0f;
-      c.at[e] = R(rms_normed<R>(held[t * VEC + e], inverse_rms, w));
+      held[t * VEC + e] = rms_normed<R>(held[t * VEC + e], inverse_rms, w);
     }
-    *(device Run<R, VEC>*)(normed + row + at) = c;
+    store_run<R, VEC>(normed + row + at, held + t * VEC);
   }
 }

@@ -1,15 +1,12 @@
 """A residual sum and its RMS norm in one launch."""
 
-import math
-
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.ops import bits, no_sinks
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight"], ["sum", "normed"])
 
-# Elements that a thread reads at once, and threads of a threadgroup at most.
-_VECTOR, _THREADS = 4, 1024
+_THREADS = 1024  # of a threadgroup, at most
 # MLX gives smaller arrays to a kernel in another address space.
 _MIN_DIM = 8
 
@@ -29,7 +26,7 @@ def add_rms_norm(
             f"x {x.shape} {x.dtype} and y {y.shape} {y.dtype} must be of one shape and type, "
             f"with at least {_MIN_DIM} elements a row"
         )
-    vector = math.gcd(dim, _VECTOR)
+    vector = 4 if dim % 4 == 0 else 1  # elements that a thread reads at once
     result = norm_dtype(x.dtype, weight)
     threads = min(_THREADS, -(-dim // (32 * vector)) * 32)
     template = {

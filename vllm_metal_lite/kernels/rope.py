@@ -25,8 +25,8 @@ _HEADS, _MANY_ROWS = 4, 256
 
 
 class Columns(NamedTuple):
-    """Columns [start, start + heads * head_dim) of array (N, width), row-contiguous: the heads of q,
-    k or v of N packed rows."""
+    """The heads of q, k or v of N packed rows: columns [start, start + heads * head_dim) of array
+    (N, width), row-contiguous."""
 
     array: mx.array
     start: int
