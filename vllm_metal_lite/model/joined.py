@@ -5,6 +5,7 @@ other; the first of them that is called computes the product for all, and each r
 A product less is a launch less, and small products are what a decode step is made of.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -69,9 +70,20 @@ class Part(nn.Module):
 
     @property
     def weight(self) -> mx.array:
+        return self._own("weight")
+
+    def _own(self, name: str) -> mx.array:
         """Those rows of the joined weights that are this projection's own."""
         start, end = self.product.ends[self.index : self.index + 2]
-        return self.product.linear.weight[start:end]
+        return self.product.linear[name][start:end]
+
+    def separate(self) -> nn.Module:
+        """The projection as it was, with weights of its own."""
+        linear = copy.copy(self.product.linear)
+        linear.update(
+            {name: mx.contiguous(self._own(name)) for name in _BY_OUTPUT if name in linear}
+        )
+        return linear
 
 
 def join_projections(model: nn.Module) -> list[Product]:
