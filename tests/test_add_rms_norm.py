@@ -32,7 +32,7 @@ def check(rows: int, dim: int, dtype: mx.Dtype, weight_dtype: mx.Dtype | None, s
     """The sum has the bits of MLX; so has the norm in 16 bits, and in float32 nearly so.
 
     A different order of adding up squares moves a float32 by some 1e-7, and that moves a rare
-    element of 16 bits to the neighbouring number.  Rounding elsewhere than MLX would move a third.
+    element of 16 bits to the neighbouring number.  Rounding elsewhere would move a quarter.
     """
     rng = np.random.default_rng(seed)
     x, y = (draw(rng, rows, dim, dtype=dtype) for _ in range(2))
