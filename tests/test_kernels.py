@@ -14,6 +14,7 @@ from metal.host import compiler_available, installed
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.ops import DecodePlan, kv_gather, kv_write, new_token, paged_decode
+from vllm_metal_lite.kernels.rows import gather_rows
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -222,6 +223,26 @@ def test_kv_gather_copies_the_bytes(dtype, dims, checked):
         got = kv_gather(mx.array(slots), *store, new_token())[:2]
     for copy, array in zip(got, store, strict=True):
         np.testing.assert_array_equal(raw(copy), raw(array)[slots].swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["plain", "checked"])
+@pytest.mark.parametrize("shape", [(8,), (3, 10), (71, 64), (300,)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gather_rows_copies_the_bytes(dtype, shape, checked):
+    rng = np.random.default_rng(0)
+    rows = mx.array(draw(rng, 20, *shape)).astype(dtype)
+    index = rng.integers(0, 20, (2, 13)).astype(np.int32)
+    mx.eval(rows)
+    with installed(checked=checked, schedule=5):
+        got = gather_rows(rows, mx.array(index))
+    assert got.shape == (2, 13, *shape)
+    np.testing.assert_array_equal(raw(got), raw(rows)[index])
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(mx.float32, 7), (mx.float16, 9)])
+def test_rows_that_are_not_whole_words_are_refused(dtype, width):
+    with pytest.raises(ValueError, match=f"rows of {width} elements"):
+        gather_rows(mx.zeros((4, width), dtype), mx.array([0, 1]))
 
 
 # What a launch is made of

@@ -15,6 +15,7 @@ from vllm_metal_lite.kernels import ops, source
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
+from vllm_metal_lite.kernels.rows import gather_rows
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -94,7 +95,12 @@ def add_rms_norm_rows(dtype):
     return list(add_rms_norm(x, y, weight, 1e-5))
 
 
+def gathered_rows(dtype):
+    return [gather_rows(draw(7, 40, seed=12, dtype=dtype), mx.array([[6, 0], [6, 3]], mx.int32))]
+
+
 RUN = {
+    "gather_rows": gathered_rows,
     "kv_write": kv_write,
     "kv_gather": kv_gather,
     "paged_decode": paged_decode,
@@ -147,6 +153,8 @@ FAULTS = {
     "write_half_a_row": ("kv_write", "KV_HEADS * V_DIM", "KV_HEADS * V_DIM / 2", "wrong"),
     "write_misaligned": ("kv_write", "K_WORDS + at;", "K_WORDS + at + 1;", "misaligned"),
     "write_without_a_token": ("kv_write", "next_token[0] =", "float unused =", "unwritten"),
+    "rows_too_wide": ("gather_rows", "if (at < WIDTH)", "", ("race", "out of bounds")),
+    "rows_of_another": ("gather_rows", "index[row]", "row", ("wrong",)),
     "gather_of_another_head": ("kv_gather", "at / V_HEAD", "0", ("race", "unwritten")),
     "gather_too_long": ("kv_gather", "if (at < V_WORDS)", "", ("race", "out of bounds")),
     "decode_first_barrier": ("paged_decode", BARRIER, "", UNORDERED),

@@ -19,6 +19,7 @@ from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope import rope_write, unsupported
+from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kv.store import PagedStore
 
 PREFILLS = ("varlen", "gather")
@@ -140,6 +141,9 @@ class KernelAttention(ReferenceAttention):
     def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
         k, v, self.token = ops.kv_gather(group.kv_slots, *self._store(layer))
         return k, v
+
+    def take(self, rows: mx.array, index: mx.array) -> mx.array:
+        return gather_rows(rows, index) if self.fuses else rows[index]
 
     def attend(
         self,

@@ -148,7 +148,7 @@ class ReferenceAttention:
         groups, place = step.sdpa.calls(window, chunk)
         outputs = []
         for g in groups:
-            queries = q[g.q_rows].swapaxes(1, 2)
+            queries = self.take(q, g.q_rows).swapaxes(1, 2)
             k, v = self.gather(layer, g)
             if q_pe is not None:
                 k, v = mx.concatenate([k, v], axis=-1), k
@@ -158,7 +158,11 @@ class ReferenceAttention:
                 out = _softcapped(queries, k, v, scale, softcap, g.mask_array(q.dtype), sinks)
             outputs.append(out.swapaxes(1, 2).reshape(-1, *out.shape[1::2]))
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return out if place is None else out[place]
+        return out if place is None else self.take(out, place)
+
+    def take(self, rows: mx.array, index: mx.array) -> mx.array:
+        """Rows of queries or results, (*index, H, D)."""
+        return rows[index]
 
 
 def _softcapped(

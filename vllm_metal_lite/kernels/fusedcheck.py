@@ -1,4 +1,4 @@
-"""Do the fused kernels, rope_write and add_rms_norm, compute on this device what they should?
+"""Do the kernels that stand for MLX operations compute on this device what they should?
 
 Models rotate and normalise in more ways than is worth trying one by one, so two very different ones
 stand for all: halves turned by a base, normalised, from a joined projection, in few rows; and some
@@ -16,8 +16,9 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
+from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kernels.selfcheck import (
-    FUSED,
+    OPTIONAL,
     TOLERANCE,
     CheckResult,
     Memory,
@@ -32,12 +33,16 @@ _LARGE_POSITIONS = np.linspace(0, 1_000_000, 301).astype(np.int64)
 
 
 def check(shape: AttentionShape) -> list[CheckResult]:
-    """Run both kernels for the heads and the type of one attention call that kernels serve."""
+    """Run them for the heads and the type of one attention call that kernels serve."""
     heads = AttentionShape(
         shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype
     )
-    checks = {"rope_write": _rope_write, "add_rms_norm": _add_rms_norm}
-    return run_checks({kernel: partial(checks[kernel], heads) for kernel in FUSED}, heads, 0)
+    checks = {
+        "rope_write": _rope_write,
+        "add_rms_norm": _add_rms_norm,
+        "gather_rows": _gather_rows,
+    }
+    return run_checks({kernel: partial(checks[kernel], heads) for kernel in OPTIONAL}, heads, 0)
 
 
 def failures(shape: AttentionShape) -> tuple[CheckResult, ...]:
@@ -76,6 +81,14 @@ def _add_rms_norm(shape: AttentionShape) -> tuple[float, float]:
         pairs = zip(got, (added, normed), strict=True)
         error = max(error, *(largest_error(a, expected) for a, expected in pairs))
     return error, TOLERANCE[shape.dtype]
+
+
+def _gather_rows(shape: AttentionShape) -> tuple[float, float]:
+    """Queries in random order, some of them twice."""
+    q = _draw(0, (50, shape.num_heads, shape.k_head_dim), shape.dtype)
+    index = np.random.default_rng(0).integers(0, 50, (3, 31)).astype(np.int32)
+    got = gather_rows(mx.array(q).astype(shape.dtype), mx.array(index))
+    return largest_error(got, q[index]), 0.0
 
 
 def _rope_write(shape: AttentionShape) -> tuple[float, float]:

@@ -108,7 +108,7 @@ def kv_write(
     rows, kv_heads, k_dim = k.shape
     k_words, v_words = _words(kv_heads * k_dim, k), _words(kv_heads * v.shape[2], v)
     width = math.gcd(k_words, v_words, 4)
-    threads, groups = _cover(max(k_words, v_words) // width)
+    threads, groups = cover(max(k_words, v_words) // width)
     template = {"T": k.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v.shape[2], "W": width}
     return _KV_WRITE(
         [k, v, slot_mapping, keys, values, token],
@@ -125,7 +125,7 @@ def kv_gather(
     v_dim = values.shape[2]
     k_words, v_words = _words(k_dim, keys), _words(v_dim, values)
     width = math.gcd(k_words, v_words, 4)
-    threads, groups = _cover(kv_heads * max(k_words, v_words) // width)
+    threads, groups = cover(kv_heads * max(k_words, v_words) // width)
     template = {"T": keys.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v_dim, "W": width}
     return tuple(_KV_GATHER(
         [kv_slots, keys, values, token],
@@ -217,7 +217,7 @@ def _lanes(k_words: int, v_words: int) -> tuple[int, int, int]:
     return min(options)[1:]
 
 
-def _cover(count: int) -> tuple[int, int]:
+def cover(count: int) -> tuple[int, int]:
     """Threads of a threadgroup (a multiple of 32, at most 256) and threadgroups for `count`."""
     threads = min(256, -(-count // 32) * 32)
     return threads, -(-count // threads)

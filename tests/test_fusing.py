@@ -1,0 +1,178 @@
+"""Joined projections and fused launches give what the model's own operations give."""
+
+from collections import Counter
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+import tiny_models as tiny
+from arch_configs import config_of
+from mlx.utils import tree_flatten
+
+from metal.host import compiler_available, installed
+from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.attention.kernels import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model import fit
+from vllm_metal_lite.model.joined import Part, join_projections
+from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.traced import Sum, Traced, made_of, up_to_date
+
+TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
+
+
+def logits(model: nn.Module) -> np.ndarray:
+    return np.array(model(TOKENS).astype(mx.float32))
+
+
+# Joined projections
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "gemma3", "mixtral", "llama/q4", "llama/mxfp4", "glm"]
+)
+def test_a_joined_model_computes_the_same(name):
+    model = tiny.build(config_of(name))
+    before = logits(model), sum(w.nbytes for _, w in tree_flatten(model.parameters()))
+    products = join_projections(model)
+    assert products
+    np.testing.assert_allclose(logits(model), before[0], rtol=1e-5, atol=1e-5)
+    assert sum(w.nbytes for _, w in tree_flatten(model.parameters())) == before[1]
+    for product in products:
+        assert product._x is product._y is None  # nothing of the forward is kept
+
+
+def test_what_is_joined():
+    """q, k, v and gate, up of each layer; not o and down, whose inputs are their own."""
+    model = tiny.build(config_of("qwen3"))
+    join_projections(model)
+    parts = {path for path, m in model.named_modules() if isinstance(m, Part)}
+    layer = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"}
+    layer |= {"mlp.up_proj"}
+    assert parts == {f"model.layers.{i}.{name}" for i in range(3) for name in layer}
+
+
+def test_projections_of_unlike_weights_stay_apart():
+    """8 bits for k: q goes alone, and so does v, for a group is what follows one another."""
+    model = tiny.build(config_of("llama"))
+    nn.quantize(model, 32, 4, class_predicate=lambda path, m: "self_attn.v_proj" in path)
+    products = join_projections(model)
+    sizes = {(p.linear.weight.shape[0], len(p.ends) - 1) for p in products}
+    assert sizes == {(96, 2), (192, 2)}  # q and k; gate and up
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama/q4"])
+def test_a_part_can_be_taken_out_again(name):
+    model = tiny.build(config_of(name))
+    expected = {p: m(mx.ones((1, 64))) for p, m in model.named_modules() if p.endswith("k_proj")}
+    join_projections(model)
+    for path, module in model.named_modules():
+        if path in expected:
+            apart = module.separate()
+            assert isinstance(apart, nn.Linear | nn.QuantizedLinear)
+            np.testing.assert_allclose(apart(mx.ones((1, 64))), expected[path], rtol=1e-5)
+
+
+# Traces
+
+
+def test_a_trace_is_an_array_of_the_right_value():
+    y = mx.arange(24, dtype=mx.float32).reshape(2, 1, 12)
+    q = Traced(y[..., 4:12], Columns(y, 4)).reshape(2, 1, 2, 4)
+    assert made_of(q) == Heads(Columns(y, 4), 2, 4)
+    turned = q.transpose(0, 2, 1, 3)
+    assert made_of(turned) is made_of(q)
+    np.testing.assert_array_equal(turned.squeeze(2), np.arange(24).reshape(2, 3, 4)[:, 1:])
+    assert made_of(q.transpose(0, 1, 3, 2)) is None
+    assert made_of(q * 2) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.__setitem__((..., slice(2)), 0.0),
+        lambda x: x.__imul__(2.0),
+        lambda x: x.__iadd__(mx.ones(x.shape)),
+    ],
+)
+def test_what_is_changed_in_place_is_forgotten(change):
+    y = mx.ones((2, 1, 8))
+    q = Traced(y[..., :8], Columns(y, 0)).reshape(2, 1, 2, 4)
+    change(q)
+    assert made_of(q) is None
+    assert not mx.array_equal(q.reshape(2, 1, 8), y)
+
+
+def test_a_sum_that_a_kernel_computed_is_used():
+    x, y = mx.ones((2, 1, 8)), mx.full((2, 1, 8), 2.0)
+    total = x + Traced(y, None)
+    assert isinstance(made_of(total), Sum)
+    made_of(total).total = mx.full((2, 1, 8), 3.0)
+    assert up_to_date(total) is made_of(total).total
+    assert mx.all((total + Traced(y, None)) == 5.0)
+    assert made_of(total + 1.0) is None
+    assert made_of(Traced(y, None) + mx.ones((8,))) is None
+
+
+def test_norms_and_rotations_come_once_and_in_order():
+    heads = Heads(Columns(mx.ones((2, 8)), 0), 2, 4)
+    norm, rope = HeadNorm(mx.ones(4), 1e-5), Rope(4, False, 1e4, 1.0, None)
+    assert heads.normed(HeadNorm(mx.ones(8), 1e-5)) is None
+    both = heads.normed(norm).rotated(rope)
+    assert (both.norm, both.rope) == (norm, rope)
+    assert both.rotated(rope) is both.normed(norm) is heads.rotated(rope).normed(norm) is None
+
+
+def test_rotations_are_compared_by_what_they_do():
+    heads, freqs = Heads(Columns(mx.ones((2, 8)), 0), 2, 4), mx.ones(2)
+    turned = [
+        heads.rotated(Rope(4, False, None, 1.0, freqs)),
+        heads.rotated(Rope(4, False, None, 1.0, mx.ones(2))),
+        heads.rotated(Rope(4, False, 1e4, 1.0, None)),
+        heads,
+    ]
+    for i, a in enumerate(turned):
+        assert [a.turns_like(b) for b in turned] == [i == j for j in range(4)]
+
+
+# Whole models on the CPU host.  Launches a layer of rope_write, kv_write and add_rms_norm, as far
+# as the architecture has what they stand for: norms of heads, a rotation, plain residual sums.
+LAUNCHES = {
+    "qwen3": (1, 0, 2),
+    "llama": (1, 0, 2),
+    "llama/yarn": (1, 0, 2),
+    "llama/q4": (1, 0, 2),
+    "mixtral": (1, 0, 2),
+    "gemma3": (1, 0, 0),
+    "cohere": (1, 0, 0),
+    "hunyuan_v1_dense": (0, 1, 2),  # norms behind the rotation
+    "gpt2": (0, 1, 0),
+}
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_fused_model_computes_the_same(monkeypatch, name):
+    launches, original = Counter(), Kernel.__call__
+
+    def counting(self, *args):
+        launches[self.name] += 1
+        return original(self, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", counting)
+    config = config_of(name)
+    model = tiny.build(config)
+    layout = inspect(model, config["model_type"])
+    sequences = [np.arange(n) * 7 % layout.vocab_size for n in fit._LENGTHS]
+    own = [fit._native(model, s) for s in sequences]
+    packed = PackedModel(model, layout, products=join_projections(model))
+    attention = KernelAttention(PagedStore(layout.specs, 4, fit._BLOCK), "gather")
+    with installed():
+        assert fit._trial(packed, attention, sequences, own, np.max) < 1e-4
+    times = len(layout.specs) * len(fit._STEPS)
+    counts = [launches[k] for k in ("rope_write", "kv_write", "add_rms_norm")]
+    assert counts == [n * times for n in LAUNCHES[name]]
