@@ -66,3 +66,24 @@ METAL_FUNC void unpack<bfloat16_t>(uint word, thread float* to) {
   to[0] = as_type<float>(word << 16);
   to[1] = as_type<float>(word & 0xffff0000u);
 }
+
+// And back: the word of these floats, of which those of 16 bits are rounded.
+template <typename T>
+METAL_FUNC uint pack(const thread float* from);
+
+template <>
+METAL_FUNC uint pack<float>(const thread float* from) {
+  return as_type<uint>(from[0]);
+}
+
+template <>
+METAL_FUNC uint pack<float16_t>(const thread float* from) {
+  return uint(as_type<ushort>(float16_t(from[0]))) |
+         uint(as_type<ushort>(float16_t(from[1]))) << 16;
+}
+
+template <>
+METAL_FUNC uint pack<bfloat16_t>(const thread float* from) {
+  return as_type<uint>(float(bfloat16_t(from[0]))) >> 16 |
+         (as_type<uint>(float(bfloat16_t(from[1]))) & 0xffff0000u);
+}

@@ -51,7 +51,7 @@ class Bench:
     """Requests stepped by hand through one store."""
 
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
-        self.store = PagedStore(model.packed.attention_specs, BLOCKS, BLOCK_SIZE)
+        self.store = PagedStore(model.kv_specs, BLOCKS, BLOCK_SIZE)
         self.runner = runner.ModelRunner(model.packed, ReferenceAttention(self.store), self._sample)
         self.inputs = InputBatch(6, 64, BLOCK_SIZE)
         self.free = np.random.default_rng(seed).permutation(BLOCKS).tolist()
@@ -111,6 +111,8 @@ class Bench:
             for layer, a in enumerate(arrays):
                 if mx.issubdtype(a.dtype, mx.floating):
                     arrays[layer] = mx.where(keep, a, mx.array(float("nan"), a.dtype))
+                elif self.store.specs[layer].bits:  # a scale of all ones is NaN too
+                    arrays[layer] = mx.where(keep, a, mx.array(0xFFFFFFFF, a.dtype))
         mx.eval(self.store.arrays)
 
 
