@@ -18,7 +18,8 @@ template <typename T, int BITS, int KV_HEADS, int DIM, int GROUP_SIZE>
 METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t slot, int sequence,
                             int key, int length, int at) {
   constexpr int VALUES = DIM * BITS / 32;
-  constexpr int ROW = VALUES + DIM / GROUP_SIZE * Affine<T>::WORDS;
+  constexpr int PAIR = int(sizeof(T)) / 2;  // words of a scale and low
+  constexpr int ROW = VALUES + DIM / GROUP_SIZE * PAIR;
   constexpr int PER_WORD = 4 / int(sizeof(T));
   constexpr int WORDS = 32 / BITS / PER_WORD;  // of the output: 2, 4 or 8
   if (at < KV_HEADS * VALUES) {
@@ -26,7 +27,7 @@ METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t s
     const int word = at % VALUES;
     const device uint* from = store + (slot * KV_HEADS + head) * ROW;
     thread float affine[2];
-    load_affine<T>(from + VALUES + word / (GROUP_SIZE * BITS / 32) * Affine<T>::WORDS, affine);
+    load_affine<T>(from + VALUES + word / (GROUP_SIZE * BITS / 32) * PAIR, affine);
     thread float x[32 / BITS];
     unpack_values<T, BITS>(from[word], affine, x);
     thread uint words[WORDS];

@@ -21,13 +21,14 @@ template <typename T, int BITS, int KV_HEADS, int DIM, int GROUP_SIZE>
 METAL_FUNC void write_group(const device uint* rows, device uint* store, int row, int slot, int at) {
   constexpr int GROUPS = DIM / GROUP_SIZE;
   constexpr int VALUES = DIM * BITS / 32;
-  constexpr int ROW = VALUES + GROUPS * Affine<T>::WORDS;
+  constexpr int PAIR = int(sizeof(T)) / 2;  // words of a scale and low
+  constexpr int ROW = VALUES + GROUPS * PAIR;
   if (at < KV_HEADS * GROUPS) {
     const int group = at % GROUPS;
     device uint* to = store + (size_t(slot) * KV_HEADS + at / GROUPS) * ROW;
     quantise<T, BITS, GROUP_SIZE>(
         rows + (size_t(row) * KV_HEADS * GROUPS + at) * (GROUP_SIZE * int(sizeof(T)) / 4),
-        to + group * (GROUP_SIZE * BITS / 32), to + VALUES + group * Affine<T>::WORDS);
+        to + group * (GROUP_SIZE * BITS / 32), to + VALUES + group * PAIR);
   }
 }
 

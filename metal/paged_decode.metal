@@ -58,8 +58,9 @@ constexpr int KEYS = 32 / LANES;        // keys that a simdgroup looks at side b
 constexpr int CHUNK = UNROLL * KEYS;    // and between two updates of the maximum
 constexpr int K_WORDS = K_DIM / PER_WORD;  // words of the values of one head's row
 constexpr int V_WORDS = V_DIM / PER_WORD;
-constexpr int K_ROW = K_WORDS + (QUANTISED ? K_DIM / K_GROUP * Affine<T>::WORDS : 0);
-constexpr int V_ROW = V_WORDS + (QUANTISED ? V_DIM / V_GROUP * Affine<T>::WORDS : 0);
+constexpr int PAIR = int(QUANTISED) * int(sizeof(T)) / 2;  // words of a scale and low
+constexpr int K_ROW = K_WORDS + K_DIM / K_GROUP * PAIR;
+constexpr int V_ROW = V_WORDS + V_DIM / V_GROUP * PAIR;
 constexpr int K_RUNS = K_WORDS / (LANES * KW);  // loads a lane needs for its part of a row
 constexpr int V_RUNS = V_WORDS / (LANES * VW);
 constexpr int K_PART = K_RUNS * KW * PER_WORD;  // elements of a row that a lane holds
@@ -137,7 +138,7 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
       const int at = (r * LANES + part) * KW;
       load_words<KW>(from + at, k_words + (u * K_RUNS + r) * KW);
       if (QUANTISED) {
-        load_affine<T>(from + K_WORDS + at * PER_WORD / K_GROUP * Affine<T>::WORDS,
+        load_affine<T>(from + K_WORDS + at * PER_WORD / K_GROUP * PAIR,
                        k_affine + (u * K_RUNS + r) * 2);
       }
     }
@@ -148,7 +149,7 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
       const int at = (r * LANES + part) * VW;
       load_words<VW>(from + at, v_words + (u * V_RUNS + r) * VW);
       if (QUANTISED) {
-        load_affine<T>(from + V_WORDS + at * PER_WORD / V_GROUP * Affine<T>::WORDS,
+        load_affine<T>(from + V_WORDS + at * PER_WORD / V_GROUP * PAIR,
                        v_affine + (u * V_RUNS + r) * 2);
       }
     }

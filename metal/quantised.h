@@ -12,16 +12,10 @@
 // the smallest value itself and the scale is rounded before it is used, which errs less.
 #include "words.h"
 
-// The words of one group's scale and low.
-template <typename T>
-struct Affine {
-  enum { WORDS = int(sizeof(T)) / 2 };
-};
-
-// The scale and low of a group: to[0], to[1].
+// The scale and low of a group, to[0] and to[1], from the sizeof(T) / 2 words that hold them.
 template <typename T>
 METAL_FUNC void load_affine(const device uint* from, thread float* to) {
-  for (int w = 0; w < Affine<T>::WORDS; w++) {
+  for (int w = 0; w < int(sizeof(T)) / 2; w++) {
     unpack<T>(from[w], to + w);
   }
 }
@@ -71,7 +65,7 @@ METAL_FUNC void quantise(const device uint* from, device uint* values, device ui
     }
     values[w] = word;
   }
-  for (int w = 0; w < Affine<T>::WORDS; w++) {
+  for (int w = 0; w < int(sizeof(T)) / 2; w++) {
     affine[w] = pack<T>(kept + w);
   }
 }
