@@ -201,9 +201,7 @@ MODES: dict[str, Callable[[Bench], Logits]] = {
 HITS = {"prefix_hit", "same_step_hit"}
 
 
-def serve(
-    model: LoadedModel, kv_bits: int | None = None
-) -> tuple[list[list[int]], dict[str, int]]:
+def serve(model: LoadedModel, kv_bits: int | None = None) -> tuple[list[list[int]], dict[str, int]]:
     """The engine's greedy tokens of each prompt, over too few blocks for all; its counters."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     options["kv_bits"] = kv_bits
@@ -251,7 +249,9 @@ def check(name: str) -> Result:
     config = tiny.config_of(name)
     try:
         model = tiny.build(config)
-        expected = [native_logits(model, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
+        expected = [
+            native_logits(model, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)
+        ]
         greedy = [native_greedy(model, p) for p in PROMPTS]
         _sensitivity(model, result, expected)
     except (Exception, SystemExit) as e:
@@ -295,7 +295,8 @@ def bfloat16_errors(name: str) -> tuple[float, float]:
         model.set_dtype(mx.bfloat16)
     models[1].set_dtype(mx.float32)
     own, exact = (
-        [native_logits(m, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)] for m in models
+        [native_logits(m, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
+        for m in models
     )
     loaded = loader.from_model(models[0], None, config, name)
     scale = np.abs(np.concatenate(exact)).max()

@@ -1,7 +1,7 @@
 """The kernels on stores of 8 and 4 bits a value, executed on the CPU host.
 
-`RowFormat` says what a store holds, in MLX operations: what the kernels write has to be the same bits,
-and what they read the values that these stand for.
+`RowFormat` says what a store holds, in MLX operations: what the kernels write has to be the same
+bits, and what they read the values that these stand for.
 """
 
 import numpy as np
@@ -100,7 +100,9 @@ def test_decode_at_head_sizes_and_types(dtype, dims, bits):
     st.sampled_from(BITS),
 )
 @settings(max_examples=25)
-def test_decode_of_random_sequences(seq_lens, heads, block_size, window, softcap, sinks, plan, bits):
+def test_decode_of_random_sequences(
+    seq_lens, heads, block_size, window, softcap, sinks, plan, bits
+):
     check(seq_lens, heads=heads, block_size=block_size, window=window, softcap=softcap,
           sinks=sinks, plan=plan, bits=bits)  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""What keeping K and V in 8 or 4 bits costs: the error of attention, and of the demo model's logits.
+"""What keeping K and V in 8 or 4 bits costs: the error of attention and of the demo model's logits.
 
     python tools/kv_error.py
 
-Prints Markdown.  mlx-lm's quantised cache (`QuantizedKVCache`) is measured beside it.  What it costs
-in answers: `python tools/measure_recall.py --engine both --kv-bits 4`.
+Prints Markdown.  mlx-lm's quantised cache (`QuantizedKVCache`) is measured beside it.  What it
+costs in answers: `python tools/measure_recall.py --engine both --kv-bits 4`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ def main() -> None:
         print(f"\n## Attention, {dtype}: error relative to its size, by tokens of context\n")
         errors = [attention_errors(n, dtype) for n in LENGTHS]
         table("bits", {way: [f"{e[way]:.2g}" for e in errors] for way in errors[0]})
-    print("\n## Logits of the demo model: error relative to their spread, rows of the same argmax\n")
+    print(
+        "\n## Logits of the demo model: error relative to their spread, rows of the same argmax\n"
+    )
     results = [logit_errors(n, args.num_prompts) for n in LENGTHS]
     table("bits", {
         way: [f"{r[way][0]:.2g}, {100 * r[way][1]:.1f} %" for r in results] for way in results[0]

@@ -111,6 +111,7 @@ class ReferenceAttention:
 
     name = "reference"
     overlaps = False  # its writes are in place only if nothing still reads the store
+    fuses = False
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store

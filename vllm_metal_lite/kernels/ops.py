@@ -5,8 +5,8 @@ that the one before it returned, and no other (metal/kv_write.metal says why).  
 array of any shape; its values mean nothing.
 
 Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
-layer's store; metadata is int32; B sequences, N packed rows.  A store that keeps 8 or 4 bits a value
-has rows of words instead, and its `spec` must be given.
+layer's store; metadata is int32; B sequences, N packed rows.  A store that keeps 8 or 4 bits a
+value has rows of words instead, and its `spec` must be given.
 """
 
 import math
@@ -231,9 +231,7 @@ def _words(elements: int, array: mx.array) -> int:
     return elements * array.dtype.size // 4
 
 
-def _rows(
-    keys: mx.array, values: mx.array, spec: LayerSpec | None
-) -> tuple[RowFormat, RowFormat]:
+def _rows(keys: mx.array, values: mx.array, spec: LayerSpec | None) -> tuple[RowFormat, RowFormat]:
     if spec:
         return spec.k_row, spec.v_row
     return RowFormat(keys.shape[2], keys.dtype), RowFormat(values.shape[2], values.dtype)

@@ -26,9 +26,11 @@ from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kv.quantised import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
+FUSED = ("rope_write", "add_rms_norm")  # checked by fusedcheck.py
+QUANTISED = ("kv_write_quantised", "kv_gather_quantised")
 KERNELS = (
     "kv_write", "kv_gather", "paged_decode", "merge_partitions", "varlen_prefill",
-    "kv_write_quantised", "kv_gather_quantised",
+    *QUANTISED, *FUSED,
 )  # fmt: skip
 
 # Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
@@ -43,7 +45,10 @@ _PROMPT_ROWS = np.array((1, 7, 9, 40, 70))
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One kernel at one shape: its largest error beside what is allowed, or why it did not run."""
+    """One kernel at one shape: its largest error beside what is allowed, or why it did not run.
+
+    block_size: 0 where no block matters.
+    """
 
     kernel: str
     shape: AttentionShape
@@ -57,7 +62,8 @@ class CheckResult:
         return self.failure is None and self.error <= self.tolerance
 
     def __str__(self) -> str:
-        what = f"{self.kernel} ({self.shape}, blocks of {self.block_size})"
+        blocks = f", blocks of {self.block_size}" if self.block_size else ""
+        what = f"{self.kernel} ({self.shape}{blocks})"
         if self.failure is not None:
             return f"{what}: {self.failure}"
         return f"{what}: error {self.error:.2g}, allowed {self.tolerance:.2g}"
@@ -75,6 +81,13 @@ def check(shape: AttentionShape, block_size: int) -> list[CheckResult]:
     }
     if ops.unsupported(shape, prefill=True) is None:
         checks["varlen_prefill"] = case.prefill
+    return run_checks(checks, shape, block_size)
+
+
+def run_checks(
+    checks: dict[str, Callable[[], tuple[float, float]]], shape: AttentionShape, block_size: int
+) -> list[CheckResult]:
+    """The results of functions, by kernel, that give an error and what is allowed, or raise."""
     results = []
     for kernel in checks:
         try:
@@ -147,7 +160,7 @@ class _Case:
         self.num_blocks = num_blocks
 
     def _fill(self, owned: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The store's K and V, made on the CPU of this machine, and the float32 that they stand for.
+        """The store's K and V, made on this machine's CPU, and the float32 that they stand for.
 
         What is free is NaN; in a quantised store all bits are ones there, and so a scale is NaN.
         """
@@ -180,7 +193,7 @@ class _Case:
             expected = np.zeros_like(source_rows)
             expected[target[target >= 0]] = source_rows[target[target >= 0]]
             allowed = _lost(row, expected) if row.bits else None
-            error = max(error, _error(array[0].swapaxes(0, 1), expected, allowed))
+            error = max(error, largest_error(array[0].swapaxes(0, 1), expected, allowed))
         return error, 1.0 if self.shape.kv_bits else 0.0
 
     def gather(self) -> tuple[float, float]:
@@ -188,7 +201,7 @@ class _Case:
         slots = np.random.default_rng(1).choice(self.owned, (2, 37)).astype(np.int32)
         got = ops.kv_gather(mx.array(slots), *self._store(), ops.new_token(), self.spec)[:2]
         pairs = zip(got, (self.keys, self.values), strict=True)
-        error = max(_error(a.swapaxes(1, 2), rows[slots]) for a, rows in pairs)
+        error = max(largest_error(a.swapaxes(1, 2), rows[slots]) for a, rows in pairs)
         return error, TOLERANCE[self.shape.dtype] if self.shape.kv_bits else 0.0
 
     def decode(self, plan: ops.DecodePlan) -> tuple[float, float]:
@@ -228,7 +241,7 @@ class _Case:
         }
 
     def _compare(self, batch: ForwardBatch, q: np.ndarray, out: mx.array) -> tuple[float, float]:
-        return _error(out, self._expected(batch, q)), TOLERANCE[self.shape.dtype]
+        return largest_error(out, self._expected(batch, q)), TOLERANCE[self.shape.dtype]
 
     @property
     def _scale(self) -> float:
@@ -256,7 +269,7 @@ def _lost(row: RowFormat, values: np.ndarray) -> np.ndarray:
     return (0.5 * step + rounding).reshape(values.shape)
 
 
-def _error(got: mx.array, expected: np.ndarray, allowed: np.ndarray | None = None) -> float:
+def largest_error(got: mx.array, expected: np.ndarray, allowed: np.ndarray | None = None) -> float:
     """Largest |got - expected| / allowed, which is (1 + |expected|) unless it is given; a NaN where
     none is expected is infinite."""
     got = np.array(got.astype(mx.float32), np.float64)
@@ -281,9 +294,9 @@ class Verdict:
 
 def verdict(shape: AttentionShape, block_size: int) -> Verdict:
     """Check one shape, or remember that it passed."""
-    memory = _Memory()
+    memory = Memory()
     key = f"{shape}, blocks of {block_size}"
-    if key not in memory.prefill:
+    if key not in memory.known:
         failures = tuple(r for r in check(shape, block_size) if not r.passed)
         if failures:
             return Verdict(failures, "gather")
@@ -293,10 +306,10 @@ def verdict(shape: AttentionShape, block_size: int) -> Verdict:
         else:
             how = "varlen" if backend.is_cpu() else measure.faster_prefill(shape)
         memory.add(key, how)
-    return Verdict((), memory.prefill[key])
+    return Verdict((), memory.known[key])
 
 
-class _Memory:
+class Memory:
     """Shapes that passed with this MLX, on this device, with these kernels."""
 
     def __init__(self) -> None:
@@ -306,14 +319,14 @@ class _Memory:
         home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         self.file = home / "vllm_metal_lite" / f"kernels-{name}.json"
         try:
-            self.prefill = dict(json.loads(self.file.read_text(encoding="utf-8")))
+            self.known = dict(json.loads(self.file.read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError):  # none yet, or not readable: check again
-            self.prefill = {}
+            self.known = {}
 
-    def add(self, key: str, prefill: str) -> None:
-        self.prefill[key] = prefill
+    def add(self, key: str, found: str) -> None:
+        self.known[key] = found
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(self.prefill, indent=1), encoding="utf-8")
+            self.file.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
         except OSError:  # a home that cannot be written to: check again next time
             return
