@@ -6,8 +6,9 @@
 //   normed     (rows, DIM) of R           sum / sqrt(mean(sum^2) + eps) * weight
 //   EPS        the bits of a float (a template value is an integer)
 //
-// Layout.  A threadgroup a row.  A thread holds VEC elements of the row a turn, read in one load (4, or
-// 1 where 4 do not divide DIM), and turns lie THREADS * VEC elements apart, so that 32 lanes read one coalesced run:
+// Layout.  A threadgroup a row.  A thread holds VEC elements of the row a turn, read in one load (4,
+// or 1 where 4 does not divide DIM); turns lie THREADS * VEC elements apart, so that 32 lanes read one
+// coalesced run:
 //
 //   turn 0                                  turn 1
 //   |thread 0|thread 1| ... |thread n - 1|thread 0|thread 1| ...        VEC elements each
@@ -21,8 +22,8 @@
 // that all threads hold the same mean and one barrier is enough.  Where a turn reaches past the row a
 // thread neither reads nor writes, but it takes part in the collectives.
 //
-// Cost.  Reads x and y and writes sum and normed once: 4 * rows * DIM * sizeof(T) bytes, half of what
-// an addition and a norm apart move besides being two launches.
+// Cost.  Reads x and y and writes sum and normed once, 4 * rows * DIM * sizeof(T) bytes.  Apart they
+// are two launches, and the second reads the sum again.
 #include "rms_norm.h"
 #include "words.h"
 

@@ -216,6 +216,18 @@ def test_angles_of_large_positions(position):
     check([position - 1, position], freqs=True, norms="", dims=(64, 64), rotated=64)
 
 
+def test_large_positions_give_what_mlx_gives():
+    """Of frequencies as models have them: both round the same angles."""
+    freqs = mx.array((10_000 ** (np.arange(32) / 32)).astype(np.float32))
+    case = Case([99_999, 100_000, 1_000_000], norms="", dims=(64, 64), rotated=64)
+    case.rope = case.rope._replace(base=None, freqs=freqs)
+    q = mx.fast.rope(
+        mx.array(case.q)[:, :, None], 64, traditional=False, base=None, scale=1.0, freqs=freqs,
+        offset=mx.array(case.positions),
+    )[:, :, 0]  # fmt: skip
+    np.testing.assert_allclose(case.run()[0], np.array(q), 1e-5, 1e-5)
+
+
 @pytest.mark.parametrize("traditional", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_against_mlx(dtype, traditional):
@@ -254,6 +266,21 @@ def test_the_order_in_which_threads_run_changes_nothing(schedule):
     with installed(schedule=schedule):
         for got, wanted in zip(Case(FEW).run(), expected, strict=True):
             np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda c: c._replace(start=c.array.shape[1] - 100), "columns .* of an array of"),
+        (lambda c: c._replace(start=-1), "q is columns -1 to 127"),
+        (lambda c: c._replace(array=c.array.astype(mx.float16)), "of mlx.core.float16, and the st"),
+    ],
+)
+def test_bad_columns_are_named(change, reason):
+    case = Case(FEW)
+    case.columns[0] = change(case.columns[0])
+    with pytest.raises(ValueError, match=reason):
+        case.run()
 
 
 # What it does not serve

@@ -93,6 +93,7 @@ def rope_write(
     q and k are normalised, if they have a norm, then rotated, unless rope is None.  q, k, v and the
     store keys (slots, num_kv_heads, k_head_dim), values (.., v_head_dim) are of one floating type.
     positions, slot_mapping: (N,) int32; k and v of a row with a negative slot are not written.
+    Raises ValueError if columns lie outside their array or are not of the store's type.
     """
     rows = q.array.shape[0]
     _, kv_heads, k_dim = keys.shape
@@ -108,8 +109,15 @@ def rope_write(
         "LOG2_BASE": ops.bits(0.0 if base is None else np.log2(np.float32(base))),
         "FREQS": freqs is not None,
     }  # fmt: skip
-    for name, columns in (("Q", q), ("K", k), ("V", v)):
-        template |= {f"{name}_WIDTH": columns.array.shape[1], f"{name}_START": columns.start}
+    sizes = num_heads * k_dim, kv_heads * k_dim, kv_heads * values.shape[2]
+    for name, (array, start), size in zip("QKV", (q, k, v), sizes, strict=True):
+        width = array.shape[1]
+        if not 0 <= start <= width - size or array.dtype != keys.dtype:
+            raise ValueError(
+                f"{name.lower()} is columns {start} to {start + size} of an array of {width} "
+                f"columns of {array.dtype}, and the store is {keys.dtype}"
+            )
+        template |= {f"{name}_WIDTH": width, f"{name}_START": start}
     weights = []
     for name, norm in (("Q", q_norm), ("K", k_norm)):
         weight, eps = norm or (None, 0.0)
