@@ -8,6 +8,7 @@ arrays given at launch.
 import re
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 MARKER = "// --- kernel body ---\n"
 
@@ -50,6 +51,7 @@ const uint thread_index_in_simdgroup = threadIdx.x % 32;
 const uint simdgroup_index_in_threadgroup = threadIdx.x / 32;
 """
 
+_SHAPE = re.compile(r"\b\w+_(?:shape|strides|ndim)\b")
 _SHARED = re.compile(r"^(\s*)threadgroup (\w+ \w+\[)", flags=re.MULTILINE)
 _METAL_HEADER = re.compile(r"^#include <metal_(\w+)>$", flags=re.MULTILINE)
 _ADDRESS_SPACE = re.compile(r"\b(device|thread|threadgroup) ")
@@ -64,3 +66,24 @@ def to_cuda(header: str, body: str) -> tuple[str, str]:
     header = _METAL_HEADER.sub(lambda match: shim(match[1]), _ADDRESS_SPACE.sub("", header))
     body = _SHARED.sub(r"\1__shared__ \2", body)
     return shim("shim") + header, _CUDA_INDICES + _ADDRESS_SPACE.sub("", body)
+
+
+def as_files(name: str, header: str, body: str) -> tuple[str, str]:
+    """A CUDA kernel's text as includes of files that hold it.
+
+    MLX hashes the whole text at each launch: 3 us for 11 KB, as much as the launch itself costs.
+    It also looks there for the shapes that a kernel asks for, so they are named in a comment.
+    """
+    parts = []
+    for part, text in (("h", header), ("inc", body)):
+        file = Path(_folder().name, f"{name}.{part}")
+        file.write_text(text, encoding="utf-8")
+        shapes = " ".join(sorted(set(_SHAPE.findall(text))))
+        parts.append(f'\n#include "{file}"\n// {shapes}\n')
+    return tuple(parts)
+
+
+@cache
+def _folder() -> TemporaryDirectory:
+    """Until the process ends: kernels are compiled when they are first needed."""
+    return TemporaryDirectory(prefix="vllm_metal_lite-")
