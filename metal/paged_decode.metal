@@ -2,6 +2,7 @@
 //
 //   q             (B, KV_HEADS * GROUP, K_DIM)  one row a sequence; GROUP query heads share a KV head
 //   keys, values  (slots, KV_HEADS, DIM)        the store; slot = block * BLOCK_SIZE + offset
+//                 a value has BITS bits: those of T, or 8 or 4 in rows of words as in quantised.h
 //   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
 //   seq_lens      (B,) int32                    keys of each sequence; 0 = a row of padding, gives 0
 //   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
@@ -27,6 +28,10 @@
 // With 16-byte loads, LANES lanes read a row of K in one coalesced run; UNROLL rows of K and of V are
 // asked for before any is used, because memory latency, not arithmetic, is what a decode waits for.
 //
+// A quantised row is read in the same way and turned into floats in registers, so half or a quarter
+// of the bytes is all that is fetched.  A load of W words lies within one group of values: one scale
+// and low a load (`affine`).
+//
 // Online softmax (Milakov and Gimelshein 2018; as in flash-attention): each group of LANES lanes
 // keeps for each head its own maximum m, sum l and weighted values o, rescaled when m grows.  All is
 // in base 2: scores are multiplied by log2(e) once.  At the end the lane groups of a simdgroup merge
@@ -41,19 +46,23 @@
 //
 // Cost.  Bytes: each key and value once a tile of HEADS heads.  Per key, head and lane: K_DIM / LANES
 // multiply-adds for the score, V_DIM / LANES for the value, log2(LANES) shuffles, one exp2.
-#include "words.h"
+#include "quantised.h"
 
 // --- kernel body ---
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int PER_WORD = 4 / int(sizeof(T));
+constexpr int PER_WORD = 32 / BITS;
+constexpr bool QUANTISED = BITS < 16;
 constexpr int TILES = (GROUP + HEADS - 1) / HEADS;
 constexpr int KEYS = 32 / LANES;        // keys that a simdgroup looks at side by side
 constexpr int CHUNK = UNROLL * KEYS;    // and between two updates of the maximum
-constexpr int K_ROW = K_DIM / PER_WORD;  // words of one head's row
-constexpr int V_ROW = V_DIM / PER_WORD;
-constexpr int K_RUNS = K_ROW / (LANES * KW);  // loads a lane needs for its part of a row
-constexpr int V_RUNS = V_ROW / (LANES * VW);
+constexpr int K_WORDS = K_DIM / PER_WORD;  // words of the values of one head's row
+constexpr int V_WORDS = V_DIM / PER_WORD;
+constexpr int PAIR = int(QUANTISED) * int(sizeof(T)) / 2;  // words of a scale and low
+constexpr int K_ROW = K_WORDS + K_DIM / K_GROUP * PAIR;
+constexpr int V_ROW = V_WORDS + V_DIM / V_GROUP * PAIR;
+constexpr int K_RUNS = K_WORDS / (LANES * KW);  // loads a lane needs for its part of a row
+constexpr int V_RUNS = V_WORDS / (LANES * VW);
 constexpr int K_PART = K_RUNS * KW * PER_WORD;  // elements of a row that a lane holds
 constexpr int V_PART = V_RUNS * VW * PER_WORD;
 
@@ -114,6 +123,8 @@ for (int u = 0; u < UNROLL; u++) {
 for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   thread uint k_words[UNROLL * K_RUNS * KW];
   thread uint v_words[UNROLL * V_RUNS * VW];
+  thread float k_affine[UNROLL * K_RUNS * 2];
+  thread float v_affine[UNROLL * V_RUNS * 2];
   thread size_t row[UNROLL];
   for (int u = 0; u < UNROLL; u++) {
     const int key = metal::min(base + u * KEYS + sub, end - 1);
@@ -123,14 +134,24 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   }
   for (int u = 0; u < UNROLL; u++) {
     for (int r = 0; r < K_RUNS; r++) {
-      load_words<KW>((const device uint*)keys + row[u] * K_ROW + (r * LANES + part) * KW,
-                     k_words + (u * K_RUNS + r) * KW);
+      const device uint* from = (const device uint*)keys + row[u] * K_ROW;
+      const int at = (r * LANES + part) * KW;
+      load_words<KW>(from + at, k_words + (u * K_RUNS + r) * KW);
+      if (QUANTISED) {
+        load_affine<T>(from + K_WORDS + at * PER_WORD / K_GROUP * PAIR,
+                       k_affine + (u * K_RUNS + r) * 2);
+      }
     }
   }
   for (int u = 0; u < UNROLL; u++) {
     for (int r = 0; r < V_RUNS; r++) {
-      load_words<VW>((const device uint*)values + row[u] * V_ROW + (r * LANES + part) * VW,
-                     v_words + (u * V_RUNS + r) * VW);
+      const device uint* from = (const device uint*)values + row[u] * V_ROW;
+      const int at = (r * LANES + part) * VW;
+      load_words<VW>(from + at, v_words + (u * V_RUNS + r) * VW);
+      if (QUANTISED) {
+        load_affine<T>(from + V_WORDS + at * PER_WORD / V_GROUP * PAIR,
+                       v_affine + (u * V_RUNS + r) * 2);
+      }
     }
   }
 
@@ -138,7 +159,8 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   for (int u = 0; u < UNROLL; u++) {
     thread float k[K_PART];
     for (int w = 0; w < K_RUNS * KW; w++) {
-      unpack<T>(k_words[u * K_RUNS * KW + w], k + w * PER_WORD);
+      unpack_values<T, BITS>(k_words[u * K_RUNS * KW + w], k_affine + (u * K_RUNS + w / KW) * 2,
+                             k + w * PER_WORD);
     }
     for (int h = 0; h < HEADS; h++) {
       float s = 0.0f;
@@ -181,7 +203,8 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   for (int u = 0; u < UNROLL; u++) {
     thread float v[V_PART];
     for (int w = 0; w < V_RUNS * VW; w++) {
-      unpack<T>(v_words[u * V_RUNS * VW + w], v + w * PER_WORD);
+      unpack_values<T, BITS>(v_words[u * V_RUNS * VW + w], v_affine + (u * V_RUNS + w / VW) * 2,
+                             v + w * PER_WORD);
     }
     for (int h = 0; h < HEADS; h++) {
       for (int e = 0; e < V_PART; e++) {

@@ -51,7 +51,7 @@ class Bench:
     """Requests stepped by hand through one store."""
 
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
-        self.store = PagedStore(model.packed.attention_specs, BLOCKS, BLOCK_SIZE)
+        self.store = PagedStore(model.kv_specs, BLOCKS, BLOCK_SIZE)
         self.runner = runner.ModelRunner(model.packed, ReferenceAttention(self.store), self._sample)
         self.inputs = InputBatch(6, 64, BLOCK_SIZE)
         self.free = np.random.default_rng(seed).permutation(BLOCKS).tolist()
@@ -111,6 +111,8 @@ class Bench:
             for layer, a in enumerate(arrays):
                 if mx.issubdtype(a.dtype, mx.floating):
                     arrays[layer] = mx.where(keep, a, mx.array(float("nan"), a.dtype))
+                elif self.store.specs[layer].bits:  # a scale of all ones is NaN too
+                    arrays[layer] = mx.where(keep, a, mx.array(0xFFFFFFFF, a.dtype))
         mx.eval(self.store.arrays)
 
 
@@ -199,9 +201,10 @@ MODES: dict[str, Callable[[Bench], Logits]] = {
 HITS = {"prefix_hit", "same_step_hit"}
 
 
-def serve(model: LoadedModel) -> tuple[list[list[int]], dict[str, int]]:
+def serve(model: LoadedModel, kv_bits: int | None = None) -> tuple[list[list[int]], dict[str, int]]:
     """The engine's greedy tokens of each prompt, over too few blocks for all; its counters."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    options["kv_bits"] = kv_bits
     engine = LLMEngine(model, EngineConfig(block_size=BLOCK_SIZE, num_blocks=10, **options))
     params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
@@ -246,8 +249,10 @@ def check(name: str) -> Result:
     config = tiny.config_of(name)
     try:
         model = tiny.build(config)
-        expected = [_alone(model, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
-        greedy = [_greedy(model, p) for p in PROMPTS]
+        expected = [
+            native_logits(model, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)
+        ]
+        greedy = [native_greedy(model, p) for p in PROMPTS]
         _sensitivity(model, result, expected)
     except (Exception, SystemExit) as e:
         result.reason = _one_line(e)
@@ -274,7 +279,7 @@ def check(name: str) -> Result:
         except Exception as e:
             result.errors[mode] = float("inf")
             result.reason = result.reason or f"{mode}: {_one_line(e)}"
-    again = _alone(model, SEQUENCES[2], PROMPT_LENGTHS[2])
+    again = native_logits(model, SEQUENCES[2], PROMPT_LENGTHS[2])
     result.errors["unpacked"] = _error({(2, 33): again[-1]}, expected, scale)
     result.control = _error(wrong_seat(Bench(loaded)), expected, scale)
     result.status = "passed" if result.worst < TOLERANCE else "failed"
@@ -290,7 +295,8 @@ def bfloat16_errors(name: str) -> tuple[float, float]:
         model.set_dtype(mx.bfloat16)
     models[1].set_dtype(mx.float32)
     own, exact = (
-        [_alone(m, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)] for m in models
+        [native_logits(m, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
+        for m in models
     )
     loaded = loader.from_model(models[0], None, config, name)
     scale = np.abs(np.concatenate(exact)).max()
@@ -302,9 +308,11 @@ def bfloat16_errors(name: str) -> tuple[float, float]:
     return tuple(float(np.sqrt(np.mean(np.square(e))) / scale) for e in (ours, theirs))
 
 
-def _alone(model: nn.Module, tokens: list[int], prompt: int) -> np.ndarray:
+def native_logits(
+    model: nn.Module, tokens: list[int], prompt: int, make_caches: Callable = make_prompt_cache
+) -> np.ndarray:
     """mlx-lm's logits (len(tokens), V): the prompt in one go, then token by token."""
-    caches = make_prompt_cache(model)
+    caches = make_caches(model)
     parts = [tokens[:prompt], *([t] for t in tokens[prompt:])]
     logits = [model(mx.array([part]), cache=caches)[0].astype(mx.float32) for part in parts]
     out = np.array(mx.concatenate(logits))[:, : tiny.VOCAB]
@@ -313,9 +321,11 @@ def _alone(model: nn.Module, tokens: list[int], prompt: int) -> np.ndarray:
     return out
 
 
-def _greedy(model: nn.Module, prompt: list[int]) -> list[int]:
+def native_greedy(
+    model: nn.Module, prompt: list[int], make_caches: Callable = make_prompt_cache
+) -> list[int]:
     """mlx-lm's greedy tokens of one prompt."""
-    caches, tokens = make_prompt_cache(model), list(prompt)
+    caches, tokens = make_caches(model), list(prompt)
     for _ in range(GENERATED):
         step = tokens if len(tokens) == len(prompt) else tokens[-1:]
         tokens.append(mx.argmax(model(mx.array([step]), cache=caches)[0, -1]).item())
@@ -330,10 +340,10 @@ def _error(got: Logits, expected: list[np.ndarray], scale: float) -> float:
 
 def _sensitivity(model: nn.Module, result: Result, expected: list[np.ndarray]) -> None:
     tokens, prompt = SEQUENCES[2], PROMPT_LENGTHS[2]
-    plain = _alone(model, tokens, len(tokens))
+    plain = native_logits(model, tokens, len(tokens))
     distant = [(t + 1) % tiny.VOCAB for t in tokens[: prompt // 2]]  # out of the windows' reach
-    changed = _alone(model, distant + tokens[prompt // 2 :], len(tokens))[-1]
-    reordered = _alone(model, [*tokens[-2::-1], tokens[-1]], len(tokens))[-1]
+    changed = native_logits(model, distant + tokens[prompt // 2 :], len(tokens))[-1]
+    reordered = native_logits(model, [*tokens[-2::-1], tokens[-1]], len(tokens))[-1]
     scale = plain[-1].std()
     result.early = float(np.abs(changed - plain[-1]).std() / scale)
     result.order = float(np.abs(reordered - plain[-1]).std() / scale)

@@ -27,7 +27,7 @@ class Case:
 
     def __init__(
         self, segments, *, heads=4, kv_heads=2, dim=32, v_dim=None, dtype=mx.float32,
-        sinks=False, seed=0,
+        sinks=False, seed=0, bits=None,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         self.batch, self.dtype = make_batch(segments, seed), dtype
@@ -41,10 +41,11 @@ class Case:
         self.q = draw(self.batch.num_tokens, heads, dim)
         self.k, self.v = draw(slots, kv_heads, dim), draw(slots, kv_heads, v_dim or dim)
         self.sinks = 2 * draw(heads) if sinks else None
-        spec = LayerSpec(kv_heads, dim, v_dim or dim, dtype)
+        spec = LayerSpec(kv_heads, dim, v_dim or dim, dtype, bits=bits)
         self.store = PagedStore([spec], num_blocks, BLOCK_SIZE)
         every = mx.arange(slots)
         self.store.write(0, self.k, self.v, every)
+        self.k, self.v = spec.k_row.rounded(self.k), spec.v_row.rounded(self.v)
         self.attention = ReferenceAttention(self.store)
 
     def run(self, padding: int = 0, **how) -> np.ndarray:
@@ -98,6 +99,12 @@ def test_random_segments(segments, window, softcap, sinks, heads, padding):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_head_dims_and_dtypes(dim, v_dim, dtype):
     check(Case(RAGGED, dim=dim, v_dim=v_dim, dtype=dtype), window=11)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_quantised_store(dtype, bits):
+    check(Case(RAGGED, dim=96, v_dim=80, dtype=dtype, bits=bits, sinks=True), window=11)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
@@ -168,9 +175,10 @@ def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:
     return batch
 
 
-def test_the_store_is_written_in_place():
-    """A step on a store of 64 MiB must not copy it."""
-    num_blocks, spec = 8192, LayerSpec(4, 128, 128, mx.float32)
+@pytest.mark.parametrize("bits", [None, 8])
+def test_the_store_is_written_in_place(bits):
+    """A step on a store of 256 MiB, or in 8 bits 72, must not copy it."""
+    num_blocks, spec = 8192, LayerSpec(4, 128, 128, mx.float32, bits=bits)
     store = PagedStore([spec], num_blocks, BLOCK_SIZE)
     attention = ReferenceAttention(store)
     for slot in (0, 8, 8 * 9):
@@ -183,7 +191,7 @@ def test_the_store_is_written_in_place():
         mx.eval(out, store.arrays)
         assert mx.get_peak_memory() - before < store.nbytes // 16
         assert mx.array_equal(out, row)
-        assert mx.array_equal(store.keys[0][slot], row[0])
+        assert mx.array_equal(spec.k_row.unpack(store.keys[0][slot]), row[0])
 
 
 def test_rows_of_padding_write_nowhere_that_is_read():

@@ -18,6 +18,7 @@ BAD_CONFIG = {
     "prefill_policy": ["", "Mixed", None, 1, []],
     "enable_prefix_caching": [None, 1, "yes"],
     "memory_fraction": [0, -0.5, 1.5, NAN, "0.5"],
+    "kv_bits": [0, 3, 16, "8", True],
     "dtype": ["float64", "", None, "int8"],
     "seed": [-1, None, 1.5, "x"],
 }

@@ -47,6 +47,13 @@ def test_narrow_types_and_unlike_head_sizes(dtype, prefill):
     check(KernelCase(RAGGED, dim=96, v_dim=64, dtype=dtype, prefill=prefill), window=11)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_a_quantised_store(dtype, bits):
+    case = KernelCase(RAGGED, dim=96, v_dim=80, dtype=dtype, bits=bits, prefill="gather")
+    check(case, padding=3, window=11)
+
+
 # The order of launches
 
 
@@ -129,15 +136,19 @@ def tokens(model, prompts, **config):
     return done, engine
 
 
-@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize(
+    ("prefill", "kv_bits"), [("varlen", None), ("gather", None), ("gather", 8), ("gather", 4)]
+)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(monkeypatch, name, prefill):
+def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(
+    monkeypatch, name, prefill, kv_bits
+):
     """Chunks, mixed steps, cached prefixes and preemptions."""
     monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), prefill))
     model = tiny.packed(name)
     prompts = tiny.prompts(4, 9, 16, seed=5)
     prompts.append(prompts[1][:8] + prompts[2])
-    how = {"num_blocks": 9, "max_num_batched_tokens": 12}
+    how = {"num_blocks": 9, "max_num_batched_tokens": 12, "kv_bits": kv_bits}
     expected, _ = tokens(model, prompts, attention="reference", **how)
     got, engine = tokens(model, prompts, attention="kernels", **how)
     assert engine.runner.attention.name == "kernels"

@@ -15,6 +15,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.ops import DecodePlan, kv_gather, kv_write, new_token, paged_decode
 from vllm_metal_lite.kernels.rows import gather_rows
+from vllm_metal_lite.kv.quantised import RowFormat
+from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -47,7 +49,7 @@ class Case:
 
     def __init__(
         self, seq_lens, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,
-        window=None, softcap=None, sinks=False, plan=(1, 4), seed=0,
+        window=None, softcap=None, sinks=False, plan=(1, 4), seed=0, bits=None,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         self.seq_lens, self.dtype, self.plan = np.array(seq_lens, np.int32), dtype, plan
@@ -59,22 +61,30 @@ class Case:
         self.block_tables[np.arange(self.block_tables.shape[1]) < counts[:, None]] = free[:-2]
         slots = len(free) * block_size
         self.q = draw(rng, len(seq_lens), heads[0], dim, dtype=dtype)
-        self.keys = draw(rng, slots, heads[1], dim, dtype=dtype)
-        self.values = draw(rng, slots, heads[1], v_dim or dim, dtype=dtype)
+        self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
         self.sinks = 2 * draw(rng, heads[0]) if sinks else None
         readable = np.zeros(slots, bool)
         for table, n in zip(self.block_tables, self.seq_lens, strict=True):
             at = np.arange(max(0, n - window) if window else 0, n)
             readable[table[at // block_size] * block_size + at % block_size] = True
-        self.keys[~readable] = self.values[~readable] = np.nan
+        self.keys, self.values = (
+            self._fill(row, draw(rng, slots, heads[1], row.dim, dtype=dtype), readable)
+            for row in (self.spec.k_row, self.spec.v_row)
+        )
+
+    def _fill(self, row: RowFormat, values: np.ndarray, readable: np.ndarray) -> mx.array:
+        """A store of these rows; where nothing may be read it holds NaN, or a scale that is NaN."""
+        kept = row.pack(mx.array(values).astype(self.dtype))
+        nan = float("nan") if row.bits is None else 0xFFFFFFFF
+        return mx.where(mx.array(readable)[:, None, None], kept, mx.array(nan, kept.dtype))
 
     def run(self) -> np.ndarray:
-        q, keys, values = (mx.array(a).astype(self.dtype) for a in (self.q, self.keys, self.values))
+        q, keys, values = mx.array(self.q).astype(self.dtype), self.keys, self.values
         sinks = None if self.sinks is None else mx.array(self.sinks)
         tables, seq_lens = mx.array(self.block_tables), mx.array(self.seq_lens)
         out, _ = paged_decode(
             q, tables, seq_lens, keys, values, new_token(), plan=DecodePlan(*self.plan),
-            sinks=sinks, **self.how,
+            sinks=sinks, spec=self.spec, **self.how,
         )  # fmt: skip
         assert out.dtype == self.dtype
         return np.array(out.astype(mx.float32))
@@ -82,9 +92,13 @@ class Case:
     def expected(self) -> np.ndarray:
         rows = (self.seq_lens > 0).astype(int)
         cu = np.append(0, np.cumsum(rows))
-        out = np.zeros((*self.q.shape[:2], self.values.shape[2]))
+        keys, values = (
+            np.array(row.unpack(a).astype(mx.float32))
+            for row, a in ((self.spec.k_row, self.keys), (self.spec.v_row, self.values))
+        )
+        out = np.zeros((*self.q.shape[:2], values.shape[2]))
         out[rows > 0] = paged_attention(
-            self.q[rows > 0], self.keys, self.values, self.block_tables, cu, self.seq_lens,
+            self.q[rows > 0], keys, values, self.block_tables, cu, self.seq_lens,
             sinks=self.sinks, **self.how,
         )  # fmt: skip
         return out

@@ -16,6 +16,7 @@ from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
+from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -32,26 +33,32 @@ def store(dtype):
     return [draw(SLOTS, KV_HEADS, DIM, seed=seed, dtype=dtype) for seed in (1, 2)]
 
 
-def kv_write(dtype):
+def quantised(dtype):
+    """A store of 4 bits a value, and its spec: rows of three groups of 24."""
+    spec = LayerSpec(KV_HEADS, DIM, DIM, dtype, bits=4)
+    return [spec.k_row.pack(rows) for rows in store(dtype)], spec
+
+
+def kv_write(dtype, written=None, spec=None):
     rows = [draw(5, KV_HEADS, DIM, seed=seed, dtype=dtype) for seed in (3, 4)]
-    written = store(dtype)
+    written = written or store(dtype)
     # The slots 94 and 95 are the last two: what goes beyond a row goes beyond the store.
     slots = mx.array([7, 94, -1, 95, 40], mx.int32)
-    return [*written, ops.kv_write(*rows, slots, *written, ops.new_token())]
+    return [*written, ops.kv_write(*rows, slots, *written, ops.new_token(), spec)]
 
 
-def kv_gather(dtype):
+def kv_gather(dtype, kept=None, spec=None):
     slots = mx.array([[95, 3, 4], [0, 94, 95]], mx.int32)
-    return list(ops.kv_gather(slots, *store(dtype), ops.new_token()))
+    return list(ops.kv_gather(slots, *(kept or store(dtype)), ops.new_token(), spec))
 
 
-def paged_decode(dtype):
+def paged_decode(dtype, kept=None, spec=None):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
     out, _ = ops.paged_decode(
-        q, tables, mx.array([21, 0, 9], mx.int32), *store(dtype), ops.new_token(),
-        plan=ops.DecodePlan(1, 2), block_size=BLOCK_SIZE, scale=0.2,
+        q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), ops.new_token(),
+        plan=ops.DecodePlan(1, 2), block_size=BLOCK_SIZE, scale=0.2, spec=spec,
     )  # fmt: skip
     return [out]
 
@@ -106,6 +113,9 @@ RUN = {
     "paged_decode": paged_decode,
     "merge_partitions": merge_partitions,
     "varlen_prefill": varlen_prefill_rows,
+    "kv_write_quantised": lambda dtype: kv_write(dtype, *quantised(dtype)),
+    "kv_gather_quantised": lambda dtype: kv_gather(dtype, *quantised(dtype)),
+    "paged_decode/quantised": lambda dtype: paged_decode(dtype, *quantised(dtype)),
     "rope_write": rope_write_rows,
     "add_rms_norm": add_rms_norm_rows,
 }
@@ -133,7 +143,7 @@ def test_accepted_by_the_strict_front_end(kernel, dtype, monkeypatch):
     monkeypatch.setattr(mlx_source, "generated_source", only_the_text)
     with on_host(), pytest.raises(HostError, match="only the text"):
         RUN[kernel](dtype)
-    assert f"metal_lite_{kernel}" in texts[0]
+    assert f"metal_lite_{kernel.split('/')[0]}" in texts[0]
     assert check(texts[0]) == []
 
 
@@ -222,6 +232,49 @@ FAULTS = {
         "key <= position + 1 &&",
         "wrong",
     ),
+    "quantised_write_of_a_group_more": (
+        "kv_write_quantised",
+        "at < KV_HEADS * GROUPS",
+        "at <= KV_HEADS * GROUPS",
+        ("race", "out of bounds"),
+    ),
+    "quantised_write_skips_nothing": (
+        "kv_write_quantised",
+        "if (slot >= 0)",
+        "",
+        ("undefined", "out of bounds"),
+    ),
+    "quantised_write_of_the_next_scale": (
+        "kv_write_quantised",
+        "VALUES + group * PAIR)",
+        "VALUES + group * PAIR + 1)",
+        ("race", "out of bounds"),
+    ),
+    "quantised_write_of_five_bits": ("kv_write_quantised", "* BITS);\n", "* 5);\n", "undefined"),
+    "quantised_gather_of_the_first_scale": (
+        "kv_gather_quantised",
+        "word / (GROUP_SIZE * BITS / 32) * PAIR",
+        "0",
+        "wrong",
+    ),
+    "quantised_gather_of_two_words": (
+        "kv_gather_quantised",
+        "w < WORDS; w += 2",
+        "w < 2; w += 2",
+        "unwritten",
+    ),
+    "quantised_decode_of_the_first_scale": (
+        "paged_decode/quantised",
+        "at * PER_WORD / K_GROUP * PAIR",
+        "0",
+        "wrong",
+    ),
+    "quantised_decode_beyond_the_row": (
+        "paged_decode/quantised",
+        "at * PER_WORD / V_GROUP * PAIR",
+        "(at * PER_WORD / V_GROUP + 3) * PAIR",
+        ("out of bounds", "wrong"),
+    ),
     "rope_skips_nothing": (
         "rope_write",
         "if (!is_q && slot < 0)",
@@ -301,12 +354,12 @@ def right():
 def test_a_seeded_fault_is_noticed(name, right, monkeypatch):
     kernel, old, new, expected = FAULTS[name]
     old, number = old if isinstance(old, tuple) else (old, 0)
-    header, body = source.read(kernel)
-    parts = body.split(old)
-    assert number + 1 < len(parts), f"{kernel} has no {old!r}: the fault is not seeded"
-    mutant = old.join(parts[: number + 1]) + new + old.join(parts[number + 1 :])
-    read = source.read
-    monkeypatch.setattr(source, "read", lambda k: (header, mutant) if k == kernel else read(k))
+    file, read = kernel.split("/")[0], source.read
+    parts = source.MARKER.join(read(file)).split(old)
+    assert number + 1 < len(parts), f"{file} has no {old!r}: the fault is not seeded"
+    text = old.join(parts[: number + 1]) + new + old.join(parts[number + 1 :])
+    mutant = tuple(text.split(source.MARKER))
+    monkeypatch.setattr(source, "read", lambda k: mutant if k == file else read(k))
     for schedule in ("forward", 4):
         found = outcome(kernel, checked=True, schedule=schedule)
         if not isinstance(found, str):

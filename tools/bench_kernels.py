@@ -162,6 +162,7 @@ def shapes() -> None:
         AttentionShape(8, 4, 256, 256, mx.bfloat16),
         AttentionShape(16, 8, 128, 128, mx.float16),
         AttentionShape(16, 8, 128, 128, mx.float32),
+        *(AttentionShape(h, 8, 128, 128, mx.bfloat16, kv_bits=b) for h in (16, 32) for b in (8, 4)),
     ):
         for block_size in (8, 32) if shape.dtype == mx.float16 else (16,):
             load = measure.Workload(shape, 64, 4096, block_size)

@@ -23,16 +23,22 @@ MODEL = Path(__file__).resolve().parent.parent / "vllm_metal_lite" / "demo_model
 MAX_TOKENS = 64
 
 
-def generate_mlx_lm(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy answers by mlx_lm, without the end token."""
+def generate_mlx_lm(
+    folder: Path, prompts: list[list[int]], kv_bits: int | None = None
+) -> list[list[int]]:
+    """Greedy answers by mlx_lm, without the end token.
+
+    kv_bits: it keeps K and V as they are until its first pass over the prompt is through.
+    """
     from mlx_lm import load
     from mlx_lm.generate import generate_step
 
     model, _ = load(str(folder))
+    how = {"kv_bits": kv_bits, "kv_group_size": model.args.head_dim, "quantized_kv_start": 0}
     answers = []
     for prompt in prompts:
         answer: list[int] = []
-        for token, _ in generate_step(mx.array(prompt), model, max_tokens=MAX_TOKENS):
+        for token, _ in generate_step(mx.array(prompt), model, max_tokens=MAX_TOKENS, **how):
             if int(token) == data.END:
                 break
             answer.append(int(token))
@@ -40,11 +46,13 @@ def generate_mlx_lm(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def generate_ours(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+def generate_ours(
+    folder: Path, prompts: list[list[int]], kv_bits: int | None = None
+) -> list[list[int]]:
     """Greedy answers by this package's engine, without the end token."""
     from vllm_metal_lite import LLM, SamplingParams
 
-    llm = LLM(model=str(folder))
+    llm = LLM(model=str(folder), kv_bits=kv_bits)
     results = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
         SamplingParams(temperature=0, max_tokens=MAX_TOKENS),
@@ -62,7 +70,12 @@ def is_right(text: str, value: str) -> bool:
 
 
 def measure(
-    folder: Path, length: int, count: int, engines: list[str], show_wrong: bool = False
+    folder: Path,
+    length: int,
+    count: int,
+    engines: list[str],
+    show_wrong: bool = False,
+    kv_bits: int | None = None,
 ) -> dict:
     """One row of the table: right answers and seconds of each engine."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -71,7 +84,7 @@ def measure(
     answers = {}
     for name in engines:
         began = time.perf_counter()
-        answers[name] = ENGINES[name](folder, [test.prompt_ids for test in tests])
+        answers[name] = ENGINES[name](folder, [test.prompt_ids for test in tests], kv_bits)
         seconds = time.perf_counter() - began
         texts = [tokenizer.decode(ids) for ids in answers[name]]
         right = [is_right(text, test.value) for text, test in zip(texts, tests, strict=True)]
@@ -94,13 +107,14 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 3072])
     parser.add_argument("--num-prompts", type=int, default=100, help="prompts of each length")
     parser.add_argument("--engine", choices=("mlx-lm", "ours", "both"), default="mlx-lm")
+    parser.add_argument("--kv-bits", type=int, choices=(8, 4), help="bits of a kept K or V value")
     parser.add_argument("--require", type=float, help="fail below this accuracy")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--show-wrong", action="store_true", help="list wrong answers")
     args = parser.parse_args()
     engines = list(ENGINES) if args.engine == "both" else [args.engine]
     rows = [
-        measure(args.model, length, args.num_prompts, engines, args.show_wrong)
+        measure(args.model, length, args.num_prompts, engines, args.show_wrong, args.kv_bits)
         for length in args.lengths
     ]
     if args.json:

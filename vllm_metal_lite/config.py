@@ -7,6 +7,7 @@ from vllm_metal_lite.errors import ConfigError
 PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 ATTENTION = ("auto", "reference", "kernels")
+KV_BITS = (None, 8, 4)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # Most tokens of a chunk times tokens of context before it.  One step's attention grows with this
@@ -31,6 +32,7 @@ class EngineConfig:
     limit of its own.
     memory_fraction None: what is safe on the device (see `kv/sizing.py`).
     dtype "auto": what the weights have on a GPU, float32 (quantised weights expanded) on a CPU.
+    kv_bits: keep K and V in 8 or 4 bits a value (see `kv/quantised.py`); None: as they are.
     attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
     """
 
@@ -44,6 +46,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     memory_fraction: float | None = None
     dtype: str = "auto"
+    kv_bits: int | None = None
     attention: str = "auto"
     seed: int = 0
 
@@ -52,6 +55,7 @@ class EngineConfig:
         self._choice("prefill_policy", PREFILL_POLICIES)
         self._choice("dtype", DTYPES)
         self._choice("attention", ATTENTION)
+        self._choice("kv_bits", KV_BITS)
         self._at_least("max_num_seqs", 1)
         if self.max_num_seqs > MAX_NUM_SEQS:
             raise ConfigError(f"max_num_seqs ({self.max_num_seqs}) is above {MAX_NUM_SEQS}")

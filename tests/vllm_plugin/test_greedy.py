@@ -14,6 +14,8 @@ import kit
 import vllm.config.vllm
 from vllm.triton_utils import HAS_TRITON
 
+from vllm_metal_lite import SamplingParams
+
 NUM_TOKENS = 40
 PLAIN = tiny.prompts(8, 1, 60, seed=1)
 PREFIX = tiny.prompts(1, 48, 48, seed=2)[0]
@@ -57,6 +59,29 @@ def test_recurrent_models_keep_their_states_and_cache_no_prefix(name):
         check(llm, name, SHARED[:4], min_preemptions=1)
         outputs = kit.generate(llm, SHARED[:4], max_tokens=4)
         assert kit.prefix_hits(outputs) == 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_store_of_fewer_bits(monkeypatch, bits):
+    """The tokens are those of the embedded engine, and vLLM counts the bytes as they are."""
+    embedded = tiny.engine("llama", kv_bits=bits, max_model_len=128)
+    for i, prompt in enumerate(SHARED):
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        embedded.add_request(str(i), prompt, params)
+    expected = tiny.run(embedded)
+    size = 40 * 8 * embedded.model.kv_bytes_per_token
+    memory = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": size}
+    monkeypatch.setenv("METAL_LITE_KV_BITS", str(bits))
+    with kit.engine(**CHUNKS, **memory) as llm:
+        outputs = kit.generate(llm, SHARED, max_tokens=NUM_TOKENS)
+        assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 40
+    assert kit.tokens(outputs) == [expected[str(i)].outputs[0].token_ids for i in range(8)]
+
+
+def test_bits_that_there_are_none_of_are_refused(monkeypatch):
+    monkeypatch.setenv("METAL_LITE_KV_BITS", "5")
+    with pytest.raises(Exception, match="METAL_LITE_KV_BITS must be one of"), kit.engine():
+        pass
 
 
 @pytest.mark.parametrize("dialect", ["0", "1"], ids=["V1", "V2"])

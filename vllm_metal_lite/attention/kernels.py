@@ -111,14 +111,16 @@ class KernelAttention(ReferenceAttention):
         return KernelStep(batch, num_rows, self._kv_heads)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
-        dtype = self.store.keys[layer].dtype
-        rows = k.astype(dtype), v.astype(dtype)
-        self.token = ops.kv_write(*rows, step.slot_mapping, *self._store(layer))
+        spec = self.store.specs[layer]
+        rows = k.astype(spec.dtype), v.astype(spec.dtype)
+        self.token = ops.kv_write(*rows, step.slot_mapping, *self._store(layer), spec)
 
     def rope_write(
         self, layer: int, q: Heads, k: Heads, v: Heads, step: StepMetadata
     ) -> mx.array | None:
         """Norm and rotate q and k, write k and v -> q (num_rows, H, D).  None: not by a kernel."""
+        if self.store.specs[layer].bits is not None:
+            return None
         keys, values, _ = self._store(layer)
         kept = [(keys.shape[1], keys.shape[2]), (values.shape[1], values.shape[2])]
         if [(h.num_heads, h.head_dim) for h in (k, v)] != kept or q.head_dim != k.head_dim:
@@ -139,7 +141,8 @@ class KernelAttention(ReferenceAttention):
         return rows
 
     def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
-        k, v, self.token = ops.kv_gather(group.kv_slots, *self._store(layer))
+        spec = self.store.specs[layer]
+        k, v, self.token = ops.kv_gather(group.kv_slots, *self._store(layer), spec)
         return k, v
 
     def take(self, rows: mx.array, index: mx.array) -> mx.array:
@@ -158,19 +161,19 @@ class KernelAttention(ReferenceAttention):
     ) -> mx.array:
         how = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         in_place = {"block_size": self.store.block_size, **how}
-        keys = self.store.keys[layer]
-        rows, outputs = q.astype(keys.dtype), []
+        spec = self.store.specs[layer]
+        rows, outputs = q.astype(spec.dtype), []
         if step.num_decodes:
             out, self.token = ops.paged_decode(
                 rows[: step.num_decodes], step.block_tables, step.seq_lens, *self._store(layer),
-                plan=step.plans[keys.shape[1]], **in_place,
+                plan=step.plans[spec.num_kv_heads], spec=spec, **in_place,
             )  # fmt: skip
             outputs.append(out)
         prompts = step.prompts
         if prompts and self.prefill == "varlen":
             out, self.token = varlen_prefill(
                 rows[step.num_decodes :], *prompts.metadata,
-                prompts.tiles(q.shape[1] // keys.shape[1]), *self._store(layer), **in_place,
+                prompts.tiles(q.shape[1] // spec.num_kv_heads), *self._store(layer), **in_place,
             )  # fmt: skip
             outputs.append(out)
         elif prompts:

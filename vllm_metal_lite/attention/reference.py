@@ -35,9 +35,9 @@ class DeviceGroup:
         self._masks: dict[mx.Dtype, mx.array] = {}
 
     def gather(self, store: mx.array) -> mx.array:
-        """The group's keys or values, (B, num_kv_heads, Lk, head_dim), in one pass.
+        """The group's keys or values as they are kept, (B, num_kv_heads, Lk, width), in one pass.
 
-        store: (num_slots, num_kv_heads, head_dim), seen as one row a slot and head.
+        store: (num_slots, num_kv_heads, width), seen as one row a slot and head.
         """
         heads = store.shape[1]
         if heads not in self._head_rows:
@@ -128,7 +128,9 @@ class ReferenceAttention:
 
     def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
         """A group's keys and values, (B, num_kv_heads, Lk, head_dim)."""
-        return group.gather(self.store.keys[layer]), group.gather(self.store.values[layer])
+        spec = self.store.specs[layer]
+        k, v = group.gather(self.store.keys[layer]), group.gather(self.store.values[layer])
+        return spec.k_row.unpack(k), spec.v_row.unpack(v)
 
     def attend(
         self,

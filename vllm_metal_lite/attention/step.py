@@ -27,6 +27,7 @@ class AttentionShape:
     sinks: bool = False
     latent: bool = False
     chunk: int | None = None
+    kv_bits: int | None = None
 
     def __str__(self) -> str:
         dims = {self.k_head_dim: None, self.v_head_dim: None}
@@ -35,6 +36,7 @@ class AttentionShape:
         text += f", window {self.window}" if self.window is not None else ""
         text += f", softcap {self.softcap:g}" if self.softcap is not None else ""
         text += f", chunks of {self.chunk}" if self.chunk is not None else ""
+        text += f", KV in {self.kv_bits} bits" if self.kv_bits is not None else ""
         return text + (", sinks" if self.sinks else "") + (", latent" if self.latent else "")
 
 

@@ -41,6 +41,7 @@ _ENGINE = (
     ("prefill_policy", str, "NAME", _names(PREFILL_POLICIES)),
     ("memory_fraction", float, "F", "share of the memory to use (default: what is safe)"),
     ("dtype", str, "NAME", _names(DTYPES)),
+    ("kv_bits", int, "N", "keep K and V in so many bits a value: 8 or 4 (default: as they are)"),
     ("attention", str, "NAME", _names(ATTENTION)),
     ("seed", int, "N", "seed of requests that have none of their own"),
 )

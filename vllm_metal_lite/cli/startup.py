@@ -32,6 +32,8 @@ def start_engine(
     dtype = str(model.dtype).removeprefix("mlx.core.")
     tokens = engine.num_blocks * config.block_size
     store = _size(tokens * model.kv_bytes_per_token)
+    if config.kv_bits is not None:
+        store += f", {config.kv_bits} bits a value"
     say(
         f"Model:     {name}: {model.model_type}, {_count(model.num_parameters)} parameters, "
         f"{_size(model.weight_bytes)}, computes in {dtype}"

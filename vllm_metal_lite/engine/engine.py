@@ -55,12 +55,12 @@ class LLMEngine:
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
-        self.model, self.config = model, config or EngineConfig()
+        self.config = config or EngineConfig()
+        self.model = model = model.with_kv_bits(self.config.kv_bits)
         self.num_blocks, self.max_model_len = size_store(model, self.config)
         limit_buffer_cache()
         seats = self.config.max_num_seqs
-        specs = model.packed.attention_specs
-        store = PagedStore(specs, self.num_blocks, self.config.block_size)
+        store = PagedStore(model.kv_specs, self.num_blocks, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
         attention, self.attention_reason = choose(
             self.config.attention, store, model.attention_shapes, model.packed.reads_store

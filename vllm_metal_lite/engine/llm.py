@@ -38,6 +38,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         memory_fraction: float | None = None,
         dtype: str = "auto",
+        kv_bits: int | None = None,
         attention: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -52,6 +53,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             memory_fraction=memory_fraction,
             dtype=dtype,
+            kv_bits=kv_bits,
             attention=attention,
             seed=seed,
         )

@@ -83,9 +83,11 @@ class Workload:
     ) -> None:
         self.shape, self.batch, self.context, self.block_size = shape, batch, context, block_size
         blocks = -(-context // block_size)
-        slots = (batch * blocks, block_size, shape.num_kv_heads, shape.k_head_dim)
+        heads, dim = shape.num_kv_heads, shape.k_head_dim
+        slots = (batch * blocks * block_size, heads, dim)
+        self.spec = LayerSpec(heads, dim, dim, shape.dtype, bits=shape.kv_bits)
         self.keys, self.values = (
-            mx.random.normal(slots).astype(shape.dtype).reshape(-1, *slots[2:]) for _ in range(2)
+            self.spec.k_row.pack(mx.random.normal(slots).astype(shape.dtype)) for _ in range(2)
         )
         tables = np.random.default_rng(0).permutation(batch * blocks).reshape(batch, blocks)
         self.block_tables = mx.array(tables.astype(np.int32))
@@ -98,8 +100,7 @@ class Workload:
         return ops.decode_plan(self.batch, self.shape.num_kv_heads, self.context)
 
     def _result(self, seconds: float, rows: int) -> Attended:
-        s, keys = self.shape, self.batch * self.context
-        size = keys * s.num_kv_heads * (s.k_head_dim + s.v_head_dim) * s.dtype.size
+        s, size = self.shape, self.batch * self.context * self.spec.bytes_per_token
         seen = self.batch * (rows * (self.context - rows) + rows * (rows + 1) // 2)
         flops = 2 * seen * s.num_heads * (s.k_head_dim + s.v_head_dim)
         return Attended(seconds, size, flops)
@@ -116,7 +117,7 @@ class Workload:
             return ops.paged_decode(
                 q, self.block_tables, self.seq_lens, self.keys, self.values, token,
                 block_size=self.block_size, scale=self.scale, plan=plan,
-                window=s.window, softcap=s.softcap,
+                window=s.window, softcap=s.softcap, spec=self.spec,
             )[0]  # fmt: skip
 
         return self._result(seconds_per_call(call, q, compiled=compiled), 1)
@@ -145,8 +146,7 @@ class Workload:
             inputs.append_blocks(row, blocks)
         lengths = np.full(self.batch, rows)
         batch = inputs.pack(index, self.context - lengths, lengths)
-        spec = LayerSpec(s.num_kv_heads, s.k_head_dim, s.v_head_dim, s.dtype)
-        store = PagedStore([spec], 1, self.block_size)
+        store = PagedStore([self.spec], 1, self.block_size)
         store.keys, store.values = [self.keys], [self.values]
         attention = KernelAttention(store, how)
         step = attention.prepare(batch, batch.num_tokens)

@@ -5,7 +5,8 @@ that the one before it returned, and no other (metal/kv_write.metal says why).  
 array of any shape; its values mean nothing.
 
 Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
-layer's store; metadata is int32; B sequences, N packed rows.
+layer's store; metadata is int32; B sequences, N packed rows.  A store that keeps 8 or 4 bits a
+value has rows of words instead, and its `spec` must be given.
 """
 
 import math
@@ -18,11 +19,15 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kv.quantised import RowFormat
+from vllm_metal_lite.kv.store import LayerSpec
 
 _STORE = ["keys", "values", "token"]
 _KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *_STORE], ["next_token"])
 _KV_GATHER = Kernel("kv_gather", ["kv_slots", *_STORE], ["k", "v", "next_token"])
+_KV_WRITE_QUANTISED = Kernel("kv_write_quantised", _KV_WRITE.inputs, _KV_WRITE.outputs)
+_KV_GATHER_QUANTISED = Kernel("kv_gather_quantised", _KV_GATHER.inputs, _KV_GATHER.outputs)
 _PAGED_DECODE = Kernel(
     "paged_decode", ["q", "block_tables", "seq_lens", "sinks", *_STORE], ["out", "lse"]
 )
@@ -70,6 +75,8 @@ def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:
         return "there is no kernel for chunked attention yet"
     if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
         return f"there are no kernels for {shape.dtype}"
+    if shape.kv_bits is not None and prefill:
+        return "varlen_prefill does not read a quantised store"
     largest = MAX_PREFILL_DIM if prefill else MAX_DECODE_DIM
     return head_size_problem((shape.k_head_dim, shape.v_head_dim), largest)
 
@@ -102,10 +109,18 @@ def no_sinks() -> mx.array:
 
 def kv_write(
     k: mx.array, v: mx.array, slot_mapping: mx.array, keys: mx.array, values: mx.array,
-    token: mx.array,
+    token: mx.array, spec: LayerSpec | None = None,
 ) -> mx.array:  # fmt: skip
     """Write rows k (N, num_kv_heads, k_head_dim), v likewise, at slots (N,); negative: skipped."""
     rows, kv_heads, k_dim = k.shape
+    if spec and spec.bits:
+        groups = (row.dim // row.group_size for row in (spec.k_row, spec.v_row))
+        threads, groups = cover(kv_heads * max(groups))
+        return _KV_WRITE_QUANTISED(
+            [k, v, slot_mapping, keys, values, token],
+            {"T": k.dtype, "KV_HEADS": kv_heads, **_format(spec.k_row, spec.v_row)},
+            (groups, rows, 1), threads, [(1,)], [mx.float32],
+        )[0]  # fmt: skip
     k_words, v_words = _words(kv_heads * k_dim, k), _words(kv_heads * v.shape[2], v)
     width = math.gcd(k_words, v_words, 4)
     threads, groups = cover(max(k_words, v_words) // width)
@@ -117,10 +132,21 @@ def kv_write(
 
 
 def kv_gather(
-    kv_slots: mx.array, keys: mx.array, values: mx.array, token: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
+    kv_slots: mx.array, keys: mx.array, values: mx.array, token: mx.array,
+    spec: LayerSpec | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
     """Copy slots (B, L) out of the store -> K and V (B, num_kv_heads, L, head_dim), the token."""
     batch, length = kv_slots.shape
+    if spec and spec.bits:
+        heads, k_row, v_row = spec.num_kv_heads, spec.k_row, spec.v_row
+        threads, groups = cover(heads * max(k_row.value_words, v_row.value_words))
+        return tuple(_KV_GATHER_QUANTISED(
+            [kv_slots, keys, values, token],
+            {"T": spec.dtype, "KV_HEADS": heads, **_format(k_row, v_row)},
+            (groups, length, batch), threads,
+            [(batch, heads, length, row.dim) for row in (k_row, v_row)] + [(1,)],
+            [spec.dtype, spec.dtype, mx.float32],
+        ))  # fmt: skip
     _, kv_heads, k_dim = keys.shape
     v_dim = values.shape[2]
     k_words, v_words = _words(k_dim, keys), _words(v_dim, values)
@@ -149,6 +175,7 @@ def paged_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    spec: LayerSpec | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
 
@@ -156,9 +183,11 @@ def paged_decode(
     sinks: (H,).
     """
     batch, heads, k_dim = q.shape
-    kv_heads, v_dim = keys.shape[1], values.shape[2]
+    k_row, v_row = _rows(keys, values, spec)
+    kv_heads, v_dim = keys.shape[1], v_row.dim
     group = heads // kv_heads
-    lanes, k_width, v_width = _lanes(_words(k_dim, q), _words(v_dim, values))
+    aligned = (_load_words(row) for row in (k_row, v_row))
+    lanes, k_width, v_width = _lanes(k_row.value_words, v_row.value_words, *aligned)
     per_lane = max(k_dim, v_dim) // lanes
     tiles = -(-group // max(1, min(group, _REGISTERS // per_lane)))
     at_once = -(-group // tiles)
@@ -167,10 +196,10 @@ def paged_decode(
     out_dtype = mx.float32 if partial else q.dtype
     template = {
         "T": q.dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
-        "K_DIM": k_dim, "V_DIM": v_dim, "BLOCK_SIZE": block_size, "WINDOW": window or 0,
+        **_format(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "LANES": lanes, "KW": k_width, "VW": v_width,
-        "UNROLL": 4 if per_lane <= 12 else 2, "SIMDGROUPS": simdgroups,
+        "UNROLL": 4 if per_lane <= 12 or k_row.bits else 2, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
     sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
     out, lse = _PAGED_DECODE(
@@ -202,7 +231,30 @@ def _words(elements: int, array: mx.array) -> int:
     return elements * array.dtype.size // 4
 
 
-def _lanes(k_words: int, v_words: int) -> tuple[int, int, int]:
+def _rows(keys: mx.array, values: mx.array, spec: LayerSpec | None) -> tuple[RowFormat, RowFormat]:
+    if spec:
+        return spec.k_row, spec.v_row
+    return RowFormat(keys.shape[2], keys.dtype), RowFormat(values.shape[2], values.dtype)
+
+
+def _format(k_row: RowFormat, v_row: RowFormat) -> Template:
+    """What a kernel is told of the rows of a store."""
+    return {
+        "K_DIM": k_row.dim, "V_DIM": v_row.dim, "BITS": k_row.bits or 8 * k_row.dtype.size,
+        "K_GROUP": k_row.group_size, "V_GROUP": v_row.group_size,
+    }  # fmt: skip
+
+
+def _load_words(row: RowFormat) -> int:
+    """Most words that a load may take: aligned in every row, and within a group of values."""
+    if row.bits is None:
+        return 4
+    return math.gcd(row.width, row.group_size * row.bits // 32, 4)
+
+
+def _lanes(
+    k_words: int, v_words: int, k_widest: int = 4, v_widest: int = 4
+) -> tuple[int, int, int]:
     """Lanes that share a key, and words they load at once of K and of V.
 
     The widest loads that keep a lane's part of a row short.
@@ -211,7 +263,10 @@ def _lanes(k_words: int, v_words: int) -> tuple[int, int, int]:
     for lanes in (32, 16, 8, 4, 2, 1):
         if k_words % lanes or v_words % lanes:
             continue
-        widths = [math.gcd(words // lanes, 4) for words in (k_words, v_words)]
+        widths = [
+            math.gcd(words // lanes, widest)
+            for words, widest in ((k_words, k_widest), (v_words, v_widest))
+        ]
         part = max(k_words, v_words) // lanes
         options.append((part + 8 // min(widths), lanes, *widths))
     return min(options)[1:]

@@ -23,11 +23,16 @@ from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import BLOCK_SIZES
 from vllm_metal_lite.kernels import measure, ops, source
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kv.quantised import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 # Done without where they are wrong; checked by fusedcheck.py.
 OPTIONAL = ("rope_write", "add_rms_norm", "gather_rows")
-KERNELS = ("kv_write", "kv_gather", "paged_decode", "merge_partitions", "varlen_prefill", *OPTIONAL)
+QUANTISED = ("kv_write_quantised", "kv_gather_quantised")
+KERNELS = (
+    "kv_write", "kv_gather", "paged_decode", "merge_partitions", "varlen_prefill",
+    *QUANTISED, *OPTIONAL,
+)  # fmt: skip
 
 # Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
 # rounded inputs; a kernel rounds its result, and in prompts also the weights, to the type.
@@ -68,9 +73,10 @@ class CheckResult:
 def check(shape: AttentionShape, block_size: int) -> list[CheckResult]:
     """Run every kernel at one shape against the reference."""
     case = _Case(shape, block_size)
+    form = "" if shape.kv_bits is None else "_quantised"
     checks: dict[str, Callable[[], tuple[float, float]]] = {
-        "kv_write": case.write,
-        "kv_gather": case.gather,
+        "kv_write" + form: case.write,
+        "kv_gather" + form: case.gather,
         "paged_decode": lambda: case.decode(ops.DecodePlan(1, 8)),
         "merge_partitions": lambda: case.decode(ops.DecodePlan(4, 4)),
     }
@@ -107,6 +113,11 @@ def full_list() -> list[tuple[AttentionShape, int]]:
         cases += [(AttentionShape(4, 2, *d, dtype), 16) for d in dims]
         cases += [(AttentionShape(8, 2, 128, 128, dtype, **e), 16) for e in extras]
         cases += [(AttentionShape(4, 2, 128, 128, dtype), bs) for bs in BLOCK_SIZES]
+        cases += [
+            (AttentionShape(8, 2, *d, dtype, kv_bits=bits), 16)
+            for bits in (8, 4)
+            for d in ((64, 64), (80, 80), (128, 128), (192, 128))
+        ]
     return cases
 
 
@@ -139,40 +150,60 @@ class _Case:
             drawn = mx.array(rng.standard_normal(dims).astype(np.float32)).astype(shape.dtype)
             return np.array(drawn.astype(mx.float32))
 
-        self.keys = draw(slots, shape.num_kv_heads, shape.k_head_dim)
-        self.values = draw(slots, shape.num_kv_heads, shape.v_head_dim)
-        self.keys[~owned] = self.values[~owned] = np.nan
+        self.spec = LayerSpec(
+            shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype, bits=shape.kv_bits
+        )
+        self.formats = self.spec.k_row, self.spec.v_row
+        self.drawn = [draw(slots, shape.num_kv_heads, row.dim) for row in self.formats]
+        self.kept, (self.keys, self.values) = self._fill(owned)
         self.q = draw(self.prompts.num_tokens, shape.num_heads, shape.k_head_dim)
         self.sinks = 2 * draw(shape.num_heads) if shape.sinks else None
         self.num_blocks = num_blocks
+
+    def _fill(self, owned: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The store's K and V, made on this machine's CPU, and the float32 that they stand for.
+
+        What is free is NaN; in a quantised store all bits are ones there, and so a scale is NaN.
+        """
+        kept, values = [], []
+        for row, drawn in zip(self.formats, self.drawn, strict=True):
+            with mx.stream(mx.cpu):
+                packed = row.pack(mx.array(drawn))
+                values.append(np.array(row.unpack(packed).astype(mx.float32)))
+                kept.append(np.array(packed if row.bits else packed.astype(mx.float32)))
+            values[-1][~owned] = np.nan
+            kept[-1][~owned] = 0xFFFFFFFF if row.bits else np.nan
+        return kept, values
 
     def _array(self, values: np.ndarray) -> mx.array:
         return mx.array(values).astype(self.shape.dtype)
 
     def write(self) -> tuple[float, float]:
         """Rows written one by one into an empty store, some of them not to be written."""
-        empty = [self._array(np.zeros_like(a)) for a in (self.keys, self.values)]
+        empty = [mx.zeros_like(a) for a in self._store()]
         slots = self.owned.astype(np.int32)
         skipped = slots[::3]
         target = np.where(np.isin(slots, skipped), -1, slots).astype(np.int32)
-        rows = [self._array(a[self.owned]) for a in (self.keys, self.values)]
+        rows = [self._array(a[self.owned]) for a in self.drawn]
         mx.eval(empty, rows)
-        token = ops.kv_write(*rows, mx.array(target), *empty, ops.new_token())
+        token = ops.kv_write(*rows, mx.array(target), *empty, ops.new_token(), self.spec)
         everything = mx.arange(len(self.keys), dtype=mx.int32)[None]
-        got = ops.kv_gather(everything, *empty, token)[:2]
+        got = ops.kv_gather(everything, *empty, token, self.spec)[:2]
         error = 0.0
-        for array, source_rows in zip(got, (self.keys, self.values), strict=True):
+        for array, row, source_rows in zip(got, self.formats, self.drawn, strict=True):
             expected = np.zeros_like(source_rows)
             expected[target[target >= 0]] = source_rows[target[target >= 0]]
-            error = max(error, largest_error(array[0].swapaxes(0, 1), expected))
-        return error, 0.0
+            allowed = _lost(row, expected) if row.bits else None
+            error = max(error, largest_error(array[0].swapaxes(0, 1), expected, allowed))
+        return error, 1.0 if self.shape.kv_bits else 0.0
 
     def gather(self) -> tuple[float, float]:
         """Two rows of slots in random order."""
         slots = np.random.default_rng(1).choice(self.owned, (2, 37)).astype(np.int32)
-        got = ops.kv_gather(mx.array(slots), *self._store(), ops.new_token())[:2]
+        got = ops.kv_gather(mx.array(slots), *self._store(), ops.new_token(), self.spec)[:2]
         pairs = zip(got, (self.keys, self.values), strict=True)
-        return max(largest_error(a.swapaxes(1, 2), rows[slots]) for a, rows in pairs), 0.0
+        error = max(largest_error(a.swapaxes(1, 2), rows[slots]) for a, rows in pairs)
+        return error, TOLERANCE[self.shape.dtype] if self.shape.kv_bits else 0.0
 
     def decode(self, plan: ops.DecodePlan) -> tuple[float, float]:
         """One query a sequence."""
@@ -180,7 +211,7 @@ class _Case:
         q = self.q[: batch.num_tokens]
         out, _ = ops.paged_decode(
             self._array(q), mx.array(batch.block_tables), mx.array(batch.seq_lens),
-            *self._store(), ops.new_token(), plan=plan, **self._how(),
+            *self._store(), ops.new_token(), plan=plan, spec=self.spec, **self._how(),
         )  # fmt: skip
         return self._compare(batch, q, out)
 
@@ -198,7 +229,8 @@ class _Case:
         return self._compare(batch, self.q, out[:-1])
 
     def _store(self) -> list[mx.array]:
-        return [self._array(a) for a in (self.keys, self.values)]
+        rows = zip(self.formats, self.kept, strict=True)
+        return [mx.array(kept).astype(row.kept_dtype) for row, kept in rows]
 
     def _how(self) -> dict[str, Any]:
         return {
@@ -230,13 +262,23 @@ class _Case:
             return np.array(attention.attend(0, mx.array(q), step, **how))
 
 
-def largest_error(got: mx.array, expected: np.ndarray) -> float:
-    """Largest |got - expected| / (1 + |expected|); a NaN where none is expected is infinite."""
+def _lost(row: RowFormat, values: np.ndarray) -> np.ndarray:
+    """What quantising may lose of each value: half a step, and the roundings to the dtype."""
+    groups = values.reshape(*values.shape[:-1], -1, row.group_size)
+    step = (groups.max(-1, keepdims=True) - groups.min(-1, keepdims=True)) / ((1 << row.bits) - 1)
+    rounding = TOLERANCE[row.dtype] * (1 + np.abs(groups))
+    return (0.5 * step + rounding).reshape(values.shape)
+
+
+def largest_error(got: mx.array, expected: np.ndarray, allowed: np.ndarray | None = None) -> float:
+    """Largest |got - expected| / allowed, which is (1 + |expected|) unless it is given; a NaN where
+    none is expected is infinite."""
     got = np.array(got.astype(mx.float32), np.float64)
     if got.shape != expected.shape:
         raise ValueError(f"shape {got.shape} instead of {expected.shape}")
     wanted = np.isfinite(expected)
-    error = np.abs(got[wanted] - expected[wanted]) / (1 + np.abs(expected[wanted]))
+    allowed = 1 + np.abs(expected) if allowed is None else allowed
+    error = np.abs(got[wanted] - expected[wanted]) / allowed[wanted]
     return float(np.nan_to_num(error, nan=np.inf).max(initial=0.0))
 
 
@@ -260,7 +302,10 @@ def verdict(shape: AttentionShape, block_size: int) -> Verdict:
         if failures:
             return Verdict(failures, "gather")
         # Without a GPU kernels run in tests only, where time means nothing.
-        how = "varlen" if backend.is_cpu() else measure.faster_prefill(shape)
+        if ops.unsupported(shape, prefill=True):
+            how = "gather"
+        else:
+            how = "varlen" if backend.is_cpu() else measure.faster_prefill(shape)
         memory.add(key, how)
     return Verdict((), memory.known[key])
 

@@ -111,7 +111,7 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     lengths = np.ones(seats, np.int64)
     lengths[-1] = rows - seats + 1
     table_rows = np.array([inputs.add([0], 1) for _ in range(seats)])
-    store = PagedStore(model.packed.attention_specs, 1, bs)
+    store = PagedStore(model.kv_specs, 1, bs)
     attention = ReferenceAttention(store)
     # One token first, so that recurrent layers have a state to go on from.
     _run(model, attention, inputs.pack(table_rows[-1:], np.array([0]), np.array([1])))

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
+from vllm_metal_lite.kv.quantised import RowFormat
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.sequences import Run
 
@@ -28,9 +29,11 @@ def _noting(base: type) -> type:
         if self.written is not None:
             raise NotImplementedError("a layer that writes its K and V twice")
         self.written = k, v
+        # What a later step reads from the store is what this one sees.
+        k, v = (row.rounded(a) for row, a in zip(self.rows, (k, v), strict=True))
         return base.update_and_fetch(self, k, v)
 
-    methods = {"update_and_fetch": update_and_fetch, "written": None}
+    methods = {"update_and_fetch": update_and_fetch, "written": None, "rows": ()}
     return type(base.__name__, (base,), methods)
 
 
@@ -38,14 +41,16 @@ def rebuild(template: Any, layer: int, store: PagedStore, batch: ForwardBatch, r
     """The cache, of the type of `template`, that the run's only segment had before this step."""
     native = copy.copy(template)
     native.__class__ = _noting(type(template))
+    spec = store.specs[layer]
+    native.rows = spec.k_row, spec.v_row
     if run.start:
         count = min(run.start, _reach(template))
         positions = np.arange(run.start - count, run.start)
         table = batch.block_tables[run.segments[0]]
         slots = table[positions // batch.block_size] * batch.block_size
         slots = mx.array((slots + positions % batch.block_size).astype(np.int32))
-        native.keys = _gather(store.keys[layer], slots)
-        native.values = _gather(store.values[layer], slots)
+        native.keys = _gather(store.keys[layer], spec.k_row, slots)
+        native.values = _gather(store.values[layer], spec.v_row, slots)
         native.offset = run.start
         if isinstance(native, RotatingKVCache):
             native._idx = count
@@ -61,9 +66,8 @@ def _reach(template: Any) -> int:
     return template.chunk_size if isinstance(template, ChunkedKVCache) else 1 << 62
 
 
-def _gather(rows: mx.array, slots: mx.array) -> mx.array:
-    """(num_slots, H, D) at slots (n,) as (1, H, n, D)."""
-    heads, dim = rows.shape[1:]
-    if not dim:
-        return mx.zeros((1, heads, slots.size, 0), rows.dtype)
-    return rows[slots].swapaxes(0, 1)[None]
+def _gather(rows: mx.array, row: RowFormat, slots: mx.array) -> mx.array:
+    """(num_slots, H, width) at slots (n,) as (1, H, n, D)."""
+    if not row.dim:
+        return mx.zeros((1, rows.shape[1], slots.size, 0), row.dtype)
+    return row.unpack(rows[slots]).swapaxes(0, 1)[None]

@@ -5,7 +5,7 @@ A name is "demo" (shipped in the package), a local folder, or a Hugging Face rep
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, l
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.errors import ConfigError, ModelLoadError
+from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.fit import fit
 from vllm_metal_lite.model.joined import join_projections
@@ -53,10 +54,24 @@ class LoadedModel:
     dtype: mx.Dtype
     generation_config: dict[str, Any]
     attention_shapes: list[AttentionShape]
+    kv_specs: list[LayerSpec]
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return sum(s.bytes_per_token for s in self.packed.attention_specs)
+        return sum(s.bytes_per_token for s in self.kv_specs)
+
+    def with_kv_bits(self, kv_bits: int | None) -> "LoadedModel":
+        """The same model with its K and V kept in 8 or 4 bits a value, or (None) as they are.
+
+        Raises ConfigError, with the reason, if what a layer keeps cannot be quantised.
+        """
+        if kv_bits is not None and (problem := _not_quantisable(self.kv_specs)):
+            raise ConfigError(f"kv_bits={kv_bits} is not possible for {self.name}: {problem}")
+        return replace(
+            self,
+            kv_specs=[replace(s, bits=kv_bits) for s in self.kv_specs],
+            attention_shapes=[replace(s, kv_bits=kv_bits) for s in self.attention_shapes],
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -116,7 +131,19 @@ def from_model(
         dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
         generation_config=_read_json(path / "generation_config.json") if path else {},
         attention_shapes=shapes,
+        kv_specs=list(layout.specs),
     )
+
+
+def _not_quantisable(specs: list[LayerSpec]) -> str | None:
+    """Why the rows of some layer cannot be quantised, or None if all can."""
+    for layer, spec in enumerate(specs):
+        if not mx.issubdtype(spec.dtype, mx.floating):
+            return f"layer {layer} keeps {spec.dtype}"
+        for dim in (spec.k_head_dim, spec.v_head_dim):
+            if dim % 8:
+                return f"layer {layer} keeps heads of {dim} values, which is no multiple of 8"
+    return None
 
 
 def _refuse_untrusted(name: str, model_type: str) -> None:

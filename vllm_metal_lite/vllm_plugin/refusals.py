@@ -85,7 +85,9 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = str(vllm_config.cache_config.cache_dtype)
     if kv_dtype not in ("auto", dtype):
-        _refuse("--kv-cache-dtype", kv_dtype, f"K and V are kept as the model computes, in {dtype}")
+        _refuse(
+            "--kv-cache-dtype", kv_dtype, f"K and V are kept in {dtype}, or in METAL_LITE_KV_BITS"
+        )
 
 
 def _refuse(option: str, value: Any, hint: str | None = None) -> None:

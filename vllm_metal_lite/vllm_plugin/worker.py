@@ -14,7 +14,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.choose import choose
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
-from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.config import KV_BITS, EngineConfig
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv import sizing
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
@@ -33,6 +33,15 @@ logger = init_logger("vllm.metal_lite")
 
 # A model of recurrent layers alone keeps nothing in blocks, but vLLM counts tokens by them.
 _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
+
+
+def _kv_bits(text: str | None) -> int | None:
+    """METAL_LITE_KV_BITS as a number; ConfigError if EngineConfig would not take it."""
+    if not text:
+        return None
+    if text not in map(str, KV_BITS[1:]):
+        raise ConfigError(f"METAL_LITE_KV_BITS must be one of {list(KV_BITS[1:])}, got {text!r}")
+    return int(text)
 
 
 class MetalLiteWorker(WorkerBase):
@@ -57,7 +66,8 @@ class MetalLiteWorker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
-        self.model = load(self.model_config.model, self._dtype())
+        model = load(self.model_config.model, self._dtype())
+        self.model = model.with_kv_bits(_kv_bits(os.environ.get("METAL_LITE_KV_BITS")))
         sizing.limit_buffer_cache()
         reason = self.model.packed.no_prefix_cache
         if reason and self.cache_config.enable_prefix_caching:
@@ -77,15 +87,16 @@ class MetalLiteWorker(WorkerBase):
 
     @property
     def _specs(self) -> list[LayerSpec]:
-        return self.model.packed.attention_specs or [_TOKEN_COUNTER]
+        return self.model.kv_specs or [_TOKEN_COUNTER]
 
     def _kv_cache_spec(self, spec: LayerSpec) -> "KVCacheSpec":
+        # vLLM only counts bytes by these: rows of quantised words are wide as they are kept.
         kwargs = {
             "block_size": self.cache_config.block_size,
             "num_kv_heads": spec.num_kv_heads,
-            "head_size": spec.k_head_dim,
-            "head_size_v": spec.v_head_dim,
-            "dtype": getattr(torch, str(spec.dtype).removeprefix("mlx.core.")),
+            "head_size": spec.k_row.width,
+            "head_size_v": spec.v_row.width,
+            "dtype": getattr(torch, str(spec.k_row.kept_dtype).removeprefix("mlx.core.")),
         }
         if spec.window is None:
             return FullAttentionSpec(**kwargs)
@@ -150,9 +161,7 @@ class MetalLiteWorker(WorkerBase):
         self._make_runner()
 
     def _make_runner(self) -> None:
-        store = PagedStore(
-            self.model.packed.attention_specs, self._num_blocks, self.cache_config.block_size
-        )
+        store = PagedStore(self.model.kv_specs, self._num_blocks, self.cache_config.block_size)
         option = os.environ.get("METAL_LITE_ATTENTION", "auto")
         attention, reason = choose(
             option, store, self.model.attention_shapes, self.model.packed.reads_store
