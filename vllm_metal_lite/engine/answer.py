@@ -39,9 +39,12 @@ class Answer:
         self._tokenizer = tokenizer
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, params, request.prompt_token_ids[-1])
+            self._detokenizer = self.output.text = Detokenizer(
+                tokenizer, params, self.output.token_ids, request.prompt_token_ids[-1]
+            )
+        self._finds_stop = bool(params.stop_strings and self._detokenizer)
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._stop_ids = frozenset(params.stop_token_ids or ())
+        self._stop_ids = self._eos.union(params.stop_token_ids or ())
         room = max_model_len - request.num_prompt_tokens
         self._max_tokens = min(params.max_tokens or room, room)
 
@@ -55,33 +58,36 @@ class Answer:
 
     def append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""
-        out = self.output
-        out.token_ids.append(token_id)
-        count = len(out.token_ids)
+        tokens = self.output.token_ids
+        count = len(tokens) + 1
         may_stop = count >= self.params.min_tokens
-        if may_stop and token_id in self._eos:
-            return self._finish("stop")
         if may_stop and token_id in self._stop_ids:
-            if self._detokenizer and self.params.include_stop_str_in_output:
-                self._detokenizer.add(token_id, may_stop=False)
-            return self._finish("stop", token_id)
-        stop = self._detokenizer.add(token_id, may_stop) if self._detokenizer else None
-        if self._detokenizer:
-            out.text = self._detokenizer.text
-        if stop is not None:
-            out.finish_reason, out.stop_reason = "stop", stop
-            return True
-        return self._finish("length") if count >= self._max_tokens else False
+            is_eos = token_id in self._eos
+            hidden = is_eos or not self.params.include_stop_str_in_output
+            self._end_text(count - hidden)  # before anybody can read the token
+            tokens.append(token_id)
+            return self._finish("stop", None if is_eos else token_id)
+        tokens.append(token_id)
+        if self._finds_stop:
+            stop = self._detokenizer.find_stop(may_stop)
+            if stop is not None:
+                return self._finish("stop", stop)
+        if count < self._max_tokens:
+            return False
+        self._end_text(count)
+        return self._finish("length")
 
-    def _finish(self, reason: str, stop_reason: int | None = None) -> bool:
+    def _end_text(self, num_tokens: int) -> None:
         if self._detokenizer:
-            self._detokenizer.finish()
-            self.output.text = self._detokenizer.text
-        self.output.finish_reason, self.output.stop_reason = reason, stop_reason
+            self._detokenizer.end_at(num_tokens)
+
+    def _finish(self, reason: str, stop_reason: int | str | None = None) -> bool:
+        self.output.stop_reason, self.output.finish_reason = stop_reason, reason
         return True
 
     def abort(self, reason: str = "abort") -> None:
         """End the answer where it stands."""
+        self._end_text(len(self.output.token_ids))
         self._finish(reason)
 
     def append_logprobs(self, logprobs: "Logprobs", row: int) -> None:

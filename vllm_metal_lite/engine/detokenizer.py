@@ -1,59 +1,120 @@
-"""From token ids to text as they come, and where a stop string ends it."""
+"""From token ids to text: when somebody reads it, or, for stop strings, as the tokens come."""
 
 from functools import lru_cache
+from threading import Lock
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
 
 from vllm_metal_lite.sampling_params import SamplingParams
 
 
 class Detokenizer:
-    """The text of one answer.
+    """The text of one answer, whose tokens are a list that grows.
 
-    `text` never shows a part that could still turn out to be the start of a stop string.
+    `text` never shows a part that could still turn out to be the start of a stop string.  It may be
+    read in one thread while another adds tokens.
     last_prompt_token: the stream starts behind it, as streams drop the very first space.
     """
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, params: SamplingParams, last_prompt_token: int
+        self,
+        tokenizer: TokenizerWrapper,
+        params: SamplingParams,
+        token_ids: list[int],
+        last_prompt_token: int,
     ) -> None:
+        self._token_ids = token_ids
+        self._num_read = 0
+        self._end: int | None = None  # how many tokens will be shown, once that is known
+        self._lock = Lock()
         self._stream = tokenizer.detokenizer
+        self._pieces = _Pieces.of(tokenizer)
         self._skip = _special_ids(tokenizer) if params.skip_special_tokens else frozenset()
         self._vocab_size = len(tokenizer)  # a model's vocabulary may be padded beyond it
         self._stop = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._hold_back = max(map(len, self._stop), default=1) - 1
         self._searched = 0
-        self.text = ""
-        self._start = 0
+        self._shown = ""  # with stop strings: up to where it was searched
+        self._settled = False  # the stream has text, and holds nothing back
         if last_prompt_token < self._vocab_size:
-            self._stream.add_token(last_prompt_token)
-            self._start = len(self._stream.text)
+            self._add(last_prompt_token)
+        self._start = len(self._stream.text)
 
-    def add(self, token_id: int, may_stop: bool = True) -> str | None:
-        """Add a token; returns the stop string that now stands in the text, if one does."""
-        if token_id in self._skip or token_id >= self._vocab_size:
-            return None
-        self._stream.add_token(token_id)
-        text = self._stream.text[self._start :]
-        if not self._stop:
-            self.text = text
-            return None
+    @property
+    def text(self) -> str:
+        return self._shown if self._stop and self._end is None else self._read()
+
+    def find_stop(self, may_stop: bool = True) -> str | None:
+        """To be called after each token if there are stop strings: the one that now stands in the
+        text, if one does."""
+        text = self._read()
         if may_stop:
             start = max(self._searched - self._hold_back, 0)
             found = [(at, s) for s in self._stop if (at := text.find(s, start)) >= 0]
             if found:
                 at, stop = min(found)
-                self.text = text[: at + len(stop)] if self._keep_stop else text[:at]
+                self._shown = text[: at + len(stop)] if self._keep_stop else text[:at]
                 return stop
         self._searched = len(text)
-        self.text = text[: max(len(text) - self._hold_back, 0)]
+        self._shown = text[: max(len(text) - self._hold_back, 0)]
         return None
 
-    def finish(self) -> None:
-        """Flush what was held back; not after a stop string was found."""
-        self._stream.finalize()
-        self.text = self._stream.text[self._start :]
+    def end_at(self, num_tokens: int) -> None:
+        """So many tokens will be shown, and then what was held back behind them.
+
+        Not after a stop string was found.
+        """
+        self._end = num_tokens
+
+    def _read(self) -> str:
+        with self._lock:
+            end = self._end
+            new = self._token_ids[self._num_read : end]
+            for token_id in new:
+                if token_id not in self._skip and token_id < self._vocab_size:
+                    self._add(token_id)
+            self._num_read += len(new)
+            if self._num_read == end:
+                self._stream.finalize()
+            return self._stream.text[self._start :]
+
+    def _add(self, token_id: int) -> None:
+        if self._settled and (piece := self._pieces[token_id]):
+            self._stream.text += piece
+            return
+        before = len(self._stream.text)
+        self._stream.add_token(token_id)
+        self._settled = self._pieces.known and len(self._stream.text) > before
+
+
+class _Pieces(dict[int, str]):
+    """What a token adds to a stream that has text and holds nothing back; "" if it is held back.
+
+    Most tokens add the same characters wherever they stand, and a look-up is faster than a stream.
+    known: the tokenizer's streams are of a kind whose `text` grows when all of it is out.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+        known = (BPEStreamingDetokenizer, SPMStreamingDetokenizer)
+        self.known = isinstance(tokenizer.detokenizer, known)
+
+    def __missing__(self, token_id: int) -> str:
+        stream = self._tokenizer.detokenizer
+        stream.text = "x"
+        stream.add_token(token_id)
+        self[token_id] = piece = stream.text[1:]
+        return piece
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def of(tokenizer: TokenizerWrapper) -> "_Pieces":
+        return _Pieces(tokenizer)
 
 
 @lru_cache(maxsize=4)  # slow to ask for, and the same for every request
