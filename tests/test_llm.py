@@ -292,10 +292,10 @@ def test_the_detokenizer_holds_back_what_may_be_a_stop_string_even_at_the_start(
     for token in encode("abcdeX"):
         tokens.append(token)
         assert stream.find_stop() is None
-        shown.append(stream.text)
+        shown.append(stream.text())
     assert shown == ["", "", "", "", "", "a"]
     stream.end_at(len(tokens))
-    assert stream.text == "abcdeX"
+    assert stream.text() == "abcdeX"
 
 
 def test_an_answer_keeps_its_first_space():
@@ -304,7 +304,7 @@ def test_an_answer_keeps_its_first_space():
     for cut in range(1, len(ids)):
         stream = Detokenizer(tokenizer, SamplingParams(), ids[cut:], ids[cut - 1])
         stream.end_at(len(ids) - cut)
-        assert tokenizer.decode(ids[:cut]) + stream.text == "the red box is 4821"
+        assert tokenizer.decode(ids[:cut]) + stream.text() == "the red box is 4821"
 
 
 def test_tokens_outside_the_tokenizer_are_silent(llm):

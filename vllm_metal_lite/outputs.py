@@ -1,14 +1,8 @@
 """What the engine returns, named as vLLM names it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-
-class TextSource(Protocol):
-    """Something that has a text, now and then a longer one."""
-
-    @property
-    def text(self) -> str: ...
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -48,14 +42,17 @@ class CompletionOutput:
 
 
 def _get_text(output: CompletionOutput) -> str:
-    finished = output.finished  # before its text is read, for another thread may end it
-    text = output._text if isinstance(output._text, str) else output._text.text
+    text = output._text
+    if isinstance(text, str):
+        return text
+    finished = output.finish_reason is not None  # asked first: another thread may end it
+    text = text()
     if finished:
         output._text = text
     return text
 
 
-def _set_text(output: CompletionOutput, text: str | TextSource) -> None:
+def _set_text(output: CompletionOutput, text: str | Callable[[], str]) -> None:
     output._text = text
 
 

@@ -39,9 +39,10 @@ class Answer:
         self._tokenizer = tokenizer
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = self.output.text = Detokenizer(
+            self._detokenizer = Detokenizer(
                 tokenizer, params, self.output.token_ids, request.prompt_token_ids[-1]
             )
+            self.output.text = self._detokenizer.text
         self._finds_stop = bool(params.stop_strings and self._detokenizer)
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = self._eos.union(params.stop_token_ids or ())

@@ -32,22 +32,16 @@ class Detokenizer:
         self._end: int | None = None  # how many tokens will be shown, once that is known
         self._lock = Lock()
         self._stream = tokenizer.detokenizer
-        self._pieces = _Pieces.of(tokenizer)
-        self._skip = _special_ids(tokenizer) if params.skip_special_tokens else frozenset()
-        self._vocab_size = len(tokenizer)  # a model's vocabulary may be padded beyond it
+        self._pieces = _pieces_of(tokenizer, params.skip_special_tokens)
         self._stop = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._hold_back = max(map(len, self._stop), default=1) - 1
         self._searched = 0
         self._shown = ""  # with stop strings: up to where it was searched
         self._settled = False  # the stream has text, and holds nothing back
-        if last_prompt_token < self._vocab_size:
+        if last_prompt_token < self._pieces.vocab_size:
             self._add(last_prompt_token)
         self._start = len(self._stream.text)
-
-    @property
-    def text(self) -> str:
-        return self._shown if self._stop and self._end is None else self._read()
 
     def find_stop(self, may_stop: bool = True) -> str | None:
         """To be called after each token if there are stop strings: the one that now stands in the
@@ -71,50 +65,59 @@ class Detokenizer:
         """
         self._end = num_tokens
 
+    def text(self) -> str:
+        """What may be shown of the tokens so far."""
+        return self._shown if self._stop and self._end is None else self._read()
+
     def _read(self) -> str:
         with self._lock:
-            end = self._end
-            new = self._token_ids[self._num_read : end]
-            for token_id in new:
-                if token_id not in self._skip and token_id < self._vocab_size:
+            end, pieces = self._end, self._pieces
+            for token_id in self._token_ids[self._num_read : end]:
+                self._num_read += 1
+                piece = pieces[token_id] if self._settled else None
+                if piece is not None:
+                    self._stream.text += piece
+                elif pieces.shows(token_id):
                     self._add(token_id)
-            self._num_read += len(new)
             if self._num_read == end:
                 self._stream.finalize()
             return self._stream.text[self._start :]
 
     def _add(self, token_id: int) -> None:
-        if self._settled and (piece := self._pieces[token_id]):
-            self._stream.text += piece
-            return
         before = len(self._stream.text)
         self._stream.add_token(token_id)
         self._settled = self._pieces.known and len(self._stream.text) > before
 
 
-class _Pieces(dict[int, str]):
-    """What a token adds to a stream that has text and holds nothing back; "" if it is held back.
+class _Pieces(dict[int, str | None]):
+    """What a token adds to a stream that has text and holds nothing back; None if it is held back.
 
     Most tokens add the same characters wherever they stand, and a look-up is faster than a stream.
     known: the tokenizer's streams are of a kind whose `text` grows when all of it is out.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)  # a model's may be padded beyond it
+        self._skip = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         known = (BPEStreamingDetokenizer, SPMStreamingDetokenizer)
         self.known = isinstance(tokenizer.detokenizer, known)
 
-    def __missing__(self, token_id: int) -> str:
+    def shows(self, token_id: int) -> bool:
+        return token_id not in self._skip and token_id < self.vocab_size
+
+    def __missing__(self, token_id: int) -> str | None:
+        self[token_id] = piece = self._find(token_id) if self.shows(token_id) else ""
+        return piece
+
+    def _find(self, token_id: int) -> str | None:
         stream = self._tokenizer.detokenizer
         stream.text = "x"
         stream.add_token(token_id)
-        self[token_id] = piece = stream.text[1:]
-        return piece
+        return stream.text[1:] or None
 
-    @staticmethod
-    @lru_cache(maxsize=4)
-    def of(tokenizer: TokenizerWrapper) -> "_Pieces":
-        return _Pieces(tokenizer)
+
+_pieces_of = lru_cache(maxsize=8)(_Pieces)  # the same for every request
 
 
 @lru_cache(maxsize=4)  # slow to ask for, and the same for every request
