@@ -32,6 +32,7 @@ class Answer:
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
         self.output = CompletionOutput(index)
+        self._token_ids = self.output.token_ids
         self.bad_words: list[list[int]] = []  # their token ids
         if params.logprobs is not None:
             self.output.logprobs = []
@@ -40,7 +41,7 @@ class Answer:
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(
-                tokenizer, params, self.output.token_ids, request.prompt_token_ids[-1]
+                tokenizer, params, self._token_ids, request.prompt_token_ids[-1]
             )
             self.output.text = self._detokenizer.text
         self._finds_stop = bool(params.stop_strings and self._detokenizer)
@@ -59,23 +60,21 @@ class Answer:
 
     def append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""
-        tokens = self.output.token_ids
-        count = len(tokens) + 1
-        may_stop = count >= self.params.min_tokens
-        if may_stop and token_id in self._stop_ids:
+        tokens = self._token_ids
+        if token_id in self._stop_ids and len(tokens) + 1 >= self.params.min_tokens:
             is_eos = token_id in self._eos
             hidden = is_eos or not self.params.include_stop_str_in_output
-            self._end_text(count - hidden)  # before anybody can read the token
+            self._end_text(len(tokens) + 1 - hidden)  # before anybody can read the token
             tokens.append(token_id)
             return self._finish("stop", None if is_eos else token_id)
         tokens.append(token_id)
         if self._finds_stop:
-            stop = self._detokenizer.find_stop(may_stop)
+            stop = self._detokenizer.find_stop(len(tokens) >= self.params.min_tokens)
             if stop is not None:
                 return self._finish("stop", stop)
-        if count < self._max_tokens:
+        if len(tokens) < self._max_tokens:
             return False
-        self._end_text(count)
+        self._end_text(len(tokens))
         return self._finish("length")
 
     def _end_text(self, num_tokens: int) -> None:
@@ -88,7 +87,7 @@ class Answer:
 
     def abort(self, reason: str = "abort") -> None:
         """End the answer where it stands."""
-        self._end_text(len(self.output.token_ids))
+        self._end_text(len(self._token_ids))
         self._finish(reason)
 
     def append_logprobs(self, logprobs: "Logprobs", row: int) -> None:
