@@ -27,7 +27,8 @@ class AsyncScheduler(Scheduler):
             if request.status is not running:
                 continue
             num_decoding += 1
-            if len(request.token_ids) + 1 < request.max_length:  # else the one under way is its last
+            # Else the token under way is its last.
+            if len(request.token_ids) + 1 < request.max_length:
                 start = request.num_computed_tokens + 1
                 out.segments.append(ahead := Segment(request, start, 1, ()))
                 if start == len(request.block_ids) * block_size:

@@ -15,8 +15,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 class Detokenizer:
     """The text of one answer, whose tokens are a list that grows.
 
-    `text` never shows a part that could still turn out to be the start of a stop string.  It may be
-    read in one thread while another adds tokens.
+    One thread may read the text while another adds tokens.
     last_prompt_token: the stream starts behind it, as streams drop the very first space.
     """
 
@@ -27,24 +26,28 @@ class Detokenizer:
         token_ids: list[int],
         last_prompt_token: int,
     ) -> None:
-        self._token_ids = token_ids
-        self._num_read = 0
+        self._token_ids, self._num_read = token_ids, 0
         self._end: int | None = None  # how many tokens will be shown, once that is known
         self._lock = Lock()
-        self._stream = tokenizer.detokenizer
-        self._pieces = _pieces_of(tokenizer, params.skip_special_tokens)
         self._stop = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._hold_back = max(map(len, self._stop), default=1) - 1
         self._searched = 0
-        self._shown = ""  # with stop strings: up to where it was searched
+        self._shown = ""  # with stop strings: up to where no part of one can be
+        self._pieces = _pieces_of(tokenizer, params.skip_special_tokens)
+        self._stream = tokenizer.detokenizer
         self._settled = False  # the stream has text, and holds nothing back
+        self._text, self._start = "", 0
         if last_prompt_token < self._pieces.vocab_size:
-            self._add(last_prompt_token)
-        self._start = len(self._stream.text)
+            self._run_stream(last_prompt_token)
+            self._text, self._start = "", len(self._stream.text)
+
+    def text(self) -> str:
+        """What may be shown: never a part that could still become a stop string."""
+        return self._shown if self._stop and self._end is None else self._read()
 
     def find_stop(self, may_stop: bool = True) -> str | None:
-        """To be called after each token if there are stop strings: the one that now stands in the
+        """To be called for each token if there are stop strings: the one that now stands in the
         text, if one does."""
         text = self._read()
         if may_stop:
@@ -65,10 +68,6 @@ class Detokenizer:
         """
         self._end = num_tokens
 
-    def text(self) -> str:
-        """What may be shown of the tokens so far."""
-        return self._shown if self._stop and self._end is None else self._read()
-
     def _read(self) -> str:
         with self._lock:
             end, pieces = self._end, self._pieces
@@ -76,30 +75,39 @@ class Detokenizer:
                 self._num_read += 1
                 piece = pieces[token_id] if self._settled else None
                 if piece is not None:
-                    self._stream.text += piece
+                    self._text += piece
                 elif pieces.shows(token_id):
-                    self._add(token_id)
+                    self._run_stream(token_id)
             if self._num_read == end:
-                self._stream.finalize()
-            return self._stream.text[self._start :]
+                self._run_stream(None)
+            return self._text
 
-    def _add(self, token_id: int) -> None:
-        before = len(self._stream.text)
-        self._stream.add_token(token_id)
-        self._settled = self._pieces.known and len(self._stream.text) > before
+    def _run_stream(self, token_id: int | None) -> None:
+        """Add a token to the stream; None: flush it."""
+        stream, before = self._stream, len(self._stream.text)
+        if token_id is None:
+            stream.finalize()
+        else:
+            stream.add_token(token_id)
+        if self._pieces.known:
+            grown = stream.text[before:]
+            self._text += grown
+            self._settled = bool(grown)
+        else:
+            self._text = stream.text[self._start :]
 
 
 class _Pieces(dict[int, str | None]):
     """What a token adds to a stream that has text and holds nothing back; None if it is held back.
 
     Most tokens add the same characters wherever they stand, and a look-up is faster than a stream.
-    known: the tokenizer's streams are of a kind whose `text` grows when all of it is out.
+    known: the tokenizer's streams are of a kind whose `text` only grows, when all of it is out.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self.vocab_size = len(tokenizer)  # a model's may be padded beyond it
         self._skip = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self.vocab_size = len(tokenizer)  # a model's may be padded beyond it
         known = (BPEStreamingDetokenizer, SPMStreamingDetokenizer)
         self.known = isinstance(tokenizer.detokenizer, known)
 
@@ -107,20 +115,19 @@ class _Pieces(dict[int, str | None]):
         return token_id not in self._skip and token_id < self.vocab_size
 
     def __missing__(self, token_id: int) -> str | None:
-        self[token_id] = piece = self._find(token_id) if self.shows(token_id) else ""
+        piece: str | None = ""
+        if self.shows(token_id):
+            stream = self._tokenizer.detokenizer
+            stream.text = "x"
+            stream.add_token(token_id)
+            piece = stream.text[1:] or None
+        self[token_id] = piece
         return piece
 
-    def _find(self, token_id: int) -> str | None:
-        stream = self._tokenizer.detokenizer
-        stream.text = "x"
-        stream.add_token(token_id)
-        return stream.text[1:] or None
+
+_pieces_of = lru_cache(maxsize=8)(_Pieces)  # slow to make, and the same for every request
 
 
-_pieces_of = lru_cache(maxsize=8)(_Pieces)  # the same for every request
-
-
-@lru_cache(maxsize=4)  # slow to ask for, and the same for every request
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
     """Tokens that are markup: the named ones (end of sequence, ...) and those marked special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
