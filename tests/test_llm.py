@@ -292,7 +292,7 @@ def test_the_detokenizer_holds_back_what_may_be_a_stop_string_even_at_the_start(
     for token in encode("abcdeX"):
         tokens.append(token)
         assert stream.find_stop() is None
-        shown.append(stream.text())
+        shown.append(stream.shown)
     assert shown == ["", "", "", "", "", "a"]
     stream.end_at(len(tokens))
     assert stream.text() == "abcdeX"

@@ -43,8 +43,9 @@ class Answer:
             self._detokenizer = Detokenizer(
                 tokenizer, params, self._token_ids, request.prompt_token_ids[-1]
             )
-            self.output.text = self._detokenizer.text
         self._finds_stop = bool(params.stop_strings and self._detokenizer)
+        if self._detokenizer and not self._finds_stop:
+            self.output.text = self._detokenizer.text  # made when it is read
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = self._eos.union(params.stop_token_ids or ())
         room = max_model_len - request.num_prompt_tokens
@@ -70,6 +71,7 @@ class Answer:
         tokens.append(token_id)
         if self._finds_stop:
             stop = self._detokenizer.find_stop(len(tokens) >= self.params.min_tokens)
+            self.output.text = self._detokenizer.shown
             if stop is not None:
                 return self._finish("stop", stop)
         if len(tokens) < self._max_tokens:
@@ -80,6 +82,7 @@ class Answer:
     def _end_text(self, num_tokens: int) -> None:
         if self._detokenizer:
             self._detokenizer.end_at(num_tokens)
+            self.output.text = self._detokenizer.text
 
     def _finish(self, reason: str, stop_reason: int | str | None = None) -> bool:
         self.output.stop_reason, self.output.finish_reason = stop_reason, reason

@@ -15,7 +15,8 @@ from vllm_metal_lite.sampling_params import SamplingParams
 class Detokenizer:
     """The text of one answer, whose tokens are a list that grows.
 
-    One thread may read the text while another adds tokens.
+    One thread may read it while another adds tokens.
+    shown: with stop strings, the text up to where no part of one can be.
     last_prompt_token: the stream starts behind it, as streams drop the very first space.
     """
 
@@ -33,7 +34,7 @@ class Detokenizer:
         self._keep_stop = params.include_stop_str_in_output
         self._hold_back = max(map(len, self._stop), default=1) - 1
         self._searched = 0
-        self._shown = ""  # with stop strings: up to where no part of one can be
+        self.shown = ""
         self._pieces = _pieces_of(tokenizer, params.skip_special_tokens)
         self._stream = tokenizer.detokenizer
         self._settled = False  # the stream has text, and holds nothing back
@@ -42,33 +43,26 @@ class Detokenizer:
             self._run_stream(last_prompt_token)
             self._text, self._start = "", len(self._stream.text)
 
-    def text(self) -> str:
-        """What may be shown: never a part that could still become a stop string."""
-        return self._shown if self._stop and self._end is None else self._read()
-
     def find_stop(self, may_stop: bool = True) -> str | None:
-        """To be called for each token if there are stop strings: the one that now stands in the
-        text, if one does."""
-        text = self._read()
+        """Look at what the last token added: the stop string that now stands in the text, if any."""
+        text = self.text()
         if may_stop:
             start = max(self._searched - self._hold_back, 0)
             found = [(at, s) for s in self._stop if (at := text.find(s, start)) >= 0]
             if found:
                 at, stop = min(found)
-                self._shown = text[: at + len(stop)] if self._keep_stop else text[:at]
+                self.shown = text[: at + len(stop)] if self._keep_stop else text[:at]
                 return stop
         self._searched = len(text)
-        self._shown = text[: max(len(text) - self._hold_back, 0)]
+        self.shown = text[: max(len(text) - self._hold_back, 0)]
         return None
 
     def end_at(self, num_tokens: int) -> None:
-        """So many tokens will be shown, and then what was held back behind them.
-
-        Not after a stop string was found.
-        """
+        """So many tokens will be shown, and then what was held back behind them."""
         self._end = num_tokens
 
-    def _read(self) -> str:
+    def text(self) -> str:
+        """All of it, stop strings and parts of them too."""
         with self._lock:
             end, pieces = self._end, self._pieces
             for token_id in self._token_ids[self._num_read : end]:
