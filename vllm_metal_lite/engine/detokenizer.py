@@ -44,7 +44,7 @@ class Detokenizer:
             self._text, self._start = "", len(self._stream.text)
 
     def find_stop(self, may_stop: bool = True) -> str | None:
-        """Look at what the last token added: the stop string that now stands in the text, if any."""
+        """To be called for each token: the stop string that now stands in the text, if any."""
         text = self.text()
         if may_stop:
             start = max(self._searched - self._hold_back, 0)
