@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,11 +115,10 @@ def _plot(rows: list[dict], path: str) -> None:
 
 
 class _NoModel:
-    """In the place of the runner: tokens out of nowhere, at no cost, others at each step."""
+    """In the place of the runner: tokens at no cost, those of a text over and over."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._tokens = np.random.default_rng(0).integers(32, vocab_size, 1 << 14).astype(np.int32)
-        self._at = 0
+    def __init__(self, token_ids: list[int]) -> None:
+        self._tokens, self._at = np.array(token_ids, np.int32), 0
 
     def execute(self, batch: Any, req_indices: np.ndarray, *rest: Any) -> StepResult:
         self._at = (self._at + len(req_indices)) % (len(self._tokens) - len(req_indices))
@@ -160,6 +160,7 @@ def host(batches: Sequence[int] = (1, 64, 256), steps: int = 400) -> dict[str, d
 
 def _engine_alone(requests: int, steps: int, kind: str) -> LLMEngine:
     model = load("demo")
+    said = model.tokenizer.encode(Path(__file__).read_text(encoding="utf-8")[:8000])
     if kind == _TEXTS[0]:
         model.tokenizer = None
     config = EngineConfig(
@@ -167,7 +168,7 @@ def _engine_alone(requests: int, steps: int, kind: str) -> LLMEngine:
         max_model_len=640,
     )  # fmt: skip
     engine = LLMEngine(model, config)
-    engine.runner = _NoModel(model.vocab_size)
+    engine.runner = _NoModel(said)
     stop = "\n\n\n" if kind == _TEXTS[3] else None
     params = SamplingParams(temperature=0, max_tokens=steps + 50, ignore_eos=True, stop=stop)
     rng = np.random.default_rng(0)
