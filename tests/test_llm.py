@@ -286,25 +286,25 @@ def test_penalties_follow_their_definition(llm, native):
 
 
 def test_the_detokenizer_holds_back_what_may_be_a_stop_string_even_at_the_start(llm):
-    stream = Detokenizer(llm.get_tokenizer(), SamplingParams(stop="abcdef"), 0)
+    tokens: list[int] = []
+    stream = Detokenizer(llm.get_tokenizer(), SamplingParams(stop="abcdef"), tokens, 0)
     shown = []
     for token in encode("abcdeX"):
-        assert stream.add(token) is None
-        shown.append(stream.text)
+        tokens.append(token)
+        assert stream.find_stop() is None
+        shown.append(stream.shown)
     assert shown == ["", "", "", "", "", "a"]
-    stream.finish()
-    assert stream.text == "abcdeX"
+    stream.end_at(len(tokens))
+    assert stream.text() == "abcdeX"
 
 
 def test_an_answer_keeps_its_first_space():
     tokenizer = load_tokenizer(DEMO_PATH)
     ids = tokenizer.encode("the red box is 4821")
     for cut in range(1, len(ids)):
-        stream = Detokenizer(tokenizer, SamplingParams(), ids[cut - 1])
-        for token in ids[cut:]:
-            stream.add(token)
-        stream.finish()
-        assert tokenizer.decode(ids[:cut]) + stream.text == "the red box is 4821"
+        stream = Detokenizer(tokenizer, SamplingParams(), ids[cut:], ids[cut - 1])
+        stream.end_at(len(ids) - cut)
+        assert tokenizer.decode(ids[:cut]) + stream.text() == "the red box is 4821"
 
 
 def test_tokens_outside_the_tokenizer_are_silent(llm):

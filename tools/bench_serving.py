@@ -257,7 +257,7 @@ def main() -> int:
         "--growth-tokens", type=int, default=1 << 19, help="most batch x context (default 524,288)"
     )
     parser.add_argument("--plot", metavar="FILE", help="of --growth; needs matplotlib")
-    parser.add_argument("--host", action="store_true", help="host work of 256 requests, no model")
+    parser.add_argument("--host", action="store_true", help="host work of a step, no model")
     parser.add_argument("--dispatches", action="store_true", help="launches and bytes a layer")
     parser.add_argument("--json", metavar="FILE", help="also write everything there")
     args = parser.parse_args()

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,61 +115,75 @@ def _plot(rows: list[dict], path: str) -> None:
 
 
 class _NoModel:
-    """In the place of the runner: tokens out of nowhere, at no cost."""
+    """In the place of the runner: tokens at no cost, those of a text over and over."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._tokens = np.random.default_rng(0).integers(32, vocab_size, 1 << 12).astype(np.int32)
+    def __init__(self, token_ids: list[int]) -> None:
+        self._tokens, self._at = np.array(token_ids, np.int32), 0
 
     def execute(self, batch: Any, req_indices: np.ndarray, *rest: Any) -> StepResult:
-        return StepResult(req_indices, mx.array(self._tokens[: len(req_indices)]), None, None)
+        self._at = (self._at + len(req_indices)) % (len(self._tokens) - len(req_indices))
+        tokens = self._tokens[self._at : self._at + len(req_indices)]
+        return StepResult(req_indices, mx.array(tokens), None, None)
 
 
-def host(requests: int = 256, steps: int = 400) -> dict[str, float]:
-    """Milliseconds a step of the engine around a model that costs nothing, all requests decoding.
+_TEXTS = ("token ids only", "text that nobody reads", "text", "text and a stop string")
+_PARTS = ("schedule_ahead", "pack", "update")
 
-    As text with the demo model's tokenizer, or token ids only.
-    """
-    print(f"\n### Host work, {requests} running requests, ms a step (median of {steps})\n")
-    table_head(["part", "median ms", "p95"])
+
+def host(batches: Sequence[int] = (1, 64, 256), steps: int = 400) -> dict[str, dict[str, float]]:
+    """Milliseconds of CPU time a step of the engine around a model that costs nothing, all requests
+    decoding, and of parts of it; text is the demo model's, read after each step."""
+    print(f"\n### Host work, CPU ms a step (median of {steps}; 95th percentile)\n")
+    table_head(["requests", *_TEXTS, *(f"in it: {part}" for part in _PARTS)])
     result = {}
-    for text in (True, False):
-        model = load("demo")
-        if not text:
-            model.tokenizer = None
-        config = EngineConfig(
-            max_num_seqs=requests, num_blocks=requests * 40, max_num_batched_tokens=8192,
-            max_model_len=640,
-        )  # fmt: skip
-        engine = LLMEngine(model, config)
-        engine.runner = _NoModel(model.vocab_size)
-        rng = np.random.default_rng(0)
-        for i in range(requests):
-            params = SamplingParams(temperature=0, max_tokens=steps + 50, ignore_eos=True)
-            engine.add_request(str(i), rng.integers(32, model.vocab_size, 100).tolist(), params)
-        parts: dict[str, list[float]] = {}
-        for owner, name in (
-            (engine.scheduler, "schedule"), (engine.inputs, "pack"), (engine.scheduler, "update"),
-        ):  # fmt: skip
-            setattr(owner, name, _timed(getattr(owner, name), parts.setdefault(name, [])))
-        for _ in range(20):
-            engine.step()
-        whole = parts["whole step, " + ("text" if text else "token ids only")] = []
-        step = _timed(engine.step, whole)
-        for _ in range(steps):
-            step()
-        for name, seconds in parts.items():
-            if not text or name.startswith("whole"):
-                ms = 1e3 * np.array(seconds[-steps:])
-                result[name] = float(np.median(ms))
-                print(f"| {name} | {np.median(ms):.3f} | {np.percentile(ms, 95):.3f} |", flush=True)
+    for requests in batches:
+        times: dict[str, list[float]] = {}
+        for kind in _TEXTS:
+            engine = _engine_alone(requests, steps, kind)
+            for name in _PARTS:
+                owner = engine.inputs if name == "pack" else engine.scheduler
+                setattr(owner, name, _timed(getattr(owner, name), times.setdefault(name, [])))
+
+            def step(engine: LLMEngine = engine, read: bool = kind in _TEXTS[2:]) -> None:
+                for output in engine.step():
+                    _ = output.outputs[0].text if read else ""
+
+            timed = _timed(step, times.setdefault(kind, []))
+            for _ in range(steps):
+                timed()
+        ms = {name: 1e3 * np.array(times[name][-steps:]) for name in (*_TEXTS, *_PARTS)}
+        result[str(requests)] = {name: float(np.median(t)) for name, t in ms.items()}
+        cells = [f"{np.median(t):.3f}; {np.percentile(t, 95):.3f}" for t in ms.values()]
+        print(f"| {requests} | " + " | ".join(cells) + " |", flush=True)
     return result
+
+
+def _engine_alone(requests: int, steps: int, kind: str) -> LLMEngine:
+    model = load("demo")
+    said = model.tokenizer.encode(Path(__file__).read_text(encoding="utf-8")[:8000])
+    if kind == _TEXTS[0]:
+        model.tokenizer = None
+    config = EngineConfig(
+        max_num_seqs=requests, num_blocks=requests * 40, max_num_batched_tokens=8192,
+        max_model_len=640,
+    )  # fmt: skip
+    engine = LLMEngine(model, config)
+    engine.runner = _NoModel(said)
+    stop = "\n\n\n" if kind == _TEXTS[3] else None
+    params = SamplingParams(temperature=0, max_tokens=steps + 50, ignore_eos=True, stop=stop)
+    rng = np.random.default_rng(0)
+    for i in range(requests):
+        engine.add_request(str(i), rng.integers(32, model.vocab_size, 100).tolist(), params)
+    for _ in range(20):
+        engine.step()
+    return engine
 
 
 def _timed(call: Callable, into: list[float]) -> Callable:
     def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        start = time.thread_time()
         result = call(*args, **kwargs)
-        into.append(time.perf_counter() - start)
+        into.append(time.thread_time() - start)
         return result
 
     return timed

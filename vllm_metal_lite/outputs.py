@@ -1,6 +1,8 @@
 """What the engine returns, named as vLLM names it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -12,10 +14,11 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionOutput:
     """One of a request's `n` answers.
 
+    text: made from the tokens when it is read, so it costs nothing where nobody does.
     finish_reason: None while running, then "stop" (end of sequence, stop string or stop token),
     "length" (max_tokens or the context is reached), "abort" or "error".
     stop_reason: the stop string or the stop token id that ended it, None for end of sequence.
@@ -32,6 +35,29 @@ class CompletionOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which stay as they are: the text, not what it comes from."""
+        return {**self.__dict__, "_text": self.text}
+
+
+def _get_text(output: CompletionOutput) -> str:
+    text = output._text
+    if isinstance(text, str):
+        return text
+    finished = output.finish_reason is not None  # asked first: another thread may end it
+    text = text()
+    if finished:
+        output._text = text
+    return text
+
+
+def _set_text(output: CompletionOutput, text: str | Callable[[], str]) -> None:
+    output._text = text
+
+
+# Behind the dataclass's back: for it, `text` is a field like the others, with a default.
+CompletionOutput.text = property(_get_text, _set_text)
 
 
 @dataclass(slots=True)

@@ -5,9 +5,13 @@ store, the step's metadata.  Keys are always read from the store, after the rows
 written to it: a segment may share blocks that another segment of the same step fills.
 """
 
+from functools import cached_property
+from itertools import zip_longest
+
 import numpy as np
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.kept import KeptDecodes, KeptGroup
 from vllm_metal_lite.attention.plan import Group, plan_groups
 from vllm_metal_lite.attention.step import StepMetadata
 from vllm_metal_lite.backend import mx
@@ -25,14 +29,22 @@ _sdpa = mx.fast.scaled_dot_product_attention
 
 
 class DeviceGroup:
-    """A Group's indices on the device, and its mask once it was asked for."""
+    """A Group's indices on the device, and its mask once it was asked for.
 
-    def __init__(self, group: Group, window: int | None) -> None:
-        self.group, self.window = group, window
+    kept: what has the group's keys and values from the step before, if anything.
+    """
+
+    def __init__(
+        self, group: Group, window: int | None = None, kept: KeptGroup | None = None
+    ) -> None:
+        self.group, self.window, self.kept = group, window, kept
         self.q_rows = mx.array(group.q_rows)
-        self.kv_slots = mx.array(group.kv_slots)
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
+
+    @cached_property
+    def kv_slots(self) -> mx.array:
+        return mx.array(self.group.kv_slots)
 
     def gather(self, store: mx.array) -> mx.array:
         """The group's keys or values as they are kept, (B, num_kv_heads, Lk, width), in one pass.
@@ -71,8 +83,8 @@ class DeviceGroup:
 class SdpaPlan:
     """A batch cut into SDPA calls, once a step for each window or chunk that a layer asks for."""
 
-    def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
-        self.batch, self.num_rows = batch, num_rows
+    def __init__(self, batch: ForwardBatch, num_rows: int, kept: KeptDecodes | None = None) -> None:
+        self.batch, self.num_rows, self.kept = batch, num_rows, kept
         self._plans: dict[tuple, tuple[list[DeviceGroup], mx.array | None]] = {}
 
     def calls(
@@ -84,7 +96,13 @@ class SdpaPlan:
         chunk = None if chunk is not None and chunk >= longest else chunk
         if (window, chunk) not in self._plans:
             costs = _COSTS.get(backend.name(), _FUSED_COSTS)
-            groups = plan_groups(self.batch, window, chunk=chunk, **costs)
+            keeper = self.kept if window is chunk is None else None
+            kept = keeper.go_on(self.batch) if keeper else []
+            groups = [k.columns for k in kept]
+            if not kept:
+                groups = plan_groups(self.batch, window, chunk=chunk, **costs)
+                if keeper:
+                    keeper.begin(self.batch, groups)
             rows = np.concatenate([g.q_rows.ravel() for g in groups])
             place = np.zeros(self.num_rows, np.int32)
             # Backwards, so that a row's first place wins: later ones are padding, which under a
@@ -92,7 +110,7 @@ class SdpaPlan:
             place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
             as_is = len(rows) == self.num_rows and (rows == np.arange(len(rows))).all()
             self._plans[window, chunk] = (
-                [DeviceGroup(g, window) for g in groups],
+                [DeviceGroup(g, window, k) for g, k in zip_longest(groups, kept)],
                 None if as_is else mx.array(place),
             )
         return self._plans[window, chunk]
@@ -101,9 +119,15 @@ class SdpaPlan:
 class ReferenceStep(StepMetadata):
     """A step whose rows all go through SDPA."""
 
-    def __init__(self, batch: ForwardBatch, num_rows: int, padding_slot: int) -> None:
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        num_rows: int,
+        padding_slot: int,
+        kept: KeptDecodes | None = None,
+    ) -> None:
         super().__init__(batch, num_rows, padding_slot)
-        self.sdpa = SdpaPlan(batch, num_rows)
+        self.sdpa = SdpaPlan(batch, num_rows, kept)
 
 
 class ReferenceAttention:
@@ -115,13 +139,18 @@ class ReferenceAttention:
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store
+        # Elsewhere memory is dear, and copying is not.
+        num_slots = store.padding_slot + store.block_size
+        self._kept = KeptDecodes(num_slots) if backend.is_cpu() else None
 
     @property
     def state(self) -> list[mx.array]:
         return self.store.arrays
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> ReferenceStep:
-        return ReferenceStep(batch, num_rows, self.store.padding_slot)
+        if self._kept is not None:
+            self._kept.note_writes(batch.slot_mapping)
+        return ReferenceStep(batch, num_rows, self.store.padding_slot, self._kept)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         self.store.write(layer, k, v, step.slot_mapping)
@@ -131,6 +160,9 @@ class ReferenceAttention:
         spec = self.store.specs[layer]
         k, v = group.gather(self.store.keys[layer]), group.gather(self.store.values[layer])
         return spec.k_row.unpack(k), spec.v_row.unpack(v)
+
+    def _gather_kept(self, layer: int, kept: KeptGroup) -> tuple[mx.array, mx.array]:
+        return kept.gather(layer, DeviceGroup, self.gather)
 
     def attend(
         self,
@@ -151,7 +183,7 @@ class ReferenceAttention:
         outputs = []
         for g in groups:
             queries = self.take(q, g.q_rows).swapaxes(1, 2)
-            k, v = self.gather(layer, g)
+            k, v = self.gather(layer, g) if g.kept is None else self._gather_kept(layer, g.kept)
             if q_pe is not None:
                 k, v = mx.concatenate([k, v], axis=-1), k
             if softcap is None:

@@ -32,6 +32,7 @@ class Answer:
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
         self.output = CompletionOutput(index)
+        self._token_ids = self.output.token_ids
         self.bad_words: list[list[int]] = []  # their token ids
         if params.logprobs is not None:
             self.output.logprobs = []
@@ -39,9 +40,14 @@ class Answer:
         self._tokenizer = tokenizer
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, params, request.prompt_token_ids[-1])
+            self._detokenizer = Detokenizer(
+                tokenizer, params, self._token_ids, request.prompt_token_ids[-1]
+            )
+        self._finds_stop = bool(params.stop_strings and self._detokenizer)
+        if self._detokenizer and not self._finds_stop:
+            self.output.text = self._detokenizer.text  # made when it is read
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._stop_ids = frozenset(params.stop_token_ids or ())
+        self._stop_ids = self._eos.union(params.stop_token_ids or ())
         room = max_model_len - request.num_prompt_tokens
         self._max_tokens = min(params.max_tokens or room, room)
 
@@ -55,33 +61,36 @@ class Answer:
 
     def append(self, token_id: int) -> bool:
         """Take a sampled token; True when it ends the answer."""
-        out = self.output
-        out.token_ids.append(token_id)
-        count = len(out.token_ids)
-        may_stop = count >= self.params.min_tokens
-        if may_stop and token_id in self._eos:
-            return self._finish("stop")
-        if may_stop and token_id in self._stop_ids:
-            if self._detokenizer and self.params.include_stop_str_in_output:
-                self._detokenizer.add(token_id, may_stop=False)
-            return self._finish("stop", token_id)
-        stop = self._detokenizer.add(token_id, may_stop) if self._detokenizer else None
-        if self._detokenizer:
-            out.text = self._detokenizer.text
-        if stop is not None:
-            out.finish_reason, out.stop_reason = "stop", stop
-            return True
-        return self._finish("length") if count >= self._max_tokens else False
+        tokens = self._token_ids
+        if token_id in self._stop_ids and len(tokens) + 1 >= self.params.min_tokens:
+            is_eos = token_id in self._eos
+            hidden = is_eos or not self.params.include_stop_str_in_output
+            self._end_text(len(tokens) + 1 - hidden)  # before anybody can read the token
+            tokens.append(token_id)
+            return self._finish("stop", None if is_eos else token_id)
+        tokens.append(token_id)
+        if self._finds_stop:
+            stop = self._detokenizer.find_stop(len(tokens) >= self.params.min_tokens)
+            self.output.text = self._detokenizer.shown
+            if stop is not None:
+                return self._finish("stop", stop)
+        if len(tokens) < self._max_tokens:
+            return False
+        self._end_text(len(tokens))
+        return self._finish("length")
 
-    def _finish(self, reason: str, stop_reason: int | None = None) -> bool:
+    def _end_text(self, num_tokens: int) -> None:
         if self._detokenizer:
-            self._detokenizer.finish()
+            self._detokenizer.end_at(num_tokens)
             self.output.text = self._detokenizer.text
-        self.output.finish_reason, self.output.stop_reason = reason, stop_reason
+
+    def _finish(self, reason: str, stop_reason: int | str | None = None) -> bool:
+        self.output.stop_reason, self.output.finish_reason = stop_reason, reason
         return True
 
     def abort(self, reason: str = "abort") -> None:
         """End the answer where it stands."""
+        self._end_text(len(self._token_ids))
         self._finish(reason)
 
     def append_logprobs(self, logprobs: "Logprobs", row: int) -> None:

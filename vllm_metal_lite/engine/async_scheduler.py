@@ -18,25 +18,29 @@ class AsyncScheduler(Scheduler):
         What `schedule` would decide after `update` if no answer of `output` ended but for its
         length.  To be followed by update(output), then publish_ahead.
         """
-        running = RequestStatus.RUNNING
-        decoding = [s.request for s in output.segments if s.request.status is running]
-        if self._partials or len(decoding) != len(self._decodes):
+        if self._partials:
             return None
-        # The token under way may be a request's last.
-        going = [r for r in decoding if len(r.token_ids) + 1 < r.max_length]
-        if not going or self._may_admit(len(going)):
+        out, needy = SchedulerOutput(), []
+        num_decoding, running, block_size = 0, RequestStatus.RUNNING, self._block_size
+        for segment in output.segments:
+            request = segment.request
+            if request.status is not running:
+                continue
+            num_decoding += 1
+            # Else the token under way is its last.
+            if len(request.token_ids) + 1 < request.max_length:
+                start = request.num_computed_tokens + 1
+                out.segments.append(ahead := Segment(request, start, 1, ()))
+                if start == len(request.block_ids) * block_size:
+                    needy.append(ahead)
+        if num_decoding != len(self._decodes) or out.is_empty or self._may_admit(len(out.segments)):
             return None
-        block_size = self._block_size
-        starts = [r.num_computed_tokens + 1 for r in going]
-        need = [s == len(r.block_ids) * block_size for r, s in zip(going, starts, strict=True)]
-        if sum(need) > self.pool.num_available:
+        if len(needy) > self.pool.num_available:
             return None
-        out = SchedulerOutput()
-        for request, start, needs_block in zip(going, starts, need, strict=True):
-            new_blocks = self.pool.allocate(1) if needs_block else ()
-            request.block_ids += new_blocks
-            out.segments.append(Segment(request, start, 1, new_blocks))
-        out.num_decodes = out.total_num_scheduled_tokens = len(going)
+        for ahead in needy:
+            ahead.new_block_ids = self.pool.allocate(1)
+            ahead.request.block_ids += ahead.new_block_ids
+        out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
         self._prefilled_last = False
         return out
 

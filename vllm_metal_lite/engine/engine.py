@@ -269,7 +269,9 @@ class LLMEngine:
     def _finish(self, step: "_Step") -> list[RequestOutput]:
         """Take note of a step that has run; returns the requests that got a token."""
         output, batch, result = step.output, step.batch, step.result
-        terminal = [output.segments[i] for i in batch.sample_segments.tolist()]
+        terminal = output.segments
+        if len(batch.sample_segments) < len(terminal):
+            terminal = [terminal[i] for i in batch.sample_segments.tolist()]
         # Not so: it ended while the step was under way, and this row is for nothing.
         running = RequestStatus.RUNNING
         goes_on = [s.request.status is running for s in terminal]
