@@ -33,7 +33,7 @@ class AsyncFakeEngine(FakeEngine):
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         self.scheduler = AsyncScheduler(
-            self.scheduler.config, self.scheduler.pool.num_blocks, self.max_model_len
+            self.scheduler.config, self.scheduler.kv.groups, self.max_model_len
         )
         self.launched: list[tuple[SchedulerOutput, ForwardBatch, list[int]]] = []
         self.num_ahead = self.num_dropped = 0
@@ -63,9 +63,7 @@ class AsyncFakeEngine(FakeEngine):
 
     def _prepare(self, out: SchedulerOutput) -> None:
         for segment in out.segments:
-            new = list(segment.new_block_ids)
-            self.inputs.append_blocks(segment.request.req_index, new)
-            self.model.poison(new)
+            self._append_blocks(segment)
 
     def _launch(self, out: SchedulerOutput, tokens: dict[int, int] | None = None) -> None:
         """Run a step.  tokens: of the step before, by seat, which the table does not have yet."""
@@ -134,7 +132,7 @@ def play(seed: int) -> AsyncFakeEngine:
     for name, request in engine.requests.items():
         answer, expected = request.output_token_ids, engine.expected(request)
         assert answer == (expected[: len(answer)] if name in aborted else expected)
-    engine.scheduler.pool.check([])
+    engine.scheduler.kv.check([])
     return engine
 
 
@@ -163,7 +161,7 @@ def test_a_pure_continuation_is_scheduled_ahead():
     assert [(s.request, s.num_computed, s.num_scheduled) for s in ahead.segments] == [
         (r, 4, 1) for r in requests
     ]
-    assert [len(s.new_block_ids) for s in ahead.segments] == [1, 1]  # blocks of 4: a second one
+    assert [len(s.new_block_ids[0]) for s in ahead.segments] == [1, 1]  # blocks of 4: a second
     assert ahead.num_decodes == 2
 
 
@@ -191,9 +189,9 @@ def test_tokens_are_waited_for_when_somebody_may_join_or_must_give_way():
     while out.segments[0].num_computed < 7:
         engine.execute(out)
         out = engine.schedule()
-    assert engine.scheduler.pool.num_available == 1  # and two want one
+    assert engine.scheduler.kv.pools[0].num_available == 1  # and two want one
     assert engine.scheduler.schedule_ahead(out) is None
-    assert engine.scheduler.pool.num_available == 1
+    assert engine.scheduler.kv.pools[0].num_available == 1
 
 
 def test_tokens_are_waited_for_when_a_decode_had_no_room_in_the_step():
@@ -238,7 +236,7 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how):
             engine.add_request(str(i), prompt, params)
             for _ in range(rng.integers(0, 9)):
                 done |= {o.request_id: o for o in engine.step() if o.finished}
-                engine.scheduler.pool.check()
+                engine.scheduler.kv.check()
             if i == 7:
                 engine.abort(str(i))
         done |= tiny.run(engine)

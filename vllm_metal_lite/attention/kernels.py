@@ -27,14 +27,14 @@ class _Prompts:
 
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
         self.batch, self.num_rows = batch, num_rows
-        self.sdpa = SdpaPlan(batch, num_rows)
+        self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
         self._tiles: dict[int, mx.array] = {}
 
     @cached_property
-    def metadata(self) -> tuple[mx.array, mx.array, mx.array]:
-        """block_tables, cu_seqlens_q and seq_lens, which only `varlen_prefill` wants."""
-        b = self.batch
-        return tuple(mx.array(a) for a in (_widen(b.block_tables), b.cu_seqlens_q, b.seq_lens))
+    def metadata(self) -> list[tuple[mx.array, mx.array, mx.array]]:
+        """By KV group: block_tables, cu_seqlens_q, seq_lens, which only `varlen_prefill` wants."""
+        lengths = mx.array(self.batch.cu_seqlens_q), mx.array(self.batch.seq_lens)
+        return [(mx.array(_widen(b.block_tables)), *lengths) for b in self.batch.by_group]
 
     def tiles(self, group: int) -> mx.array:
         """The tiles of `varlen_prefill` for layers of `group` query heads a KV head."""
@@ -47,8 +47,8 @@ class _Prompts:
 class KernelStep(StepMetadata):
     """A step whose first num_decodes rows are decodes, and the rest prompts.
 
-    block_tables (num_decodes, W) and seq_lens (num_decodes,) int32 are of the decodes; in a step of
-    nothing else they cover the padded rows too, with a seq_len of 0.
+    block_tables (num_decodes, W), one a KV group, and seq_lens (num_decodes,) int32 are of the
+    decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
     plans: the `decode_plan` of layers by their number of KV heads.
     """
 
@@ -64,12 +64,12 @@ class KernelStep(StepMetadata):
         if count:
             longest = int(batch.seq_lens[:count].max())
             width = -(-longest // batch.block_size)
-            tables = _widen(batch.block_tables[:count, :width])
-            self.block_tables = mx.array(pad_rows(tables, self.num_decodes))
+            tables = [_widen(b.block_tables[:count, :width]) for b in batch.by_group]
+            self.block_tables = [mx.array(pad_rows(t, self.num_decodes)) for t in tables]
             self.seq_lens = mx.array(pad_rows(batch.seq_lens[:count], self.num_decodes))
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
             if not self.prompts:
-                self.variant = (num_rows, tables.shape[1], *self.plans.values())
+                self.variant = (num_rows, tables[0].shape[1], *self.plans.values())
 
 
 def _widen(tables: np.ndarray) -> np.ndarray:
@@ -109,8 +109,8 @@ class KernelAttention(ReferenceAttention):
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         dtype = self.store.keys[layer].dtype
-        rows = k.astype(dtype), v.astype(dtype)
-        self.token = ops.kv_write(*rows, step.slot_mapping, *self._store(layer))
+        rows, group = (k.astype(dtype), v.astype(dtype)), self.store.group_of[layer]
+        self.token = ops.kv_write(*rows, step.slot_mapping[group], *self._store(layer))
 
     def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
         k, v, self.token = ops.kv_gather(group.kv_slots, *self._store(layer))
@@ -129,18 +129,18 @@ class KernelAttention(ReferenceAttention):
     ) -> mx.array:
         how = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         in_place = {"block_size": self.store.block_size, **how}
-        keys = self.store.keys[layer]
+        keys, group = self.store.keys[layer], self.store.group_of[layer]
         rows, outputs = q.astype(keys.dtype), []
         if step.num_decodes:
             out, self.token = ops.paged_decode(
-                rows[: step.num_decodes], step.block_tables, step.seq_lens, *self._store(layer),
-                plan=step.plans[keys.shape[1]], **in_place,
+                rows[: step.num_decodes], step.block_tables[group], step.seq_lens,
+                *self._store(layer), plan=step.plans[keys.shape[1]], **in_place,
             )  # fmt: skip
             outputs.append(out)
         prompts = step.prompts
         if prompts and self.prefill == "varlen":
             out, self.token = varlen_prefill(
-                rows[step.num_decodes :], *prompts.metadata,
+                rows[step.num_decodes :], *prompts.metadata[group],
                 prompts.tiles(q.shape[1] // keys.shape[1]), *self._store(layer), **in_place,
             )  # fmt: skip
             outputs.append(out)

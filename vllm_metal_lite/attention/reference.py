@@ -5,6 +5,8 @@ store, the step's metadata.  Keys are always read from the store, after the rows
 written to it: a segment may share blocks that another segment of the same step fills.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vllm_metal_lite import backend
@@ -99,11 +101,11 @@ class SdpaPlan:
 
 
 class ReferenceStep(StepMetadata):
-    """A step whose rows all go through SDPA."""
+    """A step whose rows all go through SDPA.  sdpa: a plan a KV group."""
 
-    def __init__(self, batch: ForwardBatch, num_rows: int, padding_slot: int) -> None:
-        super().__init__(batch, num_rows, padding_slot)
-        self.sdpa = SdpaPlan(batch, num_rows)
+    def __init__(self, batch: ForwardBatch, num_rows: int, padding_slots: Sequence[int]) -> None:
+        super().__init__(batch, num_rows, padding_slots)
+        self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
 
 
 class ReferenceAttention:
@@ -120,10 +122,10 @@ class ReferenceAttention:
         return self.store.arrays
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> ReferenceStep:
-        return ReferenceStep(batch, num_rows, self.store.padding_slot)
+        return ReferenceStep(batch, num_rows, self.store.padding_slots)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
-        self.store.write(layer, k, v, step.slot_mapping)
+        self.store.write(layer, k, v, step.slot_mapping[self.store.group_of[layer]])
 
     def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
         """A group's keys and values, (B, num_kv_heads, Lk, head_dim)."""
@@ -144,7 +146,7 @@ class ReferenceAttention:
     ) -> mx.array:
         if q_pe is not None:
             q = mx.concatenate([q, q_pe], axis=-1)
-        groups, place = step.sdpa.calls(window, chunk)
+        groups, place = step.sdpa[self.store.group_of[layer]].calls(window, chunk)
         outputs = []
         for g in groups:
             queries = q[g.q_rows].swapaxes(1, 2)

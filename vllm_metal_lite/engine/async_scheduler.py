@@ -28,13 +28,16 @@ class AsyncScheduler(Scheduler):
             return None
         block_size = self._block_size
         starts = [r.num_computed_tokens + 1 for r in going]
-        need = [s == len(r.block_ids) * block_size for r, s in zip(going, starts, strict=True)]
-        if sum(need) > self.pool.num_available:
+        need = [s == r.num_blocks * block_size for r, s in zip(going, starts, strict=True)]
+        for request, start, needs_block in zip(going, starts, need, strict=True):
+            if needs_block:
+                # The step under way may still read it: writes of the next one come after.
+                self.kv.give_back(request, start)
+        if sum(need) > self.kv.num_available:
             return None
         out = SchedulerOutput()
         for request, start, needs_block in zip(going, starts, need, strict=True):
-            new_blocks = self.pool.allocate(1) if needs_block else ()
-            request.block_ids += new_blocks
+            new_blocks = self.kv.allocate(request, start, start + 1) if needs_block else ()
             out.segments.append(Segment(request, start, 1, new_blocks))
         out.num_decodes = out.total_num_scheduled_tokens = len(going)
         self._prefilled_last = False
@@ -46,10 +49,10 @@ class AsyncScheduler(Scheduler):
         for segment in output.segments:
             end = segment.num_computed + 1
             if end % self._block_size == 0 and segment.request.status is RequestStatus.RUNNING:
-                self._publish(segment.request, segment.num_computed, end, output)
+                output.published += self.kv.publish(segment.request, end - 1, end)
 
     def _may_admit(self, num_going: int) -> bool:
         """Whether a waiting request might join a step of so many decodes."""
         config = self.config
         limit = min(config.max_num_seqs, config.max_num_batched_tokens)
-        return bool(self._waiting) and num_going < limit and self._spare_blocks() > 0
+        return bool(self._waiting) and num_going < limit and min(self._spare_blocks()) > 0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.groups import KVGroup
 from vllm_metal_lite.kv.state import SeatStates
 
 
@@ -37,15 +38,25 @@ class LayerSpec:
 class PagedStore:
     """K and V of every layer; written by `write`, read by attention through `keys` / `values`.
 
+    blocks: the KV groups, or how many blocks one group of all layers has.
+    num_blocks: of each group.  group_of: the group of each layer.
     states: what recurrent layers keep, by seat and not by block; see state.py.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(
+        self, specs: Sequence[LayerSpec], blocks: int | Sequence[KVGroup], block_size: int
+    ) -> None:
+        if isinstance(blocks, int):
+            blocks = [KVGroup(tuple(range(len(specs))), num_blocks=blocks)]
+        self.num_blocks = tuple(group.num_blocks for group in blocks)
         self.block_size = block_size
-        slots = (num_blocks + 1) * block_size
-        self.keys = [mx.zeros((slots, s.num_kv_heads, s.k_head_dim), s.dtype) for s in specs]
-        self.values = [mx.zeros((slots, s.num_kv_heads, s.v_head_dim), s.dtype) for s in specs]
+        of = {layer: g for g, group in enumerate(blocks) for layer in group.layers}
+        self.group_of = [of[layer] for layer in range(len(specs))]
+        self.keys, self.values = [], []
+        for s, g in zip(specs, self.group_of, strict=True):
+            rows = (self.num_blocks[g] + 1) * block_size, s.num_kv_heads
+            self.keys.append(mx.zeros((*rows, s.k_head_dim), s.dtype))
+            self.values.append(mx.zeros((*rows, s.v_head_dim), s.dtype))
         self.states = SeatStates()
         mx.eval(self.arrays)
 
@@ -54,8 +65,9 @@ class PagedStore:
         return [*self.keys, *self.values]
 
     @property
-    def padding_slot(self) -> int:
-        return self.num_blocks * self.block_size
+    def padding_slots(self) -> list[int]:
+        """Of each group: the slot that rows of padding are written to."""
+        return [n * self.block_size for n in self.num_blocks]
 
     @property
     def nbytes(self) -> int:
