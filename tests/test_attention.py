@@ -120,7 +120,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     results, forms = [], []
     for cost in (1 << 20, 0):
         monkeypatch.setitem(reference._COSTS["cpu"], "call_cost", cost)
-        groups, _ = case.attention.prepare(case.batch, 70).sdpa.calls(None)
+        groups, _ = case.attention.prepare(case.batch, 70).sdpa[0].calls(None)
         forms.append([g.group.segments is not None for g in groups])
         results.append(case.run())
     assert forms[0] == [True]
@@ -130,7 +130,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
 
 
 def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
-    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).sdpa.calls(window)
+    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).sdpa[0].calls(window)
     return [m for g in groups if isinstance(m := g.mask(dtype), mx.array)]
 
 
@@ -147,7 +147,7 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
 def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
     case = Case(RAGGED)
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    first, second = (step.sdpa.calls(7)[0] for _ in range(2))
+    first, second = (step.sdpa[0].calls(7)[0] for _ in range(2))
     assert first is second
     assert first[0].mask_array(mx.float32) is second[0].mask_array(mx.float32)
 
@@ -156,8 +156,8 @@ def test_a_window_that_hides_nothing_is_no_window():
     case = Case(RAGGED)
     longest = int(case.batch.seq_lens.max())
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    assert step.sdpa.calls(longest) is step.sdpa.calls(None)
-    assert step.sdpa.calls(longest - 1) is not step.sdpa.calls(None)
+    assert step.sdpa[0].calls(longest) is step.sdpa[0].calls(None)
+    assert step.sdpa[0].calls(longest - 1) is not step.sdpa[0].calls(None)
 
 
 def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:
@@ -195,7 +195,7 @@ def test_rows_of_padding_write_nowhere_that_is_read():
     rows[:n] = case.k[mx.array(case.batch.slot_mapping)]
     case.attention.write(0, rows, rows, step)
     after = np.array(case.store.keys[0])
-    last = case.store.padding_slot
+    last = case.store.padding_slots[0]
     np.testing.assert_array_equal(after[:last], before[:last])
     assert np.isnan(after[last]).all()
 

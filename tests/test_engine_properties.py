@@ -91,9 +91,11 @@ def answers_alone(name: str, wish: Wish) -> list[list[int]]:
 
 def check_blocks(engine) -> None:
     scheduler = engine.scheduler
-    scheduler.pool.check([r.block_ids for r in scheduler._requests.values()])
+    scheduler.kv.check(scheduler._requests.values())
     m = engine.metrics()
-    assert m["blocks_free"] + m["blocks_cached"] + m["blocks_owned"] == m["blocks_total"]
+    for kind in ["", *(f"_window_{g.window}" for g in engine.kv_groups[1:])]:
+        free, cached, owned = (m[f"blocks_{state}{kind}"] for state in ("free", "cached", "owned"))
+        assert free + cached + owned == m[f"blocks_total{kind}"]
     assert m["requests_running"] <= engine.config.max_num_seqs
 
 

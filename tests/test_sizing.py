@@ -17,6 +17,12 @@ from vllm_metal_lite.model.loader import load
 BYTES_PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, KV heads, K and V, float32
 
 
+def sizes(*args) -> tuple[int, int]:
+    """(num_blocks, max_model_len) of a model whose layers form one KV group."""
+    (group,), max_model_len = size_store(*args)
+    return group.num_blocks, max_model_len
+
+
 @pytest.fixture
 def model():
     return tiny.packed("llama")
@@ -29,19 +35,19 @@ def test_the_numbers_add_up(model, monkeypatch):
     limit = 2 * (model.weight_bytes + peak + room)
     monkeypatch.setattr(sizing, "step_peak_bytes", lambda *_: peak)
     monkeypatch.setattr(backend, "memory_limit", lambda: limit)
-    assert size_store(model, config) == (100, 512)
+    assert sizes(model, config) == (100, 512)
 
 
 def test_no_more_blocks_than_all_seats_at_full_length_can_own(model):
     config = EngineConfig(max_num_seqs=3, max_model_len=100)
-    assert size_store(model, config) == (3 * 7, 100)
+    assert sizes(model, config) == (3 * 7, 100)
 
 
 def test_a_store_of_the_size_asked_for_shortens_the_context(model):
-    assert size_store(model, EngineConfig(num_blocks=10)) == (10, 160)
-    assert size_store(model, EngineConfig(num_blocks=1000)) == (1000, 512)
-    assert size_store(model, EngineConfig(num_blocks=10, max_model_len=160)) == (10, 160)
-    assert size_store(model, EngineConfig(num_blocks=10, max_model_len=7)) == (10, 7)
+    assert sizes(model, EngineConfig(num_blocks=10)) == (10, 160)
+    assert sizes(model, EngineConfig(num_blocks=1000)) == (1000, 512)
+    assert sizes(model, EngineConfig(num_blocks=10, max_model_len=160)) == (10, 160)
+    assert sizes(model, EngineConfig(num_blocks=10, max_model_len=7)) == (10, 7)
 
 
 def test_the_peak_of_a_step_is_plausible(model):
@@ -101,5 +107,5 @@ def test_weights_larger_than_the_memory(model, monkeypatch):
 
 def test_the_demo_starts_with_its_defaults_on_a_small_machine(monkeypatch):
     monkeypatch.setattr(backend, "memory_limit", lambda: 4 << 30)
-    num_blocks, max_model_len = size_store(load("demo"), EngineConfig())
+    num_blocks, max_model_len = sizes(load("demo"), EngineConfig())
     assert (num_blocks * 16 >= 4 * max_model_len, max_model_len) == (True, 4608)
