@@ -16,6 +16,7 @@ from vllm_metal_lite.engine.async_scheduler import AsyncScheduler
 from vllm_metal_lite.engine.request import Request, RequestStatus
 from vllm_metal_lite.engine.scheduler import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.kv.groups import KVGroup
 from vllm_metal_lite.runner import StepResult
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -29,6 +30,8 @@ def is_eos(token: int) -> bool:
 class AsyncFakeEngine(FakeEngine):
     """As the real engine does: a step ahead is packed, and run, before the host takes note of the
     tokens of the step before; an answer ends for its length or at an EOS, which nobody foresees."""
+
+    steps_ahead = 1
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
@@ -94,7 +97,7 @@ class AsyncFakeEngine(FakeEngine):
         return min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
 
     def expected(self, request: Request) -> list[int]:
-        tokens = alone(tuple(request.prompt_token_ids), self.limit(request))
+        tokens = alone(tuple(request.prompt_token_ids), self.limit(request), self.windows)
         end = next((i for i, t in enumerate(tokens) if is_eos(t)), len(tokens) - 1)
         return tokens[: end + 1]
 
@@ -109,7 +112,15 @@ def play(seed: int) -> AsyncFakeEngine:
         prefill_policy=choose(["mixed", "alternate", "whole"]),
         enable_prefix_caching=choose([True, True, False]),
     )
-    engine = AsyncFakeEngine(config, choose([40, 45, 60, 400]) // config.block_size, 40)
+    windows = choose([(None,), (None,), (None, 6), (None, 1), (9, 3)])
+    size = config.block_size
+    groups = []
+    for window in windows:
+        num_blocks = choose([40, 45, 60, 400]) // size
+        if window is not None:  # as few as let anybody finish
+            num_blocks = choose([KVGroup(window=window).most_blocks(40, 1, size), num_blocks])
+        groups.append(KVGroup(window=window, num_blocks=num_blocks))
+    engine = AsyncFakeEngine(config, groups, 40)
     stems = [[i * 50 + j for j in range(12)] for i in range(2)]
     aborted: set[str] = set()
     for now in range(400):
@@ -137,7 +148,7 @@ def play(seed: int) -> AsyncFakeEngine:
 
 
 def test_any_workload_gives_every_request_its_own_tokens():
-    engines = [play(seed) for seed in range(150)]
+    engines = [play(seed) for seed in range(200)]
     assert sum(e.num_ahead for e in engines) > 5000
     assert sum(e.num_dropped for e in engines) > 200
     assert sum(e.scheduler.num_preemptions for e in engines) > 50

@@ -10,6 +10,7 @@ import pytest
 from attention_oracle import paged_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poison import poison
 from test_plan import BLOCK_SIZE, make_batch
 
 from vllm_metal_lite import backend
@@ -23,7 +24,7 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 
 class Case:
-    """A filled store and the queries of one step, exact in `dtype`."""
+    """A filled store and the queries of one step, exact in `dtype`; to be run with one window."""
 
     def __init__(
         self, segments, *, heads=4, kv_heads=2, dim=32, v_dim=None, dtype=mx.float32,
@@ -48,7 +49,14 @@ class Case:
         self.attention = ReferenceAttention(self.store)
 
     def run(self, padding: int = 0, **how) -> np.ndarray:
-        n = self.batch.num_tokens
+        """NaN in every slot that no row sees."""
+        n, b = self.batch.num_tokens, self.batch
+        seen = np.zeros(len(self.k), bool)
+        first = b.seq_lens - np.diff(b.cu_seqlens_q) + 1 - (how.get("window") or 1 << 20)
+        for table, start, end in zip(b.block_tables, first, b.seq_lens, strict=True):
+            at = np.arange(max(start, 0), end)
+            seen[table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE] = True
+        poison(self.store, [seen])
         step = self.attention.prepare(self.batch, n + padding)
         q = mx.concatenate([self.q, mx.full((padding, *self.q.shape[1:]), 7, self.dtype)])
         out = self.attention.attend(0, q, step, scale=self.scale, sinks=self.sinks, **how)

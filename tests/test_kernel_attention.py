@@ -130,14 +130,14 @@ def tokens(model, prompts, **config):
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llama/window"])
 def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(monkeypatch, name, prefill):
     """Chunks, mixed steps, cached prefixes and preemptions."""
     monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), prefill))
     model = tiny.packed(name)
     prompts = tiny.prompts(4, 9, 16, seed=5)
     prompts.append(prompts[1][:8] + prompts[2])
-    how = {"num_blocks": 9, "max_num_batched_tokens": 12}
+    how = {"num_blocks": 9, "max_num_batched_tokens": 12, "max_num_seqs": 3}
     expected, _ = tokens(model, prompts, attention="reference", **how)
     got, engine = tokens(model, prompts, attention="kernels", **how)
     assert engine.runner.attention.name == "kernels"
