@@ -41,17 +41,24 @@ class KVCacheManager:
     def wanted(self, request: Request, chunk: int) -> list[int]:
         """Blocks by group for all known tokens, `chunk` of them at a time, and one to go on unless
         the request will end before."""
-        size = min(request.num_tokens + self.block_size, request.max_length - 1)
-        return [
-            min(group.most_blocks(size, chunk, self.block_size), pool.num_blocks)
-            for group, pool in zip(self.groups, self.pools, strict=True)
-        ]
+        return [self._wanted(g, request, chunk) for g in range(len(self.groups))]
 
-    def missing(self, request: Request, chunk: int) -> list[int]:
-        """Of the blocks wanted, those that a running request does not own."""
-        wanted = self.wanted(request, chunk)
-        owned = [t.num_owned for t in request.block_tables]
-        return [max(w - o, 0) for w, o in zip(wanted, owned, strict=True)]
+    def _wanted(self, group: int, request: Request, chunk: int) -> int:
+        size = min(len(request.token_ids) + self.block_size, request.max_length - 1)
+        most = self.groups[group].most_blocks(size, chunk, self.block_size)
+        return min(most, self.pools[group].num_blocks)
+
+    def spare(self, running: Sequence[tuple[Request, int]]) -> list[int]:
+        """Blocks by group that are left when each of these has what it wants with its chunk."""
+        left = []
+        for g, pool in enumerate(self.pools):
+            missing = 0
+            for request, chunk in running:
+                missing += max(
+                    self._wanted(g, request, chunk) - request.block_tables[g].num_owned, 0
+                )
+            left.append(pool.num_available - missing)
+        return left
 
     @property
     def num_available(self) -> int:
@@ -118,25 +125,18 @@ class KVCacheManager:
                     found += 1
                 length = found
         before = None
-        while length != before:  # until no window makes it shorter
+        while length != before:  # until nothing is missing from the end of any window
             before = length
             for _, group, pool in self._windowed:
-                length = self._held(group, pool, hashes, length)
+                end = range(group.first_block(length * self.block_size, self.block_size), length)
+                missing = (i for i in reversed(end) if pool.lookup(hashes[i]) is None)
+                length = next(missing, length)
         tables = []
         for pool, group in zip(self.pools, self.groups, strict=True):
             first = group.first_block(length * self.block_size, self.block_size)
             blocks = [pool.lookup(h) for h in hashes[first:length]]
             tables.append(BlockTable([0] * first + blocks, first))
         return tables
-
-    def _held(self, group: KVGroup, pool: BlockPool, hashes: list[bytes], most: int) -> int:
-        """Length of the longest prefix, of at most `most` blocks, whose end the pool holds."""
-        length = at = most
-        while at > group.first_block(length * self.block_size, self.block_size):
-            at -= 1
-            if pool.lookup(hashes[at]) is None:
-                length = at
-        return length
 
     def publish(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
         """Name the blocks that tokens [start, end) complete; (group, block) of those that got one.

@@ -304,11 +304,8 @@ class Scheduler:
 
     def _spare_blocks(self) -> list[int]:
         """Blocks by KV group that are left when all that run have what they want."""
-        left = [pool.num_available for pool in self.kv.pools]
-        for request in (*self._partials, *self._decodes):
-            chunk = self._largest_chunk(request, request.num_computed_tokens)
-            left = list(map(sub, left, self.kv.missing(request, chunk)))
-        return left
+        running = [(r, self._largest_chunk(r, r.num_computed_tokens)) for r in self._partials]
+        return self.kv.spare(running + [(r, 1) for r in self._decodes])
 
     def _has_room(self, out: SchedulerOutput) -> bool:
         """Whether a seat and a token of the budget are left."""
