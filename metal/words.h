@@ -1,4 +1,4 @@
-// Reading rows of K and V in words of 32 bits, whatever their type.
+// Reading and writing rows in words of 32 bits, whatever the type of their elements.
 //
 // A lane reads 1, 2 or 4 words at once (4, 8 or 16 bytes): wide loads are what keeps memory busy.
 // The words are unpacked to float in registers; bfloat16 is the upper half of a float's bits, so its
@@ -65,4 +65,25 @@ template <>
 METAL_FUNC void unpack<bfloat16_t>(uint word, thread float* to) {
   to[0] = as_type<float>(word << 16);
   to[1] = as_type<float>(word & 0xffff0000u);
+}
+
+// The inverse: elements, rounded to type T, in one word.
+template <typename T>
+METAL_FUNC uint pack(const thread float* from);
+
+template <>
+METAL_FUNC uint pack<float>(const thread float* from) {
+  return as_type<uint>(from[0]);
+}
+
+template <>
+METAL_FUNC uint pack<float16_t>(const thread float* from) {
+  return uint(as_type<ushort>(float16_t(from[0]))) |
+      (uint(as_type<ushort>(float16_t(from[1]))) << 16);
+}
+
+template <>
+METAL_FUNC uint pack<bfloat16_t>(const thread float* from) {
+  return uint(as_type<ushort>(bfloat16_t(from[0]))) |
+      (uint(as_type<ushort>(bfloat16_t(from[1]))) << 16);
 }

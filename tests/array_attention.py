@@ -19,7 +19,7 @@ class ArrayAttention(KernelAttention):
     overlaps = False
 
     def __init__(self, store) -> None:
-        super().__init__(store, "gather")
+        super().__init__(store, "gather", fuses=False)
 
     @property
     def state(self):

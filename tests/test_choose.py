@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import tiny_models as tiny
@@ -14,7 +15,7 @@ from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.kernels import measure, selfcheck, source
+from vllm_metal_lite.kernels import fusedcheck, measure, selfcheck, source
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
@@ -27,6 +28,9 @@ MISCOMPILED = {
     "varlen_prefill": ("metal::exp2(", "metal::exp2(0.9f * "),
     "merge_partitions": ("weights[p] *", "weights[0] *"),
     "kv_write": ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),
+    # A fast sine, which does not reduce large angles; a mean over all lanes, idle ones too.
+    "rope_write": ("precise::sin(theta)", "precise::sin(theta + 1e-7f * theta)"),
+    "add_rms_norm": ("square / float(DIM)", "square / float(TURNS * THREADS * VEC)"),
 }
 
 
@@ -57,9 +61,11 @@ def miscompile(monkeypatch, name: str) -> None:
 
 
 def kernels() -> list[Kernel]:
-    from vllm_metal_lite.kernels import ops, prefill
+    from vllm_metal_lite.kernels import norm, ops, prefill, rope
 
-    return [v for m in (ops, prefill) for v in vars(m).values() if isinstance(v, Kernel)]
+    return [
+        v for m in (norm, ops, prefill, rope) for v in vars(m).values() if isinstance(v, Kernel)
+    ]
 
 
 def store() -> PagedStore:
@@ -121,6 +127,24 @@ def test_an_engine_with_a_miscompiled_kernel_computes_the_right_tokens(monkeypat
     assert got == expected
 
 
+@needs_compiler
+def test_fused_kernels_that_pass_are_remembered(monkeypatch):
+    assert fusedcheck.failures(SHAPE) == ()
+    monkeypatch.setattr(fusedcheck, "check", lambda _: pytest.fail("checked again"))
+    assert fusedcheck.failures(SHAPE) == ()
+    assert fusedcheck.failures(replace(SHAPE, window=8)) == ()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", selfcheck.FUSED)
+def test_a_miscompiled_fused_kernel_is_found(monkeypatch, tmp_path, name):
+    miscompile(monkeypatch, name)
+    (failure,) = fusedcheck.failures(SHAPE)
+    assert failure.kernel == name
+    assert "blocks of" not in str(failure)
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_shapes_that_no_kernel_serves(monkeypatch):
     odd = AttentionShape(4, 2, 36, 36, mx.float32)
     attention, reason = choose("auto", store(), [odd])
@@ -148,6 +172,7 @@ def test_without_a_gpu_the_reference_is_used_without_a_warning(monkeypatch):
 @pytest.fixture
 def few_shapes(monkeypatch):
     monkeypatch.setattr(selfcheck, "full_list", lambda: [(SHAPE, 16)])
+    monkeypatch.setattr(fusedcheck, "full_list", lambda: [SHAPE])
     monkeypatch.setattr(backend, "describe", lambda: "the CPU host")
 
 

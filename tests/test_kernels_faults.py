@@ -12,7 +12,9 @@ import pytest
 from metal.host import HostError, KernelFault, compiler_available, installed, mlx_source
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops, source
+from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -71,12 +73,35 @@ def varlen_prefill_rows(dtype):
     return [out]
 
 
+def rope_write_rows(dtype):
+    """Rows joined, not a head for every simdgroup, the last slot of the store among the written."""
+    rows = draw(5, (6 + 2 * KV_HEADS) * DIM, seed=9, dtype=dtype)
+    written = store(dtype)
+    norm = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5)
+    q, _ = rope_write(
+        Columns(rows, 0), Columns(rows, 6 * DIM), Columns(rows, (6 + KV_HEADS) * DIM),
+        num_heads=6, rope=Rope(40, False, 1e4, 1.0, None), q_norm=norm, k_norm=norm,
+        positions=mx.array([0, 3, 4, 9, 50], mx.int32),
+        slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
+        keys=written[0], values=written[1], token=ops.new_token(),
+    )  # fmt: skip
+    return [*written, q]
+
+
+def add_rms_norm_rows(dtype):
+    """Rows of more than one simdgroup, the last of which has idle threads."""
+    x, y, weight = (draw(*shape, seed=11, dtype=dtype) for shape in ((3, 200), (3, 200), (200,)))
+    return list(add_rms_norm(x, y, weight, 1e-5))
+
+
 RUN = {
     "kv_write": kv_write,
     "kv_gather": kv_gather,
     "paged_decode": paged_decode,
     "merge_partitions": merge_partitions,
     "varlen_prefill": varlen_prefill_rows,
+    "rope_write": rope_write_rows,
+    "add_rms_norm": add_rms_norm_rows,
 }
 
 
@@ -188,6 +213,60 @@ FAULTS = {
         "key <= position &&",
         "key <= position + 1 &&",
         "wrong",
+    ),
+    "rope_skips_nothing": (
+        "rope_write",
+        "if (!is_q && slot < 0)",
+        "if (false)",
+        ("undefined", "out of bounds"),
+    ),
+    "rope_a_head_more": (
+        "rope_write",
+        "metal::min(first + HEADS, Q_HEADS + 2 * KV_HEADS)",
+        "first + HEADS",
+        ("race", "out of bounds"),
+    ),
+    "rope_pairs_past_the_head": (
+        "rope_write",
+        ("if (i < PAIRS) {", 1),
+        "if (i <= PAIRS) {",
+        ("race", "out of bounds"),
+    ),
+    "rope_half_of_a_pair": (
+        "rope_write",
+        "to[second_of_pair(i, ROTATED, TRADITIONAL)] = T(y)",
+        "to[first_of_pair(i, ROTATED, TRADITIONAL)] = T(y)",
+        "unwritten",
+    ),
+    "rope_other_way_round": ("rope_write", "- b[t] * sine", "+ b[t] * sine", "wrong"),
+    "rope_norm_of_a_lane": ("rope_write", "metal::simd_sum(square)", "square", "wrong"),
+    "rope_keys_of_one_head": (
+        "rope_write",
+        "K_START + kv_head * K_DIM",
+        "K_START",
+        "wrong",
+    ),
+    "rope_values_in_keys": (
+        "rope_write",
+        "const_cast<device T*>(values)",
+        "const_cast<device T*>(keys)",
+        "race",
+    ),
+    "rope_without_a_token": ("rope_write", "next_token[0] =", "float unused =", "unwritten"),
+    "add_norm_barrier": ("add_rms_norm", BARRIER, "", UNORDERED),
+    "add_norm_past_the_row": ("add_rms_norm", "if (at < DIM)", "", ("race", "out of bounds")),
+    "add_norm_half_a_row": ("add_rms_norm", "* DIM;", "* (DIM / 2);", ("race", "unwritten")),
+    "add_norm_of_one_simdgroup": (
+        "add_rms_norm",
+        "lane < SIMDGROUPS ?",
+        "lane < 1 ?",
+        "wrong",
+    ),
+    "add_norm_memory_of_lanes": (
+        "add_rms_norm",
+        "lane < SIMDGROUPS ?",
+        "lane < 32 ?",
+        "out of bounds",
     ),
 }
 

@@ -14,7 +14,8 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import loader
-from vllm_metal_lite.model.seam import PagedLayerCache, sdpa_hook
+from vllm_metal_lite.model.hooks import hooks
+from vllm_metal_lite.model.seam import PagedLayerCache
 from vllm_metal_lite.sampling_params import SamplingParams
 
 HEADS, RANK, ROPE, N = 4, 16, 8, 5
@@ -41,7 +42,7 @@ def test_scores_are_the_sum_of_both_products(cache):
         mx.array(latent[:, None, None], mx.float32), mx.array(k_pe[:, None, None], mx.float32)
     )
     scores = (mx.array(q_pe[:, :, None], mx.float32) * scale) @ rotary.swapaxes(-1, -2)
-    with sdpa_hook():
+    with hooks(cache.attention, cache.step):
         out = mx.fast.scaled_dot_product_attention(
             mx.array(q[:, :, None], mx.float32), keys, keys, scale=scale, mask=scores
         )

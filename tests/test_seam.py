@@ -11,9 +11,10 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.handles import KVHandle, Mask
+from vllm_metal_lite.model.hooks import hooks
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.model.seam import PagedLayerCache, sdpa_hook
+from vllm_metal_lite.model.seam import PagedLayerCache
 
 SPEC = LayerSpec(2, 16, 16, mx.float32)
 
@@ -55,7 +56,7 @@ def test_the_hook_lets_other_attention_through_and_goes_away(handle):
     original = mx.fast.scaled_dot_product_attention
     q = mx.random.normal((1, 2, 5, 16))
     expected = original(q, q, q, scale=0.5, mask="causal")
-    with sdpa_hook():
+    with hooks(handle.cache.attention, handle.cache.step):
         assert mx.fast.scaled_dot_product_attention is not original
         got = mx.fast.scaled_dot_product_attention(q, q, q, scale=0.5, mask="causal")
         out = mx.fast.scaled_dot_product_attention(
@@ -66,9 +67,9 @@ def test_the_hook_lets_other_attention_through_and_goes_away(handle):
     assert mx.fast.scaled_dot_product_attention is original
 
 
-def test_the_hook_goes_away_after_an_error():
-    original = mx.fast.scaled_dot_product_attention
-    with pytest.raises(KeyboardInterrupt), sdpa_hook():
+def test_the_hook_goes_away_after_an_error(handle):
+    cache, original = handle.cache, mx.fast.scaled_dot_product_attention
+    with pytest.raises(KeyboardInterrupt), hooks(cache.attention, cache.step):
         raise KeyboardInterrupt
     assert mx.fast.scaled_dot_product_attention is original
 

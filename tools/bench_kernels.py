@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
@@ -19,19 +20,20 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import measure, ops, selfcheck
+from vllm_metal_lite.kernels import fusedcheck, measure, ops, selfcheck
+from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
-SECTIONS = ("check", "huge", "sanitize", "decode", "plans", "shapes", "prefill")
+SECTIONS = ("check", "huge", "sanitize", "decode", "plans", "shapes", "prefill", "fused")
 WORKERS = 14
 
 
 def check() -> bool:
-    """Every kernel at every shape of the full list."""
-    shapes = selfcheck.full_list()
+    """Every kernel at every shape of the full lists."""
     with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:  # compilation takes the time
-        results = [r for done in pool.map(_check, range(len(shapes))) for r in done]
+        results = [r for done in pool.map(_check, range(len(_checks()))) for r in done]
     failed = [r for r in results if not r.passed]
     print(f"\n## Right or wrong\n\n{len(results)} checks, {len(failed)} failed.")
     for kernel in selfcheck.KERNELS:
@@ -73,10 +75,14 @@ def huge() -> bool:
     return same
 
 
+def _checks() -> list[partial]:
+    checks = [partial(selfcheck.check, *case) for case in selfcheck.full_list()]
+    return checks + [partial(fusedcheck.check, shape) for shape in fusedcheck.full_list()]
+
+
 def _check(index: int) -> list[selfcheck.CheckResult]:
     # By number, and named in words: MLX's dtypes cannot be pickled.
-    results = selfcheck.check(*selfcheck.full_list()[index])
-    return [replace(r, shape=str(r.shape)) for r in results]
+    return [replace(r, shape=str(r.shape)) for r in _checks()[index]()]
 
 
 def sanitize() -> bool:
@@ -100,7 +106,7 @@ def sanitize() -> bool:
 
 def few() -> bool:
     """A few shapes in this process, for a sanitizer."""
-    results = [r for s in selfcheck.full_list()[::12] for r in selfcheck.check(*s)]
+    results = [r for check in _checks()[::12] for r in check()]
     failed = [r for r in results if not r.passed]
     print(f"{len(results)} checks, {len(failed)} failed", *failed)
     return not failed
@@ -186,6 +192,76 @@ def prefill() -> None:
             f"| {1e6 * load.sdpa(rows, compiled=False).seconds:.0f} |",
             flush=True,
         )
+
+
+def fused() -> bool:
+    """rope_write and add_rms_norm beside the calls of MLX that they stand for."""
+    print(f"\n## Fused kernels, {QWEN3}, hidden size 2,048\n")
+    print("| kernel | rows | us compiled | eager | apart: us compiled | eager | difference |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    passed = True
+    for rows in (1, 8, 64, 512, 8192):
+        for name, state, ours, theirs in (_rope_write(rows), _add_rms_norm(rows)):
+            got, wanted = ours(state)[0], theirs(state)[0]
+            difference = mx.abs(got.astype(mx.float32) - wanted.astype(mx.float32)).max().item()
+            passed &= difference <= 0.04  # of numbers up to 5: two roundings to bfloat16
+            chain = 100 if rows <= 64 else 5
+            times = [
+                f"{1e6 * measure.seconds_per_call(call, state, chain, compiled):.1f}"
+                for call in (ours, theirs)
+                for compiled in (True, False)
+            ]
+            print(f"| {name} | {rows:,} | {' | '.join(times)} | {difference:.2g} |", flush=True)
+    return passed
+
+
+def _rope_write(rows: int) -> tuple:
+    """One layer, as Qwen3 has it: k and v joined; q goes from each call to the next."""
+    s = QWEN3
+    width = s.num_kv_heads * s.k_head_dim
+    kv = mx.random.normal((rows, 2 * width)).astype(s.dtype)
+    store = [mx.zeros((rows, s.num_kv_heads, s.k_head_dim), s.dtype) for _ in range(2)]
+    positions = mx.arange(1000, 1000 + rows, dtype=mx.int32)
+    slots = mx.arange(rows, dtype=mx.int32)
+    norm = HeadNorm(mx.random.uniform(0.8, 1.2, (s.k_head_dim,)).astype(s.dtype), 1e-6)
+    turn = Rope(s.k_head_dim, False, 1e6, 1.0, None)
+    q = mx.random.normal((rows, s.num_heads, s.k_head_dim)).astype(s.dtype)
+    state = [q, ops.new_token()]
+    mx.eval(kv, store, positions, slots, norm.weight, state)
+
+    def ours(state: list[mx.array]) -> list[mx.array]:
+        return list(rope_write(
+            Columns(state[0].reshape(rows, -1), 0), Columns(kv, 0), Columns(kv, width),
+            num_heads=s.num_heads, rope=turn, q_norm=norm, k_norm=norm, positions=positions,
+            slot_mapping=slots, keys=store[0], values=store[1], token=state[1],
+        ))  # fmt: skip
+
+    def rotated(x: mx.array) -> mx.array:
+        x = mx.fast.rms_norm(x, *norm)[:, :, None]
+        return mx.fast.rope(
+            x, turn.dims, traditional=False, base=turn.base, scale=turn.scale, offset=positions
+        )[:, :, 0]
+
+    def theirs(state: list[mx.array]) -> list[mx.array]:
+        k, v = (a.reshape(rows, s.num_kv_heads, -1) for a in mx.split(kv, 2, axis=1))
+        return [rotated(state[0]), ops.kv_write(rotated(k), v, slots, *store, state[1])]
+
+    return "rope_write", state, ours, theirs
+
+
+def _add_rms_norm(rows: int) -> tuple:
+    state = [mx.random.normal((rows, 2048)).astype(mx.bfloat16) for _ in range(2)]
+    weight = mx.random.uniform(0.8, 1.2, (2048,)).astype(mx.bfloat16)
+    mx.eval(state, weight)
+
+    def ours(state: list[mx.array]) -> list[mx.array]:
+        return list(add_rms_norm(*state, weight, 1e-6))[::-1]
+
+    def theirs(state: list[mx.array]) -> list[mx.array]:
+        added = state[0] + state[1]
+        return [mx.fast.rms_norm(added, weight, 1e-6), added]
+
+    return "add_rms_norm", state, ours, theirs
 
 
 def main() -> int:

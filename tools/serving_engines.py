@@ -12,9 +12,12 @@ from typing import Any, Protocol
 from serving_loads import Load
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from vllm_metal_lite.model.joined import Part
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
@@ -179,13 +182,30 @@ class Settings:
         return name if self.prefix == "none" else f"{name}, prefix: {self.prefix}"
 
 
+_NATIVE: dict[int, nn.Module] = {}
+
+
+def native(model: LoadedModel) -> nn.Module:
+    """A model as mlx-lm has it: where ours joined projections, a copy with all of them apart."""
+    ours = model.packed.model
+    if not model.packed.products:
+        return ours
+    if id(model) not in _NATIVE:
+        theirs = copy.deepcopy(ours)
+        parts = [(path, m) for path, m in theirs.named_modules() if isinstance(m, Part)]
+        theirs.update_modules(tree_unflatten([(path, part.separate()) for path, part in parts]))
+        mx.eval(theirs.parameters())
+        _NATIVE[id(model)] = theirs
+    return _NATIVE[id(model)]
+
+
 class MlxLm:
     """BatchGenerator, a new one for each run."""
 
     resident_bytes = 0
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
-        self.model, self.settings = model.packed.model, settings
+        self.model, self.settings = native(model), settings
         self.name, self.way = f"mlx-lm {settings}", f"prefix: {settings.prefix}"
 
     def begin(self, load: Load) -> None:
@@ -265,7 +285,7 @@ class MlxLmSingle:
     name, way, resident_bytes = "mlx-lm generate_step", "single", 0
 
     def __init__(self, model: LoadedModel) -> None:
-        self.model = model.packed.model
+        self.model = native(model)
 
     def begin(self, load: Load) -> None:
         mx.set_cache_limit(_MLX_CACHE_LIMIT)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from serving_engines import Run
+from serving_engines import Run, native
 from serving_loads import Load
 
 from vllm_metal_lite import backend
@@ -121,6 +121,6 @@ def agree(model: LoadedModel, load: Load, ours: Run, theirs: Run, most: int = 8)
         shares.append(at / n if n else 1.0)
         if at < n and len(ties) < most:
             tokens = mx.array([prompt + a[:at]])
-            logits = model.packed.model(tokens)[0, -1].astype(mx.float32)
+            logits = native(model)(tokens)[0, -1].astype(mx.float32)
             ties.append(float(mx.abs(logits[a[at]] - logits[b[at]]) / logits.std()))
     return Agreement(len(shares), equal, statistics.mean(shares), max(ties, default=0.0), len(ties))

@@ -11,12 +11,14 @@ from functools import cached_property
 
 import numpy as np
 
+from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention, SdpaPlan
-from vllm_metal_lite.attention.step import StepMetadata, pad_rows
+from vllm_metal_lite.attention.step import AttentionShape, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.rope import rope_write, unsupported
 from vllm_metal_lite.kv.store import PagedStore
 
 PREFILLS = ("varlen", "gather")
@@ -89,9 +91,9 @@ class KernelAttention(ReferenceAttention):
     name = "kernels"
     overlaps = True
 
-    def __init__(self, store: PagedStore, prefill: str) -> None:
+    def __init__(self, store: PagedStore, prefill: str, fuses: bool = True) -> None:
         super().__init__(store)
-        self.prefill = prefill
+        self.prefill, self.fuses = prefill, fuses
         self.token = ops.new_token()
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
 
@@ -111,6 +113,29 @@ class KernelAttention(ReferenceAttention):
         dtype = self.store.keys[layer].dtype
         rows, group = (k.astype(dtype), v.astype(dtype)), self.store.group_of[layer]
         self.token = ops.kv_write(*rows, step.slot_mapping[group], *self._store(layer))
+
+    def rope_write(
+        self, layer: int, q: Heads, k: Heads, v: Heads, step: StepMetadata
+    ) -> mx.array | None:
+        """Norm and rotate q and k, write k and v -> q (num_rows, H, D).  None: not by a kernel."""
+        keys, values, _ = self._store(layer)
+        kept = [(keys.shape[1], keys.shape[2]), (values.shape[1], values.shape[2])]
+        if [(h.num_heads, h.head_dim) for h in (k, v)] != kept or q.head_dim != k.head_dim:
+            return None
+        if v.norm or v.rope or not q.turns_like(k) or not (k.rope or k.norm):
+            return None
+        columns = [h.columns for h in (q, k, v)]
+        if any(c.array.dtype != keys.dtype for c in columns):
+            return None
+        shape = AttentionShape(q.num_heads, *kept[0], values.shape[2], keys.dtype)
+        if unsupported(shape, k.rope) is not None:
+            return None
+        rows, self.token = rope_write(
+            *columns, num_heads=q.num_heads, rope=k.rope, q_norm=q.norm, k_norm=k.norm,
+            positions=step.positions, slot_mapping=step.slot_mapping,
+            keys=keys, values=values, token=self.token,
+        )  # fmt: skip
+        return rows
 
     def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
         k, v, self.token = ops.kv_gather(group.kv_slots, *self._store(layer))

@@ -113,6 +113,7 @@ class ReferenceAttention:
 
     name = "reference"
     overlaps = False  # its writes are in place only if nothing still reads the store
+    fuses = False
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store

@@ -85,10 +85,12 @@ class Attention(Protocol):
     """How packed queries meet the paged store.  `write` of a layer comes before its `attend`.
 
     overlaps: a step may be submitted while the one before it runs.
+    fuses: the kernels that do several launches' work may be used, `rope_write` among them.
     """
 
     name: str
     overlaps: bool
+    fuses: bool
     store: PagedStore
 
     @property

@@ -6,6 +6,7 @@ Exit code 0: all is well, or there is no GPU and hence nothing to check; 1: a ke
 import argparse
 import json
 import platform
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -49,12 +50,14 @@ def examine(quick: bool, quiet: bool) -> dict[str, Any]:
 
 
 def _check(quick: bool, quiet: bool) -> list:
-    from vllm_metal_lite.kernels import selfcheck
+    from vllm_metal_lite.kernels import fusedcheck, selfcheck
 
-    shapes = selfcheck.full_list()[: 1 if quick else None]
+    number = 1 if quick else None
+    checks = [partial(selfcheck.check, *case) for case in selfcheck.full_list()[:number]]
+    checks += [partial(fusedcheck.check, shape) for shape in fusedcheck.full_list()[:number]]
     results = []
-    for shape, block_size in tqdm(shapes, desc="checking kernels", unit="shape", disable=quiet):
-        results += selfcheck.check(shape, block_size)
+    for check in tqdm(checks, desc="checking kernels", unit="shape", disable=quiet):
+        results += check()
     return results
 
 

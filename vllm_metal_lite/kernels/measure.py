@@ -8,6 +8,7 @@ compiled by `mx.compile`, as decode steps are, so that building the graph is not
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +23,11 @@ _CHAIN, _REPEATS = 100, 5
 
 
 def seconds_per_call(
-    call: Callable[[mx.array], mx.array], x: mx.array, chain: int = _CHAIN, compiled: bool = True
+    call: Callable[[Any], Any], x: Any, chain: int = _CHAIN, compiled: bool = True
 ) -> float:
-    """Median seconds of x = call(x)."""
+    """Median seconds of x = call(x), x being an array or a list of arrays."""
 
-    def run(x: mx.array) -> mx.array:
+    def run(x: Any) -> Any:
         for _ in range(chain):
             x = call(x)
         return x

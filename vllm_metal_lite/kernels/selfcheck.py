@@ -25,7 +25,8 @@ from vllm_metal_lite.kernels import measure, ops, source
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
-KERNELS = ("kv_write", "kv_gather", "paged_decode", "merge_partitions", "varlen_prefill")
+FUSED = ("rope_write", "add_rms_norm")  # checked by fusedcheck.py
+KERNELS = ("kv_write", "kv_gather", "paged_decode", "merge_partitions", "varlen_prefill", *FUSED)
 
 # Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
 # rounded inputs; a kernel rounds its result, and in prompts also the weights, to the type.
@@ -39,7 +40,10 @@ _PROMPT_ROWS = np.array((1, 7, 9, 40, 70))
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One kernel at one shape: its largest error beside what is allowed, or why it did not run."""
+    """One kernel at one shape: its largest error beside what is allowed, or why it did not run.
+
+    block_size: 0 where no block matters.
+    """
 
     kernel: str
     shape: AttentionShape
@@ -53,7 +57,8 @@ class CheckResult:
         return self.failure is None and self.error <= self.tolerance
 
     def __str__(self) -> str:
-        what = f"{self.kernel} ({self.shape}, blocks of {self.block_size})"
+        blocks = f", blocks of {self.block_size}" if self.block_size else ""
+        what = f"{self.kernel} ({self.shape}{blocks})"
         if self.failure is not None:
             return f"{what}: {self.failure}"
         return f"{what}: error {self.error:.2g}, allowed {self.tolerance:.2g}"
@@ -70,6 +75,13 @@ def check(shape: AttentionShape, block_size: int) -> list[CheckResult]:
     }
     if ops.unsupported(shape, prefill=True) is None:
         checks["varlen_prefill"] = case.prefill
+    return run_checks(checks, shape, block_size)
+
+
+def run_checks(
+    checks: dict[str, Callable[[], tuple[float, float]]], shape: AttentionShape, block_size: int
+) -> list[CheckResult]:
+    """The results of functions, by kernel, that give an error and what is allowed, or raise."""
     results = []
     for kernel in checks:
         try:
@@ -151,7 +163,7 @@ class _Case:
         for array, source_rows in zip(got, (self.keys, self.values), strict=True):
             expected = np.zeros_like(source_rows)
             expected[target[target >= 0]] = source_rows[target[target >= 0]]
-            error = max(error, _error(array[0].swapaxes(0, 1), expected))
+            error = max(error, largest_error(array[0].swapaxes(0, 1), expected))
         return error, 0.0
 
     def gather(self) -> tuple[float, float]:
@@ -159,7 +171,7 @@ class _Case:
         slots = np.random.default_rng(1).choice(self.owned, (2, 37)).astype(np.int32)
         got = ops.kv_gather(mx.array(slots), *self._store(), ops.new_token())[:2]
         pairs = zip(got, (self.keys, self.values), strict=True)
-        return max(_error(a.swapaxes(1, 2), rows[slots]) for a, rows in pairs), 0.0
+        return max(largest_error(a.swapaxes(1, 2), rows[slots]) for a, rows in pairs), 0.0
 
     def decode(self, plan: ops.DecodePlan) -> tuple[float, float]:
         """One query a sequence."""
@@ -197,7 +209,7 @@ class _Case:
         }
 
     def _compare(self, batch: ForwardBatch, q: np.ndarray, out: mx.array) -> tuple[float, float]:
-        return _error(out, self._expected(batch, q)), TOLERANCE[self.shape.dtype]
+        return largest_error(out, self._expected(batch, q)), TOLERANCE[self.shape.dtype]
 
     @property
     def _scale(self) -> float:
@@ -217,7 +229,7 @@ class _Case:
             return np.array(attention.attend(0, mx.array(q), step, **how))
 
 
-def _error(got: mx.array, expected: np.ndarray) -> float:
+def largest_error(got: mx.array, expected: np.ndarray) -> float:
     """Largest |got - expected| / (1 + |expected|); a NaN where none is expected is infinite."""
     got = np.array(got.astype(mx.float32), np.float64)
     if got.shape != expected.shape:
@@ -240,19 +252,19 @@ class Verdict:
 
 def verdict(shape: AttentionShape, block_size: int) -> Verdict:
     """Check one shape, or remember that it passed."""
-    memory = _Memory()
+    memory = Memory()
     key = f"{shape}, blocks of {block_size}"
-    if key not in memory.prefill:
+    if key not in memory.known:
         failures = tuple(r for r in check(shape, block_size) if not r.passed)
         if failures:
             return Verdict(failures, "gather")
         # Without a GPU kernels run in tests only, where time means nothing.
         how = "varlen" if backend.is_cpu() else measure.faster_prefill(shape)
         memory.add(key, how)
-    return Verdict((), memory.prefill[key])
+    return Verdict((), memory.known[key])
 
 
-class _Memory:
+class Memory:
     """Shapes that passed with this MLX, on this device, with these kernels."""
 
     def __init__(self) -> None:
@@ -262,14 +274,14 @@ class _Memory:
         home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         self.file = home / "vllm_metal_lite" / f"kernels-{name}.json"
         try:
-            self.prefill = dict(json.loads(self.file.read_text(encoding="utf-8")))
+            self.known = dict(json.loads(self.file.read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError):  # none yet, or not readable: check again
-            self.prefill = {}
+            self.known = {}
 
-    def add(self, key: str, prefill: str) -> None:
-        self.prefill[key] = prefill
+    def add(self, key: str, found: str) -> None:
+        self.known[key] = found
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(self.prefill, indent=1), encoding="utf-8")
+            self.file.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
         except OSError:  # a home that cannot be written to: check again next time
             return

@@ -6,7 +6,7 @@
 3. Where that fails as well the model is refused, by name and with the reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.nn as nn
 import numpy as np
@@ -19,6 +19,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.joined import Product
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
 
@@ -54,7 +55,7 @@ class _Observer(ReferenceAttention):
 
 
 def fit(
-    model: nn.Module, layout: Layout, model_type: str
+    model: nn.Module, layout: Layout, model_type: str, products: Sequence[Product] = ()
 ) -> tuple[PackedModel, list[AttentionShape]]:
     """The model, ready for packed steps, and the shapes that its attention has in the seam.
 
@@ -70,7 +71,7 @@ def fit(
     exact = all(w.dtype not in _16_BIT for _, w in tree_flatten(model.parameters()))
     reason = ""
     for by_segment in (False, True):
-        packed = PackedModel(model, layout, by_segment)
+        packed = PackedModel(model, layout, by_segment, products)
         attention = _Observer(PagedStore(layout.specs, 4, _BLOCK))
         try:
             error = _trial(packed, attention, sequences, own, np.max if exact else np.median)

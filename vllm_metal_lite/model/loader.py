@@ -21,6 +21,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.fit import fit
+from vllm_metal_lite.model.joined import join_projections
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
 
@@ -97,7 +98,9 @@ def from_model(
     num_parameters = sum(w.size for _, w in tree_flatten(model.parameters()))
     adapt(model)
     layout = inspect(model, model_type)
-    packed, shapes = fit(model, layout, model_type)
+    # A CPU's time is in the products themselves, and parts of one are not contiguous.
+    products = [] if backend.is_cpu() else join_projections(model)
+    packed, shapes = fit(model, layout, model_type, products)
     weights = [w for _, w in tree_flatten(model.parameters())]
     eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
     return LoadedModel(

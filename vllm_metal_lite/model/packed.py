@@ -1,5 +1,6 @@
 """An mlx-lm model that takes packed steps: its caches for a step, and which rows reach its head."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.nn as nn
@@ -7,9 +8,11 @@ import mlx.nn as nn
 from vllm_metal_lite.attention.step import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.hooks import hooks
+from vllm_metal_lite.model.joined import Product
 from vllm_metal_lite.model.layout import Layout, Node, StateLayer, is_part, outermost
 from vllm_metal_lite.model.recurrent import StateCache
-from vllm_metal_lite.model.seam import PagedLayerCache, sdpa_hook
+from vllm_metal_lite.model.seam import PagedLayerCache
 from vllm_metal_lite.model.sequences import CacheMembers, SequenceStep, show_sequences
 
 
@@ -46,10 +49,17 @@ class PackedModel:
     """An mlx-lm model that takes a packed step.
 
     by_segment: attention modules see sequences too, a segment at a time (sequences.py).
+    products: the model's joined projections.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, by_segment: bool = False) -> None:
-        self.model, self.layout = model, layout
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        by_segment: bool = False,
+        products: Sequence[Product] = (),
+    ) -> None:
+        self.model, self.layout, self.products = model, layout, products
         users = outermost({**layout.state_users, **(layout.kv_users if by_segment else {})})
         for module in users.values():
             show_sequences(module)
@@ -89,13 +99,18 @@ class PackedModel:
         sequences = None
         if self.sees_sequences:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)
-        caches = [self._cache(n, attention, step, sequences) for n in self.layout.nodes]
+        layers: list[PagedLayerCache] = []
+        caches = [self._cache(n, attention, step, sequences, layers) for n in self.layout.nodes]
         self._rows.wanted, self._rows.taken = logits_indices, False
         try:
-            with sdpa_hook():
+            with hooks(attention, step):
                 logits = self.model(step.token_ids[:, None], cache=caches)
         finally:
             self._rows.wanted = None
+            for product in self.products:
+                product.forget()
+        for layer in layers:
+            layer.settle()
         if sequences is not None:
             sequences.states.commit()
         if logits_indices is not None and not self._rows.taken:
@@ -103,14 +118,21 @@ class PackedModel:
         return logits.squeeze(1)
 
     def _cache(
-        self, node: Node, attention: Attention, step: StepMetadata, sequences: SequenceStep | None
+        self,
+        node: Node,
+        attention: Attention,
+        step: StepMetadata,
+        sequences: SequenceStep | None,
+        layers: list[PagedLayerCache],
     ) -> Any:
-        """What the model sees as one entry of its list of caches."""
+        """What the model sees as one of its list of caches; those of the store go to `layers`."""
         if isinstance(node, tuple):
-            return CacheMembers(self._cache(n, attention, step, sequences) for n in node)
+            return CacheMembers(self._cache(n, attention, step, sequences, layers) for n in node)
         if isinstance(node, StateLayer):
             return StateCache(node.index, node.size, sequences)
         if node is None:
             return None
         spec = self.layout.specs[node.index]
-        return PagedLayerCache(node.index, spec, attention, step, node.template, sequences)
+        cache = PagedLayerCache(node.index, spec, attention, step, node.template, sequences)
+        layers.append(cache)
+        return cache

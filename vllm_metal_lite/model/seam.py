@@ -3,22 +3,19 @@
 Tokens enter as a batch of N sequences of length 1, so `mx.fast.rope` takes one offset a row and
 RoPE restarts for every request.  Each layer gets a `PagedLayerCache`; what it returns for K and V
 are handles, which stand for the store: `mx.fast.scaled_dot_product_attention` goes to our attention
-when its keys are one.  The hook is in place only while a forward is being built.
+when its keys are one (hooks.py).
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.step import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.handles import KVHandle, LatentScores, Mask, ValueHandle
 from vllm_metal_lite.model.kv_segments import rebuild
 from vllm_metal_lite.model.sequences import PackedCache, Run, SequenceStep
-
-_HOOK_LOCK = threading.Lock()
+from vllm_metal_lite.model.traced import heads_of, made_of
 
 
 class PagedLayerCache(PackedCache):
@@ -42,12 +39,31 @@ class PagedLayerCache(PackedCache):
         self.attention, self.step = attention, step
         self.template, self.sequences = template, sequences
         self.offset = step.positions
+        self._pending: tuple[mx.array, mx.array] | None = None
         self._written: list[tuple[mx.array, mx.array]] = []
 
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[KVHandle, KVHandle]:
-        """Write this step's rows, k and v (N, num_kv_heads, 1, head_dim); returns the handles."""
-        self.attention.write(self.layer, k.squeeze(2), v.squeeze(2), self.step)
+        """Write this step's rows, k and v (N, num_kv_heads, 1, head_dim); returns the handles.
+
+        Rows that a kernel could still rotate are written with their queries, in one launch.
+        """
+        self.settle()
+        self._pending = k, v
+        if not (self.attention.fuses and isinstance(made_of(k), Heads)):
+            self.settle()
         return self.keys_and_values()
+
+    def settle(self, q: mx.array | None = None) -> mx.array | None:
+        """Write what is pending; returns q (N, H, 1, D) as (N, H, D)."""
+        if self._pending is not None:
+            (k, v), self._pending = self._pending, None
+            made = made_of(q), made_of(k)
+            if all(isinstance(m, Heads) for m in made):
+                rows = self.attention.rope_write(self.layer, *made, heads_of(v), self.step)
+                if rows is not None:
+                    return rows
+            self.attention.write(self.layer, k.squeeze(2), v.squeeze(2), self.step)
+        return None if q is None else q.squeeze(2)
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """The handles, for a later layer that shares this one's K and V."""
@@ -88,7 +104,7 @@ class PagedLayerCache(PackedCache):
             how["q_pe"] = mask.q_pe.squeeze(2) / scale
         elif mask is not None:
             raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
-        out = self.attention.attend(self.layer, q.squeeze(2), self.step, **how)
+        out = self.attention.attend(self.layer, self.settle(q), self.step, **how)
         return out[:, :, None]
 
     # For modules that see sequences
@@ -110,24 +126,3 @@ class PagedLayerCache(PackedCache):
         # The store is read before it is written, or else MLX would copy it.
         self.attention.write(self.layer, mx.depends(k, out), mx.depends(v, out), self.step)
         self._written = []
-
-
-@contextmanager
-def sdpa_hook() -> Iterator[None]:
-    """While open, SDPA with a KVHandle for keys is paged attention; any other call is MLX's own.
-
-    One thread at a time: the name is the whole process's.
-    """
-    with _HOOK_LOCK:
-        original = mx.fast.scaled_dot_product_attention
-
-        def hooked(q, k, v, *, scale, mask=None, sinks=None, **kwargs):
-            if not isinstance(k, KVHandle):
-                return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **kwargs)
-            return k.cache.attend(q, scale, mask, sinks)
-
-        mx.fast.scaled_dot_product_attention = hooked
-        try:
-            yield
-        finally:
-            mx.fast.scaled_dot_product_attention = original

@@ -1,0 +1,104 @@
+// add_rms_norm: a residual sum and its RMS norm, in one launch and one pass over memory.
+//
+//   x, y       (rows, DIM) of T           the residual stream, and what a layer adds to it
+//   weight     (DIM,) of any float type   not read unless WEIGHT
+//   sum        (rows, DIM) of T           x + y
+//   normed     (rows, DIM) of R           sum / sqrt(mean(sum^2) + eps) * weight
+//   EPS        the bits of a float (a template value is an integer)
+//
+// Layout.  A threadgroup a row.  A thread holds VEC elements of the row a turn, read in one load (4,
+// or 1 where 4 does not divide DIM); turns lie THREADS * VEC elements apart, so that 32 lanes read one
+// coalesced run:
+//
+//   turn 0                                  turn 1
+//   |thread 0|thread 1| ... |thread n - 1|thread 0|thread 1| ...        VEC elements each
+//
+// The sum stays in registers from the first pass to the second, so that nothing is read twice.
+//
+// Why it is correct.  The norm is that of the sum as it was rounded to T, for that is what the next
+// layer reads too: the same bits as mx.fast.rms_norm(x + y), but for the order in which squares are
+// added up, in float32.  Squares of a simdgroup are added by simd_sum, those of simdgroups through
+// threadgroup memory; after the barrier every simdgroup adds them up for itself, in the same order, so
+// that all threads hold the same mean and one barrier is enough.  Where a turn reaches past the row a
+// thread neither reads nor writes, but it takes part in the collectives.
+//
+// Cost.  Reads x and y and writes sum and normed once, 4 * rows * DIM * sizeof(T) bytes.  Apart they
+// are two launches, and the second reads the sum again.
+#include "rms_norm.h"
+#include "words.h"
+
+// Four elements, which take sizeof(T) words, or one.
+template <typename T, int VEC>
+METAL_FUNC void load_run(const device T* from, thread float* to) {
+  if (VEC == 1) {
+    to[0] = float(from[0]);
+    return;
+  }
+  constexpr int WORDS = int(sizeof(T));
+  thread uint words[WORDS];
+  load_words<WORDS>((const device uint*)from, words);
+  for (int w = 0; w < WORDS; w++) {
+    unpack<T>(words[w], to + w * 4 / WORDS);
+  }
+}
+
+template <typename T, int VEC>
+METAL_FUNC void store_run(device T* to, const thread float* from) {
+  if (VEC == 1) {
+    to[0] = T(from[0]);
+    return;
+  }
+  constexpr int WORDS = int(sizeof(T));
+  thread uint words[WORDS];
+  for (int w = 0; w < WORDS; w++) {
+    words[w] = pack<T>(from + w * 4 / WORDS);
+  }
+  store_words<WORDS>((device uint*)to, words);
+}
+
+// --- kernel body ---
+constexpr int SIMDGROUPS = THREADS / 32;
+constexpr int TURNS = (DIM + THREADS * VEC - 1) / (THREADS * VEC);
+
+threadgroup float squares[SIMDGROUPS];
+
+const size_t row = size_t(threadgroup_position_in_grid.x) * DIM;
+const int first = int(thread_position_in_threadgroup.x) * VEC;
+const int lane = int(thread_index_in_simdgroup);
+
+thread float held[TURNS * VEC];
+float square = 0.0f;
+for (int t = 0; t < TURNS; t++) {
+  const int at = first + t * THREADS * VEC;
+  if (at < DIM) {
+    thread float other[VEC];
+    load_run<T, VEC>(x + row + at, held + t * VEC);
+    load_run<T, VEC>(y + row + at, other);
+    for (int e = 0; e < VEC; e++) {
+      const float rounded = float(T(held[t * VEC + e] + other[e]));
+      held[t * VEC + e] = rounded;
+      square += rounded * rounded;
+    }
+    store_run<T, VEC>(sum + row + at, held + t * VEC);
+  }
+}
+
+square = metal::simd_sum(square);
+if (lane == 0) {
+  squares[simdgroup_index_in_threadgroup] = square;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+square = lane < SIMDGROUPS ? squares[lane] : 0.0f;
+square = metal::simd_sum(square);
+const float inverse_rms = metal::precise::rsqrt(square / float(DIM) + as_type<float>(EPS));
+
+for (int t = 0; t < TURNS; t++) {
+  const int at = first + t * THREADS * VEC;
+  if (at < DIM) {
+    for (int e = 0; e < VEC; e++) {
+      const float w = WEIGHT ? float(weight[at + e]) : 1.0f;
+      held[t * VEC + e] = rms_normed<R>(held[t * VEC + e], inverse_rms, w);
+    }
+    store_run<R, VEC>(normed + row + at, held + t * VEC);
+  }
+}

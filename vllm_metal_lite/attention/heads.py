@@ -1,0 +1,34 @@
+"""Queries, keys or values of packed rows, and what is still to be done to them."""
+
+from dataclasses import dataclass, replace
+
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """num_heads x head_dim columns of each row; then a norm of each head, if any; then a rotation,
+    if any."""
+
+    columns: Columns
+    num_heads: int
+    head_dim: int
+    norm: HeadNorm | None = None
+    rope: Rope | None = None
+
+    def normed(self, norm: HeadNorm) -> "Heads | None":
+        """After a norm; None if a kernel does not go that way."""
+        if self.norm or self.rope or not (norm.weight is None or norm.weight.size == self.head_dim):
+            return None
+        return replace(self, norm=norm)
+
+    def rotated(self, rope: Rope) -> "Heads | None":
+        """After a rotation; None if there was one."""
+        return None if self.rope else replace(self, rope=rope)
+
+    def turns_like(self, other: "Heads") -> bool:
+        """Whether both are rotated in the same way, or not at all."""
+        a, b = self.rope, other.rope
+        if a is None or b is None:
+            return a is b
+        return a.freqs is b.freqs and a._replace(freqs=None) == b._replace(freqs=None)

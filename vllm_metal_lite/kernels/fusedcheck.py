@@ -1,0 +1,155 @@
+"""Do the fused kernels, rope_write and add_rms_norm, compute on this device what they should?
+
+Models rotate and normalise in more ways than is worth trying one by one, so two very different ones
+stand for all: halves turned by a base, normalised, from a joined projection, in few rows; and some
+neighbours turned by given frequencies, up to position 1,000,000, from three arrays, in many rows.
+The reference is float64 on this machine's CPU, rounded where MLX's own norm and rotation round.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from vllm_metal_lite.attention.step import AttentionShape
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels.norm import add_rms_norm
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
+from vllm_metal_lite.kernels.selfcheck import (
+    FUSED,
+    TOLERANCE,
+    CheckResult,
+    Memory,
+    largest_error,
+    run_checks,
+)
+
+_EPS = 1e-5
+# Small, for an angle is a product in float32, and its error grows with the position.
+_SMALL_POSITIONS = np.array((0, 1, 2, 17, 100))
+_LARGE_POSITIONS = np.linspace(0, 1_000_000, 301).astype(np.int64)
+
+
+def check(shape: AttentionShape) -> list[CheckResult]:
+    """Run both kernels for the heads and the type of one attention call that kernels serve."""
+    heads = AttentionShape(
+        shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype
+    )
+    checks = {"rope_write": _rope_write, "add_rms_norm": _add_rms_norm}
+    return run_checks({kernel: partial(checks[kernel], heads) for kernel in FUSED}, heads, 0)
+
+
+def failures(shape: AttentionShape) -> tuple[CheckResult, ...]:
+    """What fails of `check`; that nothing does is remembered."""
+    memory = Memory()
+    key = f"{replace(shape, window=None, softcap=None, sinks=False, chunk=None)}, fused"
+    if key in memory.known:
+        return ()
+    failed = tuple(r for r in check(shape) if not r.passed)
+    if not failed:
+        memory.add(key, "right")
+    return failed
+
+
+def full_list() -> list[AttentionShape]:
+    """The heads that `doctor` goes through."""
+    cases = []
+    for dtype in TOLERANCE:
+        cases += [AttentionShape(*h, 64, 64, dtype) for h in ((4, 4), (5, 1), (16, 8), (71, 1))]
+        cases += [
+            AttentionShape(4, 2, *d, dtype)
+            for d in ((32, 32), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
+        ]
+    return cases
+
+
+def _add_rms_norm(shape: AttentionShape) -> tuple[float, float]:
+    """Rows of a multiple of four elements, and rows that are not."""
+    error = 0.0
+    for dim in (shape.num_heads * shape.k_head_dim, 1001):
+        x, y = (_draw(seed, (5, dim), shape.dtype) for seed in range(2))
+        weight = _draw(2, (dim,), shape.dtype)
+        added = _rounded(x + y, shape.dtype)
+        normed = _rms_norm(added, weight, shape.dtype)
+        got = add_rms_norm(*(mx.array(a).astype(shape.dtype) for a in (x, y, weight)), _EPS)
+        pairs = zip(got, (added, normed), strict=True)
+        error = max(error, *(largest_error(a, expected) for a, expected in pairs))
+    return error, TOLERANCE[shape.dtype]
+
+
+def _rope_write(shape: AttentionShape) -> tuple[float, float]:
+    dim = shape.k_head_dim
+    weights = [_draw(seed, (dim,), shape.dtype) for seed in (7, 8)]
+    some = dim // 4 * 2
+    # Powers of two make every angle exact, so that what is compared is the sines.
+    freqs = mx.array(np.exp2(np.arange(some // 2) % 12).astype(np.float32))
+    error = max(
+        _rotated(shape, _SMALL_POSITIONS, Rope(dim, False, 10_000.0, 1.0, None), weights),
+        _rotated(shape, _LARGE_POSITIONS, Rope(some, True, None, 1.0, freqs), None),
+    )
+    return error, TOLERANCE[shape.dtype]
+
+
+def _rotated(
+    shape: AttentionShape, positions: np.ndarray, how: Rope, weights: list[np.ndarray] | None
+) -> float:
+    """The largest error of one launch; every third row has no slot."""
+    rows = len(positions)
+    kv_heads, dim, v_dim = shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim
+    heads = (shape.num_heads, dim), (kv_heads, dim), (kv_heads, v_dim)
+    parts = [_draw(seed, (rows, *h), shape.dtype) for seed, h in enumerate(heads)]
+    flat = [mx.array(p.reshape(rows, -1)).astype(shape.dtype) for p in parts]
+    columns = [Columns(a, 0) for a in flat]
+    norms = None, None
+    if weights is not None:
+        starts = np.cumsum([0, *(a.shape[1] for a in flat)]).tolist()
+        joined = mx.concatenate(flat, axis=1)
+        columns = [Columns(joined, start) for start in starts[:3]]
+        norms = [HeadNorm(mx.array(w).astype(shape.dtype), _EPS) for w in weights]
+        parts[:2] = (_rms_norm(x, w, shape.dtype) for x, w in zip(parts[:2], weights, strict=True))
+    slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
+    slots[::3] = -1
+    store = [mx.zeros((rows, kv_heads, d), shape.dtype) for d in (dim, v_dim)]
+    mx.eval(store, columns)
+    q, token = rope_write(
+        *columns, num_heads=shape.num_heads, rope=how, q_norm=norms[0], k_norm=norms[1],
+        positions=mx.array(positions.astype(np.int32)), slot_mapping=mx.array(slots),
+        keys=store[0], values=store[1], token=ops.new_token(),
+    )  # fmt: skip
+    everything = mx.arange(rows, dtype=mx.int32)[None]
+    stored = [a[0].swapaxes(0, 1) for a in ops.kv_gather(everything, *store, token)[:2]]
+    expected = [_turn(x, positions, how) for x in parts[:2]] + parts[2:]
+    for i in (1, 2):
+        empty = np.zeros_like(expected[i])
+        empty[slots[slots >= 0]] = expected[i][slots >= 0]
+        expected[i] = empty
+    pairs = zip((q, *stored), expected, strict=True)
+    return max(largest_error(got, wanted) for got, wanted in pairs)
+
+
+def _turn(x: np.ndarray, positions: np.ndarray, how: Rope) -> np.ndarray:
+    """Pairs as complex numbers, turned."""
+    i = np.arange(how.dims // 2)
+    rates = how.base ** (-2 * i / how.dims) if how.freqs is None else 1 / np.array(how.freqs)
+    first, second = (2 * i, 2 * i + 1) if how.traditional else (i, i + how.dims // 2)
+    angles = how.scale * positions[:, None, None] * rates.astype(np.float64)
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    x = x.copy()
+    x[..., first], x[..., second] = turned.real, turned.imag
+    return x
+
+
+def _rms_norm(x: np.ndarray, weight: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    normed = _rounded(x / np.sqrt((x**2).mean(-1, keepdims=True) + _EPS), dtype)
+    return _rounded(normed * weight, dtype)
+
+
+def _draw(seed: int, dims: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
+    return _rounded(np.random.default_rng(seed).standard_normal(dims), dtype)
+
+
+def _rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """Numbers as `dtype` holds them, in float64."""
+    rounded = mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32)
+    return np.array(rounded).astype(np.float64)

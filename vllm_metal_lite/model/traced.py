@@ -1,0 +1,112 @@
+"""Arrays that remember how they came to be, so that several launches can become one.
+
+A `Traced` array is complete: whoever uses it gets its value.  MLX is lazy, so a value that nobody
+uses is never computed.  Whoever knows a kernel for the whole way (the projection's columns, then a
+norm, then RoPE, then the store; a sum, then its norm) starts from what the array was made of, and
+its value is left alone.  So models need not be known, and what does not fit is merely not fused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.rope import Columns
+
+
+def heads_of(x: mx.array) -> Heads:
+    """What x (N, num_heads, 1, head_dim) is made of; x itself where that is not known."""
+    made = made_of(x)
+    if isinstance(made, Heads):
+        return made
+    rows, heads, _, dim = x.shape
+    return Heads(Columns(x.reshape(rows, heads * dim), 0), heads, dim)
+
+
+class Projected:
+    """Of a projection's output."""
+
+
+@dataclass(slots=True)
+class Sum:
+    """x + y.  total: their sum, if a kernel computed it on its way to something else."""
+
+    x: mx.array
+    y: mx.array
+    total: mx.array | None = None
+
+
+class Traced(mx.array):
+    """An array and what it is made of: Columns (of a product), Heads, Projected or Sum.
+
+    Heads of packed rows are (N, 1, num_heads, head_dim) or (N, num_heads, 1, head_dim), which is
+    the same in memory.
+    """
+
+    def __init__(self, value: mx.array, made: Any) -> None:
+        super().__init__(value)
+        self.made = made
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
+        value, made = super().reshape(*shape, **kwargs), self.made
+        if isinstance(made, Columns) and value.ndim == 4 and value.shape[:2] == (len(self), 1):
+            width = made.array.shape[-1]
+            columns = Columns(made.array.reshape(-1, width), made.start)
+            return Traced(value, Heads(columns, *value.shape[2:]))
+        return value
+
+    def transpose(self, *axes: Any, **kwargs: Any) -> mx.array:
+        value = super().transpose(*axes, **kwargs)
+        if isinstance(self.made, Heads) and (axes == (0, 2, 1, 3) or axes == ((0, 2, 1, 3),)):
+            return Traced(value, self.made)
+        return value
+
+    def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> mx.array:
+        value = super().swapaxes(axis1, axis2, **kwargs)
+        if isinstance(self.made, Heads) and {axis1, axis2} == {1, 2}:
+            return Traced(value, self.made)
+        return value
+
+    def __add__(self, other: Any) -> mx.array:
+        return _add(self, other)
+
+    def __radd__(self, other: Any) -> mx.array:
+        return _add(other, self)
+
+
+def _add(x: Any, y: Any) -> mx.array:
+    x, y = up_to_date(x), up_to_date(y)
+    value = mx.add(x, y)
+    arrays = isinstance(x, mx.array) and isinstance(y, mx.array)
+    if arrays and x.shape == y.shape and x.dtype == y.dtype and value.ndim == 3:
+        return Traced(value, Sum(x, y))
+    return value
+
+
+def up_to_date(x: Any) -> Any:
+    """The sum that a kernel has computed, in the place of one that would be computed again."""
+    made = made_of(x)
+    return made.total if isinstance(made, Sum) and made.total is not None else x
+
+
+def made_of(x: Any) -> Any:
+    return x.made if type(x) is Traced else None
+
+
+def _forgetting(name: str) -> Callable:
+    original = getattr(mx.array, name)
+
+    @wraps(original)
+    def method(self: Traced, *args: Any) -> Any:
+        self.made = None
+        return original(self, *args)
+
+    return method
+
+
+# What changes an array in place, as MLX spells it, leaves nothing to remember.
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
+              "iand", "ior", "ixor", "ilshift", "irshift"):  # fmt: skip
+    setattr(Traced, f"__{_name}__", _forgetting(f"__{_name}__"))
