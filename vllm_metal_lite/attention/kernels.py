@@ -132,7 +132,7 @@ class KernelAttention(ReferenceAttention):
             return None
         rows, self.token = rope_write(
             *columns, num_heads=q.num_heads, rope=k.rope, q_norm=q.norm, k_norm=k.norm,
-            positions=step.positions, slot_mapping=step.slot_mapping,
+            positions=step.positions, slot_mapping=step.slot_mapping[self.store.group_of[layer]],
             keys=keys, values=values, token=self.token,
         )  # fmt: skip
         return rows
