@@ -39,12 +39,18 @@ class PagedStore:
     """K and V of every layer; written by `write`, read by attention through `keys` / `values`.
 
     blocks: the KV groups, or how many blocks one group of all layers has.
+    shared: all groups take their blocks from one pool (vLLM does so); layers at the same place of
+    their groups, which are of one shape, then share their arrays.
     num_blocks: of each group.  group_of: the group of each layer.
     states: what recurrent layers keep, by seat and not by block; see state.py.
     """
 
     def __init__(
-        self, specs: Sequence[LayerSpec], blocks: int | Sequence[KVGroup], block_size: int
+        self,
+        specs: Sequence[LayerSpec],
+        blocks: int | Sequence[KVGroup],
+        block_size: int,
+        shared: bool = False,
     ) -> None:
         if isinstance(blocks, int):
             blocks = [KVGroup(tuple(range(len(specs))), num_blocks=blocks)]
@@ -52,11 +58,18 @@ class PagedStore:
         self.block_size = block_size
         of = {layer: g for g, group in enumerate(blocks) for layer in group.layers}
         self.group_of = [of[layer] for layer in range(len(specs))]
+        place = {layer: i for group in blocks for i, layer in enumerate(group.layers)}
         self.keys, self.values = [], []
-        for s, g in zip(specs, self.group_of, strict=True):
-            rows = (self.num_blocks[g] + 1) * block_size, s.num_kv_heads
-            self.keys.append(mx.zeros((*rows, s.k_head_dim), s.dtype))
-            self.values.append(mx.zeros((*rows, s.v_head_dim), s.dtype))
+        made: dict[int, tuple[mx.array, mx.array]] = {}
+        for layer, (s, g) in enumerate(zip(specs, self.group_of, strict=True)):
+            at = place[layer] if shared else layer
+            if at not in made:
+                rows = (self.num_blocks[g] + 1) * block_size, s.num_kv_heads
+                made[at] = tuple(
+                    mx.zeros((*rows, d), s.dtype) for d in (s.k_head_dim, s.v_head_dim)
+                )
+            self.keys.append(made[at][0])
+            self.values.append(made[at][1])
         self.states = SeatStates()
         mx.eval(self.arrays)
 
@@ -71,7 +84,7 @@ class PagedStore:
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays)
+        return sum({id(a): a.nbytes for a in self.arrays}.values())
 
     def write(self, layer: int, k: mx.array, v: mx.array, slots: mx.array) -> None:
         """Write rows k (N, num_kv_heads, k_head_dim), v likewise, at slots (N,).
