@@ -78,8 +78,10 @@ def test_kernels_that_pass_are_used_and_remembered(monkeypatch, tmp_path):
     assert attention.name == "kernels"
     assert "varlen_prefill" in reason
     (memory,) = tmp_path.rglob("*.json")
-    assert json.loads(memory.read_text()) == {f"{SHAPE}, blocks of 8": "varlen"}
-    monkeypatch.setattr(selfcheck, "check", lambda *_: pytest.fail("checked again"))
+    remembered = {f"{SHAPE}, blocks of 8": "varlen", f"{SHAPE}, fused": "right"}
+    assert json.loads(memory.read_text()) == remembered
+    for module in (selfcheck, fusedcheck):
+        monkeypatch.setattr(module, "check", lambda *_: pytest.fail("checked again"))
     assert choose("auto", store(), [SHAPE])[0].name == "kernels"
 
 
@@ -108,7 +110,7 @@ def test_a_miscompiled_kernel_gives_way_to_the_reference(monkeypatch, tmp_path, 
 @needs_compiler
 def test_a_miscompiled_varlen_prefill_is_done_without(monkeypatch):
     miscompile(monkeypatch, "varlen_prefill")
-    with pytest.warns(UserWarning, match="varlen_prefill .* using MLX's SDPA instead"):
+    with pytest.warns(UserWarning, match="varlen_prefill .* using MLX's own operations"):
         attention, reason = choose("auto", store(), [SHAPE])
     assert (attention.name, attention.prefill) == ("kernels", "gather")
     assert "SDPA" in reason
@@ -143,6 +145,10 @@ def test_a_miscompiled_fused_kernel_is_found(monkeypatch, tmp_path, name):
     assert failure.kernel == name
     assert "blocks of" not in str(failure)
     assert not list(tmp_path.rglob("*.json"))
+    with pytest.warns(UserWarning, match=f"{name} .* using MLX's own operations"):
+        attention, reason = choose("auto", store(), [SHAPE])
+    assert (attention.name, attention.fuses) == ("kernels", False)
+    assert "the others right" in reason
 
 
 def test_shapes_that_no_kernel_serves(monkeypatch):

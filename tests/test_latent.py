@@ -42,7 +42,7 @@ def test_scores_are_the_sum_of_both_products(cache):
         mx.array(latent[:, None, None], mx.float32), mx.array(k_pe[:, None, None], mx.float32)
     )
     scores = (mx.array(q_pe[:, :, None], mx.float32) * scale) @ rotary.swapaxes(-1, -2)
-    with hooks(cache.attention, cache.step):
+    with hooks(cache.attention, cache.step, {}):
         out = mx.fast.scaled_dot_product_attention(
             mx.array(q[:, :, None], mx.float32), keys, keys, scale=scale, mask=scores
         )

@@ -56,7 +56,7 @@ def test_the_hook_lets_other_attention_through_and_goes_away(handle):
     original = mx.fast.scaled_dot_product_attention
     q = mx.random.normal((1, 2, 5, 16))
     expected = original(q, q, q, scale=0.5, mask="causal")
-    with hooks(handle.cache.attention, handle.cache.step):
+    with hooks(handle.cache.attention, handle.cache.step, {}):
         assert mx.fast.scaled_dot_product_attention is not original
         got = mx.fast.scaled_dot_product_attention(q, q, q, scale=0.5, mask="causal")
         out = mx.fast.scaled_dot_product_attention(
@@ -69,7 +69,7 @@ def test_the_hook_lets_other_attention_through_and_goes_away(handle):
 
 def test_the_hook_goes_away_after_an_error(handle):
     cache, original = handle.cache, mx.fast.scaled_dot_product_attention
-    with pytest.raises(KeyboardInterrupt), hooks(cache.attention, cache.step):
+    with pytest.raises(KeyboardInterrupt), hooks(cache.attention, cache.step, {}):
         raise KeyboardInterrupt
     assert mx.fast.scaled_dot_product_attention is original
 

@@ -9,7 +9,7 @@ from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import Attention, AttentionShape
 from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.kernels import ops, selfcheck
+from vllm_metal_lite.kernels import fusedcheck, ops, selfcheck
 from vllm_metal_lite.kv.store import PagedStore
 
 
@@ -31,10 +31,13 @@ def choose(
     if reason is None:
         verdicts = [selfcheck.verdict(shape, store.block_size) for shape in shapes]
         failures = [f for v in verdicts for f in v.failures]
-        # A wrong varlen_prefill is done without: prompts go another way.
+        # A wrong varlen_prefill is done without: prompts go another way.  So are fused launches.
         fatal = [f for f in failures if f.kernel != "varlen_prefill"]
+        fused = [] if fatal else [f for shape in shapes for f in fusedcheck.failures(shape)]
+        failures += fused
         if failures and option == "auto":
-            instead = "the reference attention, which is slower" if fatal else "MLX's SDPA instead"
+            slower = "the reference attention, which is slower"
+            instead = slower if fatal else "MLX's own operations instead"
             warnings.warn(
                 f"a kernel fails its check on this device: {failures[0]}; using {instead}. "
                 "Please report what `vllm-metal-lite doctor` prints.",
@@ -44,7 +47,8 @@ def choose(
             prefill = max((v.prefill for v in verdicts), key=PREFILLS.index)
             how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
             checked = "right" if not failures else "the others right"
-            return KernelAttention(store, prefill), f"{checked} on this device; prompts by {how}"
+            attention = KernelAttention(store, prefill, fuses=not fused)
+            return attention, f"{checked} on this device; prompts by {how}"
         reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":
         raise ConfigError(f"attention='kernels' is not possible: {reason}")

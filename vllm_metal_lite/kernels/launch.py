@@ -27,7 +27,7 @@ class Kernel:
         if make not in self._launchers:
             header, body = source.read(self.name)
             if cuda:
-                header, body = source.to_cuda(header, body)
+                header, body = source.as_files(self.name, *source.to_cuda(header, body))
             self._launchers[make] = make(
                 name=f"metal_lite_{self.name}",
                 input_names=self.inputs,

@@ -26,7 +26,7 @@ _HEADS, _MANY_ROWS = 4, 256
 
 class Columns(NamedTuple):
     """The heads of q, k or v of N packed rows: columns [start, start + heads * head_dim) of array
-    (N, width), row-contiguous."""
+    (N, width) or (N, 1, width), row-contiguous."""
 
     array: mx.array
     start: int
@@ -111,7 +111,7 @@ def rope_write(
     }  # fmt: skip
     sizes = num_heads * k_dim, kv_heads * k_dim, kv_heads * values.shape[2]
     for name, (array, start), size in zip("QKV", (q, k, v), sizes, strict=True):
-        width = array.shape[1]
+        width = array.shape[-1]
         if not 0 <= start <= width - size or array.dtype != keys.dtype:
             raise ValueError(
                 f"{name.lower()} is columns {start} to {start + size} of an array of {width} "

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from vllm_metal_lite.attention.step import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.hooks import hooks
+from vllm_metal_lite.model.hooks import Transposed, hooks
 from vllm_metal_lite.model.joined import Product
 from vllm_metal_lite.model.layout import Layout, Node, StateLayer, is_part, outermost
 from vllm_metal_lite.model.recurrent import StateCache
@@ -65,6 +65,7 @@ class PackedModel:
             show_sequences(module)
         # Whether one of them uses K and V: then it can only see a segment at a time.
         self.reads_store = any(is_part(kv, path) for path in users for kv in layout.kv_users)
+        self._transposed: Transposed = {}
         self._rows = _Rows()
         body = _body(model)
         if body is not None:
@@ -103,7 +104,7 @@ class PackedModel:
         caches = [self._cache(n, attention, step, sequences, layers) for n in self.layout.nodes]
         self._rows.wanted, self._rows.taken = logits_indices, False
         try:
-            with hooks(attention, step):
+            with hooks(attention, step, self._transposed):
                 logits = self.model(step.token_ids[:, None], cache=caches)
         finally:
             self._rows.wanted = None

@@ -15,7 +15,7 @@ from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.handles import KVHandle, LatentScores, Mask, ValueHandle
 from vllm_metal_lite.model.kv_segments import rebuild
 from vllm_metal_lite.model.sequences import PackedCache, Run, SequenceStep
-from vllm_metal_lite.model.traced import heads_of, made_of
+from vllm_metal_lite.model.traced import Attended, Traced, heads_of, made_of
 
 
 class PagedLayerCache(PackedCache):
@@ -105,7 +105,7 @@ class PagedLayerCache(PackedCache):
         elif mask is not None:
             raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
         out = self.attention.attend(self.layer, self.settle(q), self.step, **how)
-        return out[:, :, None]
+        return Traced(out[:, :, None], Attended(out))
 
     # For modules that see sequences
 

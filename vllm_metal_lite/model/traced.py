@@ -29,6 +29,13 @@ class Projected:
     """Of a projection's output."""
 
 
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """Attention's output, as it lies in memory: rows (N, num_heads, head_dim)."""
+
+    rows: mx.array
+
+
 @dataclass(slots=True)
 class Sum:
     """x + y.  total: their sum, if a kernel computed it on its way to something else."""
@@ -39,10 +46,10 @@ class Sum:
 
 
 class Traced(mx.array):
-    """An array and what it is made of: Columns (of a product), Heads, Projected or Sum.
+    """An array and what it is made of: Columns (of a product), Heads, Attended, Projected or Sum.
 
-    Heads of packed rows are (N, 1, num_heads, head_dim) or (N, num_heads, 1, head_dim), which is
-    the same in memory.
+    Heads of packed rows, and what they attended to, are (N, 1, num_heads, head_dim) or (N,
+    num_heads, 1, head_dim), which is the same in memory.
     """
 
     def __init__(self, value: mx.array, made: Any) -> None:
@@ -52,22 +59,20 @@ class Traced(mx.array):
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
         value, made = super().reshape(*shape, **kwargs), self.made
         if isinstance(made, Columns) and value.ndim == 4 and value.shape[:2] == (len(self), 1):
-            width = made.array.shape[-1]
-            columns = Columns(made.array.reshape(-1, width), made.start)
-            return Traced(value, Heads(columns, *value.shape[2:]))
+            return Traced(value, Heads(made, *value.shape[2:]))
+        if isinstance(made, Attended) and value.shape[:-1] == (len(self), 1):
+            return made.rows.reshape(value.shape)  # one way to look at it instead of three
         return value
 
     def transpose(self, *axes: Any, **kwargs: Any) -> mx.array:
         value = super().transpose(*axes, **kwargs)
-        if isinstance(self.made, Heads) and (axes == (0, 2, 1, 3) or axes == ((0, 2, 1, 3),)):
-            return Traced(value, self.made)
-        return value
+        same = axes in ((0, 2, 1, 3), ((0, 2, 1, 3),)) and isinstance(self.made, Heads | Attended)
+        return Traced(value, self.made) if same else value
 
     def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> mx.array:
         value = super().swapaxes(axis1, axis2, **kwargs)
-        if isinstance(self.made, Heads) and {axis1, axis2} == {1, 2}:
-            return Traced(value, self.made)
-        return value
+        same = {axis1, axis2} == {1, 2} and isinstance(self.made, Heads | Attended)
+        return Traced(value, self.made) if same else value
 
     def __add__(self, other: Any) -> mx.array:
         return _add(self, other)
