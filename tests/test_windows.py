@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from poison import poison_free_blocks
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.cli.startup import start_engine
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.kv_manager import KVCacheManager
 from vllm_metal_lite.engine.request import Request
 from vllm_metal_lite.errors import RequestError
@@ -193,6 +195,18 @@ def test_names_behind_a_window_are_found_until_they_are_needed():
     engine.run()
     assert again.num_cached_tokens == 0
     assert all(pool.num_owned == 0 for pool in engine.scheduler.kv.pools)
+
+
+# What the user is told
+
+
+def test_the_start_up_lines_tell_what_windows_hold(tmp_path):
+    folder, lines = tiny.write_folder(tmp_path / "tiny", "gemma3_text"), []
+    config = EngineConfig(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=64, block_size=8)
+    start_engine(str(folder), config, lines.append, "")
+    assert any("store holds 800 (100 blocks of 8" in line for line in lines)
+    # 3 blocks a seat; 64 tokens of a step, and a block more a seat.
+    assert "Windows:   2 layers see 17 tokens; for them the store holds 192" in lines
 
 
 # What can never finish

@@ -44,8 +44,8 @@ def start_engine(
     for group in engine.kv_groups:
         if group.window is not None:
             say(
-                f"Windows:   {len(group.layers)} layers keep {group.window:,} tokens of a request; "
-                f"of these the store holds {group.num_blocks * size:,}"
+                f"Windows:   {len(group.layers)} layers see {group.window:,} tokens; "
+                f"for them the store holds {group.num_blocks * size:,}"
             )
     if model.state_bytes:
         seats = config.max_num_seqs
