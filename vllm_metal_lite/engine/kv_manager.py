@@ -22,8 +22,8 @@ class KVCacheManager:
         self.groups, self.block_size, self.enable_caching = groups, block_size, enable_caching
         self.pools = [BlockPool(g.num_blocks, enable_caching) for g in groups]
         self._windowed = [
-            (i, group, pool)
-            for i, (group, pool) in enumerate(zip(groups, self.pools, strict=True))
+            (g, group, pool)
+            for g, (group, pool) in enumerate(zip(groups, self.pools, strict=True))
             if group.window is not None
         ]
 
@@ -52,12 +52,11 @@ class KVCacheManager:
         """Blocks by group that are left when each of these has what it wants with its chunk."""
         left = []
         for g, pool in enumerate(self.pools):
-            missing = 0
+            count = pool.num_available
             for request, chunk in running:
-                missing += max(
-                    self._wanted(g, request, chunk) - request.block_tables[g].num_owned, 0
-                )
-            left.append(pool.num_available - missing)
+                owned = request.block_tables[g].num_owned
+                count -= max(self._wanted(g, request, chunk) - owned, 0)
+            left.append(count)
         return left
 
     @property
@@ -79,8 +78,8 @@ class KVCacheManager:
         request.block_tables = list(hits)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
-        """Blocks for tokens [start, end), in all groups or in none (None), behind what is behind
-        the windows was given back.  Called with all tokens before `start` computed."""
+        """Blocks for tokens [start, end) in all groups, or in none (None), once what is behind the
+        windows is given back.  All tokens before `start` are computed, or under way."""
         self.give_back(request, start)
         count = -(-end // self.block_size) - request.num_blocks
         if count <= 0:
@@ -95,8 +94,8 @@ class KVCacheManager:
 
     def give_back(self, request: Request, start: int) -> None:
         """Give back what tokens from `start` on do not see."""
-        for i, group, pool in self._windowed:
-            table = request.block_tables[i]
+        for g, group, pool in self._windowed:
+            table = request.block_tables[g]
             first = group.first_block(start, self.block_size)
             if first > table.num_given_back:
                 pool.free(table.block_ids[table.num_given_back : first])

@@ -196,7 +196,7 @@ class Scheduler:
             self.num_recomputed_tokens += max(again, 0)
             if request.status is running:
                 request.num_computed_tokens = end
-                self.kv.give_back(request, end)  # of a chunk's blocks most, where windows are short
+                self.kv.give_back(request, end)  # where windows are short, most of a chunk's blocks
         for segment, token in zip(output.segments[:num_decodes], token_ids, strict=False):
             request = segment.request
             if request.status is running:
