@@ -15,7 +15,7 @@ from vllm_metal_lite.engine.kv_manager import KVCacheManager
 from vllm_metal_lite.engine.request import Request
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.groups import KVGroup, kv_groups
-from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.sampling_params import SamplingParams
 
 # Windows of 17 tokens (9 in /w9) beside all of the context; of 17 alone.
@@ -54,6 +54,20 @@ def test_most_blocks_is_the_most_that_a_chunk_can_see(window, start, chunk, bloc
         for begin in range(window, window + block_size)
     )
     assert reached == group.most_blocks(1 << 20, chunk, block_size)
+
+
+def test_groups_that_take_blocks_from_one_pool_share_arrays():
+    """vLLM's way: the layers at one place of their groups, in blocks of their own."""
+    groups = [KVGroup((1,), num_blocks=4), KVGroup((0, 2), 9, num_blocks=4)]
+    store = PagedStore([spec(9), spec(), spec(9)], groups, 8, shared=True)
+    assert store.keys[0] is store.keys[1] is not store.keys[2]
+    assert store.values[0] is store.values[1] is not store.values[2]
+    assert store.nbytes == 2 * 2 * 5 * 8 * 8 * 4  # arrays of K and V, slots, values of 4 bytes
+    for layer in range(3):
+        row = mx.full((1, 1, 8), layer + 1.0)
+        store.write(layer, row, row, mx.array([8 * layer]))
+    assert store.keys[0][mx.array([0, 8, 16]), 0, 0].tolist() == [1, 2, 0]
+    assert store.keys[2][mx.array([0, 8, 16]), 0, 0].tolist() == [0, 0, 3]
 
 
 # A request whose context grows
