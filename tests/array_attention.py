@@ -38,7 +38,8 @@ class ArrayAttention(KernelAttention):
         outputs = []
         if step.num_decodes:
             size = self.store.block_size
-            slots = (step.block_tables[:, :, None] * size + mx.arange(size)).flatten(1)
+            table = step.block_tables[self.store.group_of[layer]]
+            slots = (table[:, :, None] * size + mx.arange(size)).flatten(1)
             k, v = (a[layer][slots].swapaxes(1, 2) for a in (self.store.keys, self.store.values))
             at, end = mx.arange(slots.shape[1]), step.seq_lens[:, None]
             seen = at < end

@@ -4,11 +4,12 @@ The requests are of fixed tokens, generated ones included, so that every step's 
 counterpart: mlx-lm's own path, the prompt in one go and then token by token, with its own caches.
 At the end the engine serves all of them over too few blocks; its greedy tokens must be mlx-lm's.
 Steps go through the runner with rows of padding, over blocks in random order, and every slot of the
-store that holds nothing holds NaN.  Errors are relative to the scale of the logits.
+store that holds nothing, or what is behind a window, holds NaN.  Errors are relative to the scale
+of the logits.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 import tiny_models as tiny
 from mlx_lm.models.cache import make_prompt_cache
+from poison import poison, poison_free_blocks
 
 from vllm_metal_lite import runner
 from vllm_metal_lite.attention.reference import ReferenceAttention
@@ -25,6 +27,7 @@ from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.kv.groups import kv_groups
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.layout import Node, StateLayer
@@ -51,28 +54,36 @@ class Bench:
     """Requests stepped by hand through one store."""
 
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
-        self.store = PagedStore(model.kv_specs, BLOCKS, BLOCK_SIZE)
+        self.groups = [replace(g, num_blocks=BLOCKS) for g in kv_groups(model.kv_specs)]
+        self.store = PagedStore(model.kv_specs, self.groups, BLOCK_SIZE)
         self.runner = runner.ModelRunner(model.packed, ReferenceAttention(self.store), self._sample)
-        self.inputs = InputBatch(6, 64, BLOCK_SIZE)
-        self.free = np.random.default_rng(seed).permutation(BLOCKS).tolist()
+        self.inputs = InputBatch(6, 64, BLOCK_SIZE, len(self.groups))
+        rng = np.random.default_rng(seed)
+        self.free = [rng.permutation(BLOCKS).tolist() for _ in self.groups]
         self.seats: dict[int, int] = {}
-        self.blocks: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[list[int]]] = {}  # of each KV group
         self.computed: dict[int, int] = {}
 
-    def admit(self, request: int, computed: int = 0, blocks: list[int] | None = None) -> None:
+    def admit(self, request: int, computed: int = 0, donor: int | None = None) -> None:
         """Give a request a seat, and blocks for all it will ever be behind those it shares."""
-        sequence = SEQUENCES[request]
+        sequence, shared = SEQUENCES[request], computed // BLOCK_SIZE
         self.seats[request] = seat = self.inputs.add(sequence, PROMPT_LENGTHS[request])
-        shared = blocks or []
-        missing = -(-len(sequence) // BLOCK_SIZE) - len(shared)
-        self.blocks[request] = shared + [self.free.pop() for _ in range(missing)]
-        self.inputs.append_blocks(seat, self.blocks[request])
+        missing = -(-len(sequence) // BLOCK_SIZE) - shared
+        self.blocks[request] = [
+            [
+                *(self.blocks[donor][g][:shared] if shared else ()),
+                *(free.pop() for _ in range(missing)),
+            ]
+            for g, free in enumerate(self.free)
+        ]
+        self.inputs.append_blocks(seat, *self.blocks[request])
         self.computed[request] = computed
 
     def preempt(self, request: int) -> None:
         """Take everything back; the blocks are the next to be given away."""
         self.inputs.remove(self.seats.pop(request))
-        self.free += self.blocks.pop(request)
+        for free, blocks in zip(self.free, self.blocks.pop(request), strict=True):
+            free += blocks
         del self.computed[request]
 
     def step(self, *segments: tuple[int, int], known: int = 0) -> dict[tuple[int, int], np.ndarray]:
@@ -100,20 +111,18 @@ class Bench:
         return SamplerOutput(mx.argmax(logits, axis=-1), None)
 
     def _poison(self) -> None:
-        """NaN into every slot that holds nothing: free blocks, ends of blocks, the padding."""
-        full = np.zeros((BLOCKS + 1) * BLOCK_SIZE, bool)
-        for request, count in self.computed.items():
-            at = np.arange(count)
-            full[np.array(self.blocks[request])[at // BLOCK_SIZE] * BLOCK_SIZE
-                 + at % BLOCK_SIZE] = True  # fmt: skip
-        keep = mx.array(full)[:, None, None]
-        for arrays in (self.store.keys, self.store.values):
-            for layer, a in enumerate(arrays):
-                if mx.issubdtype(a.dtype, mx.floating):
-                    arrays[layer] = mx.where(keep, a, mx.array(float("nan"), a.dtype))
-                elif self.store.specs[layer].bits:  # a scale of all ones is NaN too
-                    arrays[layer] = mx.where(keep, a, mx.array(0xFFFFFFFF, a.dtype))
-        mx.eval(self.store.arrays)
+        """NaN into every slot that holds nothing: free blocks, ends of blocks, the padding, and
+        what is behind a window of all who share it."""
+        keep = []
+        for g, group in enumerate(self.groups):
+            full = np.zeros((BLOCKS + 1) * BLOCK_SIZE, bool)
+            for request, count in self.computed.items():
+                first = 0 if group.window is None else max(count - group.window + 1, 0)
+                at = np.arange(first, count)
+                full[np.array(self.blocks[request][g])[at // BLOCK_SIZE] * BLOCK_SIZE
+                     + at % BLOCK_SIZE] = True  # fmt: skip
+            keep.append(full)
+        poison(self.store, keep)
 
 
 Logits = dict[tuple[int, int], np.ndarray]
@@ -170,7 +179,7 @@ def prefix_hit(bench: Bench) -> Logits:
     """A request begins behind two blocks that another has computed."""
     bench.admit(DONOR)
     out = bench.step((DONOR, 30))
-    bench.admit(HEIR, SHARED, bench.blocks[DONOR][:2])
+    bench.admit(HEIR, SHARED, DONOR)
     out |= bench.step((DONOR, 1), (HEIR, 6))
     out |= bench.step((DONOR, 1), (HEIR, 1))
     return out
@@ -179,7 +188,7 @@ def prefix_hit(bench: Bench) -> Logits:
 def same_step_hit(bench: Bench) -> Logits:
     """The same, in the step that computes the blocks, as vLLM grants it."""
     bench.admit(DONOR)
-    bench.admit(HEIR, SHARED, bench.blocks[DONOR][:2])
+    bench.admit(HEIR, SHARED, DONOR)
     out = bench.step((HEIR, 6), (DONOR, 30))
     out |= bench.step((DONOR, 1), (HEIR, 1))
     return out
@@ -206,6 +215,7 @@ def serve(model: LoadedModel, kv_bits: int | None = None) -> tuple[list[list[int
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     options["kv_bits"] = kv_bits
     engine = LLMEngine(model, EngineConfig(block_size=BLOCK_SIZE, num_blocks=10, **options))
+    poison_free_blocks(engine)
     params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), prompt, params)

@@ -5,6 +5,7 @@ is: through the slots and block tables of a `ForwardBatch`, layer by layer, ever
 written before any is read.  `FakeEngine` is the engine's loop around it, without MLX.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,13 +14,14 @@ import numpy as np
 from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.request import Request
-from vllm_metal_lite.engine.scheduler import Scheduler, SchedulerOutput
+from vllm_metal_lite.engine.scheduler import Scheduler, SchedulerOutput, Segment
+from vllm_metal_lite.kv.groups import KVGroup
 
 VOCAB_SIZE = 1000
 MAX_LEN = 4096
 _EMPTY = -1
 _MASK = (1 << 64) - 1
-_A, _B = np.random.default_rng(0).integers(1, 1 << 63, (2, MAX_LEN), dtype=np.uint64) | np.uint64(1)
+_A = np.random.default_rng(0).integers(1, 1 << 63, (4, MAX_LEN), dtype=np.uint64) | np.uint64(1)
 
 
 def _mix(x: Any) -> Any:
@@ -34,54 +36,69 @@ def _mix(x: Any) -> Any:
 
 
 @lru_cache(maxsize=100_000)
-def alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    """What FakeModel answers to a prompt that nothing else is running with."""
-    tokens, first, second = list(prompt), 0, 0
+def alone(
+    prompt: tuple[int, ...], max_tokens: int, windows: tuple[int | None, ...] = (None,)
+) -> list[int]:
+    """What a FakeModel of KV groups with these windows answers to a prompt that is alone."""
+    tokens, layers = list(prompt), _layers(windows)
+    past: list[list[int]] = [[] for _ in layers]  # sums up to each token
     for i in range(len(prompt) + max_tokens - 1):
-        first = (first + (tokens[i] + 1) * int(_A[i])) & _MASK
-        second = (second + _mix(first) * int(_B[i])) & _MASK
+        number = tokens[i]
+        for layer, sums in enumerate(past):
+            sums.append(((sums[-1] if i else 0) + (number + 1) * int(_A[layer, i])) & _MASK)
+            start = i - (windows[layers[layer]] or MAX_LEN)
+            number = _mix((sums[i] - (sums[start] if start >= 0 else 0)) & _MASK)
         if i >= len(prompt) - 1:
-            tokens.append(_mix(second) % VOCAB_SIZE)
+            tokens.append(number % VOCAB_SIZE)
     return tokens[len(prompt) :]
 
 
-class FakeModel:
-    """Two layers, each with a number a slot.
+def _layers(groups: Sequence[Any]) -> list[int]:
+    """The KV group of each layer of a FakeModel: there are at least two layers."""
+    return list(range(len(groups))) if len(groups) > 1 else [0, 0]
 
-    Layer 0 stores a row's token and position; layer 1 a hash of all layer 0 up to that row, as a
-    real K and V depend on all earlier tokens; the next token is a hash of all layer 1.
+
+class FakeModel:
+    """A layer for each KV group, but at least two, each with a number a slot.
+
+    Layer 0 stores a row's token; each further one a hash of what that row sees in the layer before,
+    as a real K and V depend on earlier tokens; the next token is a hash of what a row sees in the
+    last one.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.positions = np.full((num_blocks, block_size), _EMPTY, np.int64)
-        self.tokens = np.zeros((num_blocks, block_size), np.uint64)
-        self.hashes = np.zeros((num_blocks, block_size), np.uint64)
+    def __init__(self, groups: Sequence[KVGroup], block_size: int) -> None:
+        self.groups, self.block_size, self.layers = groups, block_size, _layers(groups)
+        shapes = [(g.num_blocks, block_size) for g in groups]
+        self.positions = [np.full(shape, _EMPTY, np.int64) for shape in shapes]
+        self.numbers = [np.zeros(shapes[g], np.uint64) for g in self.layers]
 
-    def poison(self, block_ids: list[int]) -> None:
+    def poison(self, group: int, block_ids: Sequence[int]) -> None:
         """Whoever reads these blocks before they are written fails."""
-        self.positions[block_ids] = _EMPTY
+        self.positions[group][block_ids] = _EMPTY
 
     def __call__(self, batch: ForwardBatch) -> list[int]:
         """Run a step; returns a token for each terminal segment."""
-        batch.validate(self.num_blocks)
-        at = np.arange(batch.seq_lens.max())
-        slots = batch.block_tables[:, at // batch.block_size] * batch.block_size
-        slots = slots + at % batch.block_size
-        seen = at < batch.seq_lens[:, None]
-        segment = np.repeat(np.arange(batch.num_segments), np.diff(batch.cu_seqlens_q))
-
-        assert len(set(batch.slot_mapping.tolist())) == batch.num_tokens, "a slot is written twice"
-        self.positions.reshape(-1)[batch.slot_mapping] = batch.positions
-        self.tokens.reshape(-1)[batch.slot_mapping] = batch.token_ids
-        positions = self.positions.reshape(-1)[slots]
-        assert (positions == at)[seen].all(), "a row reads what was never written, or moved"
-        past = np.cumsum((self.tokens.reshape(-1)[slots] + np.uint64(1)) * _A[at], axis=1)
-
-        self.hashes.reshape(-1)[batch.slot_mapping] = _mix(past[segment, batch.positions])
-        past = np.cumsum(self.hashes.reshape(-1)[slots] * _B[at], axis=1)
-        ends = past[batch.sample_segments, batch.seq_lens[batch.sample_segments] - 1]
-        return (_mix(ends) % np.uint64(VOCAB_SIZE)).astype(int).tolist()
+        batch.validate(*(g.num_blocks for g in self.groups))
+        at, size = np.arange(batch.seq_lens.max()), batch.block_size
+        lengths = np.diff(batch.cu_seqlens_q)
+        first = (batch.seq_lens - lengths)[:, None]
+        segment = np.repeat(np.arange(batch.num_segments), lengths)
+        numbers = batch.token_ids.astype(np.uint64)
+        for layer, group in enumerate(self.layers):
+            view, window = batch.by_group[group], self.groups[group].window or MAX_LEN
+            rows, slots = view.slot_mapping, view.block_tables[:, at // size] * size + at % size
+            assert len(set(rows.tolist())) == batch.num_tokens, "a slot is written twice"
+            stored, positions = self.numbers[layer].reshape(-1), self.positions[group].reshape(-1)
+            stored[rows], positions[rows] = numbers, batch.positions
+            seen = (at < batch.seq_lens[:, None]) & (at > first - window)
+            assert (positions[slots] == at)[seen].all(), "a row reads what is not there, or moved"
+            terms = np.where(seen, (stored[slots] + np.uint64(1)) * _A[layer, at], np.uint64(0))
+            past = np.cumsum(terms, axis=1)
+            before = batch.positions - window
+            behind = np.where(before < 0, np.uint64(0), past[segment, np.maximum(before, 0)])
+            numbers = _mix(past[segment, batch.positions] - behind)
+        ends = numbers[batch.cu_seqlens_q[1:][batch.sample_segments] - 1]
+        return (ends % np.uint64(VOCAB_SIZE)).astype(int).tolist()
 
 
 def fake_config(block_size: int = 4, **options: Any) -> EngineConfig:
@@ -98,12 +115,21 @@ class StepFailed(Exception):
 
 
 class FakeEngine:
-    """Scheduler, InputBatch and FakeModel in the engine's loop."""
+    """Scheduler, InputBatch and FakeModel in the engine's loop.
 
-    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int = 512) -> None:
-        self.scheduler = Scheduler(config, num_blocks, max_model_len)
-        self.inputs = InputBatch(config.max_num_seqs, max_model_len, config.block_size)
-        self.model = FakeModel(num_blocks, config.block_size)
+    blocks: the KV groups, or the number of blocks of one group without a window.
+    """
+
+    steps_ahead = 0  # that may be scheduled before a step's tokens are known
+
+    def __init__(
+        self, config: EngineConfig, blocks: int | Sequence[KVGroup], max_model_len: int = 512
+    ) -> None:
+        groups = [KVGroup(num_blocks=blocks)] if isinstance(blocks, int) else blocks
+        self.scheduler = Scheduler(config, groups, max_model_len)
+        self.inputs = InputBatch(config.max_num_seqs, max_model_len, config.block_size, len(groups))
+        self.model = FakeModel(groups, config.block_size)
+        self.windows = tuple(g.window for g in groups)
         self.block_size = config.block_size
         self.max_model_len = max_model_len
         self.requests: dict[str, Request] = {}  # all that were ever added
@@ -132,13 +158,15 @@ class FakeEngine:
             request.req_index = self.inputs.add(request.token_ids, request.num_prompt_tokens)
             self.seated.append(request)
         for segment in out.segments:
-            new = list(segment.new_block_ids)
-            self.inputs.append_blocks(segment.request.req_index, new)
-            shared = (
-                segment.num_computed // self.block_size if segment.request in out.admitted else 0
-            )
-            self.model.poison(new[shared:])
+            self._append_blocks(segment, segment.request in out.admitted)
         return out
+
+    def _append_blocks(self, segment: Segment, admitted: bool = False) -> None:
+        shared = segment.num_computed // self.block_size if admitted else 0
+        if segment.new_block_ids:
+            self.inputs.append_blocks(segment.request.req_index, *segment.new_block_ids)
+        for group, new in enumerate(segment.new_block_ids):
+            self.model.poison(group, new[shared:])
 
     def execute(self, out: SchedulerOutput, fail: bool = False) -> None:
         """The second half: run it, and take note of the tokens.  fail: nothing is written."""
@@ -177,15 +205,22 @@ class FakeEngine:
         return steps
 
     def check_blocks(self) -> None:
-        """The pool's account, the requests' blocks and the block tables in use agree."""
-        self.scheduler.pool.check([r.block_ids for r in self.requests.values()])
+        """The pools' accounts, the requests' blocks and the block tables in use agree; nobody gave
+        back what it has use for."""
+        self.scheduler.kv.check(self.requests.values())
         for request in self.seated:
-            row, held = request.req_index, len(request.block_ids)
+            row, held = request.req_index, request.num_blocks
             assert self.inputs.num_blocks[row] == held
-            assert self.inputs.block_tables[row, :held].tolist() == request.block_ids
+            for group, (of_all, table) in enumerate(
+                zip(self.inputs.block_tables, request.block_tables, strict=True)
+            ):
+                assert of_all[row, :held].tolist() == table.block_ids
+                next_row = request.num_computed_tokens + self.steps_ahead
+                used = self.model.groups[group].first_block(next_row, self.block_size)
+                assert table.num_given_back <= used
             assert self.inputs.num_tokens[row] == request.num_tokens
         waiting = [r for r in self.requests.values() if r.req_index is None]
-        assert not any(r.block_ids for r in waiting), "a request without a seat has blocks"
+        assert not any(r.block_tables for r in waiting), "a request without a seat has blocks"
 
     def _unseat(self, request: Request) -> None:
         if request.req_index is not None:
@@ -194,7 +229,9 @@ class FakeEngine:
             request.req_index = None
 
 
-def expected(request: Request, max_model_len: int) -> list[int]:
+def expected(
+    request: Request, max_model_len: int, windows: tuple[int | None, ...] = (None,)
+) -> list[int]:
     """The tokens that a request of a FakeEngine must answer."""
     room = max_model_len - request.num_prompt_tokens
-    return alone(tuple(request.prompt_token_ids), min(request.max_tokens, room))
+    return alone(tuple(request.prompt_token_ids), min(request.max_tokens, room), windows)

@@ -16,6 +16,7 @@ from vllm_metal_lite.engine.async_scheduler import AsyncScheduler
 from vllm_metal_lite.engine.request import Request, RequestStatus
 from vllm_metal_lite.engine.scheduler import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.kv.groups import KVGroup
 from vllm_metal_lite.runner import StepResult
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -30,10 +31,12 @@ class AsyncFakeEngine(FakeEngine):
     """As the real engine does: a step ahead is packed, and run, before the host takes note of the
     tokens of the step before; an answer ends for its length or at an EOS, which nobody foresees."""
 
+    steps_ahead = 1
+
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         self.scheduler = AsyncScheduler(
-            self.scheduler.config, self.scheduler.pool.num_blocks, self.max_model_len
+            self.scheduler.config, self.scheduler.kv.groups, self.max_model_len
         )
         self.launched: list[tuple[SchedulerOutput, ForwardBatch, list[int]]] = []
         self.num_ahead = self.num_dropped = 0
@@ -63,9 +66,7 @@ class AsyncFakeEngine(FakeEngine):
 
     def _prepare(self, out: SchedulerOutput) -> None:
         for segment in out.segments:
-            new = list(segment.new_block_ids)
-            self.inputs.append_blocks(segment.request.req_index, new)
-            self.model.poison(new)
+            self._append_blocks(segment)
 
     def _launch(self, out: SchedulerOutput, tokens: dict[int, int] | None = None) -> None:
         """Run a step.  tokens: of the step before, by seat, which the table does not have yet."""
@@ -96,7 +97,7 @@ class AsyncFakeEngine(FakeEngine):
         return min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
 
     def expected(self, request: Request) -> list[int]:
-        tokens = alone(tuple(request.prompt_token_ids), self.limit(request))
+        tokens = alone(tuple(request.prompt_token_ids), self.limit(request), self.windows)
         end = next((i for i, t in enumerate(tokens) if is_eos(t)), len(tokens) - 1)
         return tokens[: end + 1]
 
@@ -111,7 +112,15 @@ def play(seed: int) -> AsyncFakeEngine:
         prefill_policy=choose(["mixed", "alternate", "whole"]),
         enable_prefix_caching=choose([True, True, False]),
     )
-    engine = AsyncFakeEngine(config, choose([40, 45, 60, 400]) // config.block_size, 40)
+    windows = choose([(None,), (None,), (None, 6), (None, 1), (9, 3)])
+    size = config.block_size
+    groups = []
+    for window in windows:
+        num_blocks = choose([40, 45, 60, 400]) // size
+        if window is not None:  # as few as let anybody finish
+            num_blocks = choose([KVGroup(window=window).most_blocks(40, 1, size), num_blocks])
+        groups.append(KVGroup(window=window, num_blocks=num_blocks))
+    engine = AsyncFakeEngine(config, groups, 40)
     stems = [[i * 50 + j for j in range(12)] for i in range(2)]
     aborted: set[str] = set()
     for now in range(400):
@@ -134,12 +143,12 @@ def play(seed: int) -> AsyncFakeEngine:
     for name, request in engine.requests.items():
         answer, expected = request.output_token_ids, engine.expected(request)
         assert answer == (expected[: len(answer)] if name in aborted else expected)
-    engine.scheduler.pool.check([])
+    engine.scheduler.kv.check([])
     return engine
 
 
 def test_any_workload_gives_every_request_its_own_tokens():
-    engines = [play(seed) for seed in range(150)]
+    engines = [play(seed) for seed in range(200)]
     assert sum(e.num_ahead for e in engines) > 5000
     assert sum(e.num_dropped for e in engines) > 200
     assert sum(e.scheduler.num_preemptions for e in engines) > 50
@@ -163,7 +172,7 @@ def test_a_pure_continuation_is_scheduled_ahead():
     assert [(s.request, s.num_computed, s.num_scheduled) for s in ahead.segments] == [
         (r, 4, 1) for r in requests
     ]
-    assert [len(s.new_block_ids) for s in ahead.segments] == [1, 1]  # blocks of 4: a second one
+    assert [len(s.new_block_ids[0]) for s in ahead.segments] == [1, 1]  # blocks of 4: a second
     assert ahead.num_decodes == 2
 
 
@@ -191,9 +200,9 @@ def test_tokens_are_waited_for_when_somebody_may_join_or_must_give_way():
     while out.segments[0].num_computed < 7:
         engine.execute(out)
         out = engine.schedule()
-    assert engine.scheduler.pool.num_available == 1  # and two want one
+    assert engine.scheduler.kv.pools[0].num_available == 1  # and two want one
     assert engine.scheduler.schedule_ahead(out) is None
-    assert engine.scheduler.pool.num_available == 1
+    assert engine.scheduler.kv.pools[0].num_available == 1
 
 
 def test_tokens_are_waited_for_when_a_decode_had_no_room_in_the_step():
@@ -238,7 +247,7 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how):
             engine.add_request(str(i), prompt, params)
             for _ in range(rng.integers(0, 9)):
                 done |= {o.request_id: o for o in engine.step() if o.finished}
-                engine.scheduler.pool.check()
+                engine.scheduler.kv.check()
             if i == 7:
                 engine.abort(str(i))
         done |= tiny.run(engine)

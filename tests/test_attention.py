@@ -10,6 +10,7 @@ import pytest
 from attention_oracle import paged_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poison import poison
 from test_plan import BLOCK_SIZE, make_batch
 
 from vllm_metal_lite import backend
@@ -23,7 +24,7 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 
 class Case:
-    """A filled store and the queries of one step, exact in `dtype`."""
+    """A filled store and the queries of one step, exact in `dtype`; to be run with one window."""
 
     def __init__(
         self, segments, *, heads=4, kv_heads=2, dim=32, v_dim=None, dtype=mx.float32,
@@ -49,7 +50,14 @@ class Case:
         self.attention = ReferenceAttention(self.store)
 
     def run(self, padding: int = 0, **how) -> np.ndarray:
-        n = self.batch.num_tokens
+        """NaN in every slot that no row sees."""
+        n, b = self.batch.num_tokens, self.batch
+        seen = np.zeros(len(self.k), bool)
+        first = b.seq_lens - np.diff(b.cu_seqlens_q) + 1 - (how.get("window") or 1 << 20)
+        for table, start, end in zip(b.block_tables, first, b.seq_lens, strict=True):
+            at = np.arange(max(start, 0), end)
+            seen[table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE] = True
+        poison(self.store, [seen])
         step = self.attention.prepare(self.batch, n + padding)
         q = mx.concatenate([self.q, mx.full((padding, *self.q.shape[1:]), 7, self.dtype)])
         out = self.attention.attend(0, q, step, scale=self.scale, sinks=self.sinks, **how)
@@ -127,7 +135,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     results, forms = [], []
     for cost in (1 << 20, 0):
         monkeypatch.setitem(reference._COSTS["cpu"], "call_cost", cost)
-        groups, _ = case.attention.prepare(case.batch, 70).sdpa.calls(None)
+        groups, _ = case.attention.prepare(case.batch, 70).sdpa[0].calls(None)
         forms.append([g.group.segments is not None for g in groups])
         results.append(case.run())
     assert forms[0] == [True]
@@ -137,7 +145,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
 
 
 def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
-    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).sdpa.calls(window)
+    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).sdpa[0].calls(window)
     return [m for g in groups if isinstance(m := g.mask(dtype), mx.array)]
 
 
@@ -154,7 +162,7 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
 def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
     case = Case(RAGGED)
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    first, second = (step.sdpa.calls(7)[0] for _ in range(2))
+    first, second = (step.sdpa[0].calls(7)[0] for _ in range(2))
     assert first is second
     assert first[0].mask_array(mx.float32) is second[0].mask_array(mx.float32)
 
@@ -163,8 +171,8 @@ def test_a_window_that_hides_nothing_is_no_window():
     case = Case(RAGGED)
     longest = int(case.batch.seq_lens.max())
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    assert step.sdpa.calls(longest) is step.sdpa.calls(None)
-    assert step.sdpa.calls(longest - 1) is not step.sdpa.calls(None)
+    assert step.sdpa[0].calls(longest) is step.sdpa[0].calls(None)
+    assert step.sdpa[0].calls(longest - 1) is not step.sdpa[0].calls(None)
 
 
 def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:
@@ -203,7 +211,7 @@ def test_rows_of_padding_write_nowhere_that_is_read():
     rows[:n] = case.k[mx.array(case.batch.slot_mapping)]
     case.attention.write(0, rows, rows, step)
     after = np.array(case.store.keys[0])
-    last = case.store.padding_slot
+    last = case.store.padding_slots[0]
     np.testing.assert_array_equal(after[:last], before[:last])
     assert np.isnan(after[last]).all()
 

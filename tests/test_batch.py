@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from vllm_metal_lite.batch import ForwardBatch, InputBatch
 
-MAX_SEQS, MAX_LEN, BLOCK_SIZE = 6, 48, 8
+MAX_SEQS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 48, 8, 300
 
 
 @st.composite
 def tables(draw) -> tuple[InputBatch, list[dict]]:
     """A filled table after some coming and going, and what is in it as plain lists."""
-    inputs = InputBatch(MAX_SEQS, MAX_LEN, BLOCK_SIZE)
+    inputs = InputBatch(MAX_SEQS, MAX_LEN, BLOCK_SIZE, num_kv_groups=draw(st.integers(1, 3)))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    blocks = rng.permutation(200).tolist()
+    blocks = rng.permutation(NUM_BLOCKS).tolist()
     requests = []
     for _ in range(draw(st.integers(1, MAX_SEQS + 4))):
         if requests and (len(requests) == MAX_SEQS or draw(st.booleans())):
@@ -26,12 +26,13 @@ def tables(draw) -> tuple[InputBatch, list[dict]]:
         prompt = draw(st.integers(1, len(tokens)))
         scored_from = draw(st.none() | st.integers(0, prompt - 1))
         row = inputs.add(tokens, prompt, scored_from)
-        table = [blocks.pop() for _ in range(-(-len(tokens) // BLOCK_SIZE))]
-        cut = draw(st.integers(0, len(table)))
-        inputs.append_blocks(row, table[:cut])
-        inputs.append_blocks(row, table[cut:])
+        count = -(-len(tokens) // BLOCK_SIZE)
+        tables = [[blocks.pop() for _ in range(count)] for _ in inputs.block_tables]
+        cut = draw(st.integers(0, count))
+        inputs.append_blocks(row, *(t[:cut] for t in tables))
+        inputs.append_blocks(row, *(t[cut:] for t in tables))
         requests.append(
-            {"row": row, "tokens": tokens, "prompt": prompt, "from": scored_from, "table": table}
+            {"row": row, "tokens": tokens, "prompt": prompt, "from": scored_from, "tables": tables}
         )
     return inputs, requests
 
@@ -51,25 +52,28 @@ def test_pack_equals_a_plain_loop(filled, data):
         np.array([start for _, start, _ in spans]),
         np.array([count for _, _, count in spans]),
     )
-    batch.validate(200)
+    batch.validate(*[NUM_BLOCKS] * len(inputs.block_tables))
 
-    tokens, positions, slots, cu, last_rows, samples, scored = [], [], [], [0], [], [], []
+    tokens, positions, cu, last_rows, samples, scored = [], [], [0], [], [], []
+    slots = [[] for _ in batch.by_group]
     for i, (r, start, count) in enumerate(spans):
         for p in range(start, start + count):
             if r["from"] is not None and r["from"] <= p and p + 1 < r["prompt"]:
                 scored.append((len(tokens), r["tokens"][p + 1], i))
             tokens.append(r["tokens"][p])
             positions.append(p)
-            slots.append(r["table"][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE)
+            for group, table in zip(slots, r["tables"], strict=True):
+                group.append(table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE)
         cu.append(len(tokens))
         if start + count == len(r["tokens"]):
             samples.append(i)
             last_rows.append(len(tokens) - 1)
         used = -(-(start + count) // BLOCK_SIZE)
-        assert batch.block_tables[i, :used].tolist() == r["table"][:used]
+        for view, table in zip(batch.by_group, r["tables"], strict=True):
+            assert view.block_tables[i, :used].tolist() == table[:used]
     assert batch.token_ids.tolist() == tokens
     assert batch.positions.tolist() == positions
-    assert batch.slot_mapping.tolist() == slots
+    assert [view.slot_mapping.tolist() for view in batch.by_group] == slots
     assert batch.cu_seqlens_q.tolist() == cu
     assert batch.seq_lens.tolist() == [start + count for _, start, count in spans]
     assert batch.num_decodes == sum(count == 1 for _, _, count in spans)
@@ -80,7 +84,7 @@ def test_pack_equals_a_plain_loop(filled, data):
     assert all(
         getattr(batch, name).dtype == np.int32
         for name in ForwardBatch.__slots__
-        if name not in ("block_size", "num_decodes")
+        if name not in ("block_size", "num_decodes", "others")
     )
 
 
@@ -128,6 +132,26 @@ def test_a_bad_batch_is_refused_before_anything_is_computed(fault):
     batch = good_batch()
     with pytest.raises(ValueError, match=r"\w"):
         replace(batch, **BAD[fault](batch)).validate(7)
+
+
+def test_each_kv_group_is_held_to_its_own_store():
+    batch = good_batch()
+    both = replace(batch, others=(batch,))
+    both.validate(7, 8)
+    for num_blocks in ((7,), (7, 6), (7, 7, 7)):
+        with pytest.raises(ValueError, match=r"KV groups|outside the store of (6|48)"):
+            both.validate(*num_blocks)
+
+
+def test_the_prompts_of_a_step_are_those_of_every_kv_group():
+    batch = good_batch()
+    other = replace(
+        batch, slot_mapping=batch.slot_mapping[::-1], block_tables=batch.block_tables + 1
+    )
+    first, second = replace(batch, others=(other,)).prefills().by_group
+    assert second.slot_mapping.tolist() == other.slot_mapping[1:].tolist()
+    assert second.block_tables.tolist() == (first.block_tables + 1).tolist()
+    assert second.cu_seqlens_q.tolist() == first.cu_seqlens_q.tolist()
 
 
 def test_entries_of_a_block_table_behind_the_sequence_may_be_anything():

@@ -21,7 +21,7 @@ def tokens_of(engine, prompts, params, **how) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params, **how)
     done = tiny.run(engine)
-    engine.scheduler.pool.check([])
+    engine.scheduler.kv.check([])
     assert engine.metrics()["blocks_owned"] == 0
     return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
 
@@ -197,7 +197,7 @@ def test_a_step_that_fails_loses_nothing(monkeypatch, error, when):
             done |= {o.request_id: o for o in engine.step() if o.finished}
         except type(error):
             failures += 1
-        engine.scheduler.pool.check()
+        engine.scheduler.kv.check()
     assert failures > 5
     assert [done[str(i)].outputs[0].token_ids for i in range(len(prompts))] == plain
     assert all(len(done[str(i)].outputs[0].logprobs) == 20 for i in range(len(prompts)))

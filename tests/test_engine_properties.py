@@ -11,11 +11,15 @@ import pytest
 import tiny_models as tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poison import poison_free_blocks
 
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 
-NAMES = ("llama", "llama/window", "mixtral", "granitemoehybrid", "deepseek_v3")
+NAMES = (
+    "llama", "llama/window/w9", "mixtral", "granitemoehybrid", "deepseek_v3", "gemma4_text",
+    "recurrent_gemma",
+)  # fmt: skip
 STEMS = tiny.prompts(3, 20, 45, seed=21)
 
 
@@ -91,9 +95,11 @@ def answers_alone(name: str, wish: Wish) -> list[list[int]]:
 
 def check_blocks(engine) -> None:
     scheduler = engine.scheduler
-    scheduler.pool.check([r.block_ids for r in scheduler._requests.values()])
+    scheduler.kv.check(scheduler._requests.values())
     m = engine.metrics()
-    assert m["blocks_free"] + m["blocks_cached"] + m["blocks_owned"] == m["blocks_total"]
+    for kind in ["", *(f"_window_{g.window}" for g in engine.kv_groups[1:])]:
+        free, cached, owned = (m[f"blocks_{state}{kind}"] for state in ("free", "cached", "owned"))
+        assert free + cached + owned == m[f"blocks_total{kind}"]
     assert m["requests_running"] <= engine.config.max_num_seqs
 
 
@@ -114,11 +120,12 @@ def check_output(name: str, wish: Wish, output) -> None:
         assert len(output.prompt_logprobs) == len(wish.prompt)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(35))
 def test_whatever_happens_every_request_gets_its_own_tokens(seed):
     rng = np.random.default_rng(seed)
     name, wishes = NAMES[seed % len(NAMES)], [make_wish(rng) for _ in range(rng.integers(1, 13))]
     engine = tiny.engine(name, **make_options(rng))
+    poison_free_blocks(engine)
     budget, largest = engine.config.max_num_batched_tokens, []
     execute = engine.runner.execute
     engine.runner.execute = lambda b, *a: (largest.append(b.num_tokens), execute(b, *a))[1]

@@ -68,7 +68,7 @@ def test_a_bad_request_is_refused_and_others_go_on(fault):
 
 def test_a_request_that_the_pool_cannot_hold_is_refused_with_the_numbers():
     engine = tiny.engine(num_blocks=4, max_model_len=32)
-    engine.scheduler.pool.num_blocks = 3  # as if sizing had shrunk it
+    engine.scheduler.kv.pools[0].num_blocks = 3  # as if sizing had shrunk it
     with pytest.raises(RequestError, match=r"needs 4 blocks of 8 tokens, the store has 3"):
         engine.add_request("a", [1] * 20, GREEDY.__class__(temperature=0, max_tokens=9))
 

@@ -139,7 +139,7 @@ def tokens(model, prompts, **config):
 @pytest.mark.parametrize(
     ("prefill", "kv_bits"), [("varlen", None), ("gather", None), ("gather", 8), ("gather", 4)]
 )
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llama/window"])
 def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(
     monkeypatch, name, prefill, kv_bits
 ):
@@ -148,7 +148,9 @@ def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(
     model = tiny.packed(name)
     prompts = tiny.prompts(4, 9, 16, seed=5)
     prompts.append(prompts[1][:8] + prompts[2])
-    how = {"num_blocks": 9, "max_num_batched_tokens": 12, "kv_bits": kv_bits}
+    how = {
+        "num_blocks": 9, "max_num_batched_tokens": 12, "max_num_seqs": 3, "kv_bits": kv_bits
+    }  # fmt: skip
     expected, _ = tokens(model, prompts, attention="reference", **how)
     got, engine = tokens(model, prompts, attention="kernels", **how)
     assert engine.runner.attention.name == "kernels"

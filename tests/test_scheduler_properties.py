@@ -19,12 +19,15 @@ from hypothesis import strategies as st
 from vllm_metal_lite.engine.request import Request, RequestStatus
 from vllm_metal_lite.engine.scheduler import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.kv.groups import KVGroup
 from vllm_metal_lite.kv.prefix_hash import extend_block_hashes
 
 MAX_MODEL_LEN = 32
 Choose = Callable[[Sequence], Any]
 # Prompts start with one of these, so that they share prefixes of any length.
 STEMS = [[i * 50 + j for j in range(20)] for i in range(2)]
+# The KV groups of most models; of those with some windows, and with nothing else.
+WINDOWS = [(None,)] * 3 + [(None, 1), (None, 3), (None, 4), (None, 7), (None, 13, 5), (6,), (9, 2)]
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Workload:
-    """extra_blocks: beyond what the largest request needs.  failures: steps that fail."""
+    """extra_blocks: beyond what the largest request needs, of each KV group.  failures: steps that
+    fail."""
 
     arrivals: tuple[Arrival, ...]
     block_size: int
@@ -60,6 +64,7 @@ class Workload:
     policy: str
     caching: bool
     failures: frozenset[int]
+    windows: tuple[int | None, ...]  # of the KV groups
 
 
 def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> Workload:
@@ -89,6 +94,7 @@ def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> 
         policy=choose(["mixed", "alternate", "whole"]),
         caching=choose([True, True, False]),
         failures=frozenset(() if calm else (choose(range(16)) for _ in range(choose(range(4))))),
+        windows=choose(WINDOWS),
     )
 
 
@@ -121,7 +127,7 @@ class Play:
     decodes: list[Request] = field(default_factory=list)
     partials: list[Request] = field(default_factory=list)
     movable: list[Request] = field(default_factory=list)
-    num_available: int = 0  # blocks
+    num_available: list[int] = field(default_factory=list)  # blocks of each KV group
     seen: Counter = field(default_factory=Counter)  # how often a workload reached a hard case
 
     def running(self) -> list[Request]:
@@ -145,8 +151,15 @@ def run(workload: Workload) -> Play:
         prefill_policy=workload.policy,
         enable_prefix_caching=workload.caching,
     )
-    largest = max(-(-a.num_stored // workload.block_size) for a in workload.arrivals)
-    play = Play(workload, FakeEngine(config, largest + workload.extra_blocks, MAX_MODEL_LEN))
+    groups = []
+    for window in workload.windows:
+        group = KVGroup(window=window)
+        needs = [
+            group.most_blocks(a.num_stored, a.num_stored if a.atomic else 1, workload.block_size)
+            for a in workload.arrivals
+        ]
+        groups.append(replace(group, num_blocks=max(needs) + workload.extra_blocks))
+    play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
     engine, scheduler = play.engine, play.engine.scheduler
     tokens = sum(a.num_stored for a in workload.arrivals)
     limit = 50 + tokens * (1 + len(workload.arrivals) + len(workload.failures))
@@ -188,14 +201,14 @@ def _add(play: Play, number: int, a: Arrival) -> None:
 def _step(play: Play) -> None:
     engine, block_size = play.engine, play.workload.block_size
     running = play.running()
-    play.num_available = engine.scheduler.pool.num_available
+    play.num_available = [pool.num_available for pool in engine.scheduler.kv.pools]
     play.decoding &= {r.request_id for r in running}
     play.decodes = [r for r in running if r.request_id in play.decoding]
     play.partials = [r for r in running if r.request_id not in play.decoding]
     play.movable = [
         r
         for r in play.partials
-        if (len(r.block_ids) + play.num_available) * block_size > r.num_computed_tokens
+        if (r.num_blocks + min(play.num_available)) * block_size > r.num_computed_tokens
     ]
     out = engine.schedule()
     for request in out.preempted:
@@ -288,24 +301,37 @@ def check_chunks_obey_their_limits(play: Play, out: SchedulerOutput) -> None:
 
 def check_blocks_are_reserved_to_the_chunks_end_only(play: Play, out: SchedulerOutput) -> None:
     for s in out.segments:
-        assert len(s.request.block_ids) == -(-_end(s) // play.workload.block_size)
+        assert s.request.num_blocks == -(-_end(s) // play.workload.block_size)
+
+
+def check_what_is_behind_a_window_is_given_back(play: Play, out: SchedulerOutput) -> None:
+    """When a request takes blocks, and after each of its chunks."""
+    scheduled = {s.request.request_id: s for s in out.segments}
+    for request in play.running():
+        segment = scheduled.get(request.request_id)
+        chunk = segment.num_scheduled if segment else 1
+        for group, table in zip(play.engine.model.groups, request.block_tables, strict=True):
+            most = group.most_blocks(request.num_tokens, chunk, play.workload.block_size)
+            assert table.num_owned <= most
 
 
 def check_full_blocks_and_no_others_have_names(play: Play, out: SchedulerOutput) -> None:
-    pool, block_size = play.engine.scheduler.pool, play.workload.block_size
+    block_size = play.workload.block_size
     scheduled = {s.request.request_id: s for s in out.segments}
     for request in play.running():
         segment = scheduled.get(request.request_id)
         full = (_end(segment) if segment else request.num_computed_tokens) // block_size
         names: list[bytes] = []
         extend_block_hashes(names, request.token_ids, block_size, full)
-        for block, name in zip(request.block_ids, names, strict=False):
-            assert pool._name[block] in (None, name), "a block has another's name"
-        assert all(pool._name[b] is None for b in request.block_ids[full:])
-        # A free block is left: so nothing was evicted, and what this step completes can be found.
-        if segment and play.workload.caching and pool.num_free:
-            completed = names[segment.num_computed // block_size :]
-            assert all(pool.lookup(name) is not None for name in completed)
+        for pool, table in zip(play.engine.scheduler.kv.pools, request.block_tables, strict=True):
+            first = table.num_given_back
+            for block, name in zip(table.owned, names[first:], strict=False):
+                assert pool._name[block] in (None, name), "a block has another's name"
+            assert all(pool._name[b] is None for b in table.block_ids[max(full, first) :])
+            # A free block is left: so nothing was evicted, and what this step completes is found.
+            if segment and play.workload.caching and pool.num_free:
+                completed = names[segment.num_computed // block_size :]
+                assert all(pool.lookup(name) is not None for name in completed)
 
 
 def check_decodes_are_served_in_order_of_rank(play: Play, out: SchedulerOutput) -> None:
@@ -322,13 +348,18 @@ def check_the_queue_is_served_in_order_of_rank(play: Play, out: SchedulerOutput)
 
 def check_admission_leaves_all_who_run_a_block_to_go_on(play: Play, out: SchedulerOutput) -> None:
     """They can compute all tokens they know, and one block more unless they end before."""
-    if out.admitted:
+    if not out.admitted:
+        return
+    for g, (group, pool) in enumerate(
+        zip(play.engine.model.groups, play.engine.scheduler.kv.pools, strict=True)
+    ):
         promised = 0
         for request in play.running():
             size = request.num_prompt_tokens + request.max_tokens
             tokens = min(request.num_tokens + play.workload.block_size, size - 1, MAX_MODEL_LEN - 1)
-            promised += -(-tokens // play.workload.block_size) - len(request.block_ids)
-        assert promised <= play.engine.scheduler.pool.num_available
+            wanted = group.most_blocks(tokens, 1, play.workload.block_size)
+            promised += max(wanted - request.block_tables[g].num_owned, 0)
+        assert promised <= pool.num_available
 
 
 def check_who_gives_way_ranks_below_all_who_stay(play: Play, out: SchedulerOutput) -> None:
@@ -339,7 +370,11 @@ def check_who_gives_way_ranks_below_all_who_stay(play: Play, out: SchedulerOutpu
 def check_nobody_gives_way_without_need(play: Play, out: SchedulerOutput) -> None:
     """Only for want of blocks, and for a partial prefill only if nobody can go on."""
     if out.preempted:
-        assert sum(len(s.new_block_ids) for s in out.segments) >= play.num_available
+        taken = [0] * len(play.num_available)
+        for segment in out.segments:
+            for g, blocks in enumerate(segment.new_block_ids):
+                taken[g] += len(blocks)
+        assert any(t >= n for t, n in zip(taken, play.num_available, strict=True))
         assert play.decodes or not play.movable
 
 
@@ -357,7 +392,7 @@ def check_policies_keep_their_promise(play: Play, out: SchedulerOutput) -> None:
         # Each of them, unless those before it took the last blocks.
         served = {s.request.request_id for s in out.segments}
         left_out = [r for r in play.movable if r.request_id not in served]
-        assert not left_out or play.engine.scheduler.pool.num_available == 0
+        assert not left_out or play.engine.scheduler.kv.num_available == 0
 
 
 STEP_CHECKS = [f for name, f in sorted(globals().items()) if name.startswith("check_")]
@@ -368,17 +403,17 @@ STEP_CHECKS = [f for name, f in sorted(globals().items()) if name.startswith("ch
 
 def check_end_tokens_equal_those_of_the_request_alone(play: Play) -> None:
     for name, request in play.engine.requests.items():
-        want = expected(request, MAX_MODEL_LEN)
+        want = expected(request, MAX_MODEL_LEN, play.workload.windows)
         if name in play.aborted:
             want = want[: len(request.output_token_ids)]
         assert request.output_token_ids == want
 
 
 def check_end_every_block_is_free_or_cached(play: Play) -> None:
-    pool = play.engine.scheduler.pool
-    pool.check([])
-    assert pool.num_available == pool.num_blocks
-    assert play.workload.caching or pool.num_cached == 0
+    for pool in play.engine.scheduler.kv.pools:
+        pool.check([])
+        assert pool.num_available == pool.num_blocks
+        assert play.workload.caching or pool.num_cached == 0
 
 
 def check_end_nothing_is_left(play: Play) -> None:
@@ -403,15 +438,26 @@ def check_end_counters(play: Play) -> None:
 END_CHECKS = [f for name, f in sorted(globals().items()) if name.startswith("check_end_")]
 
 
+def _hits(request: Request, block_size: int) -> set[tuple[int, int]]:
+    """(KV group, block) of an admitted request's cached prefix."""
+    length = request.num_computed_tokens // block_size
+    return {
+        (g, block)
+        for g, table in enumerate(request.block_tables)
+        for block in table.block_ids[table.num_given_back : length]
+    }
+
+
 def _look(play: Play, out: SchedulerOutput) -> None:
     """Count the hard cases, to know that the workloads are worth something."""
     seen, published = play.seen, set(out.published)
     moved = {s.request.request_id for s in out.segments}
     block_size = play.workload.block_size
     for request in out.admitted:
-        hits = request.block_ids[: request.num_computed_tokens // block_size]
+        hits = _hits(request, block_size)
         seen["hit"] += bool(hits)
-        seen["hit on a block of the same step"] += bool(published & set(hits))
+        seen["hit behind a window"] += any(t.num_given_back for t in request.block_tables)
+        seen["hit on a block of the same step"] += bool(published & hits)
         seen["hit on its own blocks after preemption"] += bool(
             hits and play.lost[request.request_id]
         )
@@ -420,15 +466,18 @@ def _look(play: Play, out: SchedulerOutput) -> None:
     if len(play.steps) in play.workload.failures:
         seen["failure"] += 1
         seen["failure of a step with a shared block"] += any(
-            published & set(r.block_ids[: r.num_computed_tokens // block_size])
-            for r in out.admitted
+            published & _hits(r, block_size) for r in out.admitted
         )
     for victim in out.preempted:
         seen["partial gave way"] += victim in play.partials
         seen["decode gave way"] += victim in play.decodes
         seen["gave way for a partial"] += not out.num_decodes and len(moved) > 0
     seen["partial blocked"] += bool(out.num_decodes and set(play.partials) - set(play.movable))
-    seen["store exhausted"] += play.engine.scheduler.pool.num_available == 0
+    seen["store exhausted"] += play.engine.scheduler.kv.num_available == 0
+    seen["only a window exhausted"] += (
+        play.engine.scheduler.kv.pools[0].num_available > 0
+        and play.engine.scheduler.kv.num_available == 0
+    )
 
 
 # The tests
@@ -455,14 +504,17 @@ def test_invariants_of_many_workloads(pressed):
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("caching", [False, True])
-def test_chunked_is_single_shot_for_every_split(block_size, caching):
+@pytest.mark.parametrize(("caching", "windows"), [
+    (False, (None,)), (True, (None,)), (False, (None, 3)), (True, (4,)),
+])  # fmt: skip
+def test_chunked_is_single_shot_for_every_split(block_size, caching, windows):
     """A prompt of 8 tokens in all 128 ways, beside a decode, a twin and in mixed steps."""
     prompt = STEMS[0][:8]
     for cuts in product([False, True], repeat=7):
         ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [8]
         config = fake_config(block_size, enable_prefix_caching=caching)
-        engine = FakeEngine(config, num_blocks=64, max_model_len=32)
+        groups = [KVGroup(window=w, num_blocks=64) for w in windows]
+        engine = FakeEngine(config, groups, max_model_len=32)
         other = engine.add([7], max_tokens=12)
         engine.step()
         request = engine.add(prompt, max_tokens=3)
@@ -473,7 +525,7 @@ def test_chunked_is_single_shot_for_every_split(block_size, caching):
             assert request.num_computed_tokens == end
         engine.run()
         for r in (other, request, twin):
-            assert r.output_token_ids == alone(tuple(r.prompt_token_ids), r.max_tokens)
+            assert r.output_token_ids == alone(tuple(r.prompt_token_ids), r.max_tokens, windows)
 
 
 @given(workloads(calm=True), st.sampled_from([1, 2, 5]), st.sampled_from([0, 1, 4]))

@@ -1,6 +1,7 @@
 """How many blocks the memory holds."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny_models as tiny
@@ -17,6 +18,12 @@ from vllm_metal_lite.model.loader import load
 BYTES_PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, KV heads, K and V, float32
 
 
+def sizes(*args) -> tuple[int, int]:
+    """(num_blocks, max_model_len) of a model whose layers form one KV group."""
+    (group,), max_model_len = size_store(*args)
+    return group.num_blocks, max_model_len
+
+
 @pytest.fixture
 def model():
     return tiny.packed("llama")
@@ -29,19 +36,19 @@ def test_the_numbers_add_up(model, monkeypatch):
     limit = 2 * (model.weight_bytes + peak + room)
     monkeypatch.setattr(sizing, "step_peak_bytes", lambda *_: peak)
     monkeypatch.setattr(backend, "memory_limit", lambda: limit)
-    assert size_store(model, config) == (100, 512)
+    assert sizes(model, config) == (100, 512)
 
 
 def test_no_more_blocks_than_all_seats_at_full_length_can_own(model):
     config = EngineConfig(max_num_seqs=3, max_model_len=100)
-    assert size_store(model, config) == (3 * 7, 100)
+    assert sizes(model, config) == (3 * 7, 100)
 
 
 def test_a_store_of_the_size_asked_for_shortens_the_context(model):
-    assert size_store(model, EngineConfig(num_blocks=10)) == (10, 160)
-    assert size_store(model, EngineConfig(num_blocks=1000)) == (1000, 512)
-    assert size_store(model, EngineConfig(num_blocks=10, max_model_len=160)) == (10, 160)
-    assert size_store(model, EngineConfig(num_blocks=10, max_model_len=7)) == (10, 7)
+    assert sizes(model, EngineConfig(num_blocks=10)) == (10, 160)
+    assert sizes(model, EngineConfig(num_blocks=1000)) == (1000, 512)
+    assert sizes(model, EngineConfig(num_blocks=10, max_model_len=160)) == (10, 160)
+    assert sizes(model, EngineConfig(num_blocks=10, max_model_len=7)) == (10, 7)
 
 
 def test_the_peak_of_a_step_is_plausible(model):
@@ -99,7 +106,72 @@ def test_weights_larger_than_the_memory(model, monkeypatch):
         size_store(replace(model, weight_bytes=8 << 30), EngineConfig())
 
 
+# Layers with a window beside layers without
+
+
+def windowed(**changes):
+    """Six layers of one size, every second one with a window of 64 tokens."""
+    model = tiny.packed("llama")
+    wide = replace(model.packed.attention_specs[0], window=64)
+    specs = [wide, replace(wide, window=None)] * 3
+    packed = SimpleNamespace(attention_specs=specs, layout=model.packed.layout)
+    return replace(model, packed=packed, max_position=100_000, **changes)
+
+
+def fitting(monkeypatch, num_bytes: int, **options):
+    """The groups that fit into so many bytes beside weights and a step."""
+    model = windowed()
+    monkeypatch.setattr(sizing, "step_peak_bytes", lambda *_: 0)
+    monkeypatch.setattr(backend, "memory_limit", lambda: model.weight_bytes + num_bytes)
+    config = EngineConfig(block_size=8, memory_fraction=1.0, **options)
+    groups, max_model_len = size_store(model, config)
+    assert sizing.store_bytes(model, groups, 8) <= num_bytes
+    return [g.num_blocks for g in groups], max_model_len
+
+
+GROUP_BLOCK = 3 * 8 * BYTES_PER_TOKEN // 3  # bytes of one block of either group
+
+
+def test_a_window_gets_what_all_seats_can_need_and_the_context_the_rest(monkeypatch):
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    # 9 blocks a window of 64 touches; a step's 64 tokens, and a block more in each seat.
+    assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([952, 48], 952 * 8)
+
+
+def test_a_crowd_shares_as_if_its_requests_were_four_windows_long(monkeypatch):
+    options = {"max_num_seqs": 1000, "max_num_batched_tokens": 64}
+    (full, window), max_model_len = fitting(monkeypatch, 1000 * GROUP_BLOCK, **options)
+    assert full + window == 1000
+    assert window == pytest.approx(full * 9 / 32, abs=1)  # 9 blocks of 256 tokens' 32
+    assert max_model_len == full * 8
+    # Where contexts are no longer than two windows, all layers get the same.
+    options["max_model_len"] = 128
+    assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([500, 500], 128)
+
+
+def test_one_request_and_a_step_always_fit_a_window(monkeypatch):
+    for num_bytes in range(2 * GROUP_BLOCK, 200 * GROUP_BLOCK, 3 * GROUP_BLOCK):
+        options = {"max_num_seqs": 100, "max_num_batched_tokens": 256}
+        (full, window), max_model_len = fitting(monkeypatch, num_bytes, **options)
+        assert full * 8 == max_model_len
+        assert window == full or window >= -(-(64 + 256) // 8)
+
+
+def test_num_blocks_counts_the_blocks_of_all_of_the_context():
+    config = EngineConfig(block_size=8, num_blocks=1000, max_num_seqs=2, max_num_batched_tokens=16)
+    groups, max_model_len = size_store(windowed(), config)
+    assert ([g.num_blocks for g in groups], max_model_len) == ([1000, 22], 8000)
+    groups, _ = size_store(windowed(), replace(config, num_blocks=12))
+    assert [g.num_blocks for g in groups] == [12, 12]
+
+
+def test_a_model_of_windows_alone_may_see_a_context_longer_than_its_store():
+    model = tiny.packed("recurrent_gemma")
+    assert sizes(model, EngineConfig(block_size=8, num_blocks=3)) == (3, model.max_position)
+    assert sizes(model, EngineConfig(block_size=8, num_blocks=2)) == (2, 16)
+
+
 def test_the_demo_starts_with_its_defaults_on_a_small_machine(monkeypatch):
     monkeypatch.setattr(backend, "memory_limit", lambda: 4 << 30)
-    num_blocks, max_model_len = size_store(load("demo"), EngineConfig())
+    num_blocks, max_model_len = sizes(load("demo"), EngineConfig())
     assert (num_blocks * 16 >= 4 * max_model_len, max_model_len) == (True, 4608)

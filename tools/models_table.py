@@ -32,9 +32,9 @@ compared with mlx-lm running each of them alone:
   the same one.
 
 The error is the largest difference of the logits, relative to their scale; {tolerance:g} is
-allowed.  Slots of the store that hold nothing hold NaN; windows are of 17 tokens, of 9 in /w9; and
-each configuration has a control that must fail: a decode over another request's context.  A name
-behind a "/" is a variant: q4, q6, q8 and mxfp4 are quantised weights.
+allowed.  Slots of the store that hold nothing, or what is behind a window, hold NaN; windows are of
+17 tokens, of 9 in /w9; and each configuration has a control that must fail: a decode over another
+request's context.  A name behind a "/" is a variant: q4, q6, q8 and mxfp4 are quantised weights.
 
 - keeps: the kinds of its layers.  KV, a window or chunk of it, and latents lie in blocks; recurrent
   states are one a request.

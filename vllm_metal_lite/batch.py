@@ -5,6 +5,7 @@
 requests.  Both front doors (the embedded engine and the vLLM plugin) fill the same table.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,14 +21,17 @@ class ForwardBatch:
 
     token_ids, positions, slot_mapping: (N,) int32.  cu_seqlens_q: (S+1,) int32.
     seq_lens: (S,) int32, context including this step's tokens.
-    block_tables: (S, max_blocks) int32.  req_indices: (S,) rows of the InputBatch (the requests'
-    seats), by which recurrent layers find their state.  num_decodes: leading segments of length 1.
+    block_tables: (S, max_blocks) int32; entries behind a window mean nothing.
+    req_indices: (S,) rows of the InputBatch (the requests' seats), by which recurrent layers find
+    their state.  num_decodes: leading segments of length 1.
     logits_indices: (T + P,) int32 rows that get logits: first the last row of each *terminal*
     segment (one that reaches the last token known), then the rows whose successor's
     prompt log-probability is wanted.
     sample_segments: (T,) int32, the terminal segments, in order.
     prompt_targets: (P,) int32, the token each of the P extra rows is scored on;
     prompt_segments: (P,) int32, its segment.
+    others: where layers form several KV groups (kv/groups.py), the same step for each group behind
+    the first: other slot_mapping and block_tables, all else the same.
     """
 
     token_ids: np.ndarray
@@ -43,6 +47,12 @@ class ForwardBatch:
     sample_segments: np.ndarray
     prompt_targets: np.ndarray
     prompt_segments: np.ndarray
+    others: tuple["ForwardBatch", ...] = ()
+
+    @property
+    def by_group(self) -> tuple["ForwardBatch", ...]:
+        """The step as each KV group sees it."""
+        return (self, *self.others)
 
     @property
     def num_tokens(self) -> int:
@@ -70,10 +80,12 @@ class ForwardBatch:
             sample_segments=_NONE,
             prompt_targets=_NONE,
             prompt_segments=_NONE,
+            others=tuple(other.prefills() for other in self.others),
         )
 
-    def validate(self, num_blocks: int) -> None:
-        """Raise ValueError before anything is computed; `num_blocks` bounds the store.
+    def validate(self, *num_blocks: int) -> None:
+        """Raise ValueError before anything is computed; `num_blocks` of each KV group bound the
+        store.
 
         An index outside the store would corrupt memory rather than fail, so it is caught here.
         """
@@ -96,6 +108,15 @@ class ForwardBatch:
         for name in ("positions", "slot_mapping"):
             if len(getattr(self, name)) != n:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {n} rows")
+        if len(num_blocks) != len(self.by_group):
+            raise ValueError(f"{len(self.by_group)} KV groups, the store has {len(num_blocks)}")
+        for batch, count in zip(self.by_group, num_blocks, strict=True):
+            batch._validate_blocks(count)
+        rows = self.logits_indices
+        if len(rows) and (rows.min() < 0 or rows.max() >= n):
+            raise ValueError(f"logits_indices points outside the {n} rows")
+
+    def _validate_blocks(self, num_blocks: int) -> None:
         num_slots = num_blocks * self.block_size
         if self.slot_mapping.min() < PAD_SLOT or self.slot_mapping.max() >= num_slots:
             raise ValueError(f"slot_mapping points outside the store of {num_slots} slots")
@@ -106,19 +127,19 @@ class ForwardBatch:
         tables = self.block_tables[used]
         if tables.min() < 0 or tables.max() >= num_blocks:
             raise ValueError(f"block_tables points outside the store of {num_blocks} blocks")
-        rows = self.logits_indices
-        if len(rows) and (rows.min() < 0 or rows.max() >= n):
-            raise ValueError(f"logits_indices points outside the {n} rows")
 
 
 class InputBatch:
     """Host table of running requests: tokens, lengths and block tables, one row a request.
 
     Rows are handed out by `add` and given back by `remove`; everything a step needs is then cut
-    out by index.  Arrays are int32; `token_ids` is (max_num_seqs, max_model_len).
+    out by index.  Arrays are int32; `token_ids` is (max_num_seqs, max_model_len), `block_tables`
+    (num_kv_groups, max_num_seqs, max_blocks).
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_kv_groups: int = 1
+    ) -> None:
         self.block_size = block_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
@@ -126,7 +147,7 @@ class InputBatch:
         # First prompt position whose successor's log-probability is wanted; a large value: none.
         self.prompt_logprobs_from = np.full(max_num_seqs, np.iinfo(np.int32).max, np.int32)
         max_blocks = -(-max_model_len // block_size)
-        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.block_tables = np.zeros((num_kv_groups, max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -152,11 +173,13 @@ class InputBatch:
         self.prompt_logprobs_from[req_index] = np.iinfo(np.int32).max
         self._free_rows.append(req_index)
 
-    def append_blocks(self, req_index: int, block_ids: list[int]) -> None:
-        """Add blocks at the end of a request's block table."""
+    def append_blocks(self, req_index: int, *block_ids: Sequence[int]) -> None:
+        """Add blocks at the end of a request's block tables: as many to that of each KV group."""
         start = self.num_blocks[req_index]
-        self.block_tables[req_index, start : start + len(block_ids)] = block_ids
-        self.num_blocks[req_index] += len(block_ids)
+        end = start + len(block_ids[0])
+        for table, blocks in zip(self.block_tables, block_ids, strict=True):
+            table[req_index, start:end] = blocks
+        self.num_blocks[req_index] = end
 
     def append_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
         """Add one sampled token to each request; at the context's end there is no room, so none."""
@@ -184,11 +207,11 @@ class InputBatch:
         cu = np.zeros(len(q_lens) + 1, np.int32)
         np.cumsum(q_lens, out=cu[1:])
         segment = np.repeat(np.arange(len(q_lens), dtype=np.int32), q_lens)
-        offset = np.arange(cu[-1], dtype=np.int32) - cu[segment]
-        positions = num_computed.astype(np.int32)[segment] + offset
+        positions = num_computed.astype(np.int32)[segment]
+        positions += np.arange(cu[-1], dtype=np.int32) - cu[segment]
         row = req_indices[segment]
         seq_lens = (num_computed + num_scheduled).astype(np.int32)
-        blocks = self.block_tables[row, positions // bs]
+        block, offset = np.divmod(positions, bs)
         num_tokens = self.num_tokens[req_indices] + num_unknown
         terminal = np.flatnonzero(seq_lens == num_tokens).astype(np.int32)
 
@@ -198,13 +221,15 @@ class InputBatch:
             & (successor < self.num_prompt_tokens[row])
         ).astype(np.int32)
         max_blocks = -(-int(seq_lens.max()) // bs)
-        return ForwardBatch(
+        slots, *other_slots = (t[row, block] * bs + offset for t in self.block_tables)
+        tables, *other_tables = (t[req_indices, :max_blocks] for t in self.block_tables)
+        batch = ForwardBatch(
             token_ids=self.token_ids[row, positions],
             positions=positions,
-            slot_mapping=blocks * bs + positions % bs,
+            slot_mapping=slots,
             cu_seqlens_q=cu,
             seq_lens=seq_lens,
-            block_tables=self.block_tables[req_indices, :max_blocks],
+            block_tables=tables,
             req_indices=req_indices.astype(np.int32),
             block_size=bs,
             num_decodes=int((np.cumprod(q_lens == 1)).sum()),
@@ -212,4 +237,11 @@ class InputBatch:
             sample_segments=terminal,
             prompt_targets=self.token_ids[row[scored], successor[scored]],
             prompt_segments=segment[scored],
+        )
+        if not other_slots:
+            return batch
+        others = zip(other_slots, other_tables, strict=True)
+        return replace(
+            batch,
+            others=tuple(replace(batch, slot_mapping=s, block_tables=t) for s, t in others),
         )

@@ -17,7 +17,8 @@ from vllm_metal_lite.model.packed import PackedModel
 # Variants kept, the least recently used go first: rows and widths of one load are a few.
 _MAX_VARIANTS = 64
 
-Forward = Callable[[list[mx.array], list[mx.array]], tuple[mx.array, list[mx.array]]]
+# Of metadata arrays (or lists of them, one array a KV group) and the state.
+Forward = Callable[[list, list[mx.array]], tuple[mx.array, list[mx.array]]]
 
 
 class CompiledDecode:
@@ -58,9 +59,7 @@ class CompiledDecode:
     def _compile(self, step: StepMetadata) -> Forward:
         like = step.with_arrays(None)  # holds on to nothing
 
-        def forward(
-            arrays: list[mx.array], state: list[mx.array]
-        ) -> tuple[mx.array, list[mx.array]]:
+        def forward(arrays: list, state: list[mx.array]) -> tuple[mx.array, list[mx.array]]:
             kept = self.attention.state
             self.attention.state = state
             try:

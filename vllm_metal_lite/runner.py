@@ -97,7 +97,7 @@ class ModelRunner:
         grammar: what some of these T may say.  after: the step that gives this one, of decodes
         only, its tokens, which need not be known on the host.
         """
-        batch.validate(self.attention.store.num_blocks)
+        batch.validate(*self.attention.store.num_blocks)
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
         if after is not None:
             step.token_ids = after.tokens_of(batch.req_indices, step.num_rows)

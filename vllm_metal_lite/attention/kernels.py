@@ -30,14 +30,14 @@ class _Prompts:
 
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
         self.batch, self.num_rows = batch, num_rows
-        self.sdpa = SdpaPlan(batch, num_rows)
+        self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
         self._tiles: dict[int, mx.array] = {}
 
     @cached_property
-    def metadata(self) -> tuple[mx.array, mx.array, mx.array]:
-        """block_tables, cu_seqlens_q and seq_lens, which only `varlen_prefill` wants."""
-        b = self.batch
-        return tuple(mx.array(a) for a in (_widen(b.block_tables), b.cu_seqlens_q, b.seq_lens))
+    def metadata(self) -> list[tuple[mx.array, mx.array, mx.array]]:
+        """By KV group: block_tables, cu_seqlens_q, seq_lens, which only `varlen_prefill` wants."""
+        lengths = mx.array(self.batch.cu_seqlens_q), mx.array(self.batch.seq_lens)
+        return [(mx.array(_widen(b.block_tables)), *lengths) for b in self.batch.by_group]
 
     def tiles(self, group: int) -> mx.array:
         """The tiles of `varlen_prefill` for layers of `group` query heads a KV head."""
@@ -50,8 +50,8 @@ class _Prompts:
 class KernelStep(StepMetadata):
     """A step whose first num_decodes rows are decodes, and the rest prompts.
 
-    block_tables (num_decodes, W) and seq_lens (num_decodes,) int32 are of the decodes; in a step of
-    nothing else they cover the padded rows too, with a seq_len of 0.
+    block_tables (num_decodes, W), one a KV group, and seq_lens (num_decodes,) int32 are of the
+    decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
     plans: the `decode_plan` of layers by their number of KV heads.
     """
 
@@ -67,12 +67,12 @@ class KernelStep(StepMetadata):
         if count:
             longest = int(batch.seq_lens[:count].max())
             width = -(-longest // batch.block_size)
-            tables = _widen(batch.block_tables[:count, :width])
-            self.block_tables = mx.array(pad_rows(tables, self.num_decodes))
+            tables = [_widen(b.block_tables[:count, :width]) for b in batch.by_group]
+            self.block_tables = [mx.array(pad_rows(t, self.num_decodes)) for t in tables]
             self.seq_lens = mx.array(pad_rows(batch.seq_lens[:count], self.num_decodes))
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
             if not self.prompts:
-                self.variant = (num_rows, tables.shape[1], *self.plans.values())
+                self.variant = (num_rows, tables[0].shape[1], *self.plans.values())
 
 
 def _widen(tables: np.ndarray) -> np.ndarray:
@@ -111,9 +111,9 @@ class KernelAttention(ReferenceAttention):
         return KernelStep(batch, num_rows, self._kv_heads)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
-        spec = self.store.specs[layer]
+        spec, group = self.store.specs[layer], self.store.group_of[layer]
         rows = k.astype(spec.dtype), v.astype(spec.dtype)
-        self.token = ops.kv_write(*rows, step.slot_mapping, *self._store(layer), spec)
+        self.token = ops.kv_write(*rows, step.slot_mapping[group], *self._store(layer), spec)
 
     def rope_write(
         self, layer: int, q: Heads, k: Heads, v: Heads, step: StepMetadata
@@ -135,7 +135,7 @@ class KernelAttention(ReferenceAttention):
             return None
         rows, self.token = rope_write(
             *columns, num_heads=q.num_heads, rope=k.rope, q_norm=q.norm, k_norm=k.norm,
-            positions=step.positions, slot_mapping=step.slot_mapping,
+            positions=step.positions, slot_mapping=step.slot_mapping[self.store.group_of[layer]],
             keys=keys, values=values, token=self.token,
         )  # fmt: skip
         return rows
@@ -161,18 +161,18 @@ class KernelAttention(ReferenceAttention):
     ) -> mx.array:
         how = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         in_place = {"block_size": self.store.block_size, **how}
-        spec = self.store.specs[layer]
+        spec, group = self.store.specs[layer], self.store.group_of[layer]
         rows, outputs = q.astype(spec.dtype), []
         if step.num_decodes:
             out, self.token = ops.paged_decode(
-                rows[: step.num_decodes], step.block_tables, step.seq_lens, *self._store(layer),
-                plan=step.plans[spec.num_kv_heads], spec=spec, **in_place,
+                rows[: step.num_decodes], step.block_tables[group], step.seq_lens,
+                *self._store(layer), plan=step.plans[spec.num_kv_heads], spec=spec, **in_place,
             )  # fmt: skip
             outputs.append(out)
         prompts = step.prompts
         if prompts and self.prefill == "varlen":
             out, self.token = varlen_prefill(
-                rows[step.num_decodes :], *prompts.metadata,
+                rows[step.num_decodes :], *prompts.metadata[group],
                 prompts.tiles(q.shape[1] // spec.num_kv_heads), *self._store(layer), **in_place,
             )  # fmt: skip
             outputs.append(out)

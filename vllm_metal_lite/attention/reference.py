@@ -5,6 +5,7 @@ store, the step's metadata.  Keys are always read from the store, after the rows
 written to it: a segment may share blocks that another segment of the same step fills.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import zip_longest
 
@@ -117,17 +118,18 @@ class SdpaPlan:
 
 
 class ReferenceStep(StepMetadata):
-    """A step whose rows all go through SDPA."""
+    """A step whose rows all go through SDPA.  sdpa: a plan a KV group."""
 
     def __init__(
         self,
         batch: ForwardBatch,
         num_rows: int,
-        padding_slot: int,
-        kept: KeptDecodes | None = None,
+        padding_slots: Sequence[int],
+        kept: Sequence[KeptDecodes | None],
     ) -> None:
-        super().__init__(batch, num_rows, padding_slot)
-        self.sdpa = SdpaPlan(batch, num_rows, kept)
+        super().__init__(batch, num_rows, padding_slots)
+        groups = zip(batch.by_group, kept, strict=True)
+        self.sdpa = [SdpaPlan(b, num_rows, keeper) for b, keeper in groups]
 
 
 class ReferenceAttention:
@@ -140,20 +142,23 @@ class ReferenceAttention:
     def __init__(self, store: PagedStore) -> None:
         self.store = store
         # Elsewhere memory is dear, and copying is not.
-        num_slots = store.padding_slot + store.block_size
-        self._kept = KeptDecodes(num_slots) if backend.is_cpu() else None
+        self._kept = [
+            KeptDecodes(slot + store.block_size) if backend.is_cpu() else None
+            for slot in store.padding_slots
+        ]
 
     @property
     def state(self) -> list[mx.array]:
         return self.store.arrays
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> ReferenceStep:
-        if self._kept is not None:
-            self._kept.note_writes(batch.slot_mapping)
-        return ReferenceStep(batch, num_rows, self.store.padding_slot, self._kept)
+        for keeper, group in zip(self._kept, batch.by_group, strict=True):
+            if keeper is not None:
+                keeper.note_writes(group.slot_mapping)
+        return ReferenceStep(batch, num_rows, self.store.padding_slots, self._kept)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
-        self.store.write(layer, k, v, step.slot_mapping)
+        self.store.write(layer, k, v, step.slot_mapping[self.store.group_of[layer]])
 
     def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
         """A group's keys and values, (B, num_kv_heads, Lk, head_dim)."""
@@ -179,7 +184,7 @@ class ReferenceAttention:
     ) -> mx.array:
         if q_pe is not None:
             q = mx.concatenate([q, q_pe], axis=-1)
-        groups, place = step.sdpa.calls(window, chunk)
+        groups, place = step.sdpa[self.store.group_of[layer]].calls(window, chunk)
         outputs = []
         for g in groups:
             queries = self.take(q, g.q_rows).swapaxes(1, 2)

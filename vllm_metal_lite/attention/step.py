@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -52,8 +52,8 @@ def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
 class StepMetadata:
     """The rows of a ForwardBatch (batch, on the host) on the device, padded to num_rows.
 
-    token_ids, positions, slot_mapping: (num_rows,) int32.  A padded row has position 0 and
-    padding_slot, and any token.
+    token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows,) int32 a KV group.  A padded
+    row has position 0 and its group's padding slot, and any token.
     arrays: the names of all that differs between two steps of one variant.
     variant: what a compiled step depends on beside arrays; None if it depends on more than that.
     """
@@ -61,16 +61,20 @@ class StepMetadata:
     arrays: tuple[str, ...] = ("token_ids", "positions", "slot_mapping")
     variant: tuple | None = None
 
-    def __init__(self, batch: ForwardBatch, num_rows: int, padding_slot: int = PAD_SLOT) -> None:
+    def __init__(
+        self, batch: ForwardBatch, num_rows: int, padding_slots: Sequence[int] | None = None
+    ) -> None:
         self.batch, self.num_rows = batch, num_rows
         self.token_ids = mx.array(pad_rows(batch.token_ids, num_rows))
         self.positions = mx.array(pad_rows(batch.positions, num_rows))
-        slots = pad_rows(batch.slot_mapping, num_rows, PAD_SLOT)
-        if padding_slot != PAD_SLOT:
-            slots = np.where(slots == PAD_SLOT, padding_slot, slots)
-        self.slot_mapping = mx.array(slots)
+        self.slot_mapping = []
+        for g, of_group in enumerate(batch.by_group):
+            slots = pad_rows(of_group.slot_mapping, num_rows, PAD_SLOT)
+            if padding_slots is not None:
+                slots = np.where(slots == PAD_SLOT, padding_slots[g], slots)
+            self.slot_mapping.append(mx.array(slots))
 
-    def with_arrays(self, arrays: Sequence[mx.array] | None) -> "StepMetadata":
+    def with_arrays(self, arrays: Sequence[Any] | None) -> "StepMetadata":
         """A step of the same variant with other `arrays`, or with none, and without a batch."""
         step = copy(self)
         step.batch = None

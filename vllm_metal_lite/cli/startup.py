@@ -30,8 +30,8 @@ def start_engine(
     engine = LLMEngine.from_name(name, config)
     model = engine.model
     dtype = str(model.dtype).removeprefix("mlx.core.")
-    tokens = engine.num_blocks * config.block_size
-    store = _size(tokens * model.kv_bytes_per_token)
+    first, size = engine.kv_groups[0], config.block_size
+    store = _size(engine.runner.attention.store.nbytes)
     if config.kv_bits is not None:
         store += f", {config.kv_bits} bits a value"
     say(
@@ -40,9 +40,15 @@ def start_engine(
     )
     say(f"Device:    {backend.describe()}")
     say(
-        f"Context:   {engine.max_model_len:,} tokens; the KV store holds {tokens:,} "
-        f"({engine.num_blocks:,} blocks of {config.block_size}, {store})"
+        f"Context:   {engine.max_model_len:,} tokens; the KV store holds "
+        f"{first.num_blocks * size:,} ({first.num_blocks:,} blocks of {size}, {store})"
     )
+    for group in engine.kv_groups:
+        if group.window is not None:
+            say(
+                f"Windows:   {len(group.layers)} layers see {group.window:,} tokens; "
+                f"for them the store holds {group.num_blocks * size:,}"
+            )
     if model.state_bytes:
         seats = config.max_num_seqs
         say(f"States:    {_size(seats * model.state_bytes)}, of recurrent layers, {seats} requests")

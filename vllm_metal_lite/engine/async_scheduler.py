@@ -31,15 +31,18 @@ class AsyncScheduler(Scheduler):
             if len(request.token_ids) + 1 < request.max_length:
                 start = request.num_computed_tokens + 1
                 out.segments.append(ahead := Segment(request, start, 1, ()))
-                if start == len(request.block_ids) * block_size:
+                if start == request.num_blocks * block_size:
                     needy.append(ahead)
         if num_decoding != len(self._decodes) or out.is_empty or self._may_admit(len(out.segments)):
             return None
-        if len(needy) > self.pool.num_available:
+        for ahead in needy:
+            # The step under way may still read it: writes of the next one come after.
+            self.kv.give_back(ahead.request, ahead.num_computed)
+        if len(needy) > self.kv.num_available:
             return None
         for ahead in needy:
-            ahead.new_block_ids = self.pool.allocate(1)
-            ahead.request.block_ids += ahead.new_block_ids
+            start = ahead.num_computed
+            ahead.new_block_ids = self.kv.allocate(ahead.request, start, start + 1)
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
         self._prefilled_last = False
         return out
@@ -50,10 +53,10 @@ class AsyncScheduler(Scheduler):
         for segment in output.segments:
             end = segment.num_computed + 1
             if end % self._block_size == 0 and segment.request.status is RequestStatus.RUNNING:
-                self._publish(segment.request, segment.num_computed, end, output)
+                output.published += self.kv.publish(segment.request, end - 1, end)
 
     def _may_admit(self, num_going: int) -> bool:
         """Whether a waiting request might join a step of so many decodes."""
         config = self.config
         limit = min(config.max_num_seqs, config.max_num_batched_tokens)
-        return bool(self._waiting) and num_going < limit and self._spare_blocks() > 0
+        return bool(self._waiting) and num_going < limit and min(self._spare_blocks()) > 0

@@ -57,19 +57,21 @@ class LLMEngine:
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.model = model = model.with_kv_bits(self.config.kv_bits)
-        self.num_blocks, self.max_model_len = size_store(model, self.config)
+        self.kv_groups, self.max_model_len = size_store(model, self.config)
         limit_buffer_cache()
         seats = self.config.max_num_seqs
-        store = PagedStore(model.kv_specs, self.num_blocks, self.config.block_size)
+        store = PagedStore(model.kv_specs, self.kv_groups, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
         attention, self.attention_reason = choose(
             self.config.attention, store, model.attention_shapes, model.packed.reads_store
         )
         self.runner = ModelRunner(model.packed, attention, self.sampler)
-        self.inputs = InputBatch(seats, self.max_model_len, self.config.block_size)
+        self.inputs = InputBatch(
+            seats, self.max_model_len, self.config.block_size, len(self.kv_groups)
+        )
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
-        self.scheduler = AsyncScheduler(scheduling, self.num_blocks, self.max_model_len)
+        self.scheduler = AsyncScheduler(scheduling, self.kv_groups, self.max_model_len)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
         self._arrivals = itertools.count()
@@ -312,7 +314,7 @@ class LLMEngine:
                 answer.result.num_cached_tokens = request.num_cached_tokens
         for segment in output.segments:
             if segment.new_block_ids:
-                self.inputs.append_blocks(segment.request.req_index, segment.new_block_ids)
+                self.inputs.append_blocks(segment.request.req_index, *segment.new_block_ids)
 
     def _unseat(self, request: Request) -> None:
         if request.req_index is not None:
@@ -347,8 +349,19 @@ class LLMEngine:
         self.scheduler.reset_prefix_cache()
 
     def metrics(self) -> dict[str, int]:
-        """Counters since the engine was made, and where the blocks are now."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        """Counters since the engine was made, and where the blocks are now.
+
+        blocks_*: of the first KV group; behind it, blocks_*_window_N of the layers that see N
+        tokens, where a model has layers of several kinds.
+        """
+        scheduler, blocks = self.scheduler, {}
+        for i, (group, pool) in enumerate(zip(self.kv_groups, scheduler.kv.pools, strict=True)):
+            kind = f"_window_{group.window}" if i else ""
+            blocks[f"blocks_total{kind}"] = pool.num_blocks
+            blocks[f"blocks_free{kind}"] = pool.num_free
+            blocks[f"blocks_cached{kind}"] = pool.num_cached
+            blocks[f"blocks_owned{kind}"] = pool.num_owned
+            blocks[f"blocks_peak_owned{kind}"] = pool.peak_owned
         return {
             **self._counts,
             "compiled_steps": self.runner.compiled.num_steps,
@@ -358,9 +371,5 @@ class LLMEngine:
             "recomputed_tokens": scheduler.num_recomputed_tokens,
             "requests_running": scheduler.num_running,
             "requests_waiting": scheduler.num_waiting,
-            "blocks_total": self.num_blocks,
-            "blocks_free": pool.num_free,
-            "blocks_cached": pool.num_cached,
-            "blocks_owned": pool.num_owned,
-            "blocks_peak_owned": pool.peak_owned,
+            **blocks,
         }

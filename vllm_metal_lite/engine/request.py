@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from vllm_metal_lite.kv.block_pool import BlockTable
+
 
 class RequestStatus(Enum):
     WAITING = auto()  # not computed yet
@@ -40,16 +42,15 @@ class Request:
     num_cached_tokens: int = field(init=False, default=0)
     # The most it ever had computed when it had to give its blocks back; 0: never admitted before.
     num_computed_before: int = field(init=False, default=0)
-    block_ids: list[int] = field(init=False, default_factory=list, repr=False)
+    # One a KV group, all of one length; none while it has no seat.
+    block_tables: list[BlockTable] = field(init=False, default_factory=list, repr=False)
     # Names of its first full blocks; they outlive preemption, for the tokens stay the same.
     block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     num_preemptions: int = field(init=False, default=0)
-    # Set by Scheduler.add: its place among all requests, the most tokens it will ever have, and the
-    # most blocks it will ever need.
+    # Set by Scheduler.add: its place among all requests, and the most tokens it will ever have.
     rank: tuple[int, int, int] = field(init=False, default=(0, 0, 0))
     max_length: int = field(init=False, default=0)
-    max_blocks: int = field(init=False, default=0)
     # Set by the engine: its row of the InputBatch.
     req_index: int | None = field(init=False, default=None)
 
@@ -60,6 +61,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of its block tables."""
+        return len(self.block_tables[0].block_ids) if self.block_tables else 0
 
     @property
     def output_token_ids(self) -> list[int]:

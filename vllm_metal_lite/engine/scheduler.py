@@ -10,13 +10,13 @@ each in the order of rank = (priority, arrival), under `max_num_batched_tokens` 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, le, sub
 
 from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
+from vllm_metal_lite.engine.kv_manager import KVCacheManager, NewBlocks
 from vllm_metal_lite.engine.request import Request, RequestStatus
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.kv.block_pool import BlockPool
-from vllm_metal_lite.kv.prefix_hash import extend_block_hashes
+from vllm_metal_lite.kv.groups import KVGroup
 
 _RANK = attrgetter("rank")
 
@@ -25,13 +25,14 @@ _RANK = attrgetter("rank")
 class Segment:
     """Tokens [num_computed, num_computed + num_scheduled) of a request.
 
-    new_block_ids: to be added to its block table; for an admitted request, all of its blocks.
+    new_block_ids: to be added to its block tables, one sequence a KV group (or none at all); for an
+    admitted request, the whole tables.
     """
 
     request: Request
     num_computed: int
     num_scheduled: int
-    new_block_ids: Sequence[int]
+    new_block_ids: NewBlocks
 
 
 @dataclass(slots=True)
@@ -49,7 +50,8 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int = 0
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    published: list[int] = field(default_factory=list)  # blocks that got their names in this step
+    # (KV group, block) of those that got their names in this step.
+    published: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -59,13 +61,13 @@ class SchedulerOutput:
 class Scheduler:
     """Holds every unfinished request, and the blocks of the store.
 
-    num_blocks, max_model_len: the store's size in blocks, the longest context in tokens.
+    groups, max_model_len: the store's KV groups, the longest context in tokens.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+    def __init__(self, config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int) -> None:
         self.config = config
         self.max_model_len = max_model_len
-        self.pool = BlockPool(num_blocks, config.enable_prefix_caching)
+        self.kv = KVCacheManager(groups, config.block_size, config.enable_prefix_caching)
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.prefix_hit_tokens = 0
@@ -110,11 +112,10 @@ class Scheduler:
         max_length = min(prompt + request.max_tokens, self.max_model_len)
         num_stored = max_length - 1
         size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
-        max_blocks = self._blocks(num_stored)
-        if max_blocks > self.pool.num_blocks:
+        if sizes := self.kv.too_large(num_stored, num_stored if request.atomic else 1):
             raise RequestError(
-                f"{name} ({size}) needs {max_blocks} blocks of {self._block_size} tokens, "
-                f"the store has {self.pool.num_blocks}"
+                f"{name} ({size}) needs {sizes[0]} blocks of {self._block_size} tokens, "
+                f"the store has {sizes[1]}"
             )
         # Preempted just before its last token, it has to fit one step with all it generated.
         if request.atomic and num_stored > self.config.max_num_batched_tokens:
@@ -122,7 +123,7 @@ class Scheduler:
                 f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; "
                 f"max_num_batched_tokens is {self.config.max_num_batched_tokens}"
             )
-        request.max_length, request.max_blocks = max_length, max_blocks
+        request.max_length = max_length
         # The count sets apart what has the same arrival (the n answers of one prompt).
         request.rank = (request.priority, request.arrival, self._num_added)
         self._num_added += 1
@@ -142,7 +143,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their blocks."""
-        self.pool.reset()
+        self.kv.reset()
 
     # Steps
 
@@ -185,7 +186,8 @@ class Scheduler:
                 f"{len(token_ids)} tokens for {num_decodes + len(terminal)} segments that want one"
             )
         for request in output.admitted:
-            if self._reads_cache(request) and not request.num_computed_before:
+            reads = self.kv.enable_caching and not request.skip_prefix_cache_read
+            if reads and not request.num_computed_before:
                 self.prefix_hit_tokens += request.num_cached_tokens
                 self.prefix_queried_tokens += request.num_prompt_tokens
         for segment in prefills:
@@ -194,6 +196,7 @@ class Scheduler:
             self.num_recomputed_tokens += max(again, 0)
             if request.status is running:
                 request.num_computed_tokens = end
+                self.kv.give_back(request, end)  # where windows are short, most of a chunk's blocks
         for segment, token in zip(output.segments[:num_decodes], token_ids, strict=False):
             request = segment.request
             if request.status is running:
@@ -211,7 +214,7 @@ class Scheduler:
 
         What it was to write was perhaps never written: blocks that it completed lose their names.
         """
-        self.pool.unpublish(output.published)
+        self.kv.unpublish(output.published)
         for request in output.admitted:
             request.num_computed_tokens = 0
         for segment in output.segments:
@@ -227,18 +230,17 @@ class Scheduler:
             if len(out.segments) == budget:
                 break
             start = request.num_computed_tokens
-            new_blocks: Sequence[int] = ()
-            if start == len(request.block_ids) * block_size:
-                while (new_blocks := self.pool.allocate(1)) is None:
+            new_blocks: NewBlocks | None = ()
+            if start == request.num_blocks * block_size:
+                while (new_blocks := self.kv.allocate(request, start, start + 1)) is None:
                     victim = self._preempt_lowest(out)
                     if victim is request:
                         break
                 if new_blocks is None:
                     break
-                request.block_ids += new_blocks
             out.segments.append(Segment(request, start, 1, new_blocks))
             if (start + 1) % block_size == 0:
-                self._publish(request, start, start + 1, out)
+                out.published += self.kv.publish(request, start, start + 1)
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
@@ -251,12 +253,11 @@ class Scheduler:
     def _resume(self, out: SchedulerOutput) -> None:
         for request in self._partials:
             chunk = self._chunk(request, request.num_computed_tokens, out)
-            reach = (len(request.block_ids) + self.pool.num_available) * self._block_size
-            chunk = min(chunk, reach - request.num_computed_tokens)
+            chunk = min(chunk, self.kv.room(request))
             # 0: out of budget, or of blocks.  Then it waits for decodes to end, and so does
             # everything in the queue, since no prompt is admitted without a block of its own.
             if chunk > 0:
-                self._schedule_chunk(request, chunk, [], out)
+                out.segments.append(self._schedule_chunk(request, chunk, out))
 
     def _admit(self, out: SchedulerOutput, starting: bool) -> None:
         """Give seats to waiting requests, in order.
@@ -268,14 +269,18 @@ class Scheduler:
         if not self._waiting or not self._has_room(out):
             return
         left, at = self._spare_blocks(), 0
-        while left > 0 and at < len(self._waiting) and self._has_room(out):
+        while min(left) > 0 and at < len(self._waiting) and self._has_room(out):
             request = self._waiting[at]
-            hits = self._find_prefix(request)
-            start = len(hits) * self._block_size
+            hits = self.kv.find_prefix(request)
+            start = len(hits[0].block_ids) * self._block_size
             chunk = self._chunk(request, start, out)
             # Cached blocks that it would own are no longer available; owned ones cost nothing.
-            cost = self._wanted_blocks(request) - sum(map(self.pool.is_owned, hits))
-            fits = chunk > 0 and cost <= left
+            wanted = self.kv.wanted(request, self._largest_chunk(request, start))
+            cost = [
+                w - sum(map(pool.is_owned, table.owned))
+                for w, pool, table in zip(wanted, self.kv.pools, hits, strict=True)
+            ]
+            fits = chunk > 0 and all(map(le, cost, left))
             if self.config.prefill_policy == "whole" and not starting:
                 # A turn ends with the prompts that it started with: decodes are waiting.
                 fits = fits and chunk == request.num_tokens - start
@@ -290,17 +295,17 @@ class Scheduler:
             request.num_computed_tokens = start
             if not request.num_computed_before:
                 request.num_cached_tokens = start
-            self.pool.touch(hits)
-            request.block_ids += hits
+            self.kv.admit(request, hits)
             out.admitted.append(request)
-            self._schedule_chunk(request, chunk, hits, out)
-            left -= cost
+            segment = self._schedule_chunk(request, min(chunk, self.kv.room(request)), out)
+            segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
+            out.segments.append(segment)
+            left = list(map(sub, left, cost))
 
-    def _spare_blocks(self) -> int:
-        """Blocks that are left when all that run have what they want."""
-        running = (*self._partials, *self._decodes)
-        wanted = sum(self._wanted_blocks(r) - len(r.block_ids) for r in running)
-        return self.pool.num_available - wanted
+    def _spare_blocks(self) -> list[int]:
+        """Blocks by KV group that are left when all that run have what they want."""
+        running = [(r, self._largest_chunk(r, r.num_computed_tokens)) for r in self._partials]
+        return self.kv.spare(running + [(r, 1) for r in self._decodes])
 
     def _has_room(self, out: SchedulerOutput) -> bool:
         """Whether a seat and a token of the budget are left."""
@@ -309,33 +314,37 @@ class Scheduler:
             and out.total_num_scheduled_tokens < self.config.max_num_batched_tokens
         )
 
-    def _schedule_chunk(
-        self, request: Request, chunk: int, hits: list[int], out: SchedulerOutput
-    ) -> None:
+    def _schedule_chunk(self, request: Request, chunk: int, out: SchedulerOutput) -> Segment:
         start = request.num_computed_tokens
-        end = start + chunk
-        blocks = self.pool.allocate(self._blocks(end) - len(request.block_ids))
+        blocks = self.kv.allocate(request, start, start + chunk)
         assert blocks is not None, "a chunk was scheduled without its blocks"
-        request.block_ids += blocks
-        out.segments.append(Segment(request, start, chunk, hits + blocks))
         out.total_num_scheduled_tokens += chunk
-        self._publish(request, start, end, out)
+        out.published += self.kv.publish(request, start, start + chunk)
+        return Segment(request, start, chunk, blocks)
 
     def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:
         """How many tokens from `start` on the request may have now; 0: none."""
-        gap = request.num_tokens - start
+        largest = self._largest_chunk(request, start)
         budget = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
         if request.atomic:
-            return gap if gap <= budget else 0
-        threshold = self.config.long_prefill_token_threshold
+            return largest if largest <= budget else 0
+        return min(largest, budget)
+
+    def _largest_chunk(self, request: Request, start: int) -> int:
+        """How many tokens from `start` on the request may have in one step."""
+        gap = request.num_tokens - start
+        if request.atomic:
+            return gap
+        config = self.config
+        threshold = config.long_prefill_token_threshold or gap
         work = MAX_CHUNK_TIMES_CONTEXT // (start + 1)
-        return min(gap, budget, threshold or gap, request.max_chunk or gap, work)
+        return min(gap, config.max_num_batched_tokens, threshold, request.max_chunk or gap, work)
 
     # Out of blocks
 
     def _break_deadlock(self, out: SchedulerOutput) -> None:
         """Nothing decodes, and no partial prefill has a block to go on: the first one gets some."""
-        while not self.pool.num_available:
+        while self.kv.room(self._partials[0]) <= 0:
             victim = self._preempt_lowest(out)
             assert victim is not self._partials[0], "a request alone has all the blocks it needs"
         self._resume(out)
@@ -362,49 +371,7 @@ class Scheduler:
     def _unseat(self, request: Request) -> None:
         if not _remove(self._decodes, request):
             _remove(self._partials, request)
-        self.pool.free(request.block_ids)
-        request.block_ids = []
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
-    def _wanted_blocks(self, request: Request) -> int:
-        """Blocks for all its known tokens, and one to go on unless it will end before."""
-        return min(self._blocks(request.num_tokens) + 1, request.max_blocks)
-
-    # Prefix cache
-
-    def _reads_cache(self, request: Request) -> bool:
-        return self.pool.enable_caching and not request.skip_prefix_cache_read
-
-    def _find_prefix(self, request: Request) -> list[int]:
-        """Blocks that hold the request's first tokens; its last token is always left to compute."""
-        hits: list[int] = []
-        if self._reads_cache(request):
-            most = (request.num_tokens - 1) // self._block_size
-            self._hash(request, most)
-            for block_hash in request.block_hashes[:most]:
-                block = self.pool.lookup(block_hash)
-                if block is None:
-                    break
-                hits.append(block)
-        return hits
-
-    def _publish(self, request: Request, start: int, end: int, out: SchedulerOutput) -> None:
-        """Name the blocks that tokens [start, end) complete.
-
-        Before they are written: every layer writes all rows of a step before it reads any, so
-        requests of this same step may share them.
-        """
-        first, last = start // self._block_size, end // self._block_size
-        if last > first and self.pool.enable_caching:
-            self._hash(request, last)
-            for i in range(first, last):
-                if self.pool.publish(request.block_ids[i], request.block_hashes[i]):
-                    out.published.append(request.block_ids[i])
-
-    def _hash(self, request: Request, num_blocks: int) -> None:
-        extend_block_hashes(request.block_hashes, request.token_ids, self._block_size, num_blocks)
+        self.kv.free(request)
 
 
 def _remove(queue: list[Request], request: Request) -> bool:

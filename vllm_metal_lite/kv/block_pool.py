@@ -10,6 +10,23 @@ hold is on the device.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Blocks of one request, in order; the first num_given_back of them are its own no longer."""
+
+    block_ids: list[int] = field(default_factory=list)
+    num_given_back: int = 0
+
+    @property
+    def owned(self) -> list[int]:
+        return self.block_ids[self.num_given_back :]
+
+    @property
+    def num_owned(self) -> int:
+        return len(self.block_ids) - self.num_given_back
 
 
 class BlockPool:

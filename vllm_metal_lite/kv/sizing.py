@@ -1,5 +1,10 @@
 """How many blocks the device holds: what may be used, less weights, states and a step's peak."""
 
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from vllm_metal_lite import backend
@@ -8,6 +13,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
+from vllm_metal_lite.kv.groups import KVGroup, kv_groups
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 
@@ -19,14 +25,21 @@ DEFAULT_FRACTION = {"metal": 0.9, "cuda": 0.9, "cpu": 0.4}
 _PROFILE_ROWS_ON_CPU = 64
 _PROFILE_CONTEXT = 4096
 
+# How long the average request is, in windows, where memory is shared between layers that keep a
+# window and layers that keep all.
+_AVERAGE_WINDOWS = 4
+
+_ANY_LENGTH = 1 << 62
+
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
-def size_store(model: LoadedModel, config: EngineConfig) -> tuple[int, int]:
-    """(num_blocks, max_model_len) of the store.
+def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup], int]:
+    """(groups, max_model_len) of the store: the model's KV groups, with their blocks.
 
+    num_blocks, if given, is the first group's; the others get what they can need beside it.
     Raises OutOfMemoryError, with the sum written out, if not even one context fits; ConfigError if
     max_model_len is above what the model or the given num_blocks holds.
     """
@@ -36,20 +49,24 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[int, int]:
             f"max_model_len ({wanted}) is above the model's context length ({model.max_position})"
         )
     max_model_len = wanted or model.max_position
-    block_bytes = config.block_size * model.kv_bytes_per_token
     limit = backend.memory_limit()
     if config.num_blocks is not None:
-        need = model.weight_bytes + state_bytes(model, config) + config.num_blocks * block_bytes
+        first, *others = kv_groups(model.kv_specs)
+        groups = [replace(first, num_blocks=config.num_blocks)]
+        for group in others:
+            most = min(config.num_blocks, _most_owned(group, config, max_model_len))
+            groups.append(replace(group, num_blocks=most))
+        need = model.weight_bytes + state_bytes(model, config)
+        need += store_bytes(model, groups, config.block_size)
         if need > limit:
             raise OutOfMemoryError(
                 f"num_blocks {config.num_blocks} needs {_gib(need)} with the weights"
                 f"{_states(model, config)}; "
                 f"this device has {_gib(limit)}"
             )
-        num_blocks = config.num_blocks
     else:
-        num_blocks = _fitting_blocks(model, config, max_model_len, limit, block_bytes)
-    capacity = num_blocks * config.block_size
+        groups = _fitting_groups(model, config, max_model_len, limit)
+    capacity, num_blocks = min((_capacity(g, config.block_size), g.num_blocks) for g in groups)
     if capacity < max_model_len:
         if wanted is not None:
             raise ConfigError(
@@ -57,30 +74,78 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[int, int]:
                 f"of {config.block_size} hold"
             )
         max_model_len = capacity
-    return num_blocks, max_model_len
+    return groups, max_model_len
 
 
-def _fitting_blocks(
-    model: LoadedModel, config: EngineConfig, max_model_len: int, limit: int, block_bytes: int
-) -> int:
+def store_bytes(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) -> int:
+    """Bytes of the K and V of these groups."""
+    specs = model.kv_specs
+    return sum(
+        g.num_blocks * block_size * specs[layer].bytes_per_token
+        for g in groups
+        for layer in g.layers
+    )
+
+
+def _capacity(group: KVGroup, block_size: int) -> int:
+    """The longest context that the group holds: any, if a window and a token's block fit."""
+    size = group.num_blocks * block_size
+    return size if group.most_blocks(2 * size, 1, block_size) > group.num_blocks else _ANY_LENGTH
+
+
+def _most_owned(group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
+    """More blocks than every seat at full length, and a step's new tokens, can never be owned."""
+    seats, size = config.max_num_seqs, config.block_size
+    all_seats = seats * -(-max_model_len // size)
+    # New tokens share a block with older ones, or begin one, in each seat.
+    step = seats + -(-config.max_num_batched_tokens // size)
+    return min(all_seats, seats * group.most_blocks(max_model_len, 1, size) + step)
+
+
+def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
+    """Blocks of a windowed group where the first group has num_blocks.
+
+    What it can need, if that is less than a share: that of an average request, taken to be some
+    windows long but at most half of the longest.  A larger share would hold more short requests, a
+    smaller one longer contexts.  One request and a step of its tokens always fit.
+    """
+    size = config.block_size
+    average = min(_AVERAGE_WINDOWS * group.window, max_model_len // 2)
+    share = group.most_blocks(average, 1, size) / max(-(-average // size), 1)
+    least = group.most_blocks(max_model_len, config.max_num_batched_tokens, size)
+    most = min(num_blocks, _most_owned(group, config, max_model_len))
+    return min(most, max(math.ceil(share * num_blocks), least))
+
+
+def _fitting_groups(
+    model: LoadedModel, config: EngineConfig, max_model_len: int, limit: int
+) -> list[KVGroup]:
+    first, *others = kv_groups(model.kv_specs)
+
+    def groups(num_blocks: int) -> list[KVGroup]:
+        counts = [_beside(num_blocks, g, config, max_model_len) for g in others]
+        pairs = zip((first, *others), (num_blocks, *counts), strict=True)
+        return [replace(group, num_blocks=count) for group, count in pairs]
+
+    def size(num_blocks: int) -> int:
+        return store_bytes(model, groups(num_blocks), config.block_size)
+
     fraction = config.memory_fraction or DEFAULT_FRACTION[backend.name()]
     peak = step_peak_bytes(model, config, max_model_len)
     left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
-    # More than every seat at full length can never be owned.
-    most = config.max_num_seqs * -(-max_model_len // config.block_size)
-    # A model of recurrent layers alone keeps nothing in its blocks: they only count tokens.
-    num_blocks = min(int(left // block_bytes), most) if block_bytes else most
-    if left < block_bytes:
+    if left < size(1):
         fewer = " or max_num_seqs" if model.state_bytes else ""
         raise OutOfMemoryError(
             f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
             f"{_states(model, config)} + a step of "
             f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
-            f"{_gib(block_bytes)}, and only {_gib(limit * fraction)} may be used "
+            f"{_gib(size(1))}, and only {_gib(limit * fraction)} may be used "
             f"(memory_fraction {fraction:g} of {_gib(limit)}); "
             f"lower max_num_batched_tokens{fewer} or raise memory_fraction"
         )
-    return num_blocks
+    # A model of recurrent layers alone keeps nothing in its blocks: they only count tokens.
+    most = _most_owned(first, config, max_model_len)
+    return groups(bisect_right(range(most + 1), left, key=size) - 1)
 
 
 def state_bytes(model: LoadedModel, config: EngineConfig) -> int:

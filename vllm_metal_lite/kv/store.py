@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.groups import KVGroup
 from vllm_metal_lite.kv.quantised import RowFormat
 from vllm_metal_lite.kv.state import SeatStates
 
@@ -51,20 +52,40 @@ class LayerSpec:
 class PagedStore:
     """K and V of every layer; written by `write`, read by attention through `keys` / `values`.
 
+    blocks: the KV groups, or how many blocks one group of all layers has.
+    shared: all groups take their blocks from one pool (vLLM does so); layers at the same place of
+    their groups, which are of one shape, then share their arrays.
+    num_blocks: of each group.  group_of: the group of each layer.
     states: what recurrent layers keep, by seat and not by block; see state.py.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        blocks: int | Sequence[KVGroup],
+        block_size: int,
+        shared: bool = False,
+    ) -> None:
+        if isinstance(blocks, int):
+            blocks = [KVGroup(tuple(range(len(specs))), num_blocks=blocks)]
+        self.num_blocks = tuple(group.num_blocks for group in blocks)
         self.block_size = block_size
         self.specs = list(specs)
-        slots = (num_blocks + 1) * block_size
-
-        def rows(spec: LayerSpec, row: RowFormat) -> mx.array:
-            return mx.zeros((slots, spec.num_kv_heads, row.width), row.kept_dtype)
-
-        self.keys = [rows(s, s.k_row) for s in specs]
-        self.values = [rows(s, s.v_row) for s in specs]
+        of = {layer: g for g, group in enumerate(blocks) for layer in group.layers}
+        self.group_of = [of[layer] for layer in range(len(specs))]
+        place = {layer: i for group in blocks for i, layer in enumerate(group.layers)}
+        self.keys, self.values = [], []
+        made: dict[int, tuple[mx.array, mx.array]] = {}
+        for layer, (s, g) in enumerate(zip(specs, self.group_of, strict=True)):
+            at = place[layer] if shared else layer
+            if at not in made:
+                slots = (self.num_blocks[g] + 1) * block_size
+                made[at] = tuple(
+                    mx.zeros((slots, s.num_kv_heads, row.width), row.kept_dtype)
+                    for row in (s.k_row, s.v_row)
+                )
+            self.keys.append(made[at][0])
+            self.values.append(made[at][1])
         self.states = SeatStates()
         mx.eval(self.arrays)
 
@@ -73,12 +94,13 @@ class PagedStore:
         return [*self.keys, *self.values]
 
     @property
-    def padding_slot(self) -> int:
-        return self.num_blocks * self.block_size
+    def padding_slots(self) -> list[int]:
+        """Of each group: the slot that rows of padding are written to."""
+        return [n * self.block_size for n in self.num_blocks]
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays)
+        return sum({id(a): a.nbytes for a in self.arrays}.values())
 
     def write(self, layer: int, k: mx.array, v: mx.array, slots: mx.array) -> None:
         """Write rows k (N, num_kv_heads, k_head_dim), v likewise, at slots (N,).

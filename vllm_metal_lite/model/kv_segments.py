@@ -44,9 +44,12 @@ def rebuild(template: Any, layer: int, store: PagedStore, batch: ForwardBatch, r
     spec = store.specs[layer]
     native.rows = spec.k_row, spec.v_row
     if run.start:
-        count = min(run.start, _reach(template))
-        positions = np.arange(run.start - count, run.start)
-        table = batch.block_tables[run.segments[0]]
+        reach = _reach(template)
+        positions = np.arange(max(run.start - reach, 0), run.start)
+        count = len(positions)
+        # Of a full window the oldest is not seen any more, and its block may be another's.
+        positions = np.maximum(positions, run.start - reach + 1)
+        table = batch.by_group[store.group_of[layer]].block_tables[run.segments[0]]
         slots = table[positions // batch.block_size] * batch.block_size
         slots = mx.array((slots + positions % batch.block_size).astype(np.int32))
         native.keys = _gather(store.keys[layer], spec.k_row, slots)

@@ -97,7 +97,9 @@ class PagedLayerCache(PackedCache):
         if self.spec.chunk is not None:
             how["chunk"] = self.spec.chunk
         if isinstance(mask, Mask):
-            how["window"] = mask.window
+            # Behind the layer's own window nothing is kept, whatever the mask says.
+            windows = [w for w in (mask.window, self.spec.window) if w is not None]
+            how["window"] = min(windows, default=None)
         elif isinstance(mask, LatentScores) and mask.cache is self:
             how["q_pe"] = mask.q_pe.squeeze(2) / scale
         elif mask is not None:

@@ -66,8 +66,8 @@ class MetalLitePlatform(Platform):
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        """No: all layers share one block table, so vLLM shall keep them in one group."""
-        return False
+        """Yes; whether a model's layers form several groups is the worker's business."""
+        return True
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:

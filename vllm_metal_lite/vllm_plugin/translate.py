@@ -6,7 +6,7 @@ vLLM does not send back.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,14 +107,13 @@ class StepTranslator:
             prompt_logprobs,
         )
         self._requests[new.req_id] = request
-        self._seat(request, new.block_ids[0])
+        self._seat(request, new.block_ids)
 
     def _update_cached(self, cached: Any, computed: dict[str, int]) -> None:
         for i, req_id in enumerate(cached.req_ids):
             request = self._requests[req_id]
             computed[req_id] = cached.num_computed_tokens[i]
-            blocks = cached.new_block_ids[i]
-            blocks = blocks[0] if blocks is not None else []
+            blocks = cached.new_block_ids[i] or ()  # a list for each KV group
             if req_id in cached.resumed_req_ids or request.req_index is None:
                 self._unseat(request)
                 # vLLM's word counts: it may have thrown away a token that was sampled meanwhile.
@@ -122,13 +121,14 @@ class StepTranslator:
                     request.tokens = np.array(known, np.int32)
                 self._seat(request, blocks)
             elif blocks:
-                self.inputs.append_blocks(request.req_index, blocks)
+                self.inputs.append_blocks(request.req_index, *blocks)
 
-    def _seat(self, request: _Request, block_ids: list[int]) -> None:
+    def _seat(self, request: _Request, block_ids: Sequence[Sequence[int]]) -> None:
         tokens, prompt = request.tokens, request.num_prompt_tokens
         scored = None if request.prompt_logprobs is None else 0
         request.req_index = row = self.inputs.add(tokens, prompt, scored)
-        self.inputs.append_blocks(row, block_ids)
+        if block_ids:
+            self.inputs.append_blocks(row, *block_ids)
         self.sampler.add(
             row, request.params, request.seed, tokens, prompt, request.stop_token_ids,
             request.bad_words,

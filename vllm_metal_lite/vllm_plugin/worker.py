@@ -1,6 +1,7 @@
 """The worker: our runner, where vLLM expects one of its own."""
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +13,13 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.choose import choose
+from vllm_metal_lite.attention.step import Attention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.config import KV_BITS, EngineConfig
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv import sizing
+from vllm_metal_lite.kv.groups import KVGroup, kv_groups
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import ModelRunner
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 logger = init_logger("vllm.metal_lite")
+
+_NAME = "layers.{}"
 
 # A model of recurrent layers alone keeps nothing in blocks, but vLLM counts tokens by them.
 _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
@@ -83,7 +88,23 @@ class MetalLiteWorker(WorkerBase):
         return "auto" if backend.is_cpu() and dtype == "float32" else dtype
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
-        return {f"layers.{i}": self._kv_cache_spec(s) for i, s in enumerate(self._specs)}
+        """Windows beside full layers are told only if each kind may have a group of its own."""
+        specs, unlike = self._specs, len(kv_groups(self._specs)) > 1
+        if unlike and not self._may_share_arrays():
+            specs = [replace(s, window=None) for s in specs]
+        return {_NAME.format(i): self._kv_cache_spec(s) for i, s in enumerate(specs)}
+
+    def _may_share_arrays(self) -> bool:
+        """Whether layers of several groups may lie in the same arrays, in other blocks.
+
+        They must be of one shape, and written by kernels: where MLX's own operations write, a
+        second layer's write to an array that the first still reads copies all of it.
+        """
+        shapes = {(s.num_kv_heads, s.k_head_dim, s.v_head_dim, s.dtype) for s in self._specs}
+        if len(shapes) > 1:
+            return False
+        store = PagedStore(self.model.packed.attention_specs, 1, self.cache_config.block_size)
+        return self._choose(store)[0].name == "kernels"
 
     @property
     def _specs(self) -> list[LayerSpec]:
@@ -148,33 +169,42 @@ class MetalLiteWorker(WorkerBase):
         self.model_config.max_model_len = max_model_len
 
     def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ConfigError(
-                f"vLLM made {len(kv_cache_config.kv_cache_groups)} groups of layers; "
-                "vllm-metal-lite keeps all layers under one block table"
-            )
-        seats = self.scheduler_config.max_num_seqs
-        self._num_blocks = kv_cache_config.num_blocks
+        seats, size = self.scheduler_config.max_num_seqs, self.cache_config.block_size
+        numbers = {_NAME.format(i): i for i in range(len(self.model.packed.attention_specs))}
+        self._groups = []
+        for group in kv_cache_config.kv_cache_groups:
+            if group.kv_cache_spec.block_size != size:
+                raise ConfigError(
+                    f"vLLM made a group of layers with blocks of {group.kv_cache_spec.block_size} "
+                    f"tokens beside others of {size}; vllm-metal-lite wants one size"
+                )
+            layers = tuple(numbers[name] for name in group.layer_names if name in numbers)
+            self._groups.append(KVGroup(layers, num_blocks=kv_cache_config.num_blocks))
         self._sampler = Sampler(seats, self.model.vocab_size)
-        inputs = InputBatch(seats, self.model_config.max_model_len, self.cache_config.block_size)
+        inputs = InputBatch(seats, self.model_config.max_model_len, size, len(self._groups))
         self.translator = StepTranslator(inputs, self._sampler, self.model_config.seed)
         self._make_runner()
 
     def _make_runner(self) -> None:
-        store = PagedStore(self.model.kv_specs, self._num_blocks, self.cache_config.block_size)
-        option = os.environ.get("METAL_LITE_ATTENTION", "auto")
-        attention, reason = choose(
-            option, store, self.model.attention_shapes, self.model.packed.reads_store
-        )
+        store = PagedStore(
+            self.model.kv_specs, self._groups, self.cache_config.block_size,
+            shared=len(self._groups) > 1,
+        )  # fmt: skip
+        attention, reason = self._choose(store)
         logger.info("Attention: %s (%s)", attention.name, reason)
         self.runner = ModelRunner(self.model.packed, attention, self._sampler)
 
+    def _choose(self, store: PagedStore) -> tuple[Attention, str]:
+        option = os.environ.get("METAL_LITE_ATTENTION", "auto")
+        packed = self.model.packed
+        return choose(option, store, self.model.attention_shapes, packed.reads_store)
+
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run one token, so that the first request does not pay for what is made once."""
-        inputs = InputBatch(1, 1, self.cache_config.block_size)
+        inputs = InputBatch(1, 1, self.cache_config.block_size, len(self._groups))
         row = np.array([inputs.add([0], 1)])
         # vLLM keeps block 0 as its null block: nobody reads it.
-        inputs.append_blocks(0, [0])
+        inputs.append_blocks(0, *[[0]] * len(self._groups))
         batch = inputs.pack(row, np.array([0]), np.array([1]))
         self.runner.execute(batch, row)
         return CompilationTimes(language_model=0.0, encoder=0.0)

@@ -1,0 +1,42 @@
+"""NaN where nobody may read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.kv.store import PagedStore
+
+
+def poison(store: PagedStore, keep: Sequence[np.ndarray]) -> None:
+    """NaN into the slots that are not to be kept; keep: (num_slots,) bool of each KV group."""
+    masks = [mx.array(k)[:, None, None] for k in keep]
+    for arrays in (store.keys, store.values):
+        for layer, a in enumerate(arrays):
+            nan = None
+            if mx.issubdtype(a.dtype, mx.floating):
+                nan = float("nan")
+            elif store.specs[layer].bits:  # a scale of all ones is NaN too
+                nan = 0xFFFFFFFF
+            if nan is not None:
+                mask = masks[store.group_of[layer]]
+                arrays[layer] = mx.where(mask, a, mx.array(nan, a.dtype))
+    mx.eval(store.arrays)
+
+
+def poison_free_blocks(engine: LLMEngine) -> None:
+    """From now on every block that is neither owned nor cached is NaN when a step begins."""
+    execute, store = engine.runner.execute, engine.runner.attention.store
+
+    def poisoned(*args: Any) -> Any:
+        keep = []
+        for pool in engine.scheduler.kv.pools:
+            full = np.ones(pool.num_blocks + 1, bool)
+            full[[*pool._free, -1]] = False
+            keep.append(np.repeat(full, store.block_size))
+        poison(store, keep)
+        return execute(*args)
+
+    engine.runner.execute = poisoned

@@ -1,0 +1,80 @@
+"""vLLM's KV cache groups: windowed layers beside full ones, with block tables of their own."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+
+import kit
+from test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, check
+
+from metal.host import compiler_available, installed
+from vllm_metal_lite.kernels import selfcheck
+from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
+
+# A request takes 13 blocks of the full group; of two others, what a window and a step touch.
+TINY_POOL = {"num_gpu_blocks_override": 60}
+
+
+def num_groups(llm) -> int:
+    return len(kit.core(llm).scheduler.kv_cache_config.kv_cache_groups)
+
+
+def most_used(llm, prompts) -> int:
+    """The most blocks of vLLM's pool that were in use while these were served one by one."""
+    pool = kit.core(llm).scheduler.kv_cache_manager.block_pool
+    allocate, free = type(pool).get_new_blocks, []
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(
+            type(pool),
+            "get_new_blocks",
+            lambda *a: (allocate(*a), free.append(pool.get_num_free_blocks()))[0],
+        )
+        for prompt in prompts:
+            kit.generate(llm, [prompt], max_tokens=40)
+    return pool.num_gpu_blocks - 1 - min(free)
+
+
+def test_one_group_where_the_reference_writes():
+    """Layers that share an array would copy it at each write."""
+    with kit.engine("gemma3_text") as llm:
+        assert num_groups(llm) == 1
+
+
+def test_every_way_of_scheduling(monkeypatch):
+    """Over the reference attention, which copies whole arrays here: tokens are the same."""
+    monkeypatch.setattr(MetalLiteWorker, "_may_share_arrays", lambda self: True)
+    name = "gemma3_text"
+    with kit.engine(name) as llm:
+        assert num_groups(llm) > 1
+        keys = kit.worker(llm).runner.attention.store.keys
+        assert len({id(a) for a in keys}) < len(keys)
+        check(llm, name, PLAIN)
+    with kit.engine(name, **CHUNKS) as llm:
+        check(llm, name, PLAIN)
+    with kit.engine(name) as llm:
+        check(llm, name, SHARED[:4])
+        check(llm, name, SHARED, min_hits=4 * len(PREFIX))
+    with kit.engine(name, **TINY_POOL, enable_prefix_caching=False) as llm:
+        check(llm, name, PLAIN, min_preemptions=3)
+    with kit.engine(name, **TINY_POOL, **CHUNKS) as llm:
+        check(llm, name, SHARED)
+        check(llm, name, SHARED)
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+def test_kernels_share_arrays_and_windows_cost_less(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("METAL_LITE_ATTENTION", "kernels")
+    monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), "varlen"))
+    name, used = "gemma3_text", []
+    with installed():
+        for disabled in (True, False):
+            options = {"disable_hybrid_kv_cache_manager": disabled, "enable_prefix_caching": False}
+            with kit.engine(name, **CHUNKS, **options) as llm:
+                assert (num_groups(llm) > 1) != disabled
+                assert kit.worker(llm).runner.attention.name == "kernels"
+                check(llm, name, PLAIN[:4])
+                groups = kit.core(llm).scheduler.kv_cache_config.kv_cache_groups
+                layers = max(len(g.layer_names) for g in groups)  # arrays that a block lies in
+                used.append(layers * most_used(llm, [SHARED[0]]))
+    assert used[1] < 0.8 * used[0]
