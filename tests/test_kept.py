@@ -18,7 +18,7 @@ class Decodes:
     def __init__(self, lengths: list[int]) -> None:
         store = PagedStore([LayerSpec(KV_HEADS, DIM, DIM, mx.float32)] * 2, BLOCKS, BLOCK)
         self.attention, self.plain = ReferenceAttention(store), ReferenceAttention(store)
-        self.plain._kept = None
+        self.plain._kept = [None]
         self.rng = np.random.default_rng(0)
         self.inputs = InputBatch(8, 256, BLOCK)
         self.free = self.rng.permutation(BLOCKS).tolist()
@@ -59,7 +59,7 @@ class Decodes:
                 assert np.allclose(np.array(got), np.array(want), atol=1e-5)
         for row in rows:
             self.computed[row] += count
-        plans = step.sdpa._plans.values()
+        plans = step.sdpa[0]._plans.values()
         return any(g.kept is not None for groups, _ in plans for g in groups)
 
 
@@ -102,5 +102,5 @@ def test_what_was_written_over_is_read_again():
 
 def test_no_more_is_kept_than_the_store_holds():
     decodes = Decodes([9] * 3)
-    decodes.attention._kept.num_slots = 3 * (10 + _SPARE) - 1
+    decodes.attention._kept[0].num_slots = 3 * (10 + _SPARE) - 1
     assert [decodes.step() for _ in range(2)] == [False, False]

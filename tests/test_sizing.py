@@ -1,7 +1,6 @@
 """How many blocks the memory holds."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import tiny_models as tiny
@@ -112,10 +111,9 @@ def test_weights_larger_than_the_memory(model, monkeypatch):
 def windowed(**changes):
     """Six layers of one size, every second one with a window of 64 tokens."""
     model = tiny.packed("llama")
-    wide = replace(model.packed.attention_specs[0], window=64)
+    wide = replace(model.kv_specs[0], window=64)
     specs = [wide, replace(wide, window=None)] * 3
-    packed = SimpleNamespace(attention_specs=specs, layout=model.packed.layout)
-    return replace(model, packed=packed, max_position=100_000, **changes)
+    return replace(model, kv_specs=specs, max_position=100_000, **changes)
 
 
 def fitting(monkeypatch, num_bytes: int, **options):

@@ -103,7 +103,7 @@ class MetalLiteWorker(WorkerBase):
         shapes = {(s.num_kv_heads, s.k_head_dim, s.v_head_dim, s.dtype) for s in self._specs}
         if len(shapes) > 1:
             return False
-        store = PagedStore(self.model.packed.attention_specs, 1, self.cache_config.block_size)
+        store = PagedStore(self.model.kv_specs, 1, self.cache_config.block_size)
         return self._choose(store)[0].name == "kernels"
 
     @property
