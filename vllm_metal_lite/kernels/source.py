@@ -51,6 +51,7 @@ const uint thread_index_in_simdgroup = threadIdx.x % 32;
 const uint simdgroup_index_in_threadgroup = threadIdx.x / 32;
 """
 
+_SHAPE = re.compile(r"\b\w+_(?:shape|strides|ndim)\b")
 _SHARED = re.compile(r"^(\s*)threadgroup (\w+ \w+\[)", flags=re.MULTILINE)
 _METAL_HEADER = re.compile(r"^#include <metal_(\w+)>$", flags=re.MULTILINE)
 _ADDRESS_SPACE = re.compile(r"\b(device|thread|threadgroup) ")
@@ -71,12 +72,14 @@ def as_files(name: str, header: str, body: str) -> tuple[str, str]:
     """A CUDA kernel's text as includes of files that hold it.
 
     MLX hashes the whole text at each launch: 3 us for 11 KB, as much as the launch itself costs.
+    It also looks there for the shapes that a kernel asks for, so they are named in a comment.
     """
     parts = []
     for part, text in (("h", header), ("inc", body)):
         file = Path(_folder().name, f"{name}.{part}")
         file.write_text(text, encoding="utf-8")
-        parts.append(f'\n#include "{file}"\n')
+        shapes = " ".join(sorted(set(_SHAPE.findall(text))))
+        parts.append(f'\n#include "{file}"\n// {shapes}\n')
     return tuple(parts)
 
 

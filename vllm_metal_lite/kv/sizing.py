@@ -202,5 +202,8 @@ def _run(model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch)
 
 
 def limit_buffer_cache() -> None:
-    """Keep MLX from hoarding freed buffers: a sixteenth of the memory, 256 MiB to 2 GiB."""
-    mx.set_cache_limit(min(max(backend.memory_limit() // 16, 256 << 20), 2 << 30))
+    """Keep MLX from hoarding freed buffers: a sixteenth of the memory, 256 MiB at least.
+
+    A step's buffers must fit, or each step waits for the device to free and allocate them anew.
+    """
+    mx.set_cache_limit(max(backend.memory_limit() // 16, 256 << 20))
