@@ -94,7 +94,7 @@ def test_what_was_written_over_is_read_again():
     """By another in the blocks of one that ended, at just the length that would go on."""
     decodes = Decodes([5])
     assert [decodes.step() for _ in range(2)] == [False, True]
-    blocks = decodes.inputs.block_tables[0, :2].tolist()
+    blocks = decodes.inputs.block_tables[0, 0, :2].tolist()
     decodes.computed.clear()
     decodes.add(7, blocks, window=2)  # layers with a window do not ask for what is kept
     assert not decodes.step()
