@@ -21,6 +21,7 @@ from vllm_metal_lite.model.joined import Part, join_projections
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.traced import Sum, Traced, made_of, up_to_date
+from vllm_metal_lite.sampling_params import SamplingParams
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
 
@@ -176,3 +177,28 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
     times = len(layout.specs) * len(fit._STEPS)
     counts = [launches[k] for k in ("rope_write", "kv_write", "add_rms_norm")]
     assert counts == [n * times for n in LAUNCHES[name]]
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, recwarn, tmp_path, wrong):
+    """As if its rotation were read wrongly: the kernels are right, what they are told is not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if wrong:
+        rotated = Heads.rotated
+        monkeypatch.setattr(
+            Heads, "rotated", lambda self, rope: rotated(self, rope._replace(base=50.0))
+        )
+    prompts = tiny.prompts(3)
+    with installed():
+        engine = tiny.engine("qwen3", attention="kernels")
+        assert engine.runner.attention.fuses is not wrong
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=5))
+        done = tiny.run(engine)
+    messages = [str(w.message) for w in recwarn]
+    assert any("fused launches do not suit this model" in m for m in messages) is wrong
+    for i, prompt in enumerate(prompts):
+        assert done[str(i)].outputs[0].token_ids == tiny.alone(
+            tiny.build(config_of("qwen3")), prompt, 5
+        )
