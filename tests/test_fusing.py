@@ -6,7 +6,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny_models as tiny
-from arch_configs import config_of
+from arch_configs import CANNOT_RUN, CONFIGS, config_of
 from mlx.utils import tree_flatten
 
 from metal.host import compiler_available, installed
@@ -17,10 +17,12 @@ from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import fit
+from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.joined import Part, join_projections
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.traced import Sum, Traced, made_of, up_to_date
+from vllm_metal_lite.sampling_params import SamplingParams
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
 
@@ -32,15 +34,22 @@ def logits(model: nn.Module) -> np.ndarray:
 # Joined projections
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3", "gemma3", "mixtral", "llama/q4", "llama/mxfp4", "glm"]
-)
+# Their projections are one already, or their layers are used more than once.
+NOTHING_TO_JOIN = {
+    "gpt2", "gpt_bigcode", "gpt_neox", "nanbeige", "openelm", "phi3", "phi3small", "phixtral",
+    "iquestloopcoder", "plamo2", "plamo3", "mamba", "mamba2", "rwkv7",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n.partition("/")[0] not in CANNOT_RUN])
 def test_a_joined_model_computes_the_same(name):
+    """Every architecture, for on a GPU every one is joined."""
     model = tiny.build(config_of(name))
+    adapt(model)
     before = logits(model), sum(w.nbytes for _, w in tree_flatten(model.parameters()))
     products = join_projections(model)
-    assert products
-    np.testing.assert_allclose(logits(model), before[0], rtol=1e-5, atol=1e-5)
+    assert bool(products) is (name.partition("/")[0] not in NOTHING_TO_JOIN)
+    np.testing.assert_allclose(logits(model), before[0], rtol=1e-4, atol=1e-4)
     assert sum(w.nbytes for _, w in tree_flatten(model.parameters())) == before[1]
     for product in products:
         assert product._x is product._y is None  # nothing of the forward is kept
@@ -176,3 +185,28 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
     times = len(layout.specs) * len(fit._STEPS)
     counts = [launches[k] for k in ("rope_write", "kv_write", "add_rms_norm")]
     assert counts == [n * times for n in LAUNCHES[name]]
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, recwarn, tmp_path, wrong):
+    """As if its rotation were read wrongly: the kernels are right, what they are told is not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if wrong:
+        rotated = Heads.rotated
+        monkeypatch.setattr(
+            Heads, "rotated", lambda self, rope: rotated(self, rope._replace(base=50.0))
+        )
+    prompts = tiny.prompts(3)
+    with installed():
+        engine = tiny.engine("qwen3", attention="kernels")
+        assert engine.runner.attention.fuses is not wrong
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=5))
+        done = tiny.run(engine)
+    messages = [str(w.message) for w in recwarn]
+    assert any("fused launches do not suit this model" in m for m in messages) is wrong
+    for i, prompt in enumerate(prompts):
+        assert done[str(i)].outputs[0].token_ids == tiny.alone(
+            tiny.build(config_of("qwen3")), prompt, 5
+        )

@@ -19,6 +19,7 @@ from vllm_metal_lite.engine.scheduler import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.sizing import limit_buffer_cache, size_store
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.fit import check_fusing
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.runner import ModelRunner, StepResult
@@ -65,6 +66,7 @@ class LLMEngine:
         attention, self.attention_reason = choose(
             self.config.attention, store, model.attention_shapes, model.packed.reads_store
         )
+        check_fusing(model.packed, attention)
         self.runner = ModelRunner(model.packed, attention, self.sampler)
         self.inputs = InputBatch(
             seats, self.max_model_len, self.config.block_size, len(self.kv_groups)

@@ -6,6 +6,7 @@
 3. Where that fails as well the model is refused, by name and with the reason.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import mlx.nn as nn
@@ -13,8 +14,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from vllm_metal_lite.attention.kernels import KernelAttention
 from vllm_metal_lite.attention.reference import ReferenceAttention
-from vllm_metal_lite.attention.step import AttentionShape
+from vllm_metal_lite.attention.step import Attention, AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.errors import ModelLoadError
@@ -54,6 +56,30 @@ class _Observer(ReferenceAttention):
         return super().attend(layer, q, step, **how)
 
 
+class _Trial:
+    """A model's own logits of two sequences, and how far packed ones may be from them."""
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        rng = np.random.default_rng(0)
+        self.sequences = [rng.integers(0, vocab_size, n) for n in _LENGTHS]
+        self.own = [_native(model, s) for s in self.sequences]
+        exact = all(w.dtype not in _16_BIT for _, w in tree_flatten(model.parameters()))
+        self.limit, self.statistic = (_LIMIT, np.max) if exact else (_LIMIT_16_BIT, np.median)
+
+    def problem(self, packed: PackedModel, attention: ReferenceAttention) -> str | None:
+        """Why a packed model does not fit, None if it does.
+
+        attention: over an unused store of 4 blocks.
+        """
+        try:
+            error = _trial(packed, attention, self.sequences, self.own, self.statistic)
+        except Exception as e:
+            return f"{type(e).__name__}: {_one_line(e)}"
+        if not error > self.limit:  # NaN: the model's own
+            return None
+        return f"its packed logits are {error:.2g} of their spread away from mlx-lm's own"
+
+
 def fit(
     model: nn.Module, layout: Layout, model_type: str, products: Sequence[Product] = ()
 ) -> tuple[PackedModel, list[AttentionShape]]:
@@ -62,27 +88,33 @@ def fit(
     Trying it also evaluates what models compute lazily when they are made and keep outside of their
     parameters (RoPE's frequencies): MLX can only do so in the thread that made it.
     """
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, layout.vocab_size, n) for n in _LENGTHS]
     try:
-        own = [_native(model, s) for s in sequences]
+        trial = _Trial(model, layout.vocab_size)
     except Exception as e:
         raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {_one_line(e)}") from e
-    exact = all(w.dtype not in _16_BIT for _, w in tree_flatten(model.parameters()))
     reason = ""
     for by_segment in (False, True):
         packed = PackedModel(model, layout, by_segment, products)
         attention = _Observer(PagedStore(layout.specs, 4, _BLOCK))
-        try:
-            error = _trial(packed, attention, sequences, own, np.max if exact else np.median)
-        except Exception as e:
-            reason = f"{type(e).__name__}: {_one_line(e)}"
-            continue
-        limit = _LIMIT if exact else _LIMIT_16_BIT
-        if not error > limit:  # NaN: the model's own
+        reason = trial.problem(packed, attention)
+        if reason is None:
             return packed, list(attention.shapes)
-        reason = f"its packed logits are {error:.2g} of their spread away from mlx-lm's own"
     raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")
+
+
+def check_fusing(packed: PackedModel, attention: Attention) -> None:
+    """Do without fused launches, and say so, if with them the logits are not the model's own.
+
+    Each kernel was checked by itself; this is whether they stand for what this model computes.
+    """
+    if not attention.fuses:
+        return
+    store = PagedStore(packed.attention_specs, 4, attention.store.block_size)
+    trial = _Trial(packed.model, packed.layout.vocab_size)
+    problem = trial.problem(packed, KernelAttention(store, attention.prefill))
+    if problem is not None:
+        attention.fuses = False
+        warnings.warn(f"fused launches do not suit this model: {problem}", stacklevel=2)
 
 
 def _trial(
@@ -96,7 +128,8 @@ def _trial(
 
     Of the worst kind of segment: prompt, chunk or decode.  statistic: what counts of its rows.
     """
-    inputs = InputBatch(2, 2 * _BLOCK, _BLOCK)
+    size = attention.store.block_size
+    inputs = InputBatch(2, 2 * size, size, len(attention.store.num_blocks))
     rows = np.array([inputs.add(s, len(s)) for s in sequences])
     for row in rows:
         inputs.append_blocks(row, [2 * row + 1, 2 * row])

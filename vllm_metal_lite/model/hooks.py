@@ -1,9 +1,8 @@
 """What a packed forward puts in the place of MLX's own functions, while it is being built.
 
-`mx.fast.scaled_dot_product_attention` with a KVHandle for keys is paged attention (seam.py).
-Where kernels are in use, `mx.fast.rms_norm`, `mx.fast.rope` and projections leave a trace
-(traced.py), and
-a residual sum is computed with the norm that follows it.
+`mx.fast.scaled_dot_product_attention` with a KVHandle for keys is paged attention (seam.py).  Where
+kernels are in use, `mx.fast.rms_norm`, `mx.fast.rope` and projections leave a trace (traced.py),
+and a residual sum is computed with the norm that follows it.
 """
 
 import threading

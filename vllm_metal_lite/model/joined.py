@@ -92,15 +92,16 @@ def join_projections(model: nn.Module) -> list[Product]:
     for path, names in _same_inputs(model):
         modules = [_at(model, f"{path}{name}") for name in names]
         product = Product(modules)
-        mx.eval(product.linear.parameters())  # before the next one, so that little is kept twice
+        mx.eval(product.linear.parameters())
         parts = [(f"{path}{name}", Part(product, i)) for i, name in enumerate(names)]
         model.update_modules(tree_unflatten(parts))
         products.append(product)
-    mx.clear_cache()
+        del modules  # one product's weights are there twice, not all
+        mx.clear_cache()
     return products
 
 
-def _same_inputs(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
     """Groups of projections of one module, as its path and their names."""
     calls: list[tuple[nn.Module, mx.array]] = []
     with _noting(calls):
@@ -110,10 +111,12 @@ def _same_inputs(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     counts: dict[int, int] = {}
     for _, _, module, _ in seen:
         counts[id(module)] = counts.get(id(module), 0) + 1
+    groups = []
     for (path, *_), group in groupby(seen, lambda c: (c[0], id(c[3]), *_alike(c[2]))):
         names = [name for _, name, module, _ in group if counts[id(module)] == 1]
         if len(names) > 1:
-            yield path, names
+            groups.append((path, names))
+    return groups
 
 
 @contextmanager

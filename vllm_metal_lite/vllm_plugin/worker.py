@@ -21,6 +21,7 @@ from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv import sizing
 from vllm_metal_lite.kv.groups import KVGroup, kv_groups
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.model.fit import check_fusing
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import ModelRunner
 from vllm_metal_lite.sampling import Sampler
@@ -191,6 +192,7 @@ class MetalLiteWorker(WorkerBase):
             shared=len(self._groups) > 1,
         )  # fmt: skip
         attention, reason = self._choose(store)
+        check_fusing(self.model.packed, attention)
         logger.info("Attention: %s (%s)", attention.name, reason)
         self.runner = ModelRunner(self.model.packed, attention, self._sampler)
 
