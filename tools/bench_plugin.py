@@ -24,10 +24,11 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams, backend
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
 
 # isort: split
 from mlx.utils import tree_flatten
+from run_main import run_main
 from serving_loads import Load, Sizes, random_config, random_model, three_kinds
 
 from vllm_metal_lite.backend import mx
@@ -177,9 +178,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except MetalLiteError as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_main(main)

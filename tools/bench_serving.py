@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import serving_probes as probes
+from run_main import run_main
 from serving_engines import Engine, MlxLm, MlxLmSingle, Ours, Run, Settings, drive
 from serving_loads import LOADS, Load, Sizes, get_model
 from serving_metrics import Metrics, agree, measure, median_of
@@ -292,9 +293,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except MetalLiteError as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_main(main)

@@ -11,14 +11,14 @@ each other ("alone") the host waits for the device, so nothing overlaps.
 
 import argparse
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from run_main import run_main
 from serving_loads import get_model
+from serving_probes import timed
 
 from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams
 
@@ -41,35 +41,24 @@ def decoding(model: Any, batch: int, context: int) -> LLMEngine:
     return engine
 
 
-def timed(into: list[float], function: Callable) -> Callable:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            into.append(1e3 * (time.perf_counter() - start))
-
-    return call
-
-
 def host(engine: LLMEngine, batch: int) -> None:
     """Print the medians of a step and of its parts, in milliseconds."""
     runner = engine.runner
     parts: dict[str, list[float]] = {}
     for name in ("execute", "_forward", "_submit"):
         times = parts[name.strip("_")] = []
-        setattr(runner, name, timed(times, getattr(runner, name)))
-    step = timed(parts.setdefault("step", []), engine.step)
+        setattr(runner, name, timed(getattr(runner, name), times, time.perf_counter))
+    step = timed(engine.step, parts.setdefault("step", []), time.perf_counter)
     for _ in range(_STEPS):
         step()
     parts = {name: times[:] for name, times in parts.items()}
     engine.async_scheduling = False
     alone: list[float] = []
-    step = timed(alone, engine.step)
+    step = timed(engine.step, alone, time.perf_counter)
     for _ in range(_ALONE):
         step()
-    medians = {name: statistics.median(times) for name, times in parts.items()}
-    medians["alone"] = statistics.median(alone[2:])  # the first ends what was one ahead
+    parts["alone"] = alone[2:]  # the first ends what was one ahead
+    medians = {name: 1e3 * statistics.median(times) for name, times in parts.items()}
     engine.async_scheduling = True
     print("| ms: " + " | ".join(medians) + " | tokens/s |\n" + "| --- " * (len(medians) + 1) + "|")
     rate = 1e3 * batch / medians["step"]
@@ -131,9 +120,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except MetalLiteError as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_main(main)

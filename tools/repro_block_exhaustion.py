@@ -22,8 +22,9 @@ import sys
 import time
 
 import numpy as np
+from run_main import run_main
 
-from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.model.loader import LoadedModel, find, load
 
 
@@ -216,9 +217,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except MetalLiteError as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_main(main)

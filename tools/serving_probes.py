@@ -143,15 +143,15 @@ def host(batches: Sequence[int] = (1, 64, 256), steps: int = 400) -> dict[str, d
             engine = _engine_alone(requests, steps, kind)
             for name in _PARTS:
                 owner = engine.inputs if name == "pack" else engine.scheduler
-                setattr(owner, name, _timed(getattr(owner, name), times.setdefault(name, [])))
+                setattr(owner, name, timed(getattr(owner, name), times.setdefault(name, [])))
 
             def step(engine: LLMEngine = engine, read: bool = kind in _TEXTS[2:]) -> None:
                 for output in engine.step():
                     _ = output.outputs[0].text if read else ""
 
-            timed = _timed(step, times.setdefault(kind, []))
+            timed_step = timed(step, times.setdefault(kind, []))
             for _ in range(steps):
-                timed()
+                timed_step()
         ms = {name: 1e3 * np.array(times[name][-steps:]) for name in (*_TEXTS, *_PARTS)}
         result[str(requests)] = {name: float(np.median(t)) for name, t in ms.items()}
         cells = [f"{np.median(t):.3f}; {np.percentile(t, 95):.3f}" for t in ms.values()]
@@ -180,14 +180,18 @@ def _engine_alone(requests: int, steps: int, kind: str) -> LLMEngine:
     return engine
 
 
-def _timed(call: Callable, into: list[float]) -> Callable:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.thread_time()
+def timed(
+    call: Callable, into: list[float], clock: Callable[[], float] = time.thread_time
+) -> Callable:
+    """A function that also adds the seconds of each call to a list."""
+
+    def timing(*args: Any, **kwargs: Any) -> Any:
+        start = clock()
         result = call(*args, **kwargs)
-        into.append(time.thread_time() - start)
+        into.append(clock() - start)
         return result
 
-    return timed
+    return timing
 
 
 # Launches

@@ -6,7 +6,6 @@ neighbours turned by given frequencies, up to position 1,000,000, from three arr
 The reference is float64 on this machine's CPU, rounded where MLX's own norm and rotation round.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -34,9 +33,7 @@ _LARGE_POSITIONS = np.linspace(0, 1_000_000, 301).astype(np.int64)
 
 def check(shape: AttentionShape) -> list[CheckResult]:
     """Run them for the heads and the type of one attention call that kernels serve."""
-    heads = AttentionShape(
-        shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype
-    )
+    heads = _heads(shape)
     checks = {
         "rope_write": _rope_write,
         "add_rms_norm": _add_rms_norm,
@@ -48,13 +45,20 @@ def check(shape: AttentionShape) -> list[CheckResult]:
 def failures(shape: AttentionShape) -> tuple[CheckResult, ...]:
     """What fails of `check`; that nothing does is remembered."""
     memory = Memory()
-    key = f"{replace(shape, window=None, softcap=None, sinks=False, chunk=None)}, fused"
+    key = f"{_heads(shape)}, fused"
     if key in memory.known:
         return ()
     failed = tuple(r for r in check(shape) if not r.passed)
     if not failed:
         memory.add(key, "right")
     return failed
+
+
+def _heads(shape: AttentionShape) -> AttentionShape:
+    """All of a shape that matters here: not what its queries see, nor how the store keeps it."""
+    return AttentionShape(
+        shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype
+    )
 
 
 def full_list() -> list[AttentionShape]:

@@ -90,13 +90,13 @@ def join_projections(model: nn.Module) -> list[Product]:
     """Join what can be joined, in place."""
     products = []
     for path, names in _same_inputs(model):
-        modules = [_at(model, f"{path}{name}") for name in names]
-        product = Product(modules)
+        modules = dict(model.named_modules())
+        # Popped, for whoever holds the old ones keeps all weights twice, not one product's.
+        product = Product([modules.pop(f"{path}{name}") for name in names])
         mx.eval(product.linear.parameters())
         parts = [(f"{path}{name}", Part(product, i)) for i, name in enumerate(names)]
         model.update_modules(tree_unflatten(parts))
         products.append(product)
-        del modules  # one product's weights are there twice, not all
         mx.clear_cache()
     return products
 
@@ -152,7 +152,3 @@ def _alike(module: nn.Module) -> tuple:
 def _split(path: str) -> tuple[str, str]:
     parent, dot, name = path.rpartition(".")
     return parent + dot, name
-
-
-def _at(model: nn.Module, path: str) -> nn.Module:
-    return dict(model.named_modules())[path]
