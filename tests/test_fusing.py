@@ -21,7 +21,7 @@ from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.joined import Part, join_projections
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.model.traced import Sum, Traced, made_of, up_to_date
+from vllm_metal_lite.model.traced import Sum, Traced, look, made_of, rows_of, up_to_date
 from vllm_metal_lite.sampling_params import SamplingParams
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
@@ -114,6 +114,16 @@ def test_what_is_changed_in_place_is_forgotten(change):
     change(q)
     assert made_of(q) is None
     assert not mx.array_equal(q.reshape(2, 1, 8), y)
+
+
+def test_rows_are_found_again():
+    rows = mx.arange(16, dtype=mx.float32).reshape(2, 8)
+    x = look(rows, (2, 1))
+    assert x.shape == (2, 1, 8)
+    assert rows_of(x) is rows_of(rows) is rows
+    np.testing.assert_array_equal(rows_of(x * 2), 2 * rows)
+    x[0] = 0.0
+    np.testing.assert_array_equal(rows_of(x), [[0.0] * 8, rows[1].tolist()])
 
 
 def test_a_sum_that_a_kernel_computed_is_used():

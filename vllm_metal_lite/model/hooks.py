@@ -19,7 +19,15 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.rope import HeadNorm, Rope
 from vllm_metal_lite.model.handles import KVHandle
-from vllm_metal_lite.model.traced import Projected, Sum, Traced, heads_of, made_of, up_to_date
+from vllm_metal_lite.model.traced import (
+    Sum,
+    Traced,
+    heads_of,
+    look,
+    made_of,
+    rows_of,
+    up_to_date,
+)
 
 _LOCK = threading.Lock()
 
@@ -72,8 +80,9 @@ def _rms_norm(original: Callable) -> Callable:
     def rms_norm(x, weight, eps, **kwargs):
         made = made_of(x)
         if isinstance(made, Sum) and made.total is None:
-            made.total, out = add_rms_norm(made.x, made.y, weight, eps)
-            return out
+            total, out = add_rms_norm(rows_of(made.x), rows_of(made.y), weight, eps)
+            made.total = look(total, x.shape[:-1])
+            return look(out, x.shape[:-1])
         out = original(up_to_date(x), weight, eps, **kwargs)
         heads = made.normed(HeadNorm(weight, eps)) if isinstance(made, Heads) else None
         return out if heads is None else Traced(out, heads)
@@ -95,35 +104,36 @@ def _rope(original: Callable, positions: mx.array) -> Callable:
 
 def _linear(original: Callable, transposed: Transposed) -> Callable:
     def linear(self: nn.Linear, x: mx.array) -> mx.array:
+        rows = rows_of(x)
         if "bias" in self:
-            return Traced(original(self, x), Projected())
+            return look(original(self, rows), x.shape[:-1])
         weight, view = transposed.get(id(self), (None, None))
         if weight is not self["weight"]:  # a look that each step would take anew
             weight = self["weight"]
             view = weight.T
             mx.eval(view)
             transposed[id(self)] = weight, view
-        return Traced(x @ view, Projected())
+        return look(rows @ view, x.shape[:-1])
 
     return linear
 
 
 def _quantized_linear(original: Callable) -> Callable:
     def linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
-        return Traced(original(self, x), Projected())
+        return look(original(self, rows_of(x)), x.shape[:-1])
 
     return linear
 
 
 def _quantized_matmul(original: Callable) -> Callable:
     def quantized_matmul(x, w, scales, biases=None, transpose=True, **how):
-        if x.ndim != 3 or x.shape[1] != 1 or w.ndim != 2 or not transpose:
+        if x.ndim > 3 or x.shape[1:-1] not in ((), (1,)) or w.ndim != 2 or not transpose:
             return original(x, w, scales, biases, transpose, **how)
-        rows = x.squeeze(1)
+        rows = rows_of(x)
         if len(rows) >= _EXPANDED_ROWS:
             out = rows @ mx.dequantize(w, scales, biases, **how).T.astype(rows.dtype)
         else:
             out = original(rows, w, scales, biases, transpose, **how)
-        return out[:, None]
+        return out.reshape(*x.shape[:-1], -1)
 
     return quantized_matmul

@@ -25,10 +25,6 @@ def heads_of(x: mx.array) -> Heads:
     return Heads(Columns(x.reshape(rows, heads * dim), 0), heads, dim)
 
 
-class Projected:
-    """Of a projection's output."""
-
-
 @dataclass(frozen=True, slots=True)
 class Attended:
     """Attention's output, as it lies in memory: rows (N, num_heads, head_dim)."""
@@ -46,22 +42,23 @@ class Sum:
 
 
 class Traced(mx.array):
-    """An array and what it is made of: Columns (of a product), Heads, Attended, Projected or Sum.
+    """An array and what it is made of: Columns (of a product), Heads, Attended, Sum or None.
 
     Heads of packed rows, and what they attended to, are (N, 1, num_heads, head_dim) or (N,
     num_heads, 1, head_dim), which is the same in memory.
+    rows: (N, K), if the array is a look at them as (.., K), which models want and kernels need not.
     """
 
-    def __init__(self, value: mx.array, made: Any) -> None:
+    def __init__(self, value: mx.array, made: Any, rows: mx.array | None = None) -> None:
         super().__init__(value)
-        self.made = made
+        self.made, self.rows = made, rows
 
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
         value, made = super().reshape(*shape, **kwargs), self.made
         if isinstance(made, Columns) and value.ndim == 4 and value.shape[:2] == (len(self), 1):
             return Traced(value, Heads(made, *value.shape[2:]))
         if isinstance(made, Attended) and value.shape[:-1] == (len(self), 1):
-            return made.rows.reshape(value.shape)  # one way to look at it instead of three
+            return look(made.rows.reshape(len(self), -1), value.shape[:-1])
         return value
 
     def transpose(self, *axes: Any, **kwargs: Any) -> mx.array:
@@ -100,12 +97,26 @@ def made_of(x: Any) -> Any:
     return x.made if type(x) is Traced else None
 
 
+def look(rows: mx.array, shape: tuple[int, ...]) -> Traced:
+    """Rows (N, K) as a model wants them, (*shape, K)."""
+    return Traced(rows.reshape(*shape, rows.shape[-1]), None, rows)
+
+
+def rows_of(x: mx.array) -> mx.array:
+    """x (.., K) as rows (N, K): those that it is a look at, for each look is a node of the graph,
+    and a decode step of small products has the host wait for little else."""
+    rows = x.rows if type(x) is Traced else None
+    if rows is not None:
+        return rows
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _forgetting(name: str) -> Callable:
     original = getattr(mx.array, name)
 
     @wraps(original)
     def method(self: Traced, *args: Any) -> Any:
-        self.made = None
+        self.made = self.rows = None
         return original(self, *args)
 
     return method
