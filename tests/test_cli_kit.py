@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vllm_metal_lite.backend import mx
 
 CONTEXT, EOS = 1024, 256
-COMMAND = [sys.executable, "-m", "vllm_metal_lite.cli.main"]
+COMMAND = [sys.executable, "-m", "vllm_metal_lite"]
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -160,7 +160,3 @@ def _discard_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+"""`python -m vllm_metal_lite`: the command line, where its script is not on the PATH."""
+
+import sys
+
+from vllm_metal_lite.cli.main import main
+
+sys.exit(main())
