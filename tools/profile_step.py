@@ -25,12 +25,15 @@ from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingPar
 _WARM_UP, _STEPS, _ALONE, _PROFILED = 20, 60, 15, 8
 
 
-def decoding(model: Any, batch: int, context: int) -> LLMEngine:
-    """An engine whose requests all decode, at `context` tokens and a few more."""
+def decoding(model: Any, batch: int, context: int, num_blocks: int | None) -> LLMEngine:
+    """An engine whose requests all decode, at `context` tokens and a few more.
+
+    num_blocks: of its store; by default what the requests need.
+    """
     length = context + _WARM_UP + _STEPS + 2 * _ALONE + _PROFILED + 16
     config = EngineConfig(
-        max_num_seqs=batch, max_model_len=length, num_blocks=batch * (length // 16 + 1),
-        enable_prefix_caching=False,
+        max_num_seqs=batch, max_model_len=length,
+        num_blocks=num_blocks or batch * (length // 16 + 1), enable_prefix_caching=False,
     )  # fmt: skip
     engine, rng = LLMEngine(model, config), np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=length - context, ignore_eos=True)
@@ -106,12 +109,13 @@ def main() -> int:
     parser.add_argument("--bits", type=int, choices=(4, 8))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=700)
+    parser.add_argument("--num-blocks", type=int, help="of the store (default: what is needed)")
     parser.add_argument("--kernels", action="store_true", help="what ran on an NVIDIA GPU")
     args = parser.parse_args()
     if args.batch < 1 or args.context < 1:
         parser.error(f"--batch {args.batch} and --context {args.context} must be at least 1")
     model = get_model(args.model, args.dtype, args.bits)
-    engine = decoding(model, args.batch, args.context)
+    engine = decoding(model, args.batch, args.context, args.num_blocks)
     print(f"{model.name}, {args.batch} x {args.context}: {engine.attention_reason}\n")
     host(engine, args.batch)
     if args.kernels:
