@@ -10,7 +10,7 @@ from array_attention import compile_on_cpu
 from vllm_metal_lite import backend, compiled, runner
 from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.compiled import CompiledDecode
+from vllm_metal_lite.compiled import CompiledSteps
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -140,7 +140,7 @@ def test_weights_are_not_copied():
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()
-    engine.runner.compiled = CompiledDecode(engine.model.packed, engine.runner.attention)
+    engine.runner.compiled = CompiledSteps(engine.model.packed, engine.runner.attention)
     engine.runner.compiled.reason = None
     tokens_of(engine, prompts=PROMPTS[:1])
     mx.synchronize()

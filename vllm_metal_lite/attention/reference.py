@@ -39,7 +39,7 @@ class DeviceGroup:
         self, group: Group, window: int | None = None, kept: KeptGroup | None = None
     ) -> None:
         self.group, self.window, self.kept = group, window, kept
-        self.q_rows = mx.array(group.q_rows)
+        self.q_rows = None if group.q_rows is None else mx.array(group.q_rows)
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -72,8 +72,11 @@ class DeviceGroup:
             if self.window is not None:
                 visible = visible & (kv_pos > q_pos - self.window)
             if self.group.segments is not None:
-                segments = mx.array(self.group.segments)
-                visible = visible & (segments[:, :, None] == segments[:, None, :])
+                q_segments, kv_segments = (
+                    mx.array(self.group.segments),
+                    mx.array(self.group.kv_segments),
+                )
+                visible = visible & (q_segments[:, :, None] == kv_segments[:, None, :])
             if additive:
                 zero, hidden = mx.array(0, dtype), mx.array(-float("inf"), dtype)
                 visible = mx.where(visible, zero, hidden)
@@ -187,7 +190,7 @@ class ReferenceAttention:
         groups, place = step.sdpa[self.store.group_of[layer]].calls(window, chunk)
         outputs = []
         for g in groups:
-            queries = self.take(q, g.q_rows).swapaxes(1, 2)
+            queries = (q[None] if g.q_rows is None else self.take(q, g.q_rows)).swapaxes(1, 2)
             k, v = self.gather(layer, g) if g.kept is None else self._gather_kept(layer, g.kept)
             if q_pe is not None:
                 k, v = mx.concatenate([k, v], axis=-1), k

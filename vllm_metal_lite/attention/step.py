@@ -54,15 +54,21 @@ class StepMetadata:
 
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows,) int32 a KV group.  A padded
     row has position 0 and its group's padding slot, and any token.
+    logits_indices: (R,) int32, the batch's, any rows behind them; None: of all rows, since each is
+    its segment's last.  R is num_logits if that is more.
     arrays: the names of all that differs between two steps of one variant.
     variant: what a compiled step depends on beside arrays; None if it depends on more than that.
     """
 
-    arrays: tuple[str, ...] = ("token_ids", "positions", "slot_mapping")
+    arrays: tuple[str, ...] = ("token_ids", "positions", "slot_mapping", "logits_indices")
     variant: tuple | None = None
 
     def __init__(
-        self, batch: ForwardBatch, num_rows: int, padding_slots: Sequence[int] | None = None
+        self,
+        batch: ForwardBatch,
+        num_rows: int,
+        padding_slots: Sequence[int] | None = None,
+        num_logits: int = 1,
     ) -> None:
         self.batch, self.num_rows = batch, num_rows
         self.token_ids = mx.array(pad_rows(batch.token_ids, num_rows))
@@ -73,6 +79,11 @@ class StepMetadata:
             if padding_slots is not None:
                 slots = np.where(slots == PAD_SLOT, padding_slots[g], slots)
             self.slot_mapping.append(mx.array(slots))
+        self.logits_indices = None
+        if len(batch.sample_segments) < batch.num_tokens:
+            # A step of nothing but chunks wants no logits; lazily, asking for a row costs nothing.
+            wanted = batch.logits_indices
+            self.logits_indices = mx.array(pad_rows(wanted, max(len(wanted), num_logits)))
 
     def with_arrays(self, arrays: Sequence[Any] | None) -> "StepMetadata":
         """A step of the same variant with other `arrays`, or with none, and without a batch."""

@@ -1,0 +1,132 @@
+"""The segments of a step behind its decodes, as `varlen_prefill` or MLX's SDPA takes them.
+
+Where the host would need longer to build a step than the device to run it, shapes repeat: the step
+can be compiled (compiled.py), and cuDNN, on CUDA, makes a plan a shape.
+"""
+
+from collections.abc import Collection, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from vllm_metal_lite.attention.plan import Group, in_one_call, power_of_two
+from vllm_metal_lite.attention.reference import DeviceGroup, SdpaPlan
+from vllm_metal_lite.attention.step import pad_rows
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import ForwardBatch
+from vllm_metal_lite.kernels.prefill import plan_tiles
+
+# Most rows of prompts for which shapes repeat: running more takes longer than building the step
+# (15 ms for 28 layers on the host of an H200).
+SMALL_ROWS = 512
+# Most scores a head of one call of SDPA that hides what rows must not see: its mask is as large.
+_SMALL_SCORES = SMALL_ROWS * 8192
+# Fewest keys that a step is padded to, so that a prompt's first chunks are of one shape.
+_MIN_KEYS = 1024
+
+
+def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
+    """Block tables (num_rows, width), zeros behind what there is."""
+    out = np.zeros((num_rows, width), tables.dtype)
+    out[: len(tables), : tables.shape[1]] = tables[:, :width]
+    return out
+
+
+class VarlenPrompts:
+    """block_tables (S, W) a KV group, cu_seqlens_q (S+1,) and seq_lens (S,): S and W are powers of
+    two, segments behind the last have no rows.
+
+    num_rows: of prompts, padding included.  groups: query heads a KV head, of all layers; where
+    they are not known, tiles are planned when they are asked for, and nothing repeats.
+    """
+
+    def __init__(self, batch: ForwardBatch, num_rows: int, groups: Collection[int]) -> None:
+        self.num_rows, self._groups = num_rows, tuple(groups)
+        segments = power_of_two(batch.num_segments)
+        width = power_of_two(-(-max(int(batch.seq_lens.max()), _MIN_KEYS) // batch.block_size))
+        tables = [pad_tables(b.block_tables, segments, width) for b in batch.by_group]
+        self.block_tables = [mx.array(t) for t in tables]
+        self._cu = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
+        self.cu_seqlens_q = mx.array(self._cu)
+        self.seq_lens = mx.array(pad_rows(batch.seq_lens, segments))
+        self._tiles: dict[int, mx.array] = {}
+        self.repeats = bool(groups) and num_rows <= SMALL_ROWS
+
+    def metadata(self, kv_group: int) -> tuple[mx.array, mx.array, mx.array]:
+        return self.block_tables[kv_group], self.cu_seqlens_q, self.seq_lens
+
+    def tiles(self, group: int) -> mx.array:
+        """The tiles of layers of `group` query heads a KV head."""
+        if group not in self._tiles:
+            self._tiles[group] = mx.array(plan_tiles(self._cu, self.num_rows, group))
+        return self._tiles[group]
+
+    @property
+    def arrays(self) -> list[Any]:
+        tiles = [self.tiles(g) for g in self._groups]
+        return [self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles]
+
+    def with_arrays(self, arrays: list[Any] | None) -> "VarlenPrompts":
+        new = copy(self)
+        new._cu, new._tiles = None, {}
+        new.block_tables, new.cu_seqlens_q, new.seq_lens, tiles = arrays or [None] * 4
+        if tiles is not None:
+            new._tiles = dict(zip(self._groups, tiles, strict=True))
+        return new
+
+
+class _OneCall:
+    """In SdpaPlan's place: all segments of a KV group in one call, whatever the window.
+
+    arrays: of the call's Group, in the order of its fields.
+    """
+
+    def __init__(self, arrays: list[mx.array] | None) -> None:
+        self.arrays = arrays
+        self._calls: dict[int | None, DeviceGroup] = {}
+
+    def calls(
+        self, window: int | None, chunk: int | None = None
+    ) -> tuple[list[DeviceGroup], mx.array | None]:
+        if window not in self._calls:
+            kv_slots, q_pos, kv_pos, segments, kv_segments = self.arrays
+            group = Group(None, kv_slots, q_pos, kv_pos, "array", segments, kv_segments)
+            self._calls[window] = DeviceGroup(group, window)
+        return [self._calls[window]], None
+
+
+class SdpaPrompts:
+    """sdpa: a plan a KV group, in small steps one call of a shape that repeats, else what costs
+    least.
+
+    num_rows: of prompts, padding included.  windows: the farthest that layers of a KV group see,
+    None = all.
+    """
+
+    def __init__(self, batch: ForwardBatch, num_rows: int, windows: Sequence[int | None]) -> None:
+        num_keys = power_of_two(max(int(batch.seq_lens.sum()), _MIN_KEYS))
+        self.repeats = num_rows <= SMALL_ROWS and num_rows * num_keys <= _SMALL_SCORES
+        if not self.repeats:
+            self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
+            return
+        self.sdpa = []
+        for b, window in zip(batch.by_group, windows, strict=True):
+            g = in_one_call(b, num_rows, _MIN_KEYS, window)
+            self.sdpa.append(
+                _OneCall(
+                    [
+                        mx.array(a)
+                        for a in (g.kv_slots, g.q_pos, g.kv_pos, g.segments, g.kv_segments)
+                    ]
+                )
+            )
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [call.arrays for call in self.sdpa]
+
+    def with_arrays(self, arrays: list[Any] | None) -> "SdpaPrompts":
+        new = copy(self)
+        new.sdpa = [_OneCall(a) for a in arrays or [None] * len(self.sdpa)]
+        return new
