@@ -47,9 +47,8 @@ class ArrayAttention(KernelAttention):
         rows = q[step.num_decodes :]
         if isinstance(step.prompts, VarlenPrompts):
             tables, cu, lengths = step.prompts.metadata(group)
-            step.prompts.tiles(
-                q.shape[1] // self.store.specs[layer].num_kv_heads
-            )  # planned before a trace
+            # They cannot be planned while a step is traced.
+            step.prompts.tiles(q.shape[1] // self.store.specs[layer].num_kv_heads)
             outputs.append(self._varlen(layer, rows, tables, cu, lengths, scale, window))
         elif step.prompts:
             outputs.append(
@@ -61,9 +60,10 @@ class ArrayAttention(KernelAttention):
 
     def _keys_and_values(self, layer, tables):
         """All of each sequence's blocks, (B, num_kv_heads, keys, head_dim)."""
-        size = self.store.block_size
+        size, spec = self.store.block_size, self.store.specs[layer]
         slots = (tables[:, :, None] * size + mx.arange(size)).flatten(1)
-        return (a[layer][slots].swapaxes(1, 2) for a in (self.store.keys, self.store.values))
+        kept = (self.store.keys, spec.k_row), (self.store.values, spec.v_row)
+        return (row.unpack(arrays[layer][slots]).swapaxes(1, 2) for arrays, row in kept)
 
     def _mask(self, seen, at, position, window, dtype):
         if window is not None:

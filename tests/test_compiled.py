@@ -149,26 +149,28 @@ def compiled_with_prompts(engine, monkeypatch) -> list:
 
 @given(
     st.sampled_from(["qwen3", "llama/window", "gemma3_text/w9"]),
-    st.sampled_from(PREFILLS),
+    st.sampled_from([("varlen", None), ("gather", None), ("gather", 8)]),
     st.integers(0, 4),
     st.integers(6, 40),
     st.lists(st.integers(2, 90), min_size=1, max_size=3),
 )
-@settings(max_examples=12)
-def test_chunks_beside_decodes_give_the_same_tokens(name, prefill, decodes, budget, lengths):
-    """The second time round all variants are compiled."""
-    options = {"max_num_batched_tokens": budget, "max_num_seqs": 6}
-    prompts = [tiny.prompts(1, n, n, seed=n)[0] for n in lengths]
-    engine = make_engine(name, prefill, enable_prefix_caching=False, **options)
-    for _ in range(2):
-        done = arriving(engine, decodes, prompts)
-        for i, prompt in enumerate(prompts):
-            expected = tiny.alone(tiny.native(name), prompt, 24)
-            assert done[f"prompt {i}"].outputs[0].token_ids == expected
-        for i in range(decodes):
-            expected = tiny.alone(tiny.native(name), PROMPTS[i], 24)
-            assert done[f"decode {i}"].outputs[0].token_ids == expected
+@settings(max_examples=10)
+def test_chunks_beside_decodes_give_the_same_tokens(name, how, decodes, budget, lengths):
+    """Uncompiled, traced, and then with arrays that were not there when it was traced."""
+    prefill, bits = how
+    options = {"max_num_batched_tokens": budget, "kv_bits": bits, "enable_prefix_caching": False}
+    plain = uncompiled(make_engine(name, prefill, **options))
+    engine = make_engine(name, prefill, **options)
+    for seed in range(3):
+        prompts = [tiny.prompts(1, n, n, seed=n + seed)[0] for n in lengths]
+        expected, done = (arriving(e, decodes, prompts) for e in (plain, engine))
+        for request, output in expected.items():
+            assert done[request].outputs[0].token_ids == output.outputs[0].token_ids
+            if bits is None:
+                alone = tiny.alone(tiny.native(name), output.prompt_token_ids, 24)
+                assert output.outputs[0].token_ids == alone
     assert engine.runner.compiled.reason is None
+    assert engine.metrics()["compiled_steps"] > engine.metrics()["steps"] // 2
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)
@@ -277,6 +279,29 @@ def test_a_model_that_cannot_be_traced_runs_uncompiled(monkeypatch):
     assert tokens_of(engine) == expected
     assert "eval" in engine.runner.compiled.reason
     assert engine.metrics()["compiled_steps"] == 0
+
+
+def test_a_step_with_prompts_that_cannot_be_traced_ends_it_too(monkeypatch):
+    """After decodes were compiled, and with a step of decodes one ahead."""
+    engine = make_engine(max_num_batched_tokens=20, enable_prefix_caching=False)
+    expected = arriving(uncompiled(make_engine(max_num_batched_tokens=20)), 3, PROMPTS[3:])
+    norm = type(engine.model.packed.model.model.norm)
+    call = norm.__call__
+
+    def needs_values(self, x):
+        if len(x) > 8:
+            x.sum().item()
+        return call(self, x)
+
+    monkeypatch.setattr(norm, "__call__", needs_values)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    for _ in range(2):
+        done = arriving(engine, 3, PROMPTS[3:])
+        for request, output in expected.items():
+            assert done[request].outputs[0].token_ids == output.outputs[0].token_ids
+    assert "eval" in engine.runner.compiled.reason
+    assert engine.metrics()["compiled_steps"] > 0
+    assert all(len(step.batch.token_ids) <= 8 for step in steps)
 
 
 def test_weights_are_not_copied():

@@ -33,6 +33,7 @@ class KernelStep(StepMetadata):
     block_tables (num_decodes, W), one a KV group, and seq_lens (num_decodes,) int32 are of the
     decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
     plans: the `decode_plan` of layers by their number of KV heads.
+    prompts: None in a step of nothing but decodes.
     """
 
     arrays = (*StepMetadata.arrays, "block_tables", "seq_lens", "prompt_arrays")
@@ -48,7 +49,7 @@ class KernelStep(StepMetadata):
         self.num_decodes = count if prompts else num_rows
         repeats = prompts is None or prompts.repeats
         num_logits = 1
-        if repeats:  # a row a segment, or more where prompts are scored
+        if repeats:  # a row a segment, whether it ends or not; more where prompts are scored
             num_logits = self.num_decodes + power_of_two(batch.num_segments - count or 1)
             if len(batch.logits_indices) > num_logits:
                 num_logits = power_of_two(len(batch.logits_indices))
@@ -79,8 +80,8 @@ class KernelStep(StepMetadata):
 class KernelAttention(ReferenceAttention):
     """The store is written and read by kernels only; a token keeps them in order.
 
-    prefill: "varlen" or "gather", how prompts attend.  groups: query heads a KV head of the model's
-    layers; without them prompts of "varlen" are not compiled.
+    prefill: "varlen" or "gather", how prompts attend.  groups: query heads a KV head, of all
+    layers, without which steps with prompts by "varlen" are not compiled.
     """
 
     name = "kernels"
@@ -93,11 +94,10 @@ class KernelAttention(ReferenceAttention):
         self.prefill, self.fuses, self._groups = prefill, fuses, sorted(groups)
         self.token = ops.new_token()
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
-        self._windows: list[int | None] = []
-        for g in range(len(store.num_blocks)):
-            of_layers = zip(store.specs, store.group_of, strict=True)
-            windows = [spec.window for spec, group in of_layers if group == g]
-            self._windows.append(None if None in windows else max(windows, default=None))
+        windows = [[] for _ in store.num_blocks]
+        for spec, group in zip(store.specs, store.group_of, strict=True):
+            windows[group].append(spec.window)
+        self._windows = [None if None in w else max(w, default=None) for w in windows]
 
     @property
     def state(self) -> list[mx.array]:

@@ -36,7 +36,7 @@ class Group:
     q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, as they are.
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
     "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
-    segments of rows and keys).
+    segments of rows and keys).  The arrays may be on the device already.
     """
 
     q_rows: np.ndarray | None
@@ -212,9 +212,11 @@ def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
 def in_one_call(
     batch: ForwardBatch, num_rows: int, min_keys: int, window: int | None = None
 ) -> Group:
-    """All segments end to end, for num_rows queries and a power of two of at least min_keys keys.
+    """All segments end to end: num_rows queries, and keys padded to a power of two, at least
+    min_keys.
 
-    What a window hides of a context is left out.  Rows of padding see what the last row sees.
+    What the window hides of a context from all rows is not gathered: it may be another request's by
+    now.  Rows of padding see what the last row sees.
     """
     q_lens = np.diff(batch.cu_seqlens_q)
     kv_start = np.zeros_like(q_lens)

@@ -1,7 +1,8 @@
 """The segments of a step behind its decodes, as `varlen_prefill` or MLX's SDPA takes them.
 
-Where the host would need longer to build a step than the device to run it, shapes repeat: the step
-can be compiled (compiled.py), and cuDNN, on CUDA, makes a plan a shape.
+In a small step the host needs longer to build the forward than the device to run it, and decodes
+beside the prompts wait.  There all arrays have shapes that repeat (`repeats`), so that the step can
+be compiled (compiled.py); and cuDNN, which makes a plan for each shape, makes few.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,11 +18,11 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kernels.prefill import plan_tiles
 
-# Most rows of prompts for which shapes repeat: running more takes longer than building the step
-# (15 ms for 28 layers on the host of an H200).
+# Most rows of prompts in a small step.  Who wants decodes to go on beside prompts cuts these into
+# chunks of less; larger ones are for speed, which SDPA has in calls that need no mask.
 SMALL_ROWS = 512
-# Most scores a head of one call of SDPA that hides what rows must not see: its mask is as large.
-_SMALL_SCORES = SMALL_ROWS * 8192
+# Most entries of the mask that one call for all segments needs: the chunk above at a context of 8k.
+_SMALL_MASK = SMALL_ROWS * 8192
 # Fewest keys that a step is padded to, so that a prompt's first chunks are of one shape.
 _MIN_KEYS = 1024
 
@@ -34,11 +35,11 @@ def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
 
 
 class VarlenPrompts:
-    """block_tables (S, W) a KV group, cu_seqlens_q (S+1,) and seq_lens (S,): S and W are powers of
-    two, segments behind the last have no rows.
+    """For `varlen_prefill`: block_tables (S, W) a KV group, cu_seqlens_q (S+1,), seq_lens (S,).
 
-    num_rows: of prompts, padding included.  groups: query heads a KV head, of all layers; where
-    they are not known, tiles are planned when they are asked for, and nothing repeats.
+    S and W are powers of two; segments behind the last have no rows.  num_rows: of prompts, padding
+    included.  groups: query heads a KV head, of all layers; if they are not known, tiles are
+    planned when they are asked for, and the step is not compiled.
     """
 
     def __init__(self, batch: ForwardBatch, num_rows: int, groups: Collection[int]) -> None:
@@ -76,10 +77,14 @@ class VarlenPrompts:
         return new
 
 
+# What the call of a small step is made of.
+_ARRAYS = ("kv_slots", "q_pos", "kv_pos", "segments", "kv_segments")
+
+
 class _OneCall:
     """In SdpaPlan's place: all segments of a KV group in one call, whatever the window.
 
-    arrays: of the call's Group, in the order of its fields.
+    arrays: of the call's Group, on the device; None in a step that only stands for its variant.
     """
 
     def __init__(self, arrays: list[mx.array] | None) -> None:
@@ -90,15 +95,13 @@ class _OneCall:
         self, window: int | None, chunk: int | None = None
     ) -> tuple[list[DeviceGroup], mx.array | None]:
         if window not in self._calls:
-            kv_slots, q_pos, kv_pos, segments, kv_segments = self.arrays
-            group = Group(None, kv_slots, q_pos, kv_pos, "array", segments, kv_segments)
+            group = Group(q_rows=None, mask="array", **dict(zip(_ARRAYS, self.arrays, strict=True)))
             self._calls[window] = DeviceGroup(group, window)
         return [self._calls[window]], None
 
 
 class SdpaPrompts:
-    """sdpa: a plan a KV group, in small steps one call of a shape that repeats, else what costs
-    least.
+    """For SDPA.  sdpa: a plan a KV group, in small steps one call, else the calls that cost least.
 
     num_rows: of prompts, padding included.  windows: the farthest that layers of a KV group see,
     None = all.
@@ -106,21 +109,15 @@ class SdpaPrompts:
 
     def __init__(self, batch: ForwardBatch, num_rows: int, windows: Sequence[int | None]) -> None:
         num_keys = power_of_two(max(int(batch.seq_lens.sum()), _MIN_KEYS))
-        self.repeats = num_rows <= SMALL_ROWS and num_rows * num_keys <= _SMALL_SCORES
+        self.repeats = num_rows <= SMALL_ROWS and num_rows * num_keys <= _SMALL_MASK
         if not self.repeats:
             self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
             return
-        self.sdpa = []
-        for b, window in zip(batch.by_group, windows, strict=True):
-            g = in_one_call(b, num_rows, _MIN_KEYS, window)
-            self.sdpa.append(
-                _OneCall(
-                    [
-                        mx.array(a)
-                        for a in (g.kv_slots, g.q_pos, g.kv_pos, g.segments, g.kv_segments)
-                    ]
-                )
-            )
+        groups = [
+            in_one_call(b, num_rows, _MIN_KEYS, window)
+            for b, window in zip(batch.by_group, windows, strict=True)
+        ]
+        self.sdpa = [_OneCall([mx.array(getattr(g, name)) for name in _ARRAYS]) for g in groups]
 
     @property
     def arrays(self) -> list[Any]:

@@ -72,11 +72,8 @@ class DeviceGroup:
             if self.window is not None:
                 visible = visible & (kv_pos > q_pos - self.window)
             if self.group.segments is not None:
-                q_segments, kv_segments = (
-                    mx.array(self.group.segments),
-                    mx.array(self.group.kv_segments),
-                )
-                visible = visible & (q_segments[:, :, None] == kv_segments[:, None, :])
+                segments = mx.array(self.group.segments)[:, :, None]
+                visible = visible & (segments == mx.array(self.group.kv_segments)[:, None, :])
             if additive:
                 zero, hidden = mx.array(0, dtype), mx.array(-float("inf"), dtype)
                 visible = mx.where(visible, zero, hidden)
