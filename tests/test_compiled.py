@@ -183,6 +183,7 @@ def test_log_probabilities_of_prompts(prefill, monkeypatch):
     steps = compiled_with_prompts(engine, monkeypatch)
     got = arriving(engine, 2, prompts, params)
     assert len(steps) > 4
+    assert {len(step.logits_indices) for step in steps} <= {3, 4, 16, 32}  # 1 or 2 prompts; scored
     for name, output in expected.items():
         for theirs, ours in (
             (output.prompt_logprobs[1:], got[name].prompt_logprobs[1:]),

@@ -3,7 +3,7 @@
 Decode rows go through `paged_decode`, which reads the store in place.  Prompts, whole or in chunks,
 go through `varlen_prefill`, which reads the store in place too, or through MLX's SDPA on what
 `kv_gather` copies out of the store, cut into calls as the reference does: whichever is faster on
-the device (see choose.py).
+the device (see choose.py), and in small steps in shapes that repeat (see prompts.py).
 """
 
 from collections.abc import Collection
