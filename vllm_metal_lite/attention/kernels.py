@@ -60,8 +60,8 @@ class KernelStep(StepMetadata):
             longest = int(batch.seq_lens[:count].max())
             width = power_of_two(-(-longest // batch.block_size))
             tables = [b.block_tables[:count] for b in batch.by_group]
-            self.block_tables = [mx.array(pad_tables(t, self.num_decodes, width)) for t in tables]
-            self.seq_lens = mx.array(pad_rows(batch.seq_lens[:count], self.num_decodes))
+            self.block_tables = [pad_tables(t, self.num_decodes, width) for t in tables]
+            self.seq_lens = pad_rows(batch.seq_lens[:count], self.num_decodes)
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
         if repeats:
             arrays = tree_flatten([getattr(self, name) for name in self.arrays])
@@ -70,7 +70,7 @@ class KernelStep(StepMetadata):
 
     @property
     def prompt_arrays(self) -> list[Any] | None:
-        return self.prompts.arrays if self.prompts and self.prompts.repeats else None
+        return self.prompts and self.prompts.arrays
 
     @prompt_arrays.setter
     def prompt_arrays(self, arrays: list[Any] | None) -> None:
@@ -116,7 +116,7 @@ class KernelAttention(ReferenceAttention):
                 prompts = VarlenPrompts(rest, rows, self._groups)
             else:
                 prompts = SdpaPrompts(rest, rows, self._windows)
-        return KernelStep(batch, num_rows, prompts, self._kv_heads)
+        return KernelStep(batch, num_rows, prompts, self._kv_heads).on_device()
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         spec, group = self.store.specs[layer], self.store.group_of[layer]

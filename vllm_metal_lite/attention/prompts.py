@@ -46,12 +46,11 @@ class VarlenPrompts:
         self.num_rows, self._groups = num_rows, tuple(groups)
         segments = power_of_two(batch.num_segments)
         width = power_of_two(-(-max(int(batch.seq_lens.max()), _MIN_KEYS) // batch.block_size))
-        tables = [pad_tables(b.block_tables, segments, width) for b in batch.by_group]
-        self.block_tables = [mx.array(t) for t in tables]
-        self._cu = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
-        self.cu_seqlens_q = mx.array(self._cu)
-        self.seq_lens = mx.array(pad_rows(batch.seq_lens, segments))
-        self._tiles: dict[int, mx.array] = {}
+        self.block_tables = [pad_tables(b.block_tables, segments, width) for b in batch.by_group]
+        self.cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
+        self.seq_lens = pad_rows(batch.seq_lens, segments)
+        self._cu = self.cu_seqlens_q
+        self._tiles = {g: plan_tiles(self._cu, num_rows, g) for g in self._groups}
         self.repeats = bool(groups) and num_rows <= SMALL_ROWS
 
     def metadata(self, kv_group: int) -> tuple[mx.array, mx.array, mx.array]:
@@ -65,15 +64,13 @@ class VarlenPrompts:
 
     @property
     def arrays(self) -> list[Any]:
-        tiles = [self.tiles(g) for g in self._groups]
+        tiles = [self._tiles[g] for g in self._groups]
         return [self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles]
 
     def with_arrays(self, arrays: list[Any] | None) -> "VarlenPrompts":
         new = copy(self)
-        new._cu, new._tiles = None, {}
         new.block_tables, new.cu_seqlens_q, new.seq_lens, tiles = arrays or [None] * 4
-        if tiles is not None:
-            new._tiles = dict(zip(self._groups, tiles, strict=True))
+        new._tiles = dict(zip(self._groups, tiles or (), strict=tiles is not None))
         return new
 
 
@@ -84,10 +81,10 @@ _ARRAYS = ("kv_slots", "q_pos", "kv_pos", "segments", "kv_segments")
 class _OneCall:
     """In SdpaPlan's place: all segments of a KV group in one call, whatever the window.
 
-    arrays: of the call's Group, on the device; None in a step that only stands for its variant.
+    arrays: of the call's Group; None in a step that only stands for its variant.
     """
 
-    def __init__(self, arrays: list[mx.array] | None) -> None:
+    def __init__(self, arrays: list[Any] | None) -> None:
         self.arrays = arrays
         self._calls: dict[int | None, DeviceGroup] = {}
 
@@ -117,13 +114,15 @@ class SdpaPrompts:
             in_one_call(b, num_rows, _MIN_KEYS, window)
             for b, window in zip(batch.by_group, windows, strict=True)
         ]
-        self.sdpa = [_OneCall([mx.array(getattr(g, name)) for name in _ARRAYS]) for g in groups]
+        self.sdpa = [_OneCall([getattr(g, name) for name in _ARRAYS]) for g in groups]
 
     @property
-    def arrays(self) -> list[Any]:
-        return [call.arrays for call in self.sdpa]
+    def arrays(self) -> list[Any] | None:
+        return [call.arrays for call in self.sdpa] if self.repeats else None
 
     def with_arrays(self, arrays: list[Any] | None) -> "SdpaPrompts":
+        if not self.repeats:
+            return self
         new = copy(self)
         new.sdpa = [_OneCall(a) for a in arrays or [None] * len(self.sdpa)]
         return new

@@ -155,7 +155,7 @@ class ReferenceAttention:
         for keeper, group in zip(self._kept, batch.by_group, strict=True):
             if keeper is not None:
                 keeper.note_writes(group.slot_mapping)
-        return ReferenceStep(batch, num_rows, self.store.padding_slots, self._kept)
+        return ReferenceStep(batch, num_rows, self.store.padding_slots, self._kept).on_device()
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         self.store.write(layer, k, v, step.slot_mapping[self.store.group_of[layer]])
