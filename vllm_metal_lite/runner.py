@@ -12,7 +12,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import Attention, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
-from vllm_metal_lite.compiled import CompiledDecode
+from vllm_metal_lite.compiled import CompiledSteps
 from vllm_metal_lite.constraints import TokenMasks
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.sampling import LogprobArrays, Sampler, prompt_logprobs
@@ -81,7 +81,7 @@ class ModelRunner:
 
     def __init__(self, model: PackedModel, attention: Attention, sampler: Sampler) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
-        self.compiled = CompiledDecode(model, attention)
+        self.compiled = CompiledSteps(model, attention)
         self._last: StepResult | None = None
 
     def execute(
@@ -110,7 +110,8 @@ class ModelRunner:
             sampled, logprobs = output.token_ids, output.logprobs
         if len(batch.prompt_targets):
             targets = mx.array(batch.prompt_targets)
-            scored = prompt_logprobs(logits[num_sampled:], targets, num_prompt_logprobs)
+            rows = logits[num_sampled : num_sampled + len(targets)]
+            scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
         result = StepResult(req_indices, sampled, logprobs, scored)
         self._submit(result)
         return result
@@ -126,14 +127,11 @@ class ModelRunner:
             mx.eval(*state)
 
     def _forward(self, step: StepMetadata) -> mx.array:
-        """Logits of the step's `logits_indices`, in order; perhaps more behind them."""
-        batch = step.batch
-        if len(batch.sample_segments) == batch.num_tokens:  # every row is its segment's last
-            logits = self.compiled(step)
-            return self.model(step, self.attention, None) if logits is None else logits
-        # A step of nothing but chunks wants no logits; lazily, asking for one row costs nothing.
-        wanted = batch.logits_indices if len(batch.logits_indices) else np.zeros(1, np.int32)
-        return self.model(step, self.attention, mx.array(wanted))
+        """Logits of the batch's `logits_indices`, in order; perhaps more behind them."""
+        logits = self.compiled(step)
+        if logits is None:
+            logits = self.model(step, self.attention, step.logits_indices)
+        return logits
 
 
 def bucket(num_tokens: int) -> int:

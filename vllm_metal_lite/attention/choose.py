@@ -47,7 +47,8 @@ def choose(
             prefill = max((v.prefill for v in verdicts), key=PREFILLS.index)
             how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
             checked = "right" if not failures else "the others right"
-            attention = KernelAttention(store, prefill, fuses=not fused)
+            groups = {s.num_heads // s.num_kv_heads for s in shapes}
+            attention = KernelAttention(store, prefill, not fused, groups)
             return attention, f"{checked} on this device; prompts by {how}"
         reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":

@@ -3,48 +3,28 @@
 Decode rows go through `paged_decode`, which reads the store in place.  Prompts, whole or in chunks,
 go through `varlen_prefill`, which reads the store in place too, or through MLX's SDPA on what
 `kv_gather` copies out of the store, cut into calls as the reference does: whichever is faster on
-the device (see choose.py).
+the device (see choose.py), and in small steps in shapes that repeat (see prompts.py).
 """
 
 from collections.abc import Collection
-from functools import cached_property
+from typing import Any
 
-import numpy as np
+from mlx.utils import tree_flatten
 
 from vllm_metal_lite.attention.heads import Heads
-from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention, SdpaPlan
+from vllm_metal_lite.attention.plan import power_of_two
+from vllm_metal_lite.attention.prompts import SdpaPrompts, VarlenPrompts, pad_tables
+from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention
 from vllm_metal_lite.attention.step import AttentionShape, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kernels import ops
-from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope import rope_write, unsupported
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kv.store import PagedStore
 
 PREFILLS = ("varlen", "gather")
-
-
-class _Prompts:
-    """The segments of a step behind its decodes; num_rows of their own, padding included."""
-
-    def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
-        self.batch, self.num_rows = batch, num_rows
-        self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
-        self._tiles: dict[int, mx.array] = {}
-
-    @cached_property
-    def metadata(self) -> list[tuple[mx.array, mx.array, mx.array]]:
-        """By KV group: block_tables, cu_seqlens_q, seq_lens, which only `varlen_prefill` wants."""
-        lengths = mx.array(self.batch.cu_seqlens_q), mx.array(self.batch.seq_lens)
-        return [(mx.array(_widen(b.block_tables)), *lengths) for b in self.batch.by_group]
-
-    def tiles(self, group: int) -> mx.array:
-        """The tiles of `varlen_prefill` for layers of `group` query heads a KV head."""
-        if group not in self._tiles:
-            tiles = plan_tiles(self.batch.cu_seqlens_q, self.num_rows, group)
-            self._tiles[group] = mx.array(tiles)
-        return self._tiles[group]
 
 
 class KernelStep(StepMetadata):
@@ -53,50 +33,71 @@ class KernelStep(StepMetadata):
     block_tables (num_decodes, W), one a KV group, and seq_lens (num_decodes,) int32 are of the
     decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
     plans: the `decode_plan` of layers by their number of KV heads.
+    prompts: None in a step of nothing but decodes.
     """
 
-    arrays = (*StepMetadata.arrays, "block_tables", "seq_lens")
+    arrays = (*StepMetadata.arrays, "block_tables", "seq_lens", "prompt_arrays")
 
-    def __init__(self, batch: ForwardBatch, num_rows: int, kv_heads: Collection[int]) -> None:
-        super().__init__(batch, num_rows)
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        num_rows: int,
+        prompts: VarlenPrompts | SdpaPrompts | None,
+        kv_heads: Collection[int],
+    ) -> None:
         count = batch.num_decodes
-        self.prompts = None
-        if count < batch.num_segments:
-            self.prompts = _Prompts(batch.prefills(), num_rows - count)
-        self.num_decodes = count if self.prompts else num_rows
+        self.num_decodes = count if prompts else num_rows
+        repeats = prompts is None or prompts.repeats
+        num_logits = 1
+        if repeats:  # a row a segment, whether it ends or not; more where prompts are scored
+            num_logits = self.num_decodes + power_of_two(batch.num_segments - count or 1)
+            if len(batch.logits_indices) > num_logits:
+                num_logits = power_of_two(len(batch.logits_indices))
+        super().__init__(batch, num_rows, num_logits=num_logits)
+        self.prompts = prompts
+        self.block_tables, self.seq_lens, self.plans = [], None, {}
         if count:
             longest = int(batch.seq_lens[:count].max())
-            width = -(-longest // batch.block_size)
-            tables = [_widen(b.block_tables[:count, :width]) for b in batch.by_group]
-            self.block_tables = [mx.array(pad_rows(t, self.num_decodes)) for t in tables]
-            self.seq_lens = mx.array(pad_rows(batch.seq_lens[:count], self.num_decodes))
+            width = power_of_two(-(-longest // batch.block_size))
+            tables = [b.block_tables[:count] for b in batch.by_group]
+            self.block_tables = [pad_tables(t, self.num_decodes, width) for t in tables]
+            self.seq_lens = pad_rows(batch.seq_lens[:count], self.num_decodes)
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
-            if not self.prompts:
-                self.variant = (num_rows, tables[0].shape[1], *self.plans.values())
+        if repeats:
+            arrays = tree_flatten([getattr(self, name) for name in self.arrays])
+            shapes = [None if a is None else a.shape for _, a in arrays]
+            self.variant = (self.num_decodes, *self.plans.values(), *shapes)
 
+    @property
+    def prompt_arrays(self) -> list[Any] | None:
+        return self.prompts and self.prompts.arrays
 
-def _widen(tables: np.ndarray) -> np.ndarray:
-    """Block tables of a width that is a power of two, so that shapes repeat from step to step."""
-    count, width = tables.shape
-    out = np.zeros((count, 1 << (width - 1).bit_length()), tables.dtype)
-    out[:, :width] = tables
-    return out
+    @prompt_arrays.setter
+    def prompt_arrays(self, arrays: list[Any] | None) -> None:
+        self.prompts = self.prompts and self.prompts.with_arrays(arrays)
 
 
 class KernelAttention(ReferenceAttention):
     """The store is written and read by kernels only; a token keeps them in order.
 
-    prefill: "varlen" or "gather", how prompts attend.
+    prefill: "varlen" or "gather", how prompts attend.  groups: query heads a KV head, of all
+    layers, without which steps with prompts by "varlen" are not compiled.
     """
 
     name = "kernels"
     overlaps = True
 
-    def __init__(self, store: PagedStore, prefill: str, fuses: bool = True) -> None:
+    def __init__(
+        self, store: PagedStore, prefill: str, fuses: bool = True, groups: Collection[int] = ()
+    ) -> None:
         super().__init__(store)
-        self.prefill, self.fuses = prefill, fuses
+        self.prefill, self.fuses, self._groups = prefill, fuses, sorted(groups)
         self.token = ops.new_token()
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
+        windows = [[] for _ in store.num_blocks]
+        for spec, group in zip(store.specs, store.group_of, strict=True):
+            windows[group].append(spec.window)
+        self._windows = [None if None in w else max(w, default=None) for w in windows]
 
     @property
     def state(self) -> list[mx.array]:
@@ -108,7 +109,14 @@ class KernelAttention(ReferenceAttention):
         (self.token,) = state
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> KernelStep:
-        return KernelStep(batch, num_rows, self._kv_heads)
+        prompts = None
+        if batch.num_decodes < batch.num_segments:
+            rest, rows = batch.prefills(), num_rows - batch.num_decodes
+            if self.prefill == "varlen":
+                prompts = VarlenPrompts(rest, rows, self._groups)
+            else:
+                prompts = SdpaPrompts(rest, rows, self._windows)
+        return KernelStep(batch, num_rows, prompts, self._kv_heads).on_device()
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         spec, group = self.store.specs[layer], self.store.group_of[layer]
@@ -170,9 +178,9 @@ class KernelAttention(ReferenceAttention):
             )  # fmt: skip
             outputs.append(out)
         prompts = step.prompts
-        if prompts and self.prefill == "varlen":
+        if isinstance(prompts, VarlenPrompts):
             out, self.token = varlen_prefill(
-                rows[step.num_decodes :], *prompts.metadata[group],
+                rows[step.num_decodes :], *prompts.metadata(group),
                 prompts.tiles(q.shape[1] // spec.num_kv_heads), *self._store(layer), **in_place,
             )  # fmt: skip
             outputs.append(out)
