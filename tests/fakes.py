@@ -214,7 +214,7 @@ class FakeEngine:
 
     def _advance(self, step: "FakeStep") -> None:
         ended = self.scheduler.advance(step.out)
-        self.inputs.append_tokens(step.seats, UNKNOWN_TOKEN)
+        self.inputs.append_tokens(step.seats, np.full(len(step.seats), UNKNOWN_TOKEN))
         for request in ended:
             self._unseat(request)
 

@@ -312,12 +312,13 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", ["llama", "granitemoehybrid"])
+@pytest.mark.parametrize("budget", [48, 12])
 @pytest.mark.parametrize("how", VARIANTS)
-def test_an_engine_gives_the_same_tokens_with_and_without(name, how):
-    """Ends that nobody foresees, arrivals, aborts, preemptions, hits in the prefix cache."""
+def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
+    """Chunks, ends that nobody foresees, arrivals, aborts, preemptions, hits in the prefix cache."""
     answers, metrics = [], []
     for ahead in (False, True):
-        engine = tiny.engine(name, num_blocks=24, max_num_batched_tokens=48, max_num_seqs=5)
+        engine = tiny.engine(name, num_blocks=24, max_num_batched_tokens=budget, max_num_seqs=5)
         engine.async_scheduling = ahead
         rng = np.random.default_rng(1)
         done = {}
@@ -349,13 +350,27 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how):
 def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
     engine = tiny.engine()
     order = []
-    launch, finish = engine._launch, engine._finish
-    monkeypatch.setattr(engine, "_launch", lambda *a: (order.append("launch"), launch(*a))[1])
-    monkeypatch.setattr(engine, "_finish", lambda *a: (order.append("finish"), finish(*a))[1])
-    engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+    execute, finish = engine.runner.execute, engine._finish
+    monkeypatch.setattr(engine.runner, "execute", lambda *a: (order.append("run"), execute(*a))[1])
+    monkeypatch.setattr(engine, "_finish", lambda *a: (order.append("read"), finish(*a))[1])
+    engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
     tiny.run(engine)
-    # A prompt, then three decodes: the second and the third before the one before it is read.
-    assert order == ["launch", "finish", *["launch"] * 2, "finish", "launch", "finish", "finish"]
+    assert order == ["run", *["run", "read"] * 2, "read"]  # a prompt and two decodes
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "granitemoehybrid", "gpt_oss"])
+def test_in_a_load_of_prompts_every_step_but_the_first_is_ahead(name):
+    """Chunks, mixed steps, fewer seats than prompts; nobody waits for a token."""
+    engine = tiny.engine(name, num_blocks=40, max_num_batched_tokens=24, max_num_seqs=3)
+    prompts = tiny.prompts(9, 3, 40, seed=5)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=1 + i % 4))
+    done, metrics = tiny.run(engine), engine.metrics()
+    for i, prompt in enumerate(prompts):
+        expected = tiny.alone(tiny.native(name), prompt, 1 + i % 4)
+        assert done[str(i)].outputs[0].token_ids == expected
+    assert metrics["steps_ahead"] == metrics["steps"] - 1
+    assert metrics["prefill_tokens"] == sum(map(len, prompts))
 
 
 def test_blocks_that_are_filled_ahead_are_found_by_others():
@@ -369,19 +384,23 @@ def test_blocks_that_are_filled_ahead_are_found_by_others():
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("length", [3, 90])
 def test_a_step_is_submitted_when_the_one_before_is_done_unless_they_may_overlap(
-    monkeypatch, overlaps
+    monkeypatch, overlaps, length
 ):
-    engine = tiny.engine(attention="reference")
+    """Steps that decode, and steps of nothing but a chunk, which sample nothing."""
+    engine = tiny.engine(attention="reference", max_num_batched_tokens=10)
     monkeypatch.setattr(engine.runner.attention, "overlaps", overlaps, raising=False)
-    engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=30))
+    prompt = tiny.prompts(1, length, length)[0]
+    engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=30))
     for _ in range(3):
         engine.step()
     order, wait, submit = [], StepResult.wait, mx.async_eval
     monkeypatch.setattr(StepResult, "wait", lambda self: (order.append("wait"), wait(self)))
     monkeypatch.setattr(mx, "async_eval", lambda *a: (order.append("submit"), submit(*a)))
     engine.step()
-    assert order == (["submit", "wait"] if overlaps else ["wait", "submit", "wait"])
+    expected = ["submit", "wait"] if overlaps else ["wait", "submit", "wait"]
+    assert order[: len(expected)] == expected
 
 
 def test_a_step_ahead_copies_no_store():

@@ -185,20 +185,21 @@ class InputBatch:
             table[req_index, start:end] = blocks
         self.num_blocks[req_index] = end
 
-    def append_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray | int) -> None:
+    def append_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
         """Add one sampled token to each request; at the context's end there is no room, so none."""
         at = self.num_tokens[req_indices]
         room = at < self.token_ids.shape[1]
-        rows = req_indices[room]
-        self.token_ids[rows, at[room]] = np.broadcast_to(token_ids, at.shape)[room]
-        self.num_tokens[rows] += 1
+        if not room.all():
+            req_indices, at, token_ids = req_indices[room], at[room], token_ids[room]
+        self.token_ids[req_indices, at] = token_ids
+        self.num_tokens[req_indices] = at + 1
 
     def fill_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
         """Put tokens in the place of an UNKNOWN_TOKEN at the end; a row that ends otherwise has
         been given to another request since, and is left alone."""
         at = self.num_tokens[req_indices] - 1
-        unknown = self.token_ids[req_indices, at] == UNKNOWN_TOKEN
-        self.token_ids[req_indices[unknown], at[unknown]] = token_ids[unknown]
+        last = self.token_ids[req_indices, at]
+        self.token_ids[req_indices, at] = np.where(last == UNKNOWN_TOKEN, token_ids, last)
 
     def pack(
         self, req_indices: np.ndarray, num_computed: np.ndarray, num_scheduled: np.ndarray

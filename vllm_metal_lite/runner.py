@@ -59,8 +59,10 @@ class StepResult:
 
     @cached_property
     def token_ids(self) -> np.ndarray:
-        self.wait()
-        return np.zeros(0, np.int32) if self._sampled is None else np.array(self._sampled)
+        if self._sampled is None:
+            self.wait()
+            return np.zeros(0, np.int32)
+        return np.array(self._sampled)
 
     @cached_property
     def logprobs(self) -> Logprobs | None:

@@ -271,7 +271,7 @@ class LLMEngine:
     def _advance(self, step: "_Step") -> None:
         """Make room for the tokens of a step under way."""
         ended = self.scheduler.advance(step.output)
-        self.inputs.append_tokens(step.req_indices, UNKNOWN_TOKEN)
+        self.inputs.append_tokens(step.req_indices, np.full(len(step.req_indices), UNKNOWN_TOKEN))
         for request in ended:
             self._unseat(request)
 
