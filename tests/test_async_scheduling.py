@@ -321,8 +321,8 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
         engine = tiny.engine(name, num_blocks=24, max_num_batched_tokens=budget, max_num_seqs=5)
         engine.async_scheduling = ahead
         rng = np.random.default_rng(1)
-        done = {}
-        for i, prompt in enumerate(tiny.prompts(10, 3, 30, seed=2)):
+        done, prompts = {}, tiny.prompts(10, 3, 30, seed=2)
+        for i, prompt in enumerate(prompts):
             params = SamplingParams(
                 max_tokens=int(rng.integers(9, 40)),
                 stop_token_ids=rng.integers(0, 101, 6).tolist(),
@@ -339,6 +339,9 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
         outputs = [done[str(i)] for i in range(10) if i != 7]
         answers.append([(o.token_ids, o.finish_reason, o.stop_reason, len(o.logprobs or ()))
                         for r in outputs for o in r.outputs])  # fmt: skip
+        for i, output in zip([*range(7), 8, 9], outputs, strict=True):
+            scored = [next(iter(p)) for p in (output.prompt_logprobs or [None])[1:]]
+            assert scored == (prompts[i][1:] if output.prompt_logprobs else [])
         metrics.append(engine.metrics())
     assert answers[0] == answers[1]
     assert {reason for _, reason, _, _ in answers[0]} == {"stop", "length"}
@@ -403,11 +406,16 @@ def test_a_step_is_submitted_when_the_one_before_is_done_unless_they_may_overlap
     assert order[: len(expected)] == expected
 
 
-def test_a_step_ahead_copies_no_store():
-    """48 MiB of K and V: writes of a step that is built ahead are in place too."""
-    engine = tiny.engine(num_blocks=8192, attention="reference")
+@pytest.mark.parametrize(("length", "budget"), [(20, 64), (90, 8)])
+def test_a_step_ahead_copies_no_store(length, budget):
+    """48 MiB of K and V: writes of a step that is built ahead, decodes or nothing but a chunk, are
+    in place too."""
+    engine = tiny.engine(
+        num_blocks=8192, attention="reference", max_num_batched_tokens=budget,
+        enable_prefix_caching=False,
+    )  # fmt: skip
     layer = engine.runner.attention.store.keys[0].nbytes
-    for i, prompt in enumerate(tiny.prompts(3, 20, 20)):
+    for i, prompt in enumerate(tiny.prompts(3, length, length)):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=30))
     for _ in range(3):
         engine.step()
@@ -446,3 +454,19 @@ def test_an_id_may_be_used_again_while_its_last_step_is_under_way():
     engine.add_request("a", prompts[1], greedy)
     expected = tiny.alone(tiny.native("llama"), prompts[1], 12)
     assert tiny.run(engine)["a"].outputs[0].token_ids == expected
+
+
+def test_what_an_aborted_prompt_scores_in_the_step_ahead_is_nobodys():
+    engine = tiny.engine(max_num_batched_tokens=16)
+    prompts = tiny.prompts(2, 60, 60, seed=6)
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0)
+    engine.add_request("a", prompts[0], params)
+    engine.add_request("b", prompts[1], params)
+    engine.step()
+    engine.abort("a")
+    engine.add_request("a", prompts[1], params)
+    done = tiny.run(engine)
+    expected = tiny.alone(tiny.native("llama"), prompts[1], 3)
+    for name in "ab":
+        assert [next(iter(p)) for p in done[name].prompt_logprobs[1:]] == prompts[1][1:]
+        assert done[name].outputs[0].token_ids == expected
