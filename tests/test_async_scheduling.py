@@ -315,7 +315,7 @@ VARIANTS = {
 @pytest.mark.parametrize("budget", [48, 12])
 @pytest.mark.parametrize("how", VARIANTS)
 def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
-    """Chunks, ends that nobody foresees, arrivals, aborts, preemptions, hits in the prefix cache."""
+    """Chunks, ends that nobody foresees, arrivals, aborts, preemptions, prefix cache hits."""
     answers, metrics = [], []
     for ahead in (False, True):
         engine = tiny.engine(name, num_blocks=24, max_num_batched_tokens=budget, max_num_seqs=5)
@@ -457,12 +457,13 @@ def test_an_id_may_be_used_again_while_its_last_step_is_under_way():
 
 
 def test_what_an_aborted_prompt_scores_in_the_step_ahead_is_nobodys():
-    engine = tiny.engine(max_num_batched_tokens=16)
+    engine = tiny.engine(max_num_batched_tokens=32, long_prefill_token_threshold=16)
     prompts = tiny.prompts(2, 60, 60, seed=6)
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0)
     engine.add_request("a", prompts[0], params)
     engine.add_request("b", prompts[1], params)
     engine.step()
+    assert len(engine._steps[0].output.segments) == 2
     engine.abort("a")
     engine.add_request("a", prompts[1], params)
     done = tiny.run(engine)

@@ -34,10 +34,13 @@ class Bench:
             sampler.add(row, greedy, 0, np.array(prompt, np.int32), len(prompt), ())
             self.rows.append(row)
 
-    def step(self, which, computed, scheduled, k=0):
+    def pack(self, which, computed, scheduled):
         rows = np.array([self.rows[i] for i in which])
-        batch = self.inputs.pack(rows, np.array(computed), np.array(scheduled))
-        sampled = rows[batch.sample_segments]
+        return self.inputs.pack(rows, np.array(computed), np.array(scheduled))
+
+    def step(self, which, computed, scheduled, k=0):
+        batch = self.pack(which, computed, scheduled)
+        sampled = batch.req_indices[batch.sample_segments]
         result = self.runner.execute(batch, sampled, k)
         self.inputs.append_tokens(sampled, result.token_ids)
         return result
@@ -65,6 +68,24 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     assert known[:6].tolist() == [12, 10, 23, 24, 25, 26]
     batch = inputs.pack(np.array([1]), np.array([3]), np.array([6]))
     assert before.complete(StepMetadata(batch, num_rows))[:6].tolist() == [*range(23, 29)]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_that_samples_nothing_is_waited_for_once(monkeypatch, overlaps):
+    """By what it leaves in the store, unless it is the only one that can be under way."""
+    bench = Bench(PROMPTS)
+    monkeypatch.setattr(bench.runner.attention, "overlaps", overlaps)
+    result = bench.step([0], [0], [8])
+    waits = []
+    monkeypatch.setattr(mx, "synchronize", lambda: waits.append("all"))
+    monkeypatch.setattr(mx, "eval", lambda *a: waits.append("its own"))
+    result.wait()
+    assert waits == []  # its tokens, of which there are none, were read
+    result = bench.runner.execute(bench.pack([0], [8], [8]), np.zeros(0, np.int32))
+    waits.clear()
+    for _ in range(2):
+        result.wait()
+    assert waits == ["its own" if overlaps else "all"]
 
 
 def test_the_tokens_of_a_step_whose_rows_all_go_on_are_handed_on_as_they_are():
