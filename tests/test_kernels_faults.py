@@ -14,7 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops, source
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -86,9 +86,9 @@ def rope_write_rows(dtype):
     rows = draw(5, (6 + 2 * KV_HEADS) * DIM, seed=9, dtype=dtype)
     written = store(dtype)
     norm = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5)
+    columns = [Columns(rows, heads * DIM) for heads in (0, 6, 6 + KV_HEADS)]
     q, _ = rope_write(
-        Columns(rows, 0), Columns(rows, 6 * DIM), Columns(rows, (6 + KV_HEADS) * DIM),
-        num_heads=6, rope=Rope(40, False, 1e4, 1.0, None), q_norm=norm, k_norm=norm,
+        NewRows(*columns, 6, Rope(40, False, 1e4, 1.0, None), norm, norm),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),
         slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
         keys=written[0], values=written[1], token=ops.new_token(),

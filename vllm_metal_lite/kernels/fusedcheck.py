@@ -14,7 +14,7 @@ from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.norm import add_rms_norm
-from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kernels.selfcheck import (
     OPTIONAL,
@@ -130,7 +130,7 @@ def _rotated(
     store = [mx.zeros((rows, kv_heads, d), shape.dtype) for d in (dim, v_dim)]
     mx.eval(store, columns)
     q, token = rope_write(
-        *columns, num_heads=shape.num_heads, rope=how, q_norm=norms[0], k_norm=norms[1],
+        NewRows(*columns, shape.num_heads, how, *norms),
         positions=mx.array(positions.astype(np.int32)), slot_mapping=mx.array(slots),
         keys=store[0], values=store[1], token=ops.new_token(),
     )  # fmt: skip
