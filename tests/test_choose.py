@@ -145,7 +145,7 @@ def test_fused_kernels_that_pass_are_remembered(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", (*selfcheck.OPTIONAL, "fused_decode"))
+@pytest.mark.parametrize("name", [*selfcheck.OPTIONAL, "fused_decode"])
 def test_a_miscompiled_fused_kernel_is_found(monkeypatch, tmp_path, name):
     miscompile(monkeypatch, name)
     (failure,) = fusedcheck.failures(SHAPE)
