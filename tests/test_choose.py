@@ -206,4 +206,5 @@ def test_doctor_on_a_machine_that_miscompiles(monkeypatch, few_shapes, capsys):
     assert [c["kernel"] for c in report["checks"] if not c["passed"]] == [
         "paged_decode",
         "merge_partitions",
+        "fused_decode",
     ]
