@@ -35,12 +35,6 @@ def _preload_blas() -> str | None:
 
 blas = _preload_blas()
 
-# MLX ends a command buffer when its launches take arrays of so many million elements together (40
-# to 50 on a Mac), and counts an array whole, however little of it a launch reads.  One layer of a
-# paged store is beyond that, so that each launch on it would have a command buffer to itself.  What
-# is left is MLX's limit on launches.
-os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")
-
 import mlx.core as mx  # noqa: E402
 
 if os.environ.get("METAL_LITE_DEVICE") == "cpu":
