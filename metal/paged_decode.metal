@@ -1,17 +1,23 @@
-// paged_decode: attention of one query row a sequence over its blocks of the paged store.
+// paged_decode: attention of one query row a sequence over its blocks of the paged store; if FUSED
+// with what rope_write does before it (metal/rope_write.metal), for a step of decodes in one launch.
 //
 //   q             (B, KV_HEADS * GROUP, K_DIM)  one row a sequence; GROUP query heads share a KV head
+//                 of T; if FUSED rows of *_WIDTH columns, as k and v are: heads from *_START on
+//   k, v          (B, WIDTH) of T               read if FUSED: the newest key and value, not stored yet
+//   q_weight, k_weight, freqs                   read if *_WEIGHT, FREQS, as in rope_write
 //   keys, values  (slots, KV_HEADS, DIM)        the store; slot = block * BLOCK_SIZE + offset
 //                 a value has BITS bits: those of T, or 8 or 4 in rows of words as in quantised.h
 //   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
-//   seq_lens      (B,) int32                    keys of each sequence; 0 = a row of padding, gives 0
+//   seq_lens      (B,) int32                    keys of each sequence, the newest is that of this step;
+//                                               0 = a row of padding, gives 0, writes nothing
 //   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
 //   token         float32                       read after the writes before it
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
 //                 float, and merge_partitions adds them up by
 //   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen;
 //                 also the next token: a later write takes it, and so comes after this read
-//   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
+//   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
+//                 So are ROPE_SCALE, LOG2_BASE, Q_EPS and K_EPS
 //
 // Layout.  One threadgroup serves one sequence, one split of its context, and HEADS query heads of
 // one KV head, so that a key is loaded once for all of them (GQA).  Groups of more than HEADS heads
@@ -32,6 +38,11 @@
 // of the bytes is all that is fetched.  A load of W words lies within one group of values: one scale
 // and low a load (`affine`).
 //
+// FUSED.  The simdgroups share the HEADS queries and the new key among them: norm and rotation as in
+// rope.h, at position seq_len - 1, then to threadgroup memory, rounded as in the store.  The last
+// split attends to the new key there (its simdgroup with the fewest other keys does), and its first
+// tile puts key and value into the store.
+//
 // Online softmax (Milakov and Gimelshein 2018; as in flash-attention): each group of LANES lanes
 // keeps for each head its own maximum m, sum l and weighted values o, rescaled when m grows.  All is
 // in base 2: scores are multiplied by log2(e) once.  At the end the lane groups of a simdgroup merge
@@ -42,11 +53,14 @@
 //     hold anything, NaN too) and their weight is set to 0.
 //   - m starts at LOWEST, a finite number: a difference of two maxima is never inf - inf, and a
 //     group that saw no key has l = 0 and adds nothing.
+//   - FUSED: no threadgroup reads from the store what another one writes in this launch: its own newest
+//     row it has itself, and rows of others are the caller's business (ForwardBatch.reads_new_rows).
 //   - Loops around shuffles and barriers have the same trip count for every lane (simdgroup).
 //
 // Cost.  Bytes: each key and value once a tile of HEADS heads.  Per key, head and lane: K_DIM / LANES
 // multiply-adds for the score, V_DIM / LANES for the value, log2(LANES) shuffles, one exp2.
 #include "quantised.h"
+#include "rope.h"
 
 // --- kernel body ---
 constexpr float LOWEST = -1e30f;
@@ -65,13 +79,16 @@ constexpr int K_RUNS = K_WORDS / (LANES * KW);  // loads a lane needs for its pa
 constexpr int V_RUNS = V_WORDS / (LANES * VW);
 constexpr int K_PART = K_RUNS * KW * PER_WORD;  // elements of a row that a lane holds
 constexpr int V_PART = V_RUNS * VW * PER_WORD;
+constexpr int TURNS = (K_DIM / 2 + 31) / 32;  // pairs of a head that a lane holds
 
+threadgroup T fresh[FUSED ? (HEADS + 1) * K_DIM : 1];  // the queries, then the new key
 threadgroup float shared_m[SIMDGROUPS];
 threadgroup float shared_l[SIMDGROUPS];
 threadgroup float shared_o[SIMDGROUPS * V_DIM];
 
 const int kv_head = int(threadgroup_position_in_grid.x) / TILES;
-const int first_head = kv_head * GROUP + (int(threadgroup_position_in_grid.x) % TILES) * HEADS;
+const int tile = int(threadgroup_position_in_grid.x) % TILES;
+const int first_head = kv_head * GROUP + tile * HEADS;
 const int last_head = kv_head * GROUP + GROUP - 1;
 const int seq = int(threadgroup_position_in_grid.y);
 const int split = int(threadgroup_position_in_grid.z);
@@ -83,9 +100,52 @@ const int sub = lane / LANES;
 
 const int seq_len = seq_lens[seq];
 const int first_key = WINDOW > 0 ? metal::max(seq_len - WINDOW, 0) : 0;
-const int per_split = ((seq_len - first_key + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
+const int stored = FUSED ? metal::max(seq_len - 1, 0) : seq_len;  // first_key is not behind it
+const int per_split = ((stored - first_key + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
 const int begin = first_key + split * per_split;
-const int end = metal::min(begin + per_split, seq_len);
+const int end = metal::min(begin + per_split, stored);
+
+// Where the rows of the next keys lie is looked up one turn ahead of reading them.
+const size_t table = size_t(seq) * block_tables_shape[1];
+thread int block[UNROLL];
+for (int u = 0; u < UNROLL; u++) {
+  const int key = metal::max(metal::min(begin + sg * CHUNK + u * KEYS + sub, end - 1), 0);
+  block[u] = block_tables[table + key / BLOCK_SIZE];
+}
+
+// FUSED: the newest token, at position `stored`.
+const bool newest = FUSED && seq_len > 0 && split == splits - 1;
+const size_t v_row = size_t(seq) * V_WIDTH + V_START + kv_head * V_DIM;
+if (FUSED) {
+  thread float cosine[TURNS];
+  thread float sine[TURNS];
+  if (sg <= HEADS) {
+    rope_sines<TURNS, DIMS / 2, FREQS>(freqs, as_type<float>(LOG2_BASE), as_type<float>(ROPE_SCALE),
+                                       stored, lane, cosine, sine);
+  }
+  for (int h = sg; h < HEADS; h += SIMDGROUPS) {
+    const int head = metal::min(first_head + h, last_head);
+    rope_head<T, Q_R, K_DIM, DIMS, TRADITIONAL, Q_NORM, Q_WEIGHT>(
+        q + size_t(seq) * Q_WIDTH + Q_START + head * K_DIM, q_weight, as_type<float>(Q_EPS), cosine,
+        sine, lane, fresh + h * K_DIM);
+  }
+  if (sg == HEADS % SIMDGROUPS) {
+    rope_head<T, K_R, K_DIM, DIMS, TRADITIONAL, K_NORM, K_WEIGHT>(
+        k + size_t(seq) * K_WIDTH + K_START + kv_head * K_DIM, k_weight, as_type<float>(K_EPS), cosine,
+        sine, lane, fresh + HEADS * K_DIM);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (newest && tile == 0) {
+    const size_t last_block = size_t(block_tables[table + stored / BLOCK_SIZE]);
+    const size_t row = (last_block * BLOCK_SIZE + stored % BLOCK_SIZE) * KV_HEADS + kv_head;
+    for (int at = int(thread_position_in_threadgroup.x); at < K_DIM; at += SIMDGROUPS * 32) {
+      ((device T*)keys)[row * K_DIM + at] = fresh[HEADS * K_DIM + at];
+    }
+    for (int at = int(thread_position_in_threadgroup.x); at < V_DIM; at += SIMDGROUPS * 32) {
+      ((device T*)values)[row * V_DIM + at] = v[v_row + at];
+    }
+  }
+}
 
 // Scores are wanted in base 2; under a softcap the factor comes after the tanh.
 const float softcap = as_type<float>(SOFTCAP);
@@ -101,7 +161,8 @@ for (int h = 0; h < HEADS; h++) {
   for (int r = 0; r < K_RUNS; r++) {
     for (int e = 0; e < KW * PER_WORD; e++) {
       const int at = (r * LANES + part) * KW * PER_WORD + e;
-      query[h * K_PART + r * KW * PER_WORD + e] = q_scale * float(q[row + at]);
+      const float x = FUSED ? float(fresh[h * K_DIM + at]) : float(q[row + at]);
+      query[h * K_PART + r * KW * PER_WORD + e] = q_scale * x;
     }
   }
   // The sink is a key that the first split sees before all others.
@@ -113,13 +174,35 @@ for (int h = 0; h < HEADS; h++) {
   }
 }
 
-// Where the rows of the next keys lie is looked up one turn ahead of reading them.
-const size_t table = size_t(seq) * block_tables_shape[1];
-thread int block[UNROLL];
-for (int u = 0; u < UNROLL; u++) {
-  const int key = metal::max(metal::min(begin + sg * CHUNK + u * KEYS + sub, end - 1), 0);
-  block[u] = block_tables[table + key / BLOCK_SIZE];
+// The new key, by the first of the lane groups of a simdgroup: m, l and o after it, as below.
+if (newest && sg == SIMDGROUPS - 1) {
+  for (int h = 0; h < HEADS; h++) {
+    float score = 0.0f;
+    for (int r = 0; r < K_RUNS; r++) {
+      for (int e = 0; e < KW * PER_WORD; e++) {
+        const int at = (r * LANES + part) * KW * PER_WORD + e;
+        score += query[h * K_PART + r * KW * PER_WORD + e] * float(fresh[HEADS * K_DIM + at]);
+      }
+    }
+    for (int step = LANES / 2; step > 0; step /= 2) {
+      score += metal::simd_shuffle_xor(score, ushort(step));
+    }
+    if (SOFTCAP != 0) {
+      score = softcap * LOG2_E * metal::precise::tanh(score);
+    }
+    const float top = sub == 0 ? metal::max(m[h], score) : m[h];
+    const float weight = sub == 0 ? metal::exp2(score - top) : 0.0f;
+    l[h] = l[h] * metal::exp2(m[h] - top) + weight;
+    m[h] = top;
+    for (int r = 0; r < V_RUNS; r++) {
+      for (int e = 0; e < VW * PER_WORD; e++) {
+        const int at = (r * LANES + part) * VW * PER_WORD + e;
+        o[h * V_PART + r * VW * PER_WORD + e] = weight * float(v[v_row + at]);
+      }
+    }
+  }
 }
+
 for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   thread uint k_words[UNROLL * K_RUNS * KW];
   thread uint v_words[UNROLL * V_RUNS * VW];

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import tiny_models as tiny
+from arch_configs import config_of
 from declared_order import Launches, recording
 from test_attention import RAGGED, Case, check
 
@@ -13,6 +14,7 @@ from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops, selfcheck
+from vllm_metal_lite.kernels.launch import Kernel
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -134,6 +136,37 @@ def tokens(model, prompts, **config):
     while len(done) < len(prompts):
         done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     return done, engine
+
+
+def test_a_decode_may_read_what_another_one_writes_in_the_same_step(monkeypatch):
+    """The second prompt ends behind a block that the first request completes in this very step."""
+    fused, launch = [], Kernel.__call__
+
+    def watching(self, arrays, template, *args):
+        if self.name == "paged_decode":
+            fused.append(template["FUSED"])
+        return launch(self, arrays, template, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", watching)
+    model, greedy = tiny.build(config_of("qwen3")), SamplingParams(temperature=0, max_tokens=5)
+    first = tiny.prompts(1, 15, 15)[0]
+    second = [*first, tiny.alone(model, first, 1)[0], 7]
+    with installed(schedule="reverse"):  # the reader comes first, if it may
+        engine = tiny.engine("qwen3", attention="kernels")
+        store = engine.runner.attention.store
+        for arrays in (store.keys, store.values):  # what is read before it is written is NaN
+            arrays[:] = [mx.full(a.shape, float("nan"), a.dtype) for a in arrays]
+        engine.add_request("0", first, greedy)
+        done = {o.request_id: o for o in engine.step()}
+        engine.add_request("1", second, greedy)
+        fused.clear()
+        while len(done) < 2 or not all(o.finished for o in done.values()):
+            done |= {o.request_id: o for o in engine.step()}
+    assert done["1"].num_cached_tokens == 16
+    layers = len(store.keys)
+    assert fused[: 2 * layers] == [False] * layers + [True] * layers
+    for name, prompt in (("0", first), ("1", second)):
+        assert done[name].outputs[0].token_ids == tiny.alone(model, prompt, 5)
 
 
 @pytest.mark.parametrize(

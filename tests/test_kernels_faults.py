@@ -14,7 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops, source
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -63,6 +63,21 @@ def paged_decode(dtype, kept=None, spec=None):
     return [out]
 
 
+def fused_decode(dtype):
+    """As above, the newest rows not in the store yet; as many heads as make two tiles of a KV head."""
+    tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
+    heads = KV_HEADS * GROUP
+    rows = draw(3, (heads + 2 * KV_HEADS) * DIM, seed=13, dtype=dtype)
+    columns = [Columns(rows, n * DIM) for n in (0, heads, heads + KV_HEADS)]
+    norm, written = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5), store(dtype)
+    new = NewRows(*columns, heads, Rope(40, False, 1e4, 1.0, None), norm, norm)
+    out, _ = ops.paged_decode(
+        new, tables, mx.array([21, 0, 9], mx.int32), *written, ops.new_token(),
+        plan=ops.DecodePlan(2, 2), block_size=BLOCK_SIZE, scale=0.2,
+    )  # fmt: skip
+    return [*written, out]
+
+
 def merge_partitions(dtype):
     """Two rows of 40 splits."""
     return [ops.merge_partitions(draw(1, 2, 40, DIM, seed=7), draw(1, 2, 40, seed=8), dtype)]
@@ -86,9 +101,9 @@ def rope_write_rows(dtype):
     rows = draw(5, (6 + 2 * KV_HEADS) * DIM, seed=9, dtype=dtype)
     written = store(dtype)
     norm = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5)
+    columns = [Columns(rows, heads * DIM) for heads in (0, 6, 6 + KV_HEADS)]
     q, _ = rope_write(
-        Columns(rows, 0), Columns(rows, 6 * DIM), Columns(rows, (6 + KV_HEADS) * DIM),
-        num_heads=6, rope=Rope(40, False, 1e4, 1.0, None), q_norm=norm, k_norm=norm,
+        NewRows(*columns, 6, Rope(40, False, 1e4, 1.0, None), norm, norm),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),
         slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
         keys=written[0], values=written[1], token=ops.new_token(),
@@ -116,6 +131,7 @@ RUN = {
     "kv_write_quantised": lambda dtype: kv_write(dtype, *quantised(dtype)),
     "kv_gather_quantised": lambda dtype: kv_gather(dtype, *quantised(dtype)),
     "paged_decode/quantised": lambda dtype: paged_decode(dtype, *quantised(dtype)),
+    "paged_decode/fused": fused_decode,
     "rope_write": rope_write_rows,
     "add_rms_norm": add_rms_norm_rows,
 }
@@ -167,13 +183,18 @@ FAULTS = {
     "rows_of_another": ("gather_rows", "index[row]", "row", ("wrong",)),
     "gather_of_another_head": ("kv_gather", "at / V_HEAD", "0", ("race", "unwritten")),
     "gather_too_long": ("kv_gather", "if (at < V_WORDS)", "", ("race", "out of bounds")),
-    "decode_first_barrier": ("paged_decode", BARRIER, "", UNORDERED),
-    "decode_second_barrier": ("paged_decode", (BARRIER, 1), "", "race"),
-    "decode_barrier_of_device_memory": ("paged_decode", "mem_threadgroup", "mem_device", UNORDERED),
+    "decode_first_barrier": ("paged_decode", (BARRIER, 1), "", UNORDERED),
+    "decode_second_barrier": ("paged_decode", (BARRIER, 2), "", "race"),
+    "decode_barrier_of_device_memory": (
+        "paged_decode",
+        ("mem_threadgroup", 1),
+        "mem_device",
+        UNORDERED,
+    ),
     "decode_one_key_more": (
         "paged_decode",
-        "per_split, seq_len",
-        "per_split, seq_len + 1",
+        "per_split, stored",
+        "per_split, stored + 1",
         "wrong",
     ),
     "decode_beyond_the_table": (
@@ -183,7 +204,12 @@ FAULTS = {
         "out of bounds",
     ),
     "decode_small_memory": ("paged_decode", "SIMDGROUPS * V_DIM]", "V_DIM]", "out of bounds"),
-    "decode_lanes_left_out": ("paged_decode", "step = LANES / 2", "step = LANES / 4", "wrong"),
+    "decode_lanes_left_out": (
+        "paged_decode",
+        ("step = LANES / 2", 1),
+        "step = LANES / 4",
+        "wrong",
+    ),
     "decode_no_lane_group": ("paged_decode", "if (sub == 0)", "if (sub == 32)", "uninitialised"),
     "decode_heads_of_the_next": (
         "paged_decode",
@@ -275,6 +301,41 @@ FAULTS = {
         "(at * PER_WORD / V_GROUP + 3) * PAIR",
         ("out of bounds", "wrong"),
     ),
+    "fused_barrier": ("paged_decode/fused", BARRIER, "", UNORDERED),
+    "fused_key_by_two_tiles": ("paged_decode/fused", "newest && tile == 0", "newest", "race"),
+    "fused_key_by_every_split": ("paged_decode/fused", "split == splits - 1", "true", "race"),
+    "fused_padding_written": ("paged_decode/fused", "seq_len > 0 &&", "", "wrong"),
+    "fused_key_read_from_the_store": (
+        "paged_decode/fused",
+        "FUSED ? metal::max(seq_len - 1, 0)",
+        "FUSED ? seq_len",
+        ("race", "wrong"),
+    ),
+    "fused_key_twice": ("paged_decode/fused", "weight = sub == 0 ?", "weight = true ?", "wrong"),
+    "fused_key_by_all_simdgroups": (
+        "paged_decode/fused",
+        "newest && sg == SIMDGROUPS - 1",
+        "newest",
+        "wrong",
+    ),
+    "fused_lanes_left_out": (
+        "paged_decode/fused",
+        "step = LANES / 2",
+        "step = LANES / 4",
+        "wrong",
+    ),
+    "fused_memory_of_the_queries": (
+        "paged_decode/fused",
+        "(HEADS + 1) * K_DIM : 1",
+        "HEADS * K_DIM : 1",
+        "out of bounds",
+    ),
+    "fused_value_of_one_head": (
+        "paged_decode/fused",
+        "V_START + kv_head * V_DIM",
+        "V_START",
+        "wrong",
+    ),
     "rope_skips_nothing": (
         "rope_write",
         "if (!is_q && slot < 0)",
@@ -289,7 +350,7 @@ FAULTS = {
     ),
     "rope_pairs_past_the_head": (
         "rope_write",
-        ("if (i < PAIRS) {", 1),
+        ("if (i < PAIRS) {", 2),
         "if (i <= PAIRS) {",
         ("race", "out of bounds"),
     ),

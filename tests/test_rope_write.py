@@ -16,7 +16,7 @@ from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import rope
 from vllm_metal_lite.kernels.ops import new_token
-from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -47,14 +47,16 @@ class Case:
     def __init__(
         self, positions, *, heads=(4, 2), dims=(32, 32), rotated=32, traditional=False,
         base=10_000.0, scale=1.0, freqs=False, norms="qk", weight_dtype=None, joined=True,
-        dtype=mx.float32, seed=0,
+        dtype=mx.float32, seed=0, slots=None,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         rows = len(positions)
         self.dtype, self.heads, self.scale = dtype, heads, scale
         self.positions = np.array(positions, np.int32)
-        self.slots = rng.permutation(SLOTS)[:rows].astype(np.int32)
-        self.slots[rng.random(rows) < 0.3] = -1
+        if slots is None:
+            slots = rng.permutation(SLOTS)[:rows].astype(np.int32)
+            slots[rng.random(rows) < 0.3] = -1
+        self.slots = slots
         shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
         self.q, self.k, self.v = (
             rounded(rng.standard_normal((rows, *shape)), dtype) for shape in shapes
@@ -92,6 +94,11 @@ class Case:
         arrays = (getattr(self, name).reshape(len(self.q), -1) for name in "qkv")
         return [Columns(mx.array(a).astype(self.dtype), 0) for a in arrays]
 
+    @property
+    def new_rows(self) -> NewRows:
+        norms = self.norms.get("q"), self.norms.get("k")
+        return NewRows(*self.columns, self.heads[0], self.rope, *norms)
+
     def run(self) -> list[np.ndarray]:
         """q, and the store, of which nothing was written before."""
         kv_heads = self.heads[1]
@@ -101,9 +108,8 @@ class Case:
         ]
         mx.eval(store)
         q, token = rope_write(
-            *self.columns, num_heads=self.heads[0], rope=self.rope, q_norm=self.norms.get("q"),
-            k_norm=self.norms.get("k"), positions=mx.array(self.positions),
-            slot_mapping=mx.array(self.slots), keys=store[0], values=store[1], token=new_token(),
+            self.new_rows, positions=mx.array(self.positions), slot_mapping=mx.array(self.slots),
+            keys=store[0], values=store[1], token=new_token(),
         )  # fmt: skip
         mx.eval(token)
         assert q.dtype == self.dtype

@@ -23,7 +23,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import fusedcheck, measure, ops, selfcheck
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
 SECTIONS = ("check", "huge", "sanitize", "decode", "plans", "shapes", "prefill", "fused")
@@ -232,9 +232,12 @@ def _rope_write(rows: int) -> tuple:
 
     def ours(state: list[mx.array]) -> list[mx.array]:
         return list(rope_write(
-            Columns(state[0].reshape(rows, -1), 0), Columns(kv, 0), Columns(kv, width),
-            num_heads=s.num_heads, rope=turn, q_norm=norm, k_norm=norm, positions=positions,
-            slot_mapping=slots, keys=store[0], values=store[1], token=state[1],
+            NewRows(
+                Columns(state[0].reshape(rows, -1), 0), Columns(kv, 0), Columns(kv, width),
+                s.num_heads, turn, norm, norm,
+            ),
+            positions=positions, slot_mapping=slots, keys=store[0], values=store[1],
+            token=state[1],
         ))  # fmt: skip
 
     def rotated(x: mx.array) -> mx.array:

@@ -83,6 +83,18 @@ class ForwardBatch:
             others=tuple(other.prefills() for other in self.others),
         )
 
+    @property
+    def reads_new_rows(self) -> bool:
+        """Whether one of the decodes sees what another one writes in this step: the end of a block
+        that is shared at once (`KVCacheManager.publish`; only whole blocks are shared)."""
+        decodes = slice(self.num_decodes)
+        seq_lens = self.seq_lens[decodes]
+        whole = np.flatnonzero(seq_lens % self.block_size == 0)
+        last = seq_lens[whole] // self.block_size - 1
+        longer = seq_lens[:, None] > seq_lens[whole]
+        tables = [batch.block_tables[decodes] for batch in self.by_group]
+        return any((longer & (t[:, last] == t[whole, last])).any() for t in tables)
+
     def validate(self, *num_blocks: int) -> None:
         """Raise ValueError before anything is computed; `num_blocks` of each KV group bound the
         store.

@@ -18,7 +18,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.rope import rope_write, unsupported
+from vllm_metal_lite.kernels.rope import NewRows, rope_write, unsupported
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kv.store import PagedStore
 
@@ -53,6 +53,7 @@ class KernelStep(StepMetadata):
     block_tables (num_decodes, W), one a KV group, and seq_lens (num_decodes,) int32 are of the
     decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
     plans: the `decode_plan` of layers by their number of KV heads.
+    writes_late: attention may write the step's rows, for no row sees another one of them.
     """
 
     arrays = (*StepMetadata.arrays, "block_tables", "seq_lens")
@@ -60,7 +61,7 @@ class KernelStep(StepMetadata):
     def __init__(self, batch: ForwardBatch, num_rows: int, kv_heads: Collection[int]) -> None:
         super().__init__(batch, num_rows)
         count = batch.num_decodes
-        self.prompts = None
+        self.prompts, self.writes_late = None, False
         if count < batch.num_segments:
             self.prompts = _Prompts(batch.prefills(), num_rows - count)
         self.num_decodes = count if self.prompts else num_rows
@@ -72,7 +73,9 @@ class KernelStep(StepMetadata):
             self.seq_lens = mx.array(pad_rows(batch.seq_lens[:count], self.num_decodes))
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
             if not self.prompts:
-                self.variant = (num_rows, tables[0].shape[1], *self.plans.values())
+                self.writes_late = not batch.reads_new_rows
+                plans = self.plans.values()
+                self.variant = (num_rows, tables[0].shape[1], self.writes_late, *plans)
 
 
 def _widen(tables: np.ndarray) -> np.ndarray:
@@ -117,8 +120,9 @@ class KernelAttention(ReferenceAttention):
 
     def rope_write(
         self, layer: int, q: Heads, k: Heads, v: Heads, step: StepMetadata
-    ) -> mx.array | None:
-        """Norm and rotate q and k, write k and v -> q (num_rows, H, D).  None: not by a kernel."""
+    ) -> mx.array | NewRows | None:
+        """Norm and rotate q and k, write k and v -> q (num_rows, H, D), for `attend`, or what is
+        left to it, if its kernel can do all of it.  None: not by a kernel."""
         if self.store.specs[layer].bits is not None:
             return None
         keys, values, _ = self._store(layer)
@@ -133,9 +137,12 @@ class KernelAttention(ReferenceAttention):
         shape = AttentionShape(q.num_heads, *kept[0], values.shape[2], keys.dtype)
         if unsupported(shape, k.rope) is not None:
             return None
+        new = NewRows(*columns, q.num_heads, k.rope, q.norm, k.norm)
+        if step.writes_late:
+            return new
+        slot_mapping = step.slot_mapping[self.store.group_of[layer]]
         rows, self.token = rope_write(
-            *columns, num_heads=q.num_heads, rope=k.rope, q_norm=q.norm, k_norm=k.norm,
-            positions=step.positions, slot_mapping=step.slot_mapping[self.store.group_of[layer]],
+            new, positions=step.positions, slot_mapping=slot_mapping,
             keys=keys, values=values, token=self.token,
         )  # fmt: skip
         return rows
@@ -151,7 +158,7 @@ class KernelAttention(ReferenceAttention):
     def attend(
         self,
         layer: int,
-        q: mx.array,
+        q: mx.array | NewRows,
         step: KernelStep,
         *,
         scale: float,
@@ -162,10 +169,11 @@ class KernelAttention(ReferenceAttention):
         how = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         in_place = {"block_size": self.store.block_size, **how}
         spec, group = self.store.specs[layer], self.store.group_of[layer]
-        rows, outputs = q.astype(spec.dtype), []
+        new = isinstance(q, NewRows)
+        rows, outputs = q if new else q.astype(spec.dtype), []
         if step.num_decodes:
             out, self.token = ops.paged_decode(
-                rows[: step.num_decodes], step.block_tables[group], step.seq_lens,
+                rows if new else rows[: step.num_decodes], step.block_tables[group], step.seq_lens,
                 *self._store(layer), plan=step.plans[spec.num_kv_heads], spec=spec, **in_place,
             )  # fmt: skip
             outputs.append(out)
@@ -179,7 +187,7 @@ class KernelAttention(ReferenceAttention):
         elif prompts:
             outputs.append(super().attend(layer, rows[step.num_decodes :], prompts, **how))
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return out.astype(q.dtype)
+        return out if new else out.astype(q.dtype)
 
     def _store(self, layer: int) -> tuple[mx.array, mx.array, mx.array]:
         return self.store.keys[layer], self.store.values[layer], self.token

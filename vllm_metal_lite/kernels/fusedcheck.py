@@ -3,9 +3,11 @@
 Models rotate and normalise in more ways than is worth trying one by one, so two very different ones
 stand for all: halves turned by a base, normalised, from a joined projection, in few rows; and some
 neighbours turned by given frequencies, up to position 1,000,000, from three arrays, in many rows.
+`paged_decode` does the same to the newest tokens of decodes if it is to: "fused_decode" here.
 The reference is float64 on this machine's CPU, rounded where MLX's own norm and rotation round.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -14,10 +16,9 @@ from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.norm import add_rms_norm
-from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope, rope_write
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kernels.selfcheck import (
-    OPTIONAL,
     TOLERANCE,
     CheckResult,
     Memory,
@@ -29,6 +30,8 @@ _EPS = 1e-5
 # Small, for an angle is a product in float32, and its error grows with the position.
 _SMALL_POSITIONS = np.array((0, 1, 2, 17, 100))
 _LARGE_POSITIONS = np.linspace(0, 1_000_000, 301).astype(np.int64)
+# Of decodes, a row of padding among them.
+_CONTEXTS, _BLOCK = np.array((1, 16, 0, 33, 130)), 16
 
 
 def check(shape: AttentionShape) -> list[CheckResult]:
@@ -38,8 +41,9 @@ def check(shape: AttentionShape) -> list[CheckResult]:
         "rope_write": _rope_write,
         "add_rms_norm": _add_rms_norm,
         "gather_rows": _gather_rows,
+        "fused_decode": _fused_decode,
     }
-    return run_checks({kernel: partial(checks[kernel], heads) for kernel in OPTIONAL}, heads, 0)
+    return run_checks({name: partial(run, heads) for name, run in checks.items()}, heads, 0)
 
 
 def failures(shape: AttentionShape) -> tuple[CheckResult, ...]:
@@ -82,8 +86,7 @@ def _add_rms_norm(shape: AttentionShape) -> tuple[float, float]:
         added = _rounded(x + y, shape.dtype)
         normed = _rms_norm(added, weight, shape.dtype)
         got = add_rms_norm(*(mx.array(a).astype(shape.dtype) for a in (x, y, weight)), _EPS)
-        pairs = zip(got, (added, normed), strict=True)
-        error = max(error, *(largest_error(a, expected) for a, expected in pairs))
+        error = max(error, _largest(got, (added, normed)))
     return error, TOLERANCE[shape.dtype]
 
 
@@ -112,9 +115,66 @@ def _rotated(
     shape: AttentionShape, positions: np.ndarray, how: Rope, weights: list[np.ndarray] | None
 ) -> float:
     """The largest error of one launch; every third row has no slot."""
+    new, expected = _new_rows(shape, positions, how, weights)
     rows = len(positions)
-    kv_heads, dim, v_dim = shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim
-    heads = (shape.num_heads, dim), (kv_heads, dim), (kv_heads, v_dim)
+    slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
+    slots[::3] = -1
+    store = [mx.zeros((rows, *a.shape[1:]), shape.dtype) for a in expected[1:]]
+    mx.eval(store, new.arrays)
+    q, token = rope_write(
+        new, positions=mx.array(positions.astype(np.int32)), slot_mapping=mx.array(slots),
+        keys=store[0], values=store[1], token=ops.new_token(),
+    )  # fmt: skip
+    for i in (1, 2):
+        empty = np.zeros_like(expected[i])
+        empty[slots[slots >= 0]] = expected[i][slots >= 0]
+        expected[i] = empty
+    return _largest((q, *_stored(store, token)), expected)
+
+
+def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
+    """Halves turned and normalised, in one split and in several."""
+    how = Rope(shape.k_head_dim, False, 10_000.0, 1.0, None)
+    weights = [_draw(seed, (shape.k_head_dim,), shape.dtype) for seed in (7, 8)]
+    newest = np.maximum(_CONTEXTS - 1, 0)
+    new, (q, *fresh) = _new_rows(shape, newest, how, weights)
+    width = -(-int(_CONTEXTS.max()) // _BLOCK)
+    tables = np.random.default_rng(0).permutation(len(_CONTEXTS) * width).astype(np.int32)
+    tables = tables.reshape(-1, width)
+    slots = (tables[..., None] * _BLOCK + np.arange(_BLOCK)).reshape(len(tables), -1)
+    before = [_draw(9, (slots.size, *rows.shape[1:]), shape.dtype) for rows in fresh]
+    after = [rows.copy() for rows in before]
+    written = np.flatnonzero(_CONTEXTS)
+    at = slots[written, newest[written]]
+    for old, store, rows in zip(before, after, fresh, strict=True):
+        old[at] = np.nan
+        store[at] = _rounded(rows[written], shape.dtype)
+    expected = np.zeros((*q.shape[:2], shape.v_head_dim))
+    scale, group = shape.k_head_dim**-0.5, shape.num_heads // shape.num_kv_heads
+    for i in written:
+        k, v = (np.repeat(a[slots[i, : _CONTEXTS[i]]], group, 1) for a in after)
+        scores = np.einsum("hd,lhd->hl", _rounded(q[i], shape.dtype), k) * scale
+        weight = np.exp(scores - scores.max(1, keepdims=True))
+        expected[i] = np.einsum("hl,lhd->hd", weight / weight.sum(1, keepdims=True), v)
+    error = 0.0
+    for plan in (ops.DecodePlan(1, 8), ops.DecodePlan(4, 4)):
+        store = [mx.array(a).astype(shape.dtype) for a in before]
+        mx.eval(store, new.arrays)
+        out, token = ops.paged_decode(
+            new, mx.array(tables), mx.array(_CONTEXTS.astype(np.int32)), *store, ops.new_token(),
+            block_size=_BLOCK, scale=scale, plan=plan,
+        )  # fmt: skip
+        error = max(error, _largest((out, *_stored(store, token)), (expected, *after)))
+    return error, TOLERANCE[shape.dtype]
+
+
+def _new_rows(
+    shape: AttentionShape, positions: np.ndarray, how: Rope, weights: list[np.ndarray] | None
+) -> tuple[NewRows, list[np.ndarray]]:
+    """Rows, joined and normalised if there are weights, and what q, k and v are after it."""
+    rows, kv_heads = len(positions), shape.num_kv_heads
+    heads = (shape.num_heads, shape.k_head_dim), (kv_heads, shape.k_head_dim)
+    heads += ((kv_heads, shape.v_head_dim),)
     parts = [_draw(seed, (rows, *h), shape.dtype) for seed, h in enumerate(heads)]
     flat = [mx.array(p.reshape(rows, -1)).astype(shape.dtype) for p in parts]
     columns = [Columns(a, 0) for a in flat]
@@ -125,24 +185,18 @@ def _rotated(
         columns = [Columns(joined, start) for start in starts[:3]]
         norms = [HeadNorm(mx.array(w).astype(shape.dtype), _EPS) for w in weights]
         parts[:2] = (_rms_norm(x, w, shape.dtype) for x, w in zip(parts[:2], weights, strict=True))
-    slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
-    slots[::3] = -1
-    store = [mx.zeros((rows, kv_heads, d), shape.dtype) for d in (dim, v_dim)]
-    mx.eval(store, columns)
-    q, token = rope_write(
-        *columns, num_heads=shape.num_heads, rope=how, q_norm=norms[0], k_norm=norms[1],
-        positions=mx.array(positions.astype(np.int32)), slot_mapping=mx.array(slots),
-        keys=store[0], values=store[1], token=ops.new_token(),
-    )  # fmt: skip
-    everything = mx.arange(rows, dtype=mx.int32)[None]
-    stored = [a[0].swapaxes(0, 1) for a in ops.kv_gather(everything, *store, token)[:2]]
-    expected = [_turn(x, positions, how) for x in parts[:2]] + parts[2:]
-    for i in (1, 2):
-        empty = np.zeros_like(expected[i])
-        empty[slots[slots >= 0]] = expected[i][slots >= 0]
-        expected[i] = empty
-    pairs = zip((q, *stored), expected, strict=True)
-    return max(largest_error(got, wanted) for got, wanted in pairs)
+    turned = [_turn(x, positions, how) for x in parts[:2]]
+    return NewRows(*columns, shape.num_heads, how, *norms), turned + parts[2:]
+
+
+def _stored(store: list[mx.array], token: mx.array) -> list[mx.array]:
+    """What is in a store, as kernels see it."""
+    everything = mx.arange(len(store[0]), dtype=mx.int32)[None]
+    return [a[0].swapaxes(0, 1) for a in ops.kv_gather(everything, *store, token)[:2]]
+
+
+def _largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:
+    return max(largest_error(a, wanted) for a, wanted in zip(got, expected, strict=True))
 
 
 def _turn(x: np.ndarray, positions: np.ndarray, how: Rope) -> np.ndarray:

@@ -12,7 +12,7 @@ value has rows of words instead, and its `spec` must be given.
 import math
 from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,14 +23,24 @@ from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.quantised import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
 
+if TYPE_CHECKING:
+    from vllm_metal_lite.kernels.rope import NewRows
+
 _STORE = ["keys", "values", "token"]
 _KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *_STORE], ["next_token"])
 _KV_GATHER = Kernel("kv_gather", ["kv_slots", *_STORE], ["k", "v", "next_token"])
 _KV_WRITE_QUANTISED = Kernel("kv_write_quantised", _KV_WRITE.inputs, _KV_WRITE.outputs)
 _KV_GATHER_QUANTISED = Kernel("kv_gather_quantised", _KV_GATHER.inputs, _KV_GATHER.outputs)
 _PAGED_DECODE = Kernel(
-    "paged_decode", ["q", "block_tables", "seq_lens", "sinks", *_STORE], ["out", "lse"]
-)
+    "paged_decode",
+    ["q", "k", "v", "q_weight", "k_weight", "freqs", "block_tables", "seq_lens", "sinks", *_STORE],
+    ["out", "lse"],
+)  # fmt: skip
+# What `paged_decode` is told of new rows where there are none.
+_NONE_NEW = dict.fromkeys(
+    ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "V_WIDTH", "V_START")
+    + tuple(f"{x}_{of}" for x in "QK" for of in ("WIDTH", "START", "NORM", "WEIGHT", "EPS")), 0,
+) | {"Q_R": mx.float32, "K_R": mx.float32}  # fmt: skip
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
 
@@ -162,7 +172,7 @@ def kv_gather(
 
 
 def paged_decode(
-    q: mx.array,
+    q: "mx.array | NewRows",
     block_tables: mx.array,
     seq_lens: mx.array,
     keys: mx.array,
@@ -179,12 +189,20 @@ def paged_decode(
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
 
+    q: or rows (B) of which k and v are first written to the last slot of each sequence, by the
+    same launch; for a store that is not quantised, and sequences that do not see each other's.
     block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  plan: see `decode_plan`.
     sinks: (H,).
     """
-    batch, heads, k_dim = q.shape
+    if isinstance(q, mx.array):
+        batch, heads, _ = q.shape
+        fused, arrays, new = False, [q] * 3 + [no_sinks()] * 3, _NONE_NEW
+    else:
+        batch, heads = len(q.q.array), q.num_heads
+        fused, arrays, new = True, q.arrays, q.template(keys, values)
+    dtype = arrays[0].dtype
     k_row, v_row = _rows(keys, values, spec)
-    kv_heads, v_dim = keys.shape[1], v_row.dim
+    kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
     group = heads // kv_heads
     aligned = (_load_words(row) for row in (k_row, v_row))
     lanes, k_width, v_width = _lanes(k_row.value_words, v_row.value_words, *aligned)
@@ -193,9 +211,10 @@ def paged_decode(
     at_once = -(-group // tiles)
     splits, simdgroups = plan.splits, plan.simdgroups
     partial = splits > 1
-    out_dtype = mx.float32 if partial else q.dtype
+    out_dtype = mx.float32 if partial else dtype
     template = {
-        "T": q.dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
+        "T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
+        "FUSED": fused, **new,
         **_format(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "LANES": lanes, "KW": k_width, "VW": v_width,
@@ -203,14 +222,14 @@ def paged_decode(
     }  # fmt: skip
     sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
     out, lse = _PAGED_DECODE(
-        [q, block_tables, seq_lens, sinks, keys, values, token],
+        [*arrays, block_tables, seq_lens, sinks, keys, values, token],
         template, (kv_heads * tiles, batch, splits), 32 * simdgroups,
         [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim),
          (batch, heads, splits)],
         [out_dtype, mx.float32],
     )  # fmt: skip
     if partial:
-        out = merge_partitions(out, lse, q.dtype)
+        out = merge_partitions(out, lse, dtype)
     return out, lse
 
 

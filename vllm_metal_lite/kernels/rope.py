@@ -8,7 +8,7 @@ import numpy as np
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.norm import norm_dtype, unused
 
 _ROPE_WRITE = Kernel(
@@ -55,6 +55,64 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
+class NewRows(NamedTuple):
+    """This step's rows of a layer: queries, keys and values as a product gave them.
+
+    q and k are to be normalised, if they have a norm, then rotated, unless rope is None; k and v
+    are to be written to the store.
+    """
+
+    q: Columns
+    k: Columns
+    v: Columns
+    num_heads: int
+    rope: Rope | None
+    q_norm: HeadNorm | None
+    k_norm: HeadNorm | None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What a kernel takes as q, k, v, q_weight, k_weight and freqs."""
+        given = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        freqs = None if self.rope is None else self.rope.freqs
+        given.append(None if freqs is None else freqs.astype(mx.float32))
+        arrays = [self.q.array, self.k.array, self.v.array]
+        return arrays + [unused() if a is None else a for a in given]
+
+    def template(self, keys: mx.array, values: mx.array) -> Template:
+        """What a kernel is told of them, for a store keys (slots, num_kv_heads, k_head_dim),
+        values (.., v_head_dim).
+
+        Raises ValueError if columns lie outside their array or are not of the store's type.
+        """
+        _, kv_heads, k_dim = keys.shape
+        rope = self.rope
+        base, freqs = (None, None) if rope is None else (rope.base, rope.freqs)
+        template = {
+            "DIMS": 0 if rope is None else rope.dims,
+            "TRADITIONAL": rope is not None and rope.traditional,
+            "ROPE_SCALE": ops.bits(1.0 if rope is None else rope.scale),
+            "LOG2_BASE": ops.bits(0.0 if base is None else np.log2(np.float32(base))),
+            "FREQS": freqs is not None,
+        }
+        sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * values.shape[2]
+        for name, (array, start), size in zip("QKV", self[:3], sizes, strict=True):
+            width = array.shape[-1]
+            if not 0 <= start <= width - size or array.dtype != keys.dtype:
+                raise ValueError(
+                    f"{name.lower()} is columns {start} to {start + size} of an array of {width} "
+                    f"columns of {array.dtype}, and the store is {keys.dtype}"
+                )
+            template |= {f"{name}_WIDTH": width, f"{name}_START": start}
+        for name, norm in (("Q", self.q_norm), ("K", self.k_norm)):
+            weight, eps = norm or (None, 0.0)
+            template |= {
+                f"{name}_NORM": norm is not None, f"{name}_WEIGHT": weight is not None,
+                f"{name}_EPS": ops.bits(eps), f"{name}_R": norm_dtype(keys.dtype, weight),
+            }  # fmt: skip
+        return template
+
+
 def unsupported(shape: AttentionShape, rope: Rope | None) -> str | None:
     """Why `rope_write` cannot serve a layer of this shape, or None if it can."""
     if shape.latent:
@@ -74,14 +132,8 @@ def unsupported(shape: AttentionShape, rope: Rope | None) -> str | None:
 
 
 def rope_write(
-    q: Columns,
-    k: Columns,
-    v: Columns,
+    rows: NewRows,
     *,
-    num_heads: int,
-    rope: Rope | None,
-    q_norm: HeadNorm | None,
-    k_norm: HeadNorm | None,
     positions: mx.array,
     slot_mapping: mx.array,
     keys: mx.array,
@@ -90,47 +142,22 @@ def rope_write(
 ) -> tuple[mx.array, mx.array]:
     """Write k and v to their slots -> q (N, num_heads, k_head_dim), the next token.
 
-    q and k are normalised, if they have a norm, then rotated, unless rope is None.  q, k, v and the
-    store keys (slots, num_kv_heads, k_head_dim), values (.., v_head_dim) are of one floating type.
-    positions, slot_mapping: (N,) int32; k and v of a row with a negative slot are not written.
-    Raises ValueError if columns lie outside their array or are not of the store's type.
+    q, k, v and the store keys (slots, num_kv_heads, k_head_dim), values (.., v_head_dim) are of one
+    floating type.  positions, slot_mapping: (N,) int32; k and v of a row with a negative slot are
+    not written.  Raises ValueError if columns lie outside their array or are not of the store's
+    type.
     """
-    rows = q.array.shape[0]
+    count, heads = rows.q.array.shape[0], rows.num_heads
     _, kv_heads, k_dim = keys.shape
-    groups, at_once = _spread(rows, num_heads + 2 * kv_heads)
-    base, freqs = (None, None) if rope is None else (rope.base, rope.freqs)
+    groups, at_once = _spread(count, heads + 2 * kv_heads)
     template = {
-        "T": keys.dtype, "Q_HEADS": num_heads, "KV_HEADS": kv_heads,
-        "K_DIM": k_dim, "V_DIM": values.shape[2],
-        "HEADS": at_once, "SIMDGROUPS": _SIMDGROUPS,
-        "DIMS": 0 if rope is None else rope.dims,
-        "TRADITIONAL": rope is not None and rope.traditional,
-        "SCALE": ops.bits(1.0 if rope is None else rope.scale),
-        "LOG2_BASE": ops.bits(0.0 if base is None else np.log2(np.float32(base))),
-        "FREQS": freqs is not None,
+        "T": keys.dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads, "K_DIM": k_dim,
+        "V_DIM": values.shape[2], "HEADS": at_once, "SIMDGROUPS": _SIMDGROUPS,
     }  # fmt: skip
-    sizes = num_heads * k_dim, kv_heads * k_dim, kv_heads * values.shape[2]
-    for name, (array, start), size in zip("QKV", (q, k, v), sizes, strict=True):
-        width = array.shape[-1]
-        if not 0 <= start <= width - size or array.dtype != keys.dtype:
-            raise ValueError(
-                f"{name.lower()} is columns {start} to {start + size} of an array of {width} "
-                f"columns of {array.dtype}, and the store is {keys.dtype}"
-            )
-        template |= {f"{name}_WIDTH": width, f"{name}_START": start}
-    weights = []
-    for name, norm in (("Q", q_norm), ("K", k_norm)):
-        weight, eps = norm or (None, 0.0)
-        template |= {
-            f"{name}_NORM": norm is not None, f"{name}_WEIGHT": weight is not None,
-            f"{name}_EPS": ops.bits(eps), f"{name}_R": norm_dtype(keys.dtype, weight),
-        }  # fmt: skip
-        weights.append(unused() if weight is None else weight)
-    freqs = unused() if freqs is None else freqs.astype(mx.float32)
     return tuple(_ROPE_WRITE(
-        [q.array, k.array, v.array, *weights, freqs, positions, slot_mapping, keys, values, token],
-        template, (groups, rows, 1), 32 * _SIMDGROUPS,
-        [(rows, num_heads, k_dim), (1,)], [keys.dtype, mx.float32],
+        [*rows.arrays, positions, slot_mapping, keys, values, token],
+        template | rows.template(keys, values), (groups, count, 1), 32 * _SIMDGROUPS,
+        [(count, heads, k_dim), (1,)], [keys.dtype, mx.float32],
     ))  # fmt: skip
 
 

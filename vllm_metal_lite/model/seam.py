@@ -54,7 +54,7 @@ class PagedLayerCache(PackedCache):
         return self.keys_and_values()
 
     def settle(self, q: mx.array | None = None) -> mx.array | None:
-        """Write what is pending; returns q (N, H, 1, D) as (N, H, D)."""
+        """Write what is pending; returns q (N, H, 1, D) as (N, H, D), or what else is to attend."""
         if self._pending is not None:
             (k, v), self._pending = self._pending, None
             made = made_of(q), made_of(k)
