@@ -1,6 +1,7 @@
 """Attention and K/V writes through the kernels of metal/, on Metal and CUDA.
 
-Decode rows go through `paged_decode`, which reads the store in place.  Prompts, whole or in chunks,
+Decode rows go through `paged_decode`, which reads the store in place; a long prefix that they share
+is read once for all of them, by `shared_prefix` (see shared.py).  Prompts, whole or in chunks,
 go through `varlen_prefill`, which reads the store in place too, or through MLX's SDPA on what
 `kv_gather` copies out of the store, cut into calls as the reference does: whichever is faster on
 the device (see choose.py).
@@ -13,6 +14,7 @@ import numpy as np
 
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention, SdpaPlan
+from vllm_metal_lite.attention.shared import CommonPrefix, common_prefix
 from vllm_metal_lite.attention.step import AttentionShape, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
@@ -20,6 +22,7 @@ from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope import NewRows, rope_write, unsupported
 from vllm_metal_lite.kernels.rows import gather_rows
+from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kv.store import PagedStore
 
 PREFILLS = ("varlen", "gather")
@@ -54,17 +57,33 @@ class KernelStep(StepMetadata):
     decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
     plans: the `decode_plan` of layers by their number of KV heads.
     writes_late: attention may write the step's rows, for no row sees another one of them.
+    prefix_len: the largest power of two within the prefix that decodes share, 0 = they share none.
+    leader (1,), prefix_lens (num_decodes,): the CommonPrefix, or None.  own_plans: as plans, of
+    what is behind it.
     """
 
-    arrays = (*StepMetadata.arrays, "block_tables", "seq_lens")
+    arrays = (*StepMetadata.arrays, "block_tables", "seq_lens", "leader", "prefix_lens")
 
-    def __init__(self, batch: ForwardBatch, num_rows: int, kv_heads: Collection[int]) -> None:
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        num_rows: int,
+        kv_heads: Collection[int],
+        prefix: CommonPrefix | None = None,
+    ) -> None:
         super().__init__(batch, num_rows)
         count = batch.num_decodes
         self.prompts, self.writes_late = None, False
         if count < batch.num_segments:
             self.prompts = _Prompts(batch.prefills(), num_rows - count)
         self.num_decodes = count if self.prompts else num_rows
+        self.prefix_len, self.leader, self.prefix_lens, self.own_plans = 0, None, None, {}
+        if prefix:
+            length, own = prefix.lens.max(), (batch.seq_lens[:count] - prefix.lens).max()
+            self.prefix_len = 1 << (int(length).bit_length() - 1)
+            self.leader = mx.array([prefix.leader], mx.int32)
+            self.prefix_lens = mx.array(pad_rows(prefix.lens, self.num_decodes))
+            self.own_plans = {h: ops.decode_plan(self.num_decodes, h, int(own)) for h in kv_heads}
         if count:
             longest = int(batch.seq_lens[:count].max())
             width = -(-longest // batch.block_size)
@@ -74,7 +93,7 @@ class KernelStep(StepMetadata):
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
             if not self.prompts:
                 self.writes_late = not batch.reads_new_rows
-                plans = self.plans.values()
+                plans = *self.plans.values(), self.prefix_len, *self.own_plans.values()
                 self.variant = (num_rows, tables[0].shape[1], self.writes_late, *plans)
 
 
@@ -89,14 +108,22 @@ def _widen(tables: np.ndarray) -> np.ndarray:
 class KernelAttention(ReferenceAttention):
     """The store is written and read by kernels only; a token keeps them in order.
 
-    prefill: "varlen" or "gather", how prompts attend.
+    prefill: "varlen" or "gather", how prompts attend.  shares: `shared_prefix` may be used.
     """
 
     name = "kernels"
     overlaps = True
 
-    def __init__(self, store: PagedStore, prefill: str, fuses: bool = True) -> None:
+    def __init__(
+        self, store: PagedStore, prefill: str, fuses: bool = True, shares: bool = True
+    ) -> None:
         super().__init__(store)
+        # Layers of which a prefix can be read once: they see all of it, as the matrices take it.
+        self._shares = [
+            shares and spec.window is None and spec.bits is None
+            and not ops.head_size_problem((spec.k_head_dim, spec.v_head_dim), ops.MAX_PREFILL_DIM)
+            for spec in store.specs
+        ]  # fmt: skip
         self.prefill, self.fuses = prefill, fuses
         self.token = ops.new_token()
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
@@ -111,7 +138,13 @@ class KernelAttention(ReferenceAttention):
         (self.token,) = state
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> KernelStep:
-        return KernelStep(batch, num_rows, self._kv_heads)
+        decodes = slice(batch.num_decodes)
+        groups = {g for g, shares in zip(self.store.group_of, self._shares, strict=True) if shares}
+        tables = [batch.by_group[g].block_tables[decodes] for g in groups]
+        prefix = None
+        if tables:
+            prefix = common_prefix(tables, batch.seq_lens[decodes], batch.block_size)
+        return KernelStep(batch, num_rows, self._kv_heads, prefix)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         spec, group = self.store.specs[layer], self.store.group_of[layer]
@@ -138,7 +171,7 @@ class KernelAttention(ReferenceAttention):
         if unsupported(shape, k.rope) is not None:
             return None
         new = NewRows(*columns, q.num_heads, k.rope, q.norm, k.norm)
-        if step.writes_late:
+        if step.writes_late and not (step.prefix_len and self._shares[layer]):
             return new
         slot_mapping = step.slot_mapping[self.store.group_of[layer]]
         rows, self.token = rope_write(
@@ -172,9 +205,22 @@ class KernelAttention(ReferenceAttention):
         new = isinstance(q, NewRows)
         rows, outputs = q if new else q.astype(spec.dtype), []
         if step.num_decodes:
+            decodes = rows if new else rows[: step.num_decodes]
+            plan, prefix = step.plans[spec.num_kv_heads], None
+            if step.prefix_len and self._shares[layer] and window is None:
+                plan = step.own_plans[spec.num_kv_heads]
+                splits = prefix_splits(
+                    step.num_decodes, q.shape[1], spec.num_kv_heads, step.prefix_len
+                )
+                prefix = shared_prefix(
+                    decodes, step.block_tables[group], step.leader, step.prefix_lens,
+                    *self._store(layer), block_size=self.store.block_size, scale=scale,
+                    softcap=softcap, splits=splits,
+                )  # fmt: skip
+                self.token = prefix.lse
             out, self.token = ops.paged_decode(
-                rows if new else rows[: step.num_decodes], step.block_tables[group], step.seq_lens,
-                *self._store(layer), plan=step.plans[spec.num_kv_heads], spec=spec, **in_place,
+                decodes, step.block_tables[group], step.seq_lens, *self._store(layer),
+                plan=plan, spec=spec, prefix=prefix, **in_place,
             )  # fmt: skip
             outputs.append(out)
         prompts = step.prompts
