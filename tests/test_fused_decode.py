@@ -1,5 +1,5 @@
-"""Decodes in one launch, norm and rotation and K/V write included, on the CPU host: against rope_write
-and paged_decode one after the other.
+"""Decodes in one launch, with norm, rotation and K/V write, on the CPU host: against rope_write and
+paged_decode one after the other.
 
 The store must hold the same bits afterwards; attention differs by the order in which it adds up.
 NaN is in every slot that is neither read nor written, the new one before the write among them, and

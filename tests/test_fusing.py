@@ -158,9 +158,9 @@ def test_rotations_are_compared_by_what_they_do():
         assert [a.turns_like(b) for b in turned] == [i == j for j in range(4)]
 
 
-# Whole models on the CPU host.  Launches a layer of rope_write (in half of the steps: in decodes
-# attention does its work), kv_write and add_rms_norm, as far as the architecture has what they stand
-# for: norms of heads, a rotation, plain residual sums.
+# Whole models on the CPU host.  Launches a layer of rope_write (in half of the steps, the decodes,
+# it is part of attention), kv_write and add_rms_norm, as far as the architecture has what they
+# stand for: norms of heads, a rotation, plain residual sums.
 LAUNCHES = {
     "qwen3": (1, 0, 2),
     "llama": (1, 0, 2),

@@ -65,7 +65,7 @@ def paged_decode(dtype, kept=None, spec=None, prefix=None):
 
 
 def fused_decode(dtype):
-    """As above, the newest rows not in the store yet; as many heads as make two tiles of a KV head."""
+    """As above, in two splits; the newest rows are not in the store yet.  Two tiles a KV head."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     heads = KV_HEADS * GROUP
     rows = draw(3, (heads + 2 * KV_HEADS) * DIM, seed=13, dtype=dtype)

@@ -36,7 +36,7 @@ def check() -> bool:
         results = [r for done in pool.map(_check, range(len(_checks()))) for r in done]
     failed = [r for r in results if not r.passed]
     print(f"\n## Right or wrong\n\n{len(results)} checks, {len(failed)} failed.")
-    for kernel in selfcheck.KERNELS:
+    for kernel in dict.fromkeys(r.kernel for r in results):
         errors = [r.error / (r.tolerance or 1) for r in results if r.kernel == kernel]
         print(f"- {kernel}: {len(errors)} checks, worst error {max(errors):.2g} of what is allowed")
     for r in failed:
@@ -196,13 +196,17 @@ def prefill() -> None:
 
 
 def fused() -> bool:
-    """rope_write and add_rms_norm beside the calls of MLX that they stand for."""
+    """rope_write and add_rms_norm beside the calls of MLX that they stand for; decodes at context
+    700 in one launch beside rope_write and paged_decode."""
     print(f"\n## Fused kernels, {QWEN3}, hidden size 2,048\n")
     print("| kernel | rows | us compiled | eager | apart: us compiled | eager | difference |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     passed = True
     for rows in (1, 8, 64, 512, 8192):
-        for name, state, ours, theirs in (_rope_write(rows), _add_rms_norm(rows)):
+        cases = [_rope_write(rows), _add_rms_norm(rows)]
+        if rows <= 64:
+            cases.append(_fused_decode(rows))
+        for name, state, ours, theirs in cases:
             got, wanted = ours(state)[0], theirs(state)[0]
             difference = mx.abs(got.astype(mx.float32) - wanted.astype(mx.float32)).max().item()
             passed &= difference <= 0.04  # of numbers up to 5: two roundings to bfloat16
@@ -251,6 +255,43 @@ def _rope_write(rows: int) -> tuple:
         return [rotated(state[0]), ops.kv_write(rotated(k), v, slots, *store, state[1])]
 
     return "rope_write", state, ours, theirs
+
+
+def _fused_decode(rows: int) -> tuple:
+    """One layer, q, k and v joined; attention's output takes the place of q in the next call."""
+    s = QWEN3
+    load = measure.Workload(s, rows, 700)
+    norm = HeadNorm(mx.random.uniform(0.8, 1.2, (s.k_head_dim,)).astype(s.dtype), 1e-6)
+    turn = Rope(s.k_head_dim, False, 1e6, 1.0, None)
+    positions, store = load.seq_lens - 1, (load.keys, load.values)
+    blocks = mx.take_along_axis(load.block_tables, positions[:, None] // load.block_size, 1)[:, 0]
+    slots = blocks * load.block_size + positions % load.block_size
+    width = s.num_kv_heads * s.k_head_dim
+    kv = mx.random.normal((rows, 2 * width)).astype(s.dtype)
+    state = [mx.random.normal((rows, s.num_heads, s.k_head_dim)).astype(s.dtype), ops.new_token()]
+    mx.eval(norm.weight, positions, slots, kv, state)
+
+    def new_rows(q: mx.array) -> NewRows:
+        columns = Columns(q.reshape(rows, -1), 0), Columns(kv, 0), Columns(kv, width)
+        return NewRows(*columns, s.num_heads, turn, norm, norm)
+
+    def attend(q: mx.array | NewRows, token: mx.array) -> list[mx.array]:
+        return list(ops.paged_decode(
+            q, load.block_tables, load.seq_lens, *store, token,
+            block_size=load.block_size, scale=load.scale, plan=load.plan,
+        ))  # fmt: skip
+
+    def ours(state: list[mx.array]) -> list[mx.array]:
+        return attend(new_rows(state[0]), state[1])
+
+    def apart(state: list[mx.array]) -> list[mx.array]:
+        q, token = rope_write(
+            new_rows(state[0]), positions=positions, slot_mapping=slots,
+            keys=store[0], values=store[1], token=state[1],
+        )  # fmt: skip
+        return attend(q, token)
+
+    return "fused_decode", state, ours, apart
 
 
 def _add_rms_norm(rows: int) -> tuple:

@@ -90,6 +90,8 @@ class ForwardBatch:
         decodes = slice(self.num_decodes)
         seq_lens = self.seq_lens[decodes]
         whole = np.flatnonzero(seq_lens % self.block_size == 0)
+        if not len(whole):
+            return False
         last = seq_lens[whole] // self.block_size - 1
         longer = seq_lens[:, None] > seq_lens[whole]
         tables = [batch.block_tables[decodes] for batch in self.by_group]

@@ -39,10 +39,12 @@ _PAGED_DECODE = Kernel(
     ["out", "lse"],
 )  # fmt: skip
 # What `paged_decode` is told of new rows where there are none.
-_NONE_NEW = dict.fromkeys(
-    ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "V_WIDTH", "V_START")
-    + tuple(f"{x}_{of}" for x in "QK" for of in ("WIDTH", "START", "NORM", "WEIGHT", "EPS")), 0,
-) | {"Q_R": mx.float32, "K_R": mx.float32}  # fmt: skip
+_NONE_NEW = {
+    **dict.fromkeys(("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS"), 0),
+    **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
+    **{f"{x}_{of}": 0 for x in "QK" for of in ("NORM", "WEIGHT", "EPS")},
+    "Q_R": mx.float32, "K_R": mx.float32,
+}  # fmt: skip
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
 
