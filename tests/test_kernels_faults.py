@@ -293,7 +293,12 @@ FAULTS = {
         "0",
         "wrong",
     ),
-    "prefix_sees_too_much": ("shared_prefix", "base, begin, end,", "base, begin, end + 1,", "wrong"),
+    "prefix_sees_too_much": (
+        "shared_prefix",
+        "begin, end, s_scale",
+        "begin, end + 1, s_scale",
+        "wrong",
+    ),
     "prefix_pairs_past_the_end": (
         "shared_prefix",
         "if (sg_first + row < pairs) {",
@@ -310,7 +315,7 @@ FAULTS = {
         ("out of bounds", "wrong"),
     ),
     "prefix_for_all": ("paged_decode/prefix", "if (prefix_len > 0)", "", "wrong"),
-    "prefix_read_again": ("paged_decode/prefix", "WINDOW, 0) : prefix_len", "WINDOW, 0) : 0", "wrong"),
+    "prefix_read_again": ("paged_decode/prefix", ", 0) : prefix_len", ", 0) : 0", "wrong"),
     "quantised_write_of_a_group_more": (
         "kv_write_quantised",
         "at < KV_HEADS * GROUPS",

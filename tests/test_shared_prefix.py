@@ -36,8 +36,8 @@ def on_host():
 
 
 class Case:
-    """Rows of `own` keys each behind a prefix; where `own` is negative the row has -own keys and no
-    prefix, where it is 0 the row is padding.  Blocks are permuted, the prefix is in the same ones."""
+    """Rows of `own` keys each behind a prefix, which is in the same blocks; where `own` is negative
+    the row has -own keys and no prefix, where it is 0 the row is padding.  Blocks are permuted."""
 
     def __init__(
         self, own, prefix_len, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,

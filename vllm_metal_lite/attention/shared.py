@@ -1,4 +1,4 @@
-"""Which decodes of a step share how long a prefix: leading blocks that their tables have in common."""
+"""Which decodes of a step share how long a prefix: leading blocks common to their tables."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

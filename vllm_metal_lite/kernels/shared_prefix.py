@@ -1,4 +1,4 @@
-"""Attention of a step's decodes to a prefix that their sequences share, read once for all of them."""
+"""Attention of a step's decodes to a prefix that their sequences share, read once for all."""
 
 from typing import NamedTuple
 
