@@ -6,15 +6,17 @@ written before any is read.  `FakeEngine` is the engine's loop around it, withou
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.batch import ForwardBatch, InputBatch
+from vllm_metal_lite.batch import UNKNOWN_TOKEN, ForwardBatch, InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.request import Request
-from vllm_metal_lite.engine.scheduler import Scheduler, SchedulerOutput, Segment
+from vllm_metal_lite.engine.scheduler import Scheduler
+from vllm_metal_lite.engine.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.kv.groups import KVGroup
 
 VOCAB_SIZE = 1000
@@ -76,6 +78,11 @@ class FakeModel:
         """Whoever reads these blocks before they are written fails."""
         self.positions[group][block_ids] = _EMPTY
 
+    def forget(self, batch: ForwardBatch) -> None:
+        """As if a step's rows had never been written."""
+        for group, view in enumerate(batch.by_group):
+            self.positions[group].reshape(-1)[view.slot_mapping] = _EMPTY
+
     def __call__(self, batch: ForwardBatch) -> list[int]:
         """Run a step; returns a token for each terminal segment."""
         batch.validate(*(g.num_blocks for g in self.groups))
@@ -110,6 +117,18 @@ def fake_config(block_size: int = 4, **options: Any) -> EngineConfig:
     return config
 
 
+@dataclass
+class FakeStep:
+    out: SchedulerOutput
+    batch: ForwardBatch
+    tokens: list[int]
+
+    @property
+    def seats(self) -> np.ndarray:
+        """Of its terminal segments."""
+        return self.batch.req_indices[self.batch.sample_segments]
+
+
 class StepFailed(Exception):
     """Raised by a step that was told to fail."""
 
@@ -119,8 +138,6 @@ class FakeEngine:
 
     blocks: the KV groups, or the number of blocks of one group without a window.
     """
-
-    steps_ahead = 0  # that may be scheduled before a step's tokens are known
 
     def __init__(
         self, config: EngineConfig, blocks: int | Sequence[KVGroup], max_model_len: int = 512
@@ -175,20 +192,42 @@ class FakeEngine:
                 self._unseat(segment.request)
             self.scheduler.rollback(out)
             raise StepFailed
-        rows = np.array([s.request.req_index for s in out.segments])
+        step = self._launch(out)
+        self._advance(step)
+        self._finish(step)
+
+    def _launch(self, out: SchedulerOutput, after: "FakeStep | None" = None) -> "FakeStep":
+        """Run a step.  after: the step before, whose tokens the table may not have yet."""
         batch = self.inputs.pack(
-            rows,
+            np.array([s.request.req_index for s in out.segments]),
             np.array([s.num_computed for s in out.segments]),
             np.array([s.num_scheduled for s in out.segments]),
         )
-        tokens = self.model(batch)
-        terminal = [out.segments[i].request for i in batch.sample_segments]
-        self.inputs.append_tokens(rows[batch.sample_segments], np.array(tokens, np.int32))
-        self.scheduler.update(out, tokens)
-        for request in terminal:
-            room = self.max_model_len - request.num_prompt_tokens
-            if len(request.output_token_ids) >= min(request.max_tokens, room):
+        if after is not None:
+            tokens = dict(zip(after.seats.tolist(), after.tokens, strict=True))
+            known = batch.token_ids.copy()
+            for row in np.flatnonzero(known == UNKNOWN_TOKEN).tolist():
+                known[row] = tokens[int(batch.req_indices[row])]
+            batch = replace(batch, token_ids=known)
+        assert (batch.token_ids != UNKNOWN_TOKEN).all()
+        return FakeStep(out, batch, self.model(batch))
+
+    def _advance(self, step: "FakeStep") -> None:
+        ended = self.scheduler.advance(step.out)
+        self.inputs.append_tokens(step.seats, np.full(len(step.seats), UNKNOWN_TOKEN))
+        for request in ended:
+            self._unseat(request)
+
+    def _finish(self, step: "FakeStep") -> None:
+        self.inputs.fill_tokens(step.seats, np.array(step.tokens, np.int32))
+        self.scheduler.update(step.out, step.tokens)
+        for request in step.out.terminal:
+            if request.request_id in self.unfinished and self._has_ended(request):
                 self.abort(request)
+
+    def _has_ended(self, request: Request) -> bool:
+        room = self.max_model_len - request.num_prompt_tokens
+        return len(request.output_token_ids) >= min(request.max_tokens, room)
 
     def step(self) -> SchedulerOutput:
         out = self.schedule()
@@ -215,8 +254,9 @@ class FakeEngine:
                 zip(self.inputs.block_tables, request.block_tables, strict=True)
             ):
                 assert of_all[row, :held].tolist() == table.block_ids
-                next_row = request.num_computed_tokens + self.steps_ahead
-                used = self.model.groups[group].first_block(next_row, self.block_size)
+                used = self.model.groups[group].first_block(
+                    request.num_computed_tokens, self.block_size
+                )
                 assert table.num_given_back <= used
             assert self.inputs.num_tokens[row] == request.num_tokens
         waiting = [r for r in self.requests.values() if r.req_index is None]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_metal_lite.batch import ForwardBatch, InputBatch
+from vllm_metal_lite.batch import UNKNOWN_TOKEN, ForwardBatch, InputBatch
 
 MAX_SEQS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 48, 8, 300
 
@@ -170,6 +170,19 @@ def test_rows_are_given_back_and_the_next_owner_finds_them_clean():
     assert batch.token_ids.tolist() == [2, 3]
     assert batch.slot_mapping.tolist() == [72, 73]
     assert not len(batch.prompt_targets)
+
+
+def test_a_token_is_filled_in_where_one_is_unknown_unless_the_row_is_anothers_by_then():
+    inputs = InputBatch(3, 4, 8)
+    rows = np.array([inputs.add([i, i], 2) for i in range(3)])
+    inputs.append_tokens(rows, np.full(3, UNKNOWN_TOKEN))
+    inputs.remove(rows[1])
+    assert inputs.add([7], 1) == rows[1]
+    inputs.remove(rows[2])
+    inputs.fill_tokens(rows, np.array([4, 5, 6]))
+    assert inputs.token_ids[rows[0], :3].tolist() == [0, 0, 4]
+    assert inputs.token_ids[rows[1], 0] == 7
+    assert inputs.num_tokens[rows].tolist() == [3, 1, 0]
 
 
 def test_append_tokens_stops_at_the_end_of_the_context():

@@ -1,16 +1,20 @@
-"""Compiled decode steps give what uncompiled ones give, are few, and leave nothing behind.
+"""Compiled steps give what uncompiled ones give, are few, and leave nothing behind.
 
 On a CPU through ArrayAttention; on a GPU (METAL_LITE_DEVICE=gpu) through the kernels.
 """
 
+import numpy as np
 import pytest
 import tiny_models as tiny
 from array_attention import compile_on_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_metal_lite import backend, compiled, runner
+from vllm_metal_lite.attention import prompts as prompts_of_steps
 from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.compiled import CompiledDecode
+from vllm_metal_lite.compiled import CompiledSteps
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -34,10 +38,12 @@ def power_of_two_rows(monkeypatch):
     monkeypatch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
 
 
-def make_engine(name="qwen3", **options):
-    if not backend.is_cpu():
-        return tiny.engine(name, attention="kernels", **options)
-    return compile_on_cpu(tiny.engine(name, **options))
+def make_engine(name="qwen3", prefill="gather", **options):
+    if backend.is_cpu():
+        return compile_on_cpu(tiny.engine(name, **options), prefill)
+    engine = tiny.engine(name, attention="kernels", **options)
+    engine.runner.attention.prefill = prefill
+    return engine
 
 
 def uncompiled(engine):
@@ -102,12 +108,154 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
 
     monkeypatch.setattr(Kernel, "__call__", launch_nothing)
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
-    attention = KernelAttention(engine.runner.attention.store, prefill)
+    groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
+    attention = KernelAttention(engine.runner.attention.store, prefill, groups=groups)
     engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
     assert sum(traced) == len(engine.runner.compiled._variants) > 2
+
+
+# Prompts
+
+
+def arriving(engine, num_decodes, prompts, params=GREEDY):
+    """All outputs by request: num_decodes run when the prompts come, one every other step."""
+    for i in range(num_decodes):
+        engine.add_request(f"decode {i}", PROMPTS[i], params)
+    for _ in range(6 if num_decodes else 0):
+        engine.step()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"prompt {i}", prompt, params)
+        for _ in range(2):
+            engine.step()
+    return tiny.run(engine)
+
+
+def compiled_with_prompts(engine, monkeypatch) -> list:
+    """A list that grows by the steps that are run compiled and are not all decodes."""
+    steps, call = [], CompiledSteps.__call__
+
+    def noting(self, step):
+        logits = call(self, step)
+        if logits is not None and step.prompts:
+            steps.append(step)
+        return logits
+
+    monkeypatch.setattr(CompiledSteps, "__call__", noting)
+    return steps
+
+
+@given(
+    st.sampled_from(["qwen3", "llama/window", "gemma3_text/w9"]),
+    st.sampled_from([("varlen", None), ("gather", None), ("gather", 8)]),
+    st.integers(0, 4),
+    st.integers(6, 40),
+    st.lists(st.integers(2, 90), min_size=1, max_size=3),
+)
+@settings(max_examples=10)
+def test_chunks_beside_decodes_give_the_same_tokens(name, how, decodes, budget, lengths):
+    """Uncompiled, traced, and then with arrays that were not there when it was traced."""
+    prefill, bits = how
+    options = {"max_num_batched_tokens": budget, "kv_bits": bits, "enable_prefix_caching": False}
+    plain = uncompiled(make_engine(name, prefill, **options))
+    engine = make_engine(name, prefill, **options)
+    for seed in range(3):
+        prompts = [tiny.prompts(1, n, n, seed=n + seed)[0] for n in lengths]
+        expected, done = (arriving(e, decodes, prompts) for e in (plain, engine))
+        for request, output in expected.items():
+            assert done[request].outputs[0].token_ids == output.outputs[0].token_ids
+            if bits is None:
+                alone = tiny.alone(tiny.native(name), output.prompt_token_ids, 24)
+                assert output.outputs[0].token_ids == alone
+    assert engine.runner.compiled.reason is None
+    assert engine.metrics()["compiled_steps"] > engine.metrics()["steps"] // 2
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_log_probabilities_of_prompts(prefill, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=2)
+    prompts = tiny.prompts(3, 50, 70, seed=2)
+    options = {"max_num_batched_tokens": 24}
+    expected = arriving(uncompiled(make_engine(**options)), 2, prompts, params)
+    engine = make_engine(prefill=prefill, **options)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    got = arriving(engine, 2, prompts, params)
+    assert len(steps) > 4
+    assert {len(step.logits_indices) for step in steps} <= {3, 4, 16, 32}  # 1 or 2 prompts; scored
+    for name, output in expected.items():
+        for theirs, ours in (
+            (output.prompt_logprobs[1:], got[name].prompt_logprobs[1:]),
+            (output.outputs[0].logprobs, got[name].outputs[0].logprobs),
+        ):
+            assert [list(p) for p in theirs] == [list(p) for p in ours]
+            np.testing.assert_allclose(
+                [x.logprob for p in theirs for x in p.values()],
+                [x.logprob for p in ours for x in p.values()],
+                1e-4, 1e-4,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, monkeypatch):
+    """One a number of keys, from 128 to 512, and one more where the decodes' tables grow."""
+    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 128)
+    engine = make_engine(
+        prefill=prefill, max_num_batched_tokens=20, num_blocks=200, max_model_len=512,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS[:4]):
+        engine.add_request(str(i), prompt, params)
+    while engine.metrics()["decode_tokens"] < 8:
+        engine.step()
+    traced, steps = count_traces(engine, monkeypatch), compiled_with_prompts(engine, monkeypatch)
+    for i, limit in enumerate((8, 5)):  # forwards built, compiled or not
+        del traced[:], steps[:]
+        prompt = tiny.prompts(1, 480, 480, seed=i)[0]  # 30 chunks of 16
+        engine.add_request(f"long {i}", prompt, SamplingParams(max_tokens=1))
+        while "long" in str(list(engine._requests)):
+            engine.step()
+        assert len(traced) <= limit
+        assert len(steps) >= 30 - limit // 2
+    assert engine.metrics()["requests_running"] == 4
+
+
+def test_a_variant_with_prompts_is_compiled_when_it_comes_again(monkeypatch):
+    engine = make_engine(enable_prefix_caching=False)
+    traced, steps = count_traces(engine, monkeypatch), compiled_with_prompts(engine, monkeypatch)
+    prompts = tiny.prompts(3, 20, 20)
+    once = SamplingParams(temperature=0, max_tokens=1)
+    for traces, compiled_steps in ((False, 0), (True, 1), (None, 2)):
+        del traced[:]
+        tokens_of(engine, once, prompts[:1])
+        assert traced == [traces] * (traces is not None)
+        assert len(steps) == compiled_steps
+    tokens_of(engine, once, prompts)
+    assert len(steps) == 2, "more segments are another variant"
+
+
+def test_variants_seen_once_do_not_displace_compiled_ones(monkeypatch):
+    monkeypatch.setattr(compiled, "_MAX_VARIANTS", 8)
+    engine = make_engine(max_num_batched_tokens=64, enable_prefix_caching=False)
+    tokens_of(engine)
+    kept = list(engine.runner.compiled._variants)
+    for n in range(1, 7):
+        tokens_of(engine, SamplingParams(max_tokens=1), tiny.prompts(n, 2, 9, seed=n))
+    assert set(kept) <= set(engine.runner.compiled._variants)
+    assert len(engine.runner.compiled._seen) <= 8
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_large_steps_are_not_compiled(prefill, monkeypatch):
+    monkeypatch.setattr(prompts_of_steps, "SMALL_ROWS", 20)
+    engine = make_engine(prefill=prefill, enable_prefix_caching=False)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    for _ in range(3):
+        tokens_of(engine, SamplingParams(max_tokens=1), [PROMPTS[0] * 2])
+    assert len(PROMPTS[0]) * 2 > 20
+    assert not steps
 
 
 def test_variants_that_are_long_unused_are_forgotten(monkeypatch):
@@ -134,13 +282,36 @@ def test_a_model_that_cannot_be_traced_runs_uncompiled(monkeypatch):
     assert engine.metrics()["compiled_steps"] == 0
 
 
+def test_a_step_with_prompts_that_cannot_be_traced_ends_it_too(monkeypatch):
+    """After decodes were compiled, and with a step of decodes one ahead."""
+    engine = make_engine(max_num_batched_tokens=20, enable_prefix_caching=False)
+    expected = arriving(uncompiled(make_engine(max_num_batched_tokens=20)), 3, PROMPTS[3:])
+    norm = type(engine.model.packed.model.model.norm)
+    call = norm.__call__
+
+    def needs_values(self, x):
+        if len(x) > 8:
+            x.sum().item()
+        return call(self, x)
+
+    monkeypatch.setattr(norm, "__call__", needs_values)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    for _ in range(2):
+        done = arriving(engine, 3, PROMPTS[3:])
+        for request, output in expected.items():
+            assert done[request].outputs[0].token_ids == output.outputs[0].token_ids
+    assert "eval" in engine.runner.compiled.reason
+    assert engine.metrics()["compiled_steps"] > 0
+    assert all(len(step.batch.token_ids) <= 8 for step in steps)
+
+
 def test_weights_are_not_copied():
     engine = make_engine(max_num_seqs=1)
     tokens_of(engine, prompts=PROMPTS[:1])
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()
-    engine.runner.compiled = CompiledDecode(engine.model.packed, engine.runner.attention)
+    engine.runner.compiled = CompiledSteps(engine.model.packed, engine.runner.attention)
     engine.runner.compiled.reason = None
     tokens_of(engine, prompts=PROMPTS[:1])
     mx.synchronize()

@@ -1,6 +1,7 @@
 """KernelAttention on the CPU host: whole steps, the order of launches, and whole engines."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from test_attention import RAGGED, Case, check
 
 from metal.host import compiler_available, installed
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from vllm_metal_lite.attention import prompts as prompts_of_steps
 from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops, selfcheck
@@ -27,11 +29,16 @@ def host(monkeypatch, tmp_path):
 
 
 class KernelCase(Case):
-    """A case of the reference's own tests, through kernels."""
+    """A case of the reference's own tests, through kernels; the window is the layer's own."""
 
     def __init__(self, *args, prefill, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.attention = KernelAttention(self.store, prefill)
+        self.prefill = prefill
+
+    def run(self, padding=0, **how):
+        self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
+        self.attention = KernelAttention(self.store, self.prefill)
+        return super().run(padding, **how)
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)
@@ -41,6 +48,11 @@ class KernelCase(Case):
 @pytest.mark.parametrize("segments", [RAGGED, RAGGED[:3], RAGGED[3:]], ids=len)
 def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
     check(KernelCase(segments, prefill=prefill, sinks=True), padding=3, **how)
+
+
+def test_a_large_step_is_cut_into_calls(monkeypatch):
+    monkeypatch.setattr(prompts_of_steps, "SMALL_ROWS", 1)
+    check(KernelCase(RAGGED, prefill="gather", sinks=True), padding=3, window=5)
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_metal_lite.attention.plan import NEVER, Group, plan_groups, split_packs
+from vllm_metal_lite.attention.plan import NEVER, Group, in_one_call, plan_groups, split_packs
 from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
 
@@ -48,7 +48,7 @@ def expected_pairs(
 
 def visible(group: Group, window: int | None) -> np.ndarray:
     """(B, Lq, Lk) bool: what SDPA under this group's mask lets a query see."""
-    shape = (*group.q_rows.shape, group.kv_slots.shape[1])
+    shape = (*group.q_pos.shape, group.kv_slots.shape[1])
     if group.mask is None:
         return np.ones(shape, bool)
     if group.mask == "causal":
@@ -59,7 +59,7 @@ def visible(group: Group, window: int | None) -> np.ndarray:
     if window is not None:
         out &= kv_pos > q_pos - window
     if group.segments is not None:
-        out &= group.segments[:, :, None] == group.segments[:, None, :]
+        out &= group.segments[:, :, None] == group.kv_segments[:, None, :]
     return out
 
 
@@ -102,6 +102,29 @@ def test_every_row_sees_exactly_what_the_definition_says(segments, window, chunk
         assert (np.diff(g.q_rows, axis=1) >= 0).all()
         assert g.q_rows.shape[1] <= max(tile, 1) or g.segments is not None
         assert (g.kv_pos[:, 0] < NEVER).all()
+
+
+@given(
+    st.lists(segment, min_size=1, max_size=5),
+    st.none() | st.integers(1, 20),
+    st.integers(0, 9),
+    st.sampled_from([1, 64]),
+)
+@settings(max_examples=200)
+def test_one_call_for_all_segments_shows_each_row_its_own_and_gathers_no_more(
+    segments, window, padding, min_keys
+):
+    batch = make_batch(segments)
+    n = batch.num_tokens
+    group = in_one_call(batch, n + padding, min_keys, window)
+    mask, slots = visible(group, window)[0], group.kv_slots[0]
+    expected = expected_pairs(batch, window)
+    assert {row: slots[mask[row]].tolist() for row in range(n)} == expected
+    assert mask.shape == (n + padding, len(slots))
+    assert (mask[n:] == mask[n - 1]).all()
+    needed = {slot for seen in expected.values() for slot in seen}
+    assert set(slots.tolist()) == needed
+    assert len(slots) == max(min_keys, 1 << (len(needed) - 1).bit_length())
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60))

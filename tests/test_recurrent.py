@@ -92,7 +92,7 @@ def pack(spans: list[tuple[int, int]]) -> StepMetadata:
     for row in rows:
         inputs.append_blocks(row, list(range(8)))
     batch = inputs.pack(rows, *(np.array(x) for x in zip(*spans, strict=True)))
-    return StepMetadata(batch, batch.num_tokens + 2)
+    return StepMetadata(batch, batch.num_tokens + 2).on_device()
 
 
 @given(

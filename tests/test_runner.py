@@ -6,10 +6,11 @@ import tiny_models as tiny
 
 from vllm_metal_lite import backend, runner
 from vllm_metal_lite.attention.reference import ReferenceAttention
+from vllm_metal_lite.attention.step import StepMetadata
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.batch import UNKNOWN_TOKEN, InputBatch
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.runner import ModelRunner, bucket
+from vllm_metal_lite.runner import ModelRunner, StepResult, bucket
 from vllm_metal_lite.sampling import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -33,16 +34,69 @@ class Bench:
             sampler.add(row, greedy, 0, np.array(prompt, np.int32), len(prompt), ())
             self.rows.append(row)
 
-    def step(self, which, computed, scheduled, k=0):
+    def pack(self, which, computed, scheduled):
         rows = np.array([self.rows[i] for i in which])
-        batch = self.inputs.pack(rows, np.array(computed), np.array(scheduled))
-        sampled = rows[batch.sample_segments]
+        return self.inputs.pack(rows, np.array(computed), np.array(scheduled))
+
+    def step(self, which, computed, scheduled, k=0):
+        batch = self.pack(which, computed, scheduled)
+        sampled = batch.req_indices[batch.sample_segments]
         result = self.runner.execute(batch, sampled, k)
         self.inputs.append_tokens(sampled, result.token_ids)
         return result
 
 
 PROMPTS = tiny.prompts(2, 20, 20, seed=3)
+
+
+@pytest.mark.parametrize("num_rows", [6, 8])
+def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
+    """By seat: the order may be another, some have ended, and other rows know their tokens."""
+    inputs = InputBatch(4, 16, 8)
+    for i in range(4):
+        inputs.add([i] * 2, 2)
+        inputs.append_blocks(i, [i, i + 4])
+    before = StepResult(np.array([3, 0, 2]), mx.array([13, 10, 12]), None, None)
+    inputs.append_tokens(np.array([0, 2, 3]), np.full(3, UNKNOWN_TOKEN))
+    ones = np.array([1, 1])
+    batch = inputs.pack(np.array([0, 3]), 2 * ones, ones)
+    assert before.complete(StepMetadata(batch, num_rows))[:2].tolist() == [10, 13]
+    inputs.token_ids[1] = range(20, 36)
+    inputs.num_tokens[1] = 9
+    batch = inputs.pack(np.array([2, 0, 1]), np.array([2, 2, 3]), np.array([1, 1, 4]))
+    known = before.complete(StepMetadata(batch, num_rows))
+    assert known[:6].tolist() == [12, 10, 23, 24, 25, 26]
+    batch = inputs.pack(np.array([1]), np.array([3]), np.array([6]))
+    assert before.complete(StepMetadata(batch, num_rows))[:6].tolist() == [*range(23, 29)]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_that_samples_nothing_is_waited_for_once(monkeypatch, overlaps):
+    """By what it leaves in the store, unless it is the only one that can be under way."""
+    bench = Bench(PROMPTS)
+    monkeypatch.setattr(bench.runner.attention, "overlaps", overlaps)
+    result = bench.step([0], [0], [8])
+    waits = []
+    monkeypatch.setattr(mx, "synchronize", lambda: waits.append("all"))
+    monkeypatch.setattr(mx, "eval", lambda *a: waits.append("its own"))
+    result.wait()
+    assert waits == []  # its tokens, of which there are none, were read
+    result = bench.runner.execute(bench.pack([0], [8], [8]), np.zeros(0, np.int32))
+    waits.clear()
+    for _ in range(2):
+        result.wait()
+    assert waits == ["its own" if overlaps else "all"]
+
+
+def test_the_tokens_of_a_step_whose_rows_all_go_on_are_handed_on_as_they_are():
+    inputs = InputBatch(2, 16, 8)
+    rows = np.array([inputs.add([i], 1) for i in range(2)])
+    for row in rows:
+        inputs.append_blocks(row, [row])
+    sampled = mx.array([5, 6])
+    inputs.append_tokens(rows, np.full(2, UNKNOWN_TOKEN))
+    batch = inputs.pack(rows, np.array([1, 1]), np.array([1, 1]))
+    assert StepResult(rows, sampled, None, None).complete(StepMetadata(batch, 2)) is sampled
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])

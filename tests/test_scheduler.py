@@ -6,7 +6,8 @@ import pytest
 from fakes import FakeEngine, StepFailed, expected, fake_config
 
 from vllm_metal_lite.engine.request import Request, RequestStatus
-from vllm_metal_lite.engine.scheduler import Scheduler, SchedulerOutput
+from vllm_metal_lite.engine.scheduler import Scheduler
+from vllm_metal_lite.engine.scheduler_output import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.groups import KVGroup
 
@@ -444,6 +445,7 @@ def test_a_request_may_end_while_its_step_runs():
     engine.step()
     out = engine.scheduler.schedule()
     engine.scheduler.finish(first)
+    engine.scheduler.advance(out)
     engine.scheduler.update(out, [11, 22])
     assert first.num_tokens == 4
     assert second.token_ids[-1] == 22
@@ -458,6 +460,7 @@ def test_update_wants_a_token_for_each_segment_that_ends():
     engine = make(max_num_batched_tokens=4)
     engine.add(prompt(6))
     out = engine.scheduler.schedule()
+    engine.scheduler.advance(out)
     with pytest.raises(ValueError, match="1 tokens for 0 segments"):
         engine.scheduler.update(out, [5])
 
@@ -507,12 +510,12 @@ def test_a_step_costs_the_host_little():
     scheduler = Scheduler(config, [KVGroup(num_blocks=8192)], 4096)
     for i in range(256):
         scheduler.add(Request(str(i), prompt(16, i), 200, arrival=i))
-    scheduler.update(scheduler.schedule(), [1] * 256)
     times = []
-    for _ in range(50):
+    for _ in range(51):
         start = time.perf_counter()
         out = scheduler.schedule()
+        scheduler.advance(out)
         scheduler.update(out, [1] * 256)
         times.append(time.perf_counter() - start)
-        assert out.num_decodes == 256
+    assert out.num_decodes == 256
     assert min(times) < 5e-3

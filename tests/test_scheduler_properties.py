@@ -16,8 +16,9 @@ from fakes import FakeEngine, StepFailed, alone, expected, fake_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.request import Request, RequestStatus
-from vllm_metal_lite.engine.scheduler import SchedulerOutput
+from vllm_metal_lite.engine.scheduler_output import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.groups import KVGroup
 from vllm_metal_lite.kv.prefix_hash import extend_block_hashes
@@ -141,8 +142,7 @@ class Play:
         return {i: r.output_token_ids for i, r in self.engine.requests.items()}
 
 
-def run(workload: Workload) -> Play:
-    """Play a workload to its end, with all checks."""
+def make_config(workload: Workload) -> tuple[EngineConfig, list[KVGroup]]:
     config = fake_config(
         workload.block_size,
         max_num_seqs=workload.max_num_seqs,
@@ -159,6 +159,12 @@ def run(workload: Workload) -> Play:
             for a in workload.arrivals
         ]
         groups.append(replace(group, num_blocks=max(needs) + workload.extra_blocks))
+    return config, groups
+
+
+def run(workload: Workload) -> Play:
+    """Play a workload to its end, with all checks."""
+    config, groups = make_config(workload)
     play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
     engine, scheduler = play.engine, play.engine.scheduler
     tokens = sum(a.num_stored for a in workload.arrivals)

@@ -128,7 +128,7 @@ class _NoModel:
 
 _README = Path(__file__).parent.parent / "README.md"  # what is said
 _TEXTS = ("token ids only", "text that nobody reads", "text", "text and a stop string")
-_PARTS = ("schedule_ahead", "pack", "update")
+_PARTS = ("schedule", "advance", "update", "pack")
 
 
 def host(batches: Sequence[int] = (1, 64, 256), steps: int = 400) -> dict[str, dict[str, float]]:

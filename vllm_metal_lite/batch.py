@@ -12,6 +12,9 @@ import numpy as np
 
 PAD_SLOT = -1  # slot_mapping value of a row whose K and V are written nowhere
 
+# A token that a step under way samples: it is on the device, and not on the host yet.
+UNKNOWN_TOKEN = -1
+
 _NONE = np.zeros(0, np.int32)
 
 
@@ -19,7 +22,8 @@ _NONE = np.zeros(0, np.int32)
 class ForwardBatch:
     """S segments (one a request) packed into N rows, decode rows (segments of length 1) first.
 
-    token_ids, positions, slot_mapping: (N,) int32.  cu_seqlens_q: (S+1,) int32.
+    token_ids, positions, slot_mapping: (N,) int32.  cu_seqlens_q: (S+1,) int32.  Of the leading
+    segments of length 1, some may have UNKNOWN_TOKEN, which the step before samples.
     seq_lens: (S,) int32, context including this step's tokens.
     block_tables: (S, max_blocks) int32; entries behind a window mean nothing.
     req_indices: (S,) rows of the InputBatch (the requests' seats), by which recurrent layers find
@@ -199,22 +203,24 @@ class InputBatch:
         """Add one sampled token to each request; at the context's end there is no room, so none."""
         at = self.num_tokens[req_indices]
         room = at < self.token_ids.shape[1]
-        rows = req_indices[room]
-        self.token_ids[rows, at[room]] = token_ids[room]
-        self.num_tokens[rows] += 1
+        if not room.all():
+            req_indices, at, token_ids = req_indices[room], at[room], token_ids[room]
+        self.token_ids[req_indices, at] = token_ids
+        self.num_tokens[req_indices] = at + 1
+
+    def fill_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
+        """Put tokens in the place of an UNKNOWN_TOKEN at the end; a row that ends otherwise has
+        been given to another request since, and is left alone."""
+        at = self.num_tokens[req_indices] - 1
+        last = self.token_ids[req_indices, at]
+        self.token_ids[req_indices, at] = np.where(last == UNKNOWN_TOKEN, token_ids, last)
 
     def pack(
-        self,
-        req_indices: np.ndarray,
-        num_computed: np.ndarray,
-        num_scheduled: np.ndarray,
-        num_unknown: int = 0,
+        self, req_indices: np.ndarray, num_computed: np.ndarray, num_scheduled: np.ndarray
     ) -> ForwardBatch:
         """Cut a step out of the table.
 
         req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
-        num_unknown: tokens of each request that are sampled but not in the table yet; token_ids
-        means nothing where one of them stands.
         """
         bs = self.block_size
         q_lens = num_scheduled.astype(np.int32)
@@ -226,8 +232,7 @@ class InputBatch:
         row = req_indices[segment]
         seq_lens = (num_computed + num_scheduled).astype(np.int32)
         block, offset = np.divmod(positions, bs)
-        num_tokens = self.num_tokens[req_indices] + num_unknown
-        terminal = np.flatnonzero(seq_lens == num_tokens).astype(np.int32)
+        terminal = np.flatnonzero(seq_lens == self.num_tokens[req_indices]).astype(np.int32)
 
         successor = positions + 1
         scored = np.flatnonzero(

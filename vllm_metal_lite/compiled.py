@@ -1,9 +1,12 @@
-"""Steps of nothing but decodes, compiled: Python builds such a graph once a shape.
+"""Steps whose shapes repeat, compiled: Python builds such a graph once a shape.
 
 Building a forward can take the host longer than running it takes a GPU.  Two steps of one variant
-(rows, width of the block tables, splits, all of them powers of two) differ only in arrays: the
+(the shapes of their arrays, most of them powers of two) differ only in what the arrays hold: the
 step's metadata and the attention's state go in as arguments, logits and the next state come out.
 Weights and the store are captured, which copies nothing; kernels write into the store in place.
+
+Tracing costs more than building the graph once.  A step of decodes is followed by its like, so it
+is traced at once; a variant with prompts when it comes a second time.
 """
 
 from collections import OrderedDict
@@ -14,14 +17,14 @@ from vllm_metal_lite.attention.step import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.packed import PackedModel
 
-# Variants kept, the least recently used go first: rows and widths of one load are a few.
+# Variants kept, the least recently used go first: those of one load are a few.
 _MAX_VARIANTS = 64
 
-# Of metadata arrays (or lists of them, one array a KV group) and the state.
+# Of metadata arrays (or trees of them) and the state.
 Forward = Callable[[list, list[mx.array]], tuple[mx.array, list[mx.array]]]
 
 
-class CompiledDecode:
+class CompiledSteps:
     """A model's forward for steps that have a `variant`.
 
     reason: why steps run uncompiled, None if they do not.  A model that cannot be traced is found
@@ -39,13 +42,18 @@ class CompiledDecode:
         elif model.sees_sequences:
             self.reason = "some layers of this model see sequences"
         self._variants: OrderedDict[tuple, Forward] = OrderedDict()
+        self._seen: OrderedDict[tuple, None] = OrderedDict()  # once, and not compiled
 
     def __call__(self, step: StepMetadata) -> mx.array | None:
-        """Logits (num_rows, vocab_size) of all rows, padding included; None: run it uncompiled."""
+        """Logits (R, vocab_size) of the step's `logits_indices`; None: run it uncompiled."""
         if self.reason is not None or step.variant is None:
             return None
-        forward = self._variants.get(step.variant) or self._compile(step)
-        self._variants.move_to_end(step.variant)
+        forward = self._variants.get(step.variant)
+        if forward is None:
+            if self._waits(step):
+                return None
+            forward = self._compile(step)
+        _keep(self._variants, step.variant, forward)
         arrays = [getattr(step, name) for name in step.arrays]
         try:
             logits, self.attention.state = forward(arrays, self.attention.state)
@@ -56,6 +64,14 @@ class CompiledDecode:
         self.num_steps += 1
         return logits
 
+    def _waits(self, step: StepMetadata) -> bool:
+        """Whether a variant that is not compiled is to come once more before it is."""
+        if step.batch.num_decodes == step.batch.num_segments or step.variant in self._seen:
+            self._seen.pop(step.variant, None)
+            return False
+        _keep(self._seen, step.variant, None)
+        return True
+
     def _compile(self, step: StepMetadata) -> Forward:
         like = step.with_arrays(None)  # holds on to nothing
 
@@ -63,12 +79,18 @@ class CompiledDecode:
             kept = self.attention.state
             self.attention.state = state
             try:
-                logits = self.model(like.with_arrays(arrays), self.attention, None)
+                step = like.with_arrays(arrays)
+                logits = self.model(step, self.attention, step.logits_indices)
                 return logits, self.attention.state
             finally:  # what is traced must not stay behind
                 self.attention.state = kept
 
-        if len(self._variants) == _MAX_VARIANTS:
-            self._variants.popitem(last=False)
-        self._variants[step.variant] = compiled = mx.compile(forward)
-        return compiled
+        return mx.compile(forward)
+
+
+def _keep(entries: OrderedDict, key: tuple, value: Forward | None) -> None:
+    """Make an entry the last to go."""
+    entries[key] = value
+    entries.move_to_end(key)
+    if len(entries) > _MAX_VARIANTS:
+        entries.popitem(last=False)

@@ -11,8 +11,8 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import Attention, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch import ForwardBatch
-from vllm_metal_lite.compiled import CompiledDecode
+from vllm_metal_lite.batch import UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.compiled import CompiledSteps
 from vllm_metal_lite.constraints import TokenMasks
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.sampling import LogprobArrays, Sampler, prompt_logprobs
@@ -31,6 +31,7 @@ class StepResult:
     """A step that was submitted: reading what it gives waits for its end.
 
     token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None.
+    arrays: what to wait for; if there is nothing (all is in the store), for all that was submitted.
     """
 
     def __init__(
@@ -42,20 +43,26 @@ class StepResult:
     ) -> None:
         self._req_indices, self._sampled = req_indices, sampled
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        arrays = [] if self._sampled is None else [self._sampled]
-        for a in (self._logprobs, self._prompt_logprobs):
-            arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
-        return arrays
+        self.arrays = [] if sampled is None else [sampled]
+        for a in (logprobs, prompt_logprobs):
+            self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
+        self._done = False
 
     def wait(self) -> None:
-        mx.eval(self.arrays)
+        if self._done:
+            return
+        if self.arrays:
+            mx.eval(self.arrays)
+        else:
+            mx.synchronize()
+        self._done = True
 
     @cached_property
     def token_ids(self) -> np.ndarray:
-        return np.zeros(0, np.int32) if self._sampled is None else np.array(self._sampled)
+        if self._sampled is None:
+            self.wait()
+            return np.zeros(0, np.int32)
+        return np.array(self._sampled)
 
     @cached_property
     def logprobs(self) -> Logprobs | None:
@@ -65,15 +72,24 @@ class StepResult:
     def prompt_logprobs(self) -> Logprobs | None:
         return _to_host(self._prompt_logprobs)
 
-    def tokens_of(self, req_indices: np.ndarray, num_rows: int) -> mx.array:
-        """(num_rows,) int32: these requests' tokens, on the device, with any behind them.
-
-        req_indices: some of the step's own, in its order.
-        """
-        if len(req_indices) == num_rows == len(self._req_indices):
-            return self._sampled
-        rows = np.flatnonzero(np.isin(self._req_indices, req_indices))
-        return self._sampled[mx.array(pad_rows(rows.astype(np.int32), num_rows))]
+    def complete(self, step: StepMetadata) -> mx.array:
+        """(num_rows,) int32: the next step's token_ids, where those that are unknown on the host
+        are this step's, on the device."""
+        batch, num_rows = step.batch, step.num_rows
+        unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # one a segment, those lead
+        seats = batch.req_indices[unknown]
+        if len(unknown) == batch.num_tokens and np.array_equal(seats, self._req_indices):
+            behind = num_rows - len(unknown)
+            return mx.pad(self._sampled, (0, behind)) if behind else self._sampled
+        if not len(unknown):
+            return step.token_ids
+        place = np.zeros(self._req_indices.max() + 1, np.int32)
+        place[self._req_indices] = np.arange(len(self._req_indices))
+        if len(unknown) == batch.num_tokens:
+            return self._sampled[mx.array(pad_rows(place[seats], num_rows))]
+        index = np.arange(num_rows, dtype=np.int32) + len(self._req_indices)
+        index[unknown] = place[seats]
+        return mx.concatenate([self._sampled, step.token_ids])[mx.array(index)]
 
 
 class ModelRunner:
@@ -81,7 +97,7 @@ class ModelRunner:
 
     def __init__(self, model: PackedModel, attention: Attention, sampler: Sampler) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
-        self.compiled = CompiledDecode(model, attention)
+        self.compiled = CompiledSteps(model, attention)
         self._last: StepResult | None = None
 
     def execute(
@@ -94,13 +110,13 @@ class ModelRunner:
     ) -> StepResult:
         """Submit a step; req_indices (T,): the table rows of the terminal segments.
 
-        grammar: what some of these T may say.  after: the step that gives this one, of decodes
-        only, its tokens, which need not be known on the host.
+        grammar: what some of these T may say.  after: the step before, which gives this one the
+        tokens that are not known on the host.
         """
         batch.validate(*self.attention.store.num_blocks)
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
         if after is not None:
-            step.token_ids = after.tokens_of(batch.req_indices, step.num_rows)
+            step.token_ids = after.complete(step)
         num_sampled = len(batch.sample_segments)
         logits = self._forward(step)
 
@@ -110,7 +126,8 @@ class ModelRunner:
             sampled, logprobs = output.token_ids, output.logprobs
         if len(batch.prompt_targets):
             targets = mx.array(batch.prompt_targets)
-            scored = prompt_logprobs(logits[num_sampled:], targets, num_prompt_logprobs)
+            rows = logits[num_sampled : num_sampled + len(targets)]
+            scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
         result = StepResult(req_indices, sampled, logprobs, scored)
         self._submit(result)
         return result
@@ -119,21 +136,18 @@ class ModelRunner:
         last, self._last = self._last, result
         if last is not None and not self.attention.overlaps:
             last.wait()
-        state = self.attention.state, self.attention.store.states.arrays
-        if result.arrays:
-            mx.async_eval(result.arrays, *state)
-        else:  # nothing that could be waited for later
-            mx.eval(*state)
+        state = [*self.attention.state, *self.attention.store.states.arrays]
+        # Nothing is sampled, and the next step may be under way when this one is waited for.
+        if not result.arrays and self.attention.overlaps:
+            result.arrays = state
+        mx.async_eval(result.arrays, state)
 
     def _forward(self, step: StepMetadata) -> mx.array:
-        """Logits of the step's `logits_indices`, in order; perhaps more behind them."""
-        batch = step.batch
-        if len(batch.sample_segments) == batch.num_tokens:  # every row is its segment's last
-            logits = self.compiled(step)
-            return self.model(step, self.attention, None) if logits is None else logits
-        # A step of nothing but chunks wants no logits; lazily, asking for one row costs nothing.
-        wanted = batch.logits_indices if len(batch.logits_indices) else np.zeros(1, np.int32)
-        return self.model(step, self.attention, mx.array(wanted))
+        """Logits of the batch's `logits_indices`, in order; perhaps more behind them."""
+        logits = self.compiled(step)
+        if logits is None:
+            logits = self.model(step, self.attention, step.logits_indices)
+        return logits
 
 
 def bucket(num_tokens: int) -> int:

@@ -47,8 +47,9 @@ def choose(
             prefill = max((v.prefill for v in verdicts), key=PREFILLS.index)
             how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
             checked = "right" if not failures else "the others right"
+            groups = {s.num_heads // s.num_kv_heads for s in shapes}
             shares = all(f.kernel != "shared_prefix" for f in failures)
-            attention = KernelAttention(store, prefill, fuses=not fused, shares=shares)
+            attention = KernelAttention(store, prefill, not fused, groups, shares)
             return attention, f"{checked} on this device; prompts by {how}"
         reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":

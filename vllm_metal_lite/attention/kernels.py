@@ -4,22 +4,25 @@ Decode rows go through `paged_decode`, which reads the store in place; a long pr
 is read once for all of them, by `shared_prefix` (see shared.py).  Prompts, whole or in chunks,
 go through `varlen_prefill`, which reads the store in place too, or through MLX's SDPA on what
 `kv_gather` copies out of the store, cut into calls as the reference does: whichever is faster on
-the device (see choose.py).
+the device (see choose.py), and in small steps in shapes that repeat (see prompts.py).
 """
 
 from collections.abc import Collection
-from functools import cached_property
+from typing import Any
 
 import numpy as np
+from mlx.utils import tree_flatten
 
 from vllm_metal_lite.attention.heads import Heads
-from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention, SdpaPlan
+from vllm_metal_lite.attention.plan import power_of_two
+from vllm_metal_lite.attention.prompts import SdpaPrompts, VarlenPrompts, pad_tables
+from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention
 from vllm_metal_lite.attention.shared import CommonPrefix, common_prefix
 from vllm_metal_lite.attention.step import AttentionShape, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kernels import ops
-from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope import NewRows, rope_write, unsupported
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
@@ -28,105 +31,105 @@ from vllm_metal_lite.kv.store import PagedStore
 PREFILLS = ("varlen", "gather")
 
 
-class _Prompts:
-    """The segments of a step behind its decodes; num_rows of their own, padding included."""
-
-    def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
-        self.batch, self.num_rows = batch, num_rows
-        self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
-        self._tiles: dict[int, mx.array] = {}
-
-    @cached_property
-    def metadata(self) -> list[tuple[mx.array, mx.array, mx.array]]:
-        """By KV group: block_tables, cu_seqlens_q, seq_lens, which only `varlen_prefill` wants."""
-        lengths = mx.array(self.batch.cu_seqlens_q), mx.array(self.batch.seq_lens)
-        return [(mx.array(_widen(b.block_tables)), *lengths) for b in self.batch.by_group]
-
-    def tiles(self, group: int) -> mx.array:
-        """The tiles of `varlen_prefill` for layers of `group` query heads a KV head."""
-        if group not in self._tiles:
-            tiles = plan_tiles(self.batch.cu_seqlens_q, self.num_rows, group)
-            self._tiles[group] = mx.array(tiles)
-        return self._tiles[group]
-
-
 class KernelStep(StepMetadata):
     """A step whose first num_decodes rows are decodes, and the rest prompts.
 
     block_tables (num_decodes, W), one a KV group, and seq_lens (num_decodes,) int32 are of the
     decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
     plans: the `decode_plan` of layers by their number of KV heads.
+    prompts: None in a step of nothing but decodes.
     writes_late: attention may write the step's rows, for no row sees another one of them.
     prefix_len: the largest power of two within the prefix that decodes share, 0 = they share none.
     leader (1,), prefix_lens (num_decodes,): the CommonPrefix, or None.  own_plans: as plans, of
     what is behind it.
     """
 
-    arrays = (*StepMetadata.arrays, "block_tables", "seq_lens", "leader", "prefix_lens")
+    arrays = (
+        *StepMetadata.arrays, "block_tables", "seq_lens", "leader", "prefix_lens", "prompt_arrays"
+    )  # fmt: skip
 
     def __init__(
         self,
         batch: ForwardBatch,
         num_rows: int,
+        prompts: VarlenPrompts | SdpaPrompts | None,
+        prefix: CommonPrefix | None,
         kv_heads: Collection[int],
-        prefix: CommonPrefix | None = None,
     ) -> None:
-        super().__init__(batch, num_rows)
         count = batch.num_decodes
-        self.prompts, self.writes_late = None, False
-        if count < batch.num_segments:
-            self.prompts = _Prompts(batch.prefills(), num_rows - count)
-        self.num_decodes = count if self.prompts else num_rows
+        self.num_decodes = count if prompts else num_rows
+        self.writes_late = not prompts and not batch.reads_new_rows
+        repeats = prompts is None or prompts.repeats
+        num_logits = 1
+        if repeats:  # a row a segment, whether it ends or not; more where prompts are scored
+            num_logits = self.num_decodes + power_of_two(batch.num_segments - count or 1)
+            if len(batch.logits_indices) > num_logits:
+                num_logits = power_of_two(len(batch.logits_indices))
+        super().__init__(batch, num_rows, num_logits=num_logits)
+        self.prompts = prompts
+        self.block_tables, self.seq_lens, self.plans = [], None, {}
         self.prefix_len, self.leader, self.prefix_lens, self.own_plans = 0, None, None, {}
-        if prefix:
-            length, own = prefix.lens.max(), (batch.seq_lens[:count] - prefix.lens).max()
-            self.prefix_len = 1 << (int(length).bit_length() - 1)
-            self.leader = mx.array([prefix.leader], mx.int32)
-            self.prefix_lens = mx.array(pad_rows(prefix.lens, self.num_decodes))
-            self.own_plans = {h: ops.decode_plan(self.num_decodes, h, int(own)) for h in kv_heads}
         if count:
             longest = int(batch.seq_lens[:count].max())
-            width = -(-longest // batch.block_size)
-            tables = [_widen(b.block_tables[:count, :width]) for b in batch.by_group]
-            self.block_tables = [mx.array(pad_rows(t, self.num_decodes)) for t in tables]
-            self.seq_lens = mx.array(pad_rows(batch.seq_lens[:count], self.num_decodes))
+            width = power_of_two(-(-longest // batch.block_size))
+            tables = [b.block_tables[:count] for b in batch.by_group]
+            self.block_tables = [pad_tables(t, self.num_decodes, width) for t in tables]
+            self.seq_lens = pad_rows(batch.seq_lens[:count], self.num_decodes)
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
-            if not self.prompts:
-                self.writes_late = not batch.reads_new_rows
-                plans = *self.plans.values(), self.prefix_len, *self.own_plans.values()
-                self.variant = (num_rows, tables[0].shape[1], self.writes_late, *plans)
+        if prefix:
+            own = int((batch.seq_lens[:count] - prefix.lens).max())
+            self.own_plans = {h: ops.decode_plan(self.num_decodes, h, own) for h in kv_heads}
+            self.prefix_len = 1 << (int(prefix.lens.max()).bit_length() - 1)
+            self.leader = np.array([prefix.leader], np.int32)
+            self.prefix_lens = pad_rows(prefix.lens, self.num_decodes)
+        if repeats:
+            arrays = tree_flatten([getattr(self, name) for name in self.arrays])
+            shapes = [None if a is None else a.shape for _, a in arrays]
+            plans = *self.plans.values(), *self.own_plans.values()
+            self.variant = (self.num_decodes, self.writes_late, self.prefix_len, *plans, *shapes)
 
+    @property
+    def prompt_arrays(self) -> list[Any] | None:
+        return self.prompts and self.prompts.arrays
 
-def _widen(tables: np.ndarray) -> np.ndarray:
-    """Block tables of a width that is a power of two, so that shapes repeat from step to step."""
-    count, width = tables.shape
-    out = np.zeros((count, 1 << (width - 1).bit_length()), tables.dtype)
-    out[:, :width] = tables
-    return out
+    @prompt_arrays.setter
+    def prompt_arrays(self, arrays: list[Any] | None) -> None:
+        self.prompts = self.prompts and self.prompts.with_arrays(arrays)
 
 
 class KernelAttention(ReferenceAttention):
     """The store is written and read by kernels only; a token keeps them in order.
 
-    prefill: "varlen" or "gather", how prompts attend.  shares: `shared_prefix` may be used.
+    prefill: "varlen" or "gather", how prompts attend.  groups: query heads a KV head, of all
+    layers, without which steps with prompts by "varlen" are not compiled.  shares: `shared_prefix`
+    may be used.
     """
 
     name = "kernels"
     overlaps = True
 
     def __init__(
-        self, store: PagedStore, prefill: str, fuses: bool = True, shares: bool = True
+        self,
+        store: PagedStore,
+        prefill: str,
+        fuses: bool = True,
+        groups: Collection[int] = (),
+        shares: bool = True,
     ) -> None:
         super().__init__(store)
-        # Layers of which a prefix can be read once: they see all of it, as the matrices take it.
+        self.prefill, self.fuses, self._groups = prefill, fuses, sorted(groups)
+        # Layers that see all of a prefix, in a form that matrices take.
         self._shares = [
             shares and spec.window is None and spec.bits is None
             and not ops.head_size_problem((spec.k_head_dim, spec.v_head_dim), ops.MAX_PREFILL_DIM)
             for spec in store.specs
         ]  # fmt: skip
-        self.prefill, self.fuses = prefill, fuses
         self.token = ops.new_token()
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
+        windows = [[] for _ in store.num_blocks]
+        for spec, group in zip(store.specs, store.group_of, strict=True):
+            windows[group].append(spec.window)
+        self._windows = [None if None in w else max(w, default=None) for w in windows]
 
     @property
     def state(self) -> list[mx.array]:
@@ -138,13 +141,22 @@ class KernelAttention(ReferenceAttention):
         (self.token,) = state
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> KernelStep:
-        decodes = slice(batch.num_decodes)
+        prompts = None
+        if batch.num_decodes < batch.num_segments:
+            rest, rows = batch.prefills(), num_rows - batch.num_decodes
+            if self.prefill == "varlen":
+                prompts = VarlenPrompts(rest, rows, self._groups)
+            else:
+                prompts = SdpaPrompts(rest, rows, self._windows)
+        prefix = self._common_prefix(batch)
+        return KernelStep(batch, num_rows, prompts, prefix, self._kv_heads).on_device()
+
+    def _common_prefix(self, batch: ForwardBatch) -> CommonPrefix | None:
+        """What the decodes share in all layers that can read it once."""
         groups = {g for g, shares in zip(self.store.group_of, self._shares, strict=True) if shares}
-        tables = [batch.by_group[g].block_tables[decodes] for g in groups]
-        prefix = None
-        if tables:
-            prefix = common_prefix(tables, batch.seq_lens[decodes], batch.block_size)
-        return KernelStep(batch, num_rows, self._kv_heads, prefix)
+        decodes = slice(batch.num_decodes)
+        tables = [batch.by_group[g].block_tables[decodes] for g in sorted(groups)]
+        return common_prefix(tables, batch.seq_lens[decodes], batch.block_size) if tables else None
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         spec, group = self.store.specs[layer], self.store.group_of[layer]
@@ -206,27 +218,24 @@ class KernelAttention(ReferenceAttention):
         rows, outputs = q if new else q.astype(spec.dtype), []
         if step.num_decodes:
             decodes = rows if new else rows[: step.num_decodes]
-            plan, prefix = step.plans[spec.num_kv_heads], None
+            plans, prefix = step.plans, None
             if step.prefix_len and self._shares[layer] and window is None:
-                plan = step.own_plans[spec.num_kv_heads]
-                splits = prefix_splits(
-                    step.num_decodes, q.shape[1], spec.num_kv_heads, step.prefix_len
-                )
+                plans, heads = step.own_plans, (q.shape[1], spec.num_kv_heads)
                 prefix = shared_prefix(
                     decodes, step.block_tables[group], step.leader, step.prefix_lens,
                     *self._store(layer), block_size=self.store.block_size, scale=scale,
-                    softcap=softcap, splits=splits,
+                    softcap=softcap, splits=prefix_splits(len(decodes), *heads, step.prefix_len),
                 )  # fmt: skip
                 self.token = prefix.lse
             out, self.token = ops.paged_decode(
                 decodes, step.block_tables[group], step.seq_lens, *self._store(layer),
-                plan=plan, spec=spec, prefix=prefix, **in_place,
+                plan=plans[spec.num_kv_heads], spec=spec, prefix=prefix, **in_place,
             )  # fmt: skip
             outputs.append(out)
         prompts = step.prompts
-        if prompts and self.prefill == "varlen":
+        if isinstance(prompts, VarlenPrompts):
             out, self.token = varlen_prefill(
-                rows[step.num_decodes :], *prompts.metadata[group],
+                rows[step.num_decodes :], *prompts.metadata(group),
                 prompts.tiles(q.shape[1] // spec.num_kv_heads), *self._store(layer), **in_place,
             )  # fmt: skip
             outputs.append(out)

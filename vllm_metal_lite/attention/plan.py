@@ -24,21 +24,28 @@ MAX_GATHERED_KEYS = 1 << 17
 NEVER = np.iinfo(np.int32).max  # position of a padding key: behind every query
 
 
+def power_of_two(n: int) -> int:
+    """The smallest one that is at least n, for n of at least 1."""
+    return 1 << (n - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """One call of SDPA: B rows of Lq queries over Lk keys.
 
-    q_rows (B, Lq): rows of the packed batch, padding repeats the last.  kv_slots (B, Lk): slots of
-    the store, padding repeats the first.  mask: None (all visible), "causal" (lower right) or
-    "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the segment of each row).
+    q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, as they are.
+    kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
+    "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
+    segments of rows and keys).  The arrays may be on the device already.
     """
 
-    q_rows: np.ndarray
+    q_rows: np.ndarray | None
     kv_slots: np.ndarray
     q_pos: np.ndarray
     kv_pos: np.ndarray
     mask: str | None
     segments: np.ndarray | None = None
+    kv_segments: np.ndarray | None = None
 
     @property
     def cost(self) -> int:
@@ -198,4 +205,35 @@ def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
     rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
     segments = np.repeat(pack, cu[pack + 1] - cu[pack]).astype(np.int32)[None]
     positions = batch.positions[rows]
-    return Group(rows, batch.slot_mapping[rows], positions, positions, "array", segments)
+    slots = batch.slot_mapping[rows]
+    return Group(rows, slots, positions, positions, "array", segments, segments)
+
+
+def in_one_call(
+    batch: ForwardBatch, num_rows: int, min_keys: int, window: int | None = None
+) -> Group:
+    """All segments end to end: num_rows queries, and keys padded to a power of two, at least
+    min_keys.
+
+    What the window hides of a context from all rows is not gathered: it may be another request's by
+    now.  Rows of padding see what the last row sees.
+    """
+    q_lens = np.diff(batch.cu_seqlens_q)
+    kv_start = np.zeros_like(q_lens)
+    if window is not None:
+        kv_start = np.maximum(batch.seq_lens - q_lens + 1 - window, 0)
+    ends = np.cumsum(batch.seq_lens - kv_start)
+    num_keys = int(ends[-1])
+    segment = np.repeat(np.arange(len(q_lens), dtype=np.int32), batch.seq_lens - kv_start)
+    position = np.arange(num_keys) - (ends - batch.seq_lens)[segment]
+    block, offset = np.divmod(position, batch.block_size)
+    slots = batch.block_tables[segment, block] * batch.block_size + offset
+    keys = np.zeros((3, power_of_two(max(num_keys, min_keys))), np.int32)
+    keys[0], keys[1] = slots[0], NEVER
+    keys[:, :num_keys] = slots, position, segment
+    last = np.minimum(np.arange(num_rows), batch.num_tokens - 1)
+    rows = np.repeat(np.arange(len(q_lens), dtype=np.int32), q_lens)[last]
+    kv_slots, kv_pos, kv_segments = keys[:, None]
+    return Group(
+        None, kv_slots, batch.positions[last][None], kv_pos, "array", rows[None], kv_segments
+    )

@@ -39,7 +39,7 @@ class DeviceGroup:
         self, group: Group, window: int | None = None, kept: KeptGroup | None = None
     ) -> None:
         self.group, self.window, self.kept = group, window, kept
-        self.q_rows = mx.array(group.q_rows)
+        self.q_rows = None if group.q_rows is None else mx.array(group.q_rows)
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -72,8 +72,8 @@ class DeviceGroup:
             if self.window is not None:
                 visible = visible & (kv_pos > q_pos - self.window)
             if self.group.segments is not None:
-                segments = mx.array(self.group.segments)
-                visible = visible & (segments[:, :, None] == segments[:, None, :])
+                segments = mx.array(self.group.segments)[:, :, None]
+                visible = visible & (segments == mx.array(self.group.kv_segments)[:, None, :])
             if additive:
                 zero, hidden = mx.array(0, dtype), mx.array(-float("inf"), dtype)
                 visible = mx.where(visible, zero, hidden)
@@ -155,7 +155,7 @@ class ReferenceAttention:
         for keeper, group in zip(self._kept, batch.by_group, strict=True):
             if keeper is not None:
                 keeper.note_writes(group.slot_mapping)
-        return ReferenceStep(batch, num_rows, self.store.padding_slots, self._kept)
+        return ReferenceStep(batch, num_rows, self.store.padding_slots, self._kept).on_device()
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         self.store.write(layer, k, v, step.slot_mapping[self.store.group_of[layer]])
@@ -187,7 +187,7 @@ class ReferenceAttention:
         groups, place = step.sdpa[self.store.group_of[layer]].calls(window, chunk)
         outputs = []
         for g in groups:
-            queries = self.take(q, g.q_rows).swapaxes(1, 2)
+            queries = (q[None] if g.q_rows is None else self.take(q, g.q_rows)).swapaxes(1, 2)
             k, v = self.gather(layer, g) if g.kept is None else self._gather_kept(layer, g.kept)
             if q_pe is not None:
                 k, v = mx.concatenate([k, v], axis=-1), k

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
+from vllm_metal_lite.attention.upload import upload
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
@@ -50,31 +51,48 @@ def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
 
 
 class StepMetadata:
-    """The rows of a ForwardBatch (batch, on the host) on the device, padded to num_rows.
+    """The rows of a ForwardBatch (batch, on the host), padded to num_rows; see `on_device`.
 
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows,) int32 a KV group.  A padded
     row has position 0 and its group's padding slot, and any token.
+    logits_indices: (R,) int32, the batch's, any rows behind them; None: of all rows, since each is
+    its segment's last.  R is num_logits if that is more.
     arrays: the names of all that differs between two steps of one variant.
     variant: what a compiled step depends on beside arrays; None if it depends on more than that.
     """
 
-    arrays: tuple[str, ...] = ("token_ids", "positions", "slot_mapping")
+    arrays: tuple[str, ...] = ("token_ids", "positions", "slot_mapping", "logits_indices")
     variant: tuple | None = None
 
     def __init__(
-        self, batch: ForwardBatch, num_rows: int, padding_slots: Sequence[int] | None = None
+        self,
+        batch: ForwardBatch,
+        num_rows: int,
+        padding_slots: Sequence[int] | None = None,
+        num_logits: int = 1,
     ) -> None:
         self.batch, self.num_rows = batch, num_rows
-        self.token_ids = mx.array(pad_rows(batch.token_ids, num_rows))
-        self.positions = mx.array(pad_rows(batch.positions, num_rows))
+        self.token_ids = pad_rows(batch.token_ids, num_rows)
+        self.positions = pad_rows(batch.positions, num_rows)
         self.slot_mapping = []
         for g, of_group in enumerate(batch.by_group):
             slots = pad_rows(of_group.slot_mapping, num_rows, PAD_SLOT)
             if padding_slots is not None:
                 slots = np.where(slots == PAD_SLOT, padding_slots[g], slots)
-            self.slot_mapping.append(mx.array(slots))
+            self.slot_mapping.append(slots)
+        self.logits_indices = None
+        if len(batch.sample_segments) < batch.num_tokens:
+            # A step of nothing but chunks wants no logits; lazily, asking for a row costs nothing.
+            wanted = batch.logits_indices
+            self.logits_indices = pad_rows(wanted, max(len(wanted), num_logits))
 
-    def with_arrays(self, arrays: Sequence[Any] | None) -> "StepMetadata":
+    def on_device(self) -> Self:
+        """The same, its arrays no longer numpy's but MLX's."""
+        step = self.with_arrays(upload([getattr(self, name) for name in self.arrays]))
+        step.batch = self.batch
+        return step
+
+    def with_arrays(self, arrays: Sequence[Any] | None) -> Self:
         """A step of the same variant with other `arrays`, or with none, and without a batch."""
         step = copy(self)
         step.batch = None

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from vllm_metal_lite.attention.choose import choose
-from vllm_metal_lite.batch import ForwardBatch, InputBatch
+from vllm_metal_lite.batch import UNKNOWN_TOKEN, ForwardBatch, InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.constraints import bad_word_ids
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.async_scheduler import AsyncScheduler
 from vllm_metal_lite.engine.request import Request, RequestStatus
-from vllm_metal_lite.engine.scheduler import SchedulerOutput
+from vllm_metal_lite.engine.scheduler import Scheduler
+from vllm_metal_lite.engine.scheduler_output import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.sizing import limit_buffer_cache, size_store
 from vllm_metal_lite.kv.store import PagedStore
@@ -52,7 +52,7 @@ class LLMEngine:
     """Requests are added at any moment; each `step` runs one packed forward and reports on it.
 
     Not thread-safe: one thread adds, aborts and steps (`AsyncEngine` sees to that for servers).
-    async_scheduling: decodes are submitted one step ahead; tokens are the same without.
+    async_scheduling: steps are submitted one ahead; tokens are the same without.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
@@ -73,7 +73,7 @@ class LLMEngine:
         )
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
-        self.scheduler = AsyncScheduler(scheduling, self.kv_groups, self.max_model_len)
+        self.scheduler = Scheduler(scheduling, self.kv_groups, self.max_model_len)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
         self._arrivals = itertools.count()
@@ -221,8 +221,8 @@ class LLMEngine:
     # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward to its end, and, in a phase of decodes only, submit the next one before
-        that; returns the requests that got a token (all of their output so far).
+        """Run one forward to its end, and submit the next one before that; returns the requests
+        that got a token (all of their output so far).
 
         If a forward fails, by an error or by Ctrl-C, everything scheduled goes back to the queue
         before the exception goes on: nothing is lost, and the next step starts afresh.
@@ -235,23 +235,22 @@ class LLMEngine:
             if not self._steps:
                 return []
             step = self._steps[0]
-            if self.async_scheduling:
-                ahead = self.scheduler.schedule_ahead(step.output)
-                if ahead is not None:
-                    self._launch(ahead, step.result)
-                    self._counts["steps_ahead"] += 1
+            self._advance(step)
+            if self.async_scheduling and not self.scheduler.may_preempt():
+                self._launch(self.scheduler.schedule(), step.result)
+                self._counts["steps_ahead"] += len(self._steps) - 1
             step.result.wait()
         except BaseException:
-            while self._steps:
-                output = self._steps.pop().output
-                for segment in output.segments:
-                    self._unseat(segment.request)
-                self.scheduler.rollback(output)
+            outputs = [s.output for s in self._steps]
+            self._steps.clear()
+            for segment in itertools.chain.from_iterable(o.segments for o in outputs):
+                self._unseat(segment.request)
+            self.scheduler.rollback(*outputs)
             raise
         return self._finish(self._steps.popleft())
 
     def _launch(self, output: SchedulerOutput, after: StepResult | None = None) -> None:
-        """Submit a step.  after: the step under way whose tokens this one continues."""
+        """Submit a step.  after: the step under way, whose tokens this one may continue."""
         for request in output.preempted:
             self._unseat(request)
         if output.is_empty:
@@ -264,35 +263,39 @@ class LLMEngine:
             req_indices,
             np.array([s.num_computed for s in output.segments]),
             np.array([s.num_scheduled for s in output.segments]),
-            0 if after is None else 1,
         )
         step.req_indices = req_indices[batch.sample_segments]
         scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
         step.result = self.runner.execute(batch, step.req_indices, scored, None, after)
 
+    def _advance(self, step: "_Step") -> None:
+        """Make room for the tokens of a step under way."""
+        ended = self.scheduler.advance(step.output)
+        self.inputs.append_tokens(step.req_indices, np.full(len(step.req_indices), UNKNOWN_TOKEN))
+        for request in ended:
+            self._unseat(request)
+
     def _finish(self, step: "_Step") -> list[RequestOutput]:
         """Take note of a step that has run; returns the requests that got a token."""
         output, batch, result = step.output, step.batch, step.result
-        terminal = output.segments
-        if len(batch.sample_segments) < len(terminal):
-            terminal = [terminal[i] for i in batch.sample_segments.tolist()]
-        # Not so: it ended while the step was under way, and this row is for nothing.
-        running = RequestStatus.RUNNING
-        goes_on = [s.request.status is running for s in terminal]
-        tokens, rows = result.token_ids, np.flatnonzero(goes_on)
-        self._count(output, len(terminal) - len(rows))
-        self.inputs.append_tokens(step.req_indices[rows], tokens[rows])
-        tokens = tokens.tolist()
+        self.inputs.fill_tokens(step.req_indices, result.token_ids)
+        tokens = result.token_ids.tolist()
         self.scheduler.update(output, tokens)
-        if self._steps:
-            self.scheduler.publish_ahead(self._steps[0].output)
+        finished = RequestStatus.FINISHED
+        # Not so: it ended while the step was under way, and this row is for nothing.
+        goes_on = [request.status is not finished for request in output.terminal]
+        self._count(output, output.num_decodes - sum(goes_on[: output.num_decodes]))
         if result.prompt_logprobs is not None:
             for row, i in enumerate(batch.prompt_segments.tolist()):
-                answer = self._answers[output.segments[i].request.request_id]
-                answer.append_prompt_logprobs(result.prompt_logprobs, row)
+                request = output.segments[i].request
+                if request.status is not finished:
+                    answer = self._answers[request.request_id]
+                    answer.append_prompt_logprobs(result.prompt_logprobs, row)
         reports: dict[str, RequestOutput] = {}
-        for row in rows.tolist():
-            answer = self._answers[terminal[row].request.request_id]
+        for row, request in enumerate(output.terminal):
+            if not goes_on[row]:
+                continue
+            answer = self._answers[request.request_id]
             if result.logprobs is not None:
                 answer.append_logprobs(result.logprobs, row)
             if answer.append(tokens[row]):

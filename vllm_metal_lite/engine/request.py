@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from vllm_metal_lite.batch import UNKNOWN_TOKEN
 from vllm_metal_lite.kv.block_pool import BlockTable
 
 
@@ -33,10 +34,11 @@ class Request:
     skip_prefix_cache_read: bool = False
     max_chunk: int = 0
 
-    # All tokens known: the prompt, then what was sampled.
+    # The prompt, then what was sampled; while a step samples another one, UNKNOWN_TOKEN for that.
     token_ids: list[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False)
-    # Tokens whose K and V are in the store; those of the last token sampled never are.
+    # Tokens whose K and V are in the store, or will be when the step under way is done; those of
+    # the last token sampled never are.
     num_computed_tokens: int = field(init=False, default=0)
     # Of these, the ones that the prefix cache held when the request was first admitted.
     num_cached_tokens: int = field(init=False, default=0)
@@ -71,3 +73,8 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """The tokens sampled so far: a copy, for reports rather than for every step."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    def forget_unknown(self) -> None:
+        """The token that a step under way samples will not come."""
+        if self.token_ids[-1] == UNKNOWN_TOKEN:
+            self.token_ids.pop()

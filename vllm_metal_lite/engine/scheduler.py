@@ -5,57 +5,24 @@ A request has no phases, only a gap: `num_tokens - num_computed_tokens`.  A step
 2. partial prefills resume;
 3. waiting requests are admitted;
 each in the order of rank = (priority, arrival), under `max_num_batched_tokens` and `max_num_seqs`.
+
+The tokens of a step need not be known when the next one is scheduled: `advance` puts UNKNOWN_TOKEN
+in their place, `update` replaces it.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter, le, sub
 
+from vllm_metal_lite.batch import UNKNOWN_TOKEN
 from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
 from vllm_metal_lite.engine.kv_manager import KVCacheManager, NewBlocks
 from vllm_metal_lite.engine.request import Request, RequestStatus
+from vllm_metal_lite.engine.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.groups import KVGroup
 
 _RANK = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class Segment:
-    """Tokens [num_computed, num_computed + num_scheduled) of a request.
-
-    new_block_ids: to be added to its block tables, one sequence a KV group (or none at all); for an
-    admitted request, the whole tables.
-    """
-
-    request: Request
-    num_computed: int
-    num_scheduled: int
-    new_block_ids: NewBlocks
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step.  The caller runs it and then calls `update`, or `rollback` if it failed.
-
-    segments: one a request, those of one token first.  num_decodes: how many of the first segments
-    are decodes; the other segments are (chunks of) prefills.
-    admitted: requests that got a seat, new or resumed.  preempted: requests that lost theirs; to be
-    taken note of first, even if the step is empty.
-    """
-
-    segments: list[Segment] = field(default_factory=list)
-    num_decodes: int = 0
-    total_num_scheduled_tokens: int = 0
-    admitted: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    # (KV group, block) of those that got their names in this step.
-    published: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.segments
 
 
 class Scheduler:
@@ -78,6 +45,8 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._partials: list[Request] = []
         self._decodes: list[Request] = []
+        # Decodes that complete a block whose last token is not known yet: it has no name so far.
+        self._unnamed: list[tuple[SchedulerOutput, Request]] = []
         self._num_added = 0
         self._prefilled_last = False
 
@@ -135,6 +104,7 @@ class Scheduler:
         if self._requests.get(request.request_id) is not request:
             return
         del self._requests[request.request_id]
+        request.forget_unknown()
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)
         else:
@@ -148,7 +118,7 @@ class Scheduler:
     # Steps
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step.  While a request is unfinished, at least one token is scheduled."""
+        """Decide the next step: at least one token of those who do not end with the last one."""
         out = SchedulerOutput()
         if self.config.prefill_policy == "mixed":
             self._schedule_decodes(out)
@@ -172,52 +142,89 @@ class Scheduler:
             out.segments[out.num_decodes :] = prefills
         return out
 
-    def update(self, output: SchedulerOutput, token_ids: Sequence[int]) -> None:
-        """Take note of a step that was run.
+    def may_preempt(self) -> bool:
+        """Whether there may be too few blocks for all that decode.  While tokens are unknown it is
+        better to wait for them then: answers that have ended give blocks back."""
+        if self.kv.num_available >= len(self._decodes):
+            return False
+        block_size = self._block_size
+        needy = [r for r in self._decodes if r.num_computed_tokens == r.num_blocks * block_size]
+        for request in needy:
+            self.kv.give_back(request, request.num_computed_tokens)
+        return len(needy) > self.kv.num_available
 
-        token_ids: ints, one for each segment that ends at its request's last token, in order.
-        A request finished since `schedule` keeps its place in `token_ids` and is passed over.
+    def advance(self, output: SchedulerOutput) -> list[Request]:
+        """Take note of a step that is under way: the next one may be scheduled.
+
+        Its tokens stay unknown until `update`; at most one step's are at any time.  Returns the
+        requests that reach their length with it: they need no seat, and have given back their
+        blocks, which the next step may write to, since the device does all steps in order.
         """
         num_decodes, running = output.num_decodes, RequestStatus.RUNNING
-        prefills = output.segments[num_decodes:]
-        terminal = [s for s in prefills if s.num_computed + s.num_scheduled == s.request.num_tokens]
-        if len(token_ids) != num_decodes + len(terminal):
-            raise ValueError(
-                f"{len(token_ids)} tokens for {num_decodes + len(terminal)} segments that want one"
-            )
-        for request in output.admitted:
-            reads = self.kv.enable_caching and not request.skip_prefix_cache_read
-            if reads and not request.num_computed_before:
-                self.prefix_hit_tokens += request.num_cached_tokens
-                self.prefix_queried_tokens += request.num_prompt_tokens
-        for segment in prefills:
-            request, end = segment.request, segment.num_computed + segment.num_scheduled
-            again = min(end, request.num_computed_before) - segment.num_computed
-            self.num_recomputed_tokens += max(again, 0)
-            if request.status is running:
-                request.num_computed_tokens = end
-                self.kv.give_back(request, end)  # where windows are short, most of a chunk's blocks
-        for segment, token in zip(output.segments[:num_decodes], token_ids, strict=False):
-            request = segment.request
+        terminal = [s.request for s in output.segments[:num_decodes]]
+        ended = []
+        for request in terminal:
             if request.status is running:
                 request.num_computed_tokens += 1
-                request.token_ids.append(token)
-        for segment, token in zip(terminal, token_ids[num_decodes:], strict=True):
-            request = segment.request
-            if request.status is running:
-                request.token_ids.append(token)
+                request.token_ids.append(UNKNOWN_TOKEN)
+                if len(request.token_ids) == request.max_length:
+                    ended.append(request)
+        for segment in output.segments[num_decodes:]:
+            request, end = segment.request, segment.num_computed + segment.num_scheduled
+            is_terminal = end == request.num_tokens
+            if is_terminal:
+                terminal.append(request)
+            if request.status is not running:
+                continue
+            request.num_computed_tokens = end
+            self.kv.give_back(request, end)  # where windows are short, most of a chunk's blocks
+            if is_terminal:
+                request.token_ids.append(UNKNOWN_TOKEN)
                 _remove(self._partials, request)
                 insort(self._decodes, request, key=_RANK)
+                if len(request.token_ids) == request.max_length:
+                    ended.append(request)
+        for request in ended:
+            self._unseat(request)
+        output.terminal = terminal
+        return ended
 
-    def rollback(self, output: SchedulerOutput) -> None:
-        """Take back a step that failed before `update`: its requests wait, as if preempted.
+    def update(self, output: SchedulerOutput, token_ids: Sequence[int]) -> None:
+        """Take note of the tokens of a step, after `advance`.
 
-        What it was to write was perhaps never written: blocks that it completed lose their names.
+        token_ids: ints, one for each request of `output.terminal`.  A request finished since
+        `schedule` keeps its place in `token_ids` and is passed over.
         """
-        self.kv.unpublish(output.published)
-        for request in output.admitted:
-            request.num_computed_tokens = 0
-        for segment in output.segments:
+        finished = RequestStatus.FINISHED
+        if len(token_ids) != len(output.terminal):
+            raise ValueError(
+                f"{len(token_ids)} tokens for {len(output.terminal)} segments that want one"
+            )
+        for request, token in zip(output.terminal, token_ids, strict=True):
+            if request.status is not finished:
+                request.token_ids[-1] = token
+        for ahead, request in self._unnamed:
+            if request.status is RequestStatus.RUNNING:
+                end = request.num_tokens
+                ahead.published += self.kv.publish(request, end - 1, end)
+        self._unnamed.clear()
+        self.num_recomputed_tokens += output.num_recomputed_tokens
+        self.prefix_hit_tokens += output.prefix_hit_tokens
+        self.prefix_queried_tokens += output.prefix_queried_tokens
+
+    def rollback(self, *outputs: SchedulerOutput) -> None:
+        """Take back all steps under way, in order, for one failed: their requests wait, as if
+        preempted; blocks that they completed were perhaps never written, and lose their names."""
+        self._unnamed.clear()
+        for output in reversed(outputs):
+            self.kv.unpublish(output.published)
+            for segment in output.segments:
+                if segment.request.status is RequestStatus.RUNNING:
+                    segment.request.num_computed_tokens = segment.num_computed
+            for request in output.admitted:
+                request.num_computed_tokens = 0
+        for segment in (s for output in outputs for s in output.segments):
+            segment.request.forget_unknown()
             if segment.request.status is RequestStatus.RUNNING:
                 self._requeue(segment.request)
 
@@ -240,7 +247,10 @@ class Scheduler:
                     break
             out.segments.append(Segment(request, start, 1, new_blocks))
             if (start + 1) % block_size == 0:
-                out.published += self.kv.publish(request, start, start + 1)
+                if request.token_ids[-1] == UNKNOWN_TOKEN:
+                    self._unnamed.append((out, request))
+                else:
+                    out.published += self.kv.publish(request, start, start + 1)
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
@@ -295,6 +305,9 @@ class Scheduler:
             request.num_computed_tokens = start
             if not request.num_computed_before:
                 request.num_cached_tokens = start
+                if self.kv.enable_caching and not request.skip_prefix_cache_read:
+                    out.prefix_hit_tokens += start
+                    out.prefix_queried_tokens += request.num_prompt_tokens
             self.kv.admit(request, hits)
             out.admitted.append(request)
             segment = self._schedule_chunk(request, min(chunk, self.kv.room(request)), out)
@@ -319,6 +332,8 @@ class Scheduler:
         blocks = self.kv.allocate(request, start, start + chunk)
         assert blocks is not None, "a chunk was scheduled without its blocks"
         out.total_num_scheduled_tokens += chunk
+        again = min(start + chunk, request.num_computed_before) - start
+        out.num_recomputed_tokens += max(again, 0)
         out.published += self.kv.publish(request, start, start + chunk)
         return Segment(request, start, chunk, blocks)
 

@@ -164,11 +164,15 @@ class Workload:
 def faster_prefill(shape: AttentionShape) -> str:
     """Which way prompts should attend on this device: "varlen" or "gather".
 
-    Two loads speak: four prompts of 512 tokens, and a chunk of 512 behind a context of 3,584.
+    Two loads speak: four prompts of 512 tokens, and a chunk of 1,024 behind a context of 3,072.
     """
     if ops.unsupported(shape, prefill=True):
         return "gather"
     square = replace(shape, v_head_dim=shape.k_head_dim, sinks=False)
     loads = Workload(square, 4, 512), Workload(square, 1, 4096)
-    times = {how: sum(w.prefill(how, 512).seconds for w in loads) for how in PREFILLS}
+    rows = 512, 1024
+    times = {
+        how: sum(w.prefill(how, n).seconds for w, n in zip(loads, rows, strict=True))
+        for how in PREFILLS
+    }
     return min(times, key=times.get)

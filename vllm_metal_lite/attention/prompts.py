@@ -1,0 +1,128 @@
+"""The segments of a step behind its decodes, as `varlen_prefill` or MLX's SDPA takes them.
+
+In a small step the host needs longer to build the forward than the device to run it, and decodes
+beside the prompts wait.  There all arrays have shapes that repeat (`repeats`), so that the step can
+be compiled (compiled.py); and cuDNN, which makes a plan for each shape, makes few.
+"""
+
+from collections.abc import Collection, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from vllm_metal_lite.attention.plan import Group, in_one_call, power_of_two
+from vllm_metal_lite.attention.reference import DeviceGroup, SdpaPlan
+from vllm_metal_lite.attention.step import pad_rows
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import ForwardBatch
+from vllm_metal_lite.kernels.prefill import plan_tiles
+
+# Most rows of prompts in a small step.  Who wants decodes to go on beside prompts cuts these into
+# chunks of less; larger ones are for speed, which SDPA has in calls that need no mask.
+SMALL_ROWS = 512
+# Most entries of the mask that one call for all segments needs: the chunk above at a context of 8k.
+_SMALL_MASK = SMALL_ROWS * 8192
+# Fewest keys that a step is padded to, so that a prompt's first chunks are of one shape.
+_MIN_KEYS = 1024
+
+
+def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
+    """Block tables (num_rows, width), zeros behind what there is."""
+    out = np.zeros((num_rows, width), tables.dtype)
+    out[: len(tables), : tables.shape[1]] = tables[:, :width]
+    return out
+
+
+class VarlenPrompts:
+    """For `varlen_prefill`: block_tables (S, W) a KV group, cu_seqlens_q (S+1,), seq_lens (S,).
+
+    S and W are powers of two; segments behind the last have no rows.  num_rows: of prompts, padding
+    included.  groups: query heads a KV head, of all layers; if they are not known, tiles are
+    planned when they are asked for, and the step is not compiled.
+    """
+
+    def __init__(self, batch: ForwardBatch, num_rows: int, groups: Collection[int]) -> None:
+        self.num_rows, self._groups = num_rows, tuple(groups)
+        segments = power_of_two(batch.num_segments)
+        width = power_of_two(-(-max(int(batch.seq_lens.max()), _MIN_KEYS) // batch.block_size))
+        self.block_tables = [pad_tables(b.block_tables, segments, width) for b in batch.by_group]
+        self.cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
+        self.seq_lens = pad_rows(batch.seq_lens, segments)
+        self._cu = self.cu_seqlens_q
+        self._tiles = {g: plan_tiles(self._cu, num_rows, g) for g in self._groups}
+        self.repeats = bool(groups) and num_rows <= SMALL_ROWS
+
+    def metadata(self, kv_group: int) -> tuple[mx.array, mx.array, mx.array]:
+        return self.block_tables[kv_group], self.cu_seqlens_q, self.seq_lens
+
+    def tiles(self, group: int) -> mx.array:
+        """The tiles of layers of `group` query heads a KV head."""
+        if group not in self._tiles:
+            self._tiles[group] = mx.array(plan_tiles(self._cu, self.num_rows, group))
+        return self._tiles[group]
+
+    @property
+    def arrays(self) -> list[Any]:
+        tiles = [self._tiles[g] for g in self._groups]
+        return [self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles]
+
+    def with_arrays(self, arrays: list[Any] | None) -> "VarlenPrompts":
+        new = copy(self)
+        new.block_tables, new.cu_seqlens_q, new.seq_lens, tiles = arrays or [None] * 4
+        new._tiles = dict(zip(self._groups, tiles or (), strict=tiles is not None))
+        return new
+
+
+# What the call of a small step is made of.
+_ARRAYS = ("kv_slots", "q_pos", "kv_pos", "segments", "kv_segments")
+
+
+class _OneCall:
+    """In SdpaPlan's place: all segments of a KV group in one call, whatever the window.
+
+    arrays: of the call's Group; None in a step that only stands for its variant.
+    """
+
+    def __init__(self, arrays: list[Any] | None) -> None:
+        self.arrays = arrays
+        self._calls: dict[int | None, DeviceGroup] = {}
+
+    def calls(
+        self, window: int | None, chunk: int | None = None
+    ) -> tuple[list[DeviceGroup], mx.array | None]:
+        if window not in self._calls:
+            group = Group(q_rows=None, mask="array", **dict(zip(_ARRAYS, self.arrays, strict=True)))
+            self._calls[window] = DeviceGroup(group, window)
+        return [self._calls[window]], None
+
+
+class SdpaPrompts:
+    """For SDPA.  sdpa: a plan a KV group, in small steps one call, else the calls that cost least.
+
+    num_rows: of prompts, padding included.  windows: the farthest that layers of a KV group see,
+    None = all.
+    """
+
+    def __init__(self, batch: ForwardBatch, num_rows: int, windows: Sequence[int | None]) -> None:
+        num_keys = power_of_two(max(int(batch.seq_lens.sum()), _MIN_KEYS))
+        self.repeats = num_rows <= SMALL_ROWS and num_rows * num_keys <= _SMALL_MASK
+        if not self.repeats:
+            self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
+            return
+        groups = [
+            in_one_call(b, num_rows, _MIN_KEYS, window)
+            for b, window in zip(batch.by_group, windows, strict=True)
+        ]
+        self.sdpa = [_OneCall([getattr(g, name) for name in _ARRAYS]) for g in groups]
+
+    @property
+    def arrays(self) -> list[Any] | None:
+        return [call.arrays for call in self.sdpa] if self.repeats else None
+
+    def with_arrays(self, arrays: list[Any] | None) -> "SdpaPrompts":
+        if not self.repeats:
+            return self
+        new = copy(self)
+        new.sdpa = [_OneCall(a) for a in arrays or [None] * len(self.sdpa)]
+        return new
