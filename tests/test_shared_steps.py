@@ -202,6 +202,6 @@ def test_a_step_without_its_arrays_holds_none(steps):
     tokens_of(engine, [PREFIX[:20] + rest for rest in OTHERS[:2]], 4)
     step = prepared[-1]
     assert step.prefix_len == 16
-    assert step.variant[-2:] == (16, *step.own_plans.values())
+    assert step.prefix_len in step.variant
     left = vars(step.with_arrays(None)).values()
     assert not [value for value in left if isinstance(value, mx.array)]
