@@ -60,14 +60,19 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     inputs.append_tokens(np.array([0, 2, 3]), np.full(3, UNKNOWN_TOKEN))
     ones = np.array([1, 1])
     batch = inputs.pack(np.array([0, 3]), 2 * ones, ones)
-    assert before.complete(StepMetadata(batch, num_rows))[:2].tolist() == [10, 13]
+    assert before.complete(StepMetadata(batch, num_rows).on_device())[:2].tolist() == [10, 13]
+    batch = inputs.pack(np.array([3, 0, 2]), np.full(3, 2), np.full(3, 1))
+    known = before.complete(StepMetadata(batch, num_rows).on_device())
+    assert known[:3].tolist() == [13, 10, 12]
+    assert known.shape == (num_rows,)
     inputs.token_ids[1] = range(20, 36)
     inputs.num_tokens[1] = 9
     batch = inputs.pack(np.array([2, 0, 1]), np.array([2, 2, 3]), np.array([1, 1, 4]))
-    known = before.complete(StepMetadata(batch, num_rows))
+    known = before.complete(StepMetadata(batch, num_rows).on_device())
     assert known[:6].tolist() == [12, 10, 23, 24, 25, 26]
     batch = inputs.pack(np.array([1]), np.array([3]), np.array([6]))
-    assert before.complete(StepMetadata(batch, num_rows))[:6].tolist() == [*range(23, 29)]
+    known = before.complete(StepMetadata(batch, num_rows).on_device())
+    assert known[:6].tolist() == [*range(23, 29)]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -58,7 +58,6 @@ class KernelStep(StepMetadata):
     ) -> None:
         count = batch.num_decodes
         self.num_decodes = count if prompts else num_rows
-        self.writes_late = not prompts and not batch.reads_new_rows
         repeats = prompts is None or prompts.repeats
         num_logits = 1
         if repeats:  # a row a segment, whether it ends or not; more where prompts are scored
@@ -76,6 +75,7 @@ class KernelStep(StepMetadata):
             self.block_tables = [pad_tables(t, self.num_decodes, width) for t in tables]
             self.seq_lens = pad_rows(batch.seq_lens[:count], self.num_decodes)
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
+        self.writes_late = prompts is None and not batch.reads_new_rows
         if prefix:
             own = int((batch.seq_lens[:count] - prefix.lens).max())
             self.own_plans = {h: ops.decode_plan(self.num_decodes, h, own) for h in kv_heads}
