@@ -376,6 +376,20 @@ def test_in_a_load_of_prompts_every_step_but_the_first_is_ahead(name):
     assert metrics["prefill_tokens"] == sum(map(len, prompts))
 
 
+def test_rows_for_nothing_are_not_counted():
+    engine = tiny.engine()
+    prompts = tiny.prompts(2, 10, 10, seed=8)
+    tokens = [tiny.alone(tiny.native("llama"), p, 12) for p in prompts]
+    stop = next(t for t in tokens[0] if t not in tokens[1])
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    engine.add_request("a", prompts[0], replace(greedy, stop_token_ids=[stop]))
+    engine.add_request("b", prompts[1], greedy)
+    done = tiny.run(engine)
+    a, b = (done[name].outputs[0].token_ids for name in "ab")
+    assert (a[-1], b) == (stop, tokens[1])
+    assert engine.metrics()["decode_tokens"] == len(a) + len(b) - 2
+
+
 def test_blocks_that_are_filled_ahead_are_found_by_others():
     engine = tiny.engine()
     greedy = SamplingParams(temperature=0, max_tokens=30)

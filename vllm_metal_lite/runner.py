@@ -76,7 +76,7 @@ class StepResult:
         """(num_rows,) int32: the next step's token_ids, where those that are unknown on the host
         are this step's, on the device."""
         batch, num_rows = step.batch, step.num_rows
-        unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # one a segment, those lead
+        unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one a segment
         seats = batch.req_indices[unknown]
         if len(unknown) == batch.num_tokens and np.array_equal(seats, self._req_indices):
             behind = num_rows - len(unknown)
