@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from array_attention import compile_on_cpu
+from attention_oracle import paged_attention
+from declared_order import recording
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +16,9 @@ from vllm_metal_lite import SamplingParams, backend, runner
 from vllm_metal_lite.attention import kernels, shared
 from vllm_metal_lite.attention.shared import common_prefix
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 BLOCK_SIZE = 8
 
@@ -79,6 +84,51 @@ def test_rows_that_do_not_have_the_prefix_cost_something(monkeypatch):
     found = common_prefix([tables], lens, BLOCK_SIZE)
     assert np.flatnonzero(found.lens).tolist() == [3, 5, 7, 9, 11]
     assert found.leader == 3
+
+
+# The order of launches
+
+
+def array_of(rng, *shape):
+    return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+
+@needs_kernels
+@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
+@pytest.mark.parametrize("order", [min, max])
+def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order):
+    """The first key of the prefix is another one in each of two steps."""
+    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", 1)
+    rng = np.random.default_rng(0)
+    store = PagedStore([LayerSpec(2, 32, 32, mx.float32)], 4, BLOCK_SIZE)
+    for arrays in (store.keys, store.values):
+        arrays[:] = [array_of(rng, *a.shape) for a in arrays]
+    inputs = InputBatch(2, 16, BLOCK_SIZE)
+    lens = np.array([12, 14])
+    rows = np.array([inputs.add([0] * n, n) for n in lens])
+    for row, block in zip(rows, (2, 3), strict=True):
+        inputs.append_blocks(row, [1, block])
+    batch = inputs.pack(rows, lens - 1, np.ones(2, int))
+    q, keys, values = array_of(rng, 2, 4, 32), np.array(store.keys[0]), np.array(store.values[0])
+    expected = []
+    with recording() as launches:
+        attention = kernels.KernelAttention(store, "varlen")
+        step = attention.prepare(batch, 2)
+        for _ in range(2):
+            k, v = array_of(rng, 1, 2, 32), array_of(rng, 1, 2, 32)
+            mx.eval(k, v, q, store.keys, store.values)
+            arrays = mx.array([BLOCK_SIZE], mx.int32), *store.arrays
+            attention.token = ops.kv_write(k, v, *arrays, attention.token)
+            attention.attend(0, q, step, scale=0.2)
+            keys[BLOCK_SIZE], values[BLOCK_SIZE] = np.array(k[0]), np.array(v[0])
+            expected.append(paged_attention(
+                np.array(q), keys, values, batch.block_tables, batch.cu_seqlens_q, lens,
+                block_size=BLOCK_SIZE, scale=0.2,
+            ))  # fmt: skip
+    assert len(launches.outputs_of("shared_prefix")) == 2
+    results = launches.run(order)
+    for got, wanted in zip(launches.outputs_of("paged_decode"), expected, strict=True):
+        np.testing.assert_allclose(np.array(results[id(got)]), wanted, 1e-5, 1e-5)
 
 
 # Whole engines

@@ -124,6 +124,8 @@ class KernelAttention(ReferenceAttention):
             and not ops.head_size_problem((spec.k_head_dim, spec.v_head_dim), ops.MAX_PREFILL_DIM)
             for spec in store.specs
         ]  # fmt: skip
+        of_layers = zip(store.group_of, self._shares, strict=True)
+        self._sharing_groups = sorted({group for group, shared in of_layers if shared})
         self.token = ops.new_token()
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
         windows = [[] for _ in store.num_blocks]
@@ -148,15 +150,11 @@ class KernelAttention(ReferenceAttention):
                 prompts = VarlenPrompts(rest, rows, self._groups)
             else:
                 prompts = SdpaPrompts(rest, rows, self._windows)
-        prefix = self._common_prefix(batch)
+        decodes, prefix = slice(batch.num_decodes), None
+        if self._sharing_groups:
+            tables = [batch.by_group[g].block_tables[decodes] for g in self._sharing_groups]
+            prefix = common_prefix(tables, batch.seq_lens[decodes], batch.block_size)
         return KernelStep(batch, num_rows, prompts, prefix, self._kv_heads).on_device()
-
-    def _common_prefix(self, batch: ForwardBatch) -> CommonPrefix | None:
-        """What the decodes share in all layers that can read it once."""
-        groups = {g for g, shares in zip(self.store.group_of, self._shares, strict=True) if shares}
-        decodes = slice(batch.num_decodes)
-        tables = [batch.by_group[g].block_tables[decodes] for g in sorted(groups)]
-        return common_prefix(tables, batch.seq_lens[decodes], batch.block_size) if tables else None
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         spec, group = self.store.specs[layer], self.store.group_of[layer]
