@@ -11,6 +11,8 @@
 //   seq_lens      (B,) int32                    keys of each sequence, the newest is that of this step;
 //                                               0 = a row of padding, gives 0, writes nothing
 //   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
+//   prefix, prefix_lse, prefix_lens             read if PREFIX_SPLITS > 0: what shared_prefix made of
+//                 each sequence's first prefix_lens[sequence] keys, in so many splits; 0 = of none
 //   token         float32                       read after the writes before it
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
 //                 float, and merge_partitions adds them up by
@@ -42,6 +44,9 @@
 // rope.h, at position seq_len - 1, then to threadgroup memory, rounded as in the store.  The last
 // split attends to the new key there (its simdgroup with the fewest other keys does), and its first
 // tile puts key and value into the store.
+//
+// PREFIX_SPLITS.  The keys that sequences share are attended to by shared_prefix; here a sequence's
+// keys begin behind them.  Not for layers with a window, and not FUSED, for it wants queries first.
 //
 // Online softmax (Milakov and Gimelshein 2018; as in flash-attention): each group of LANES lanes
 // keeps for each head its own maximum m, sum l and weighted values o, rescaled when m grows.  All is
@@ -99,7 +104,8 @@ const int part = lane % LANES;
 const int sub = lane / LANES;
 
 const int seq_len = seq_lens[seq];
-const int first_key = WINDOW > 0 ? metal::max(seq_len - WINDOW, 0) : 0;
+const int prefix_len = PREFIX_SPLITS > 0 ? prefix_lens[seq] : 0;
+const int first_key = WINDOW > 0 ? metal::max(seq_len - WINDOW, 0) : prefix_len;
 const int stored = FUSED ? metal::max(seq_len - 1, 0) : seq_len;  // first_key is not behind it
 const int per_split = ((stored - first_key + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
 const int begin = first_key + split * per_split;
@@ -198,6 +204,30 @@ if (newest && sg == SIMDGROUPS - 1) {
       for (int e = 0; e < VW * PER_WORD; e++) {
         const int at = (r * LANES + part) * VW * PER_WORD + e;
         o[h * V_PART + r * VW * PER_WORD + e] = weight * float(v[v_row + at]);
+      }
+    }
+  }
+}
+
+// A split of the prefix is like a key that has its score, the lse, and its value.
+if (prefix_len > 0) {
+  const int side_by_side = SIMDGROUPS * KEYS;
+  for (int p = (split * SIMDGROUPS + sg) * KEYS + sub; p < PREFIX_SPLITS; p += splits * side_by_side) {
+    for (int h = 0; h < HEADS; h++) {
+      const int head = metal::min(first_head + h, last_head);
+      const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * PREFIX_SPLITS + p;
+      const float score = prefix_lse[row];
+      const float top = metal::max(m[h], score);
+      const float fade = metal::exp2(m[h] - top);
+      const float weight = score > LOWEST ? metal::exp2(score - top) : 0.0f;
+      m[h] = top;
+      l[h] = l[h] * fade + weight;
+      for (int r = 0; r < V_RUNS; r++) {
+        for (int e = 0; e < VW * PER_WORD; e++) {
+          const int at = (r * LANES + part) * VW * PER_WORD + e;
+          const int i = h * V_PART + r * VW * PER_WORD + e;
+          o[i] = o[i] * fade + weight * prefix[row * V_DIM + at];
+        }
       }
     }
   }

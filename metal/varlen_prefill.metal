@@ -53,41 +53,15 @@
 // key, of tiles of keys that are seen in part too.  For 8 keys a lane issues (K_DIM + V_DIM) / 8
 // products and 2 exp2.  Registers of a lane: K_DIM / 4 elements of T, V_DIM / 4 + KEYS / 4 floats;
 // at 256 in float that is more than Apple's GPUs have (not measured), and in half it is near.
-#include "matrix.h"
-
-// Bring KEYS rows of one KV head from the store to a tile, by THREADS threads: `loads` of 16 bytes a
-// row, `stride` of them from row to row of the tile.  A thread asks for 4 before it stores the first,
-// since latency is what they cost.
-template <int KEYS, int THREADS>
-METAL_FUNC void fetch_rows(const device uint4* store, const threadgroup int* slots, int kv_heads,
-                           int kv_head, int loads, int stride, int thread_index,
-                           threadgroup uint4* tile) {
-  for (int first = thread_index; first < KEYS * loads; first += 4 * THREADS) {
-    thread uint4 part[4];
-#pragma unroll
-    for (int f = 0; f < 4; f++) {
-      const int i = metal::min(first + f * THREADS, KEYS * loads - 1);
-      part[f] = store[(size_t(slots[i / loads]) * kv_heads + kv_head) * loads + i % loads];
-    }
-#pragma unroll
-    for (int f = 0; f < 4; f++) {
-      const int i = first + f * THREADS;
-      if (i < KEYS * loads) {
-        tile[i / loads * stride + i % loads] = part[f];
-      }
-    }
-  }
-}
+#include "key_tile.h"
 
 // --- kernel body ---
 constexpr float LOWEST = -1e30f;
-constexpr float MASKED = 2.0f * LOWEST;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int ROWS = SIMDGROUPS * 8;
 constexpr int THREADS = SIMDGROUPS * 32;  // at least KEYS
 constexpr int K_PARTS = K_DIM / 8;  // matrices side by side
 constexpr int V_PARTS = V_DIM / 8;
-constexpr int KEY_PARTS = KEYS / 8;
 constexpr int K_STRIDE = (K_PARTS | 1) * 8;  // elements from row to row of a tile
 constexpr int V_STRIDE = (V_PARTS | 1) * 8;
 constexpr int PER_LOAD = 16 / int(sizeof(T));
@@ -114,6 +88,7 @@ const int sg_first = first + int(simdgroup_index_in_threadgroup) * 8;
 const int pair = metal::min(sg_first + row, pairs - 1);
 const int head = kv_head * GROUP + pair % GROUP;
 const int position = seq_len - q_len + pair / GROUP;
+const int from = WINDOW > 0 ? position - WINDOW + 1 : 0;  // the first key that it sees
 const size_t q_row = size_t(begin_row + pair / GROUP) * (KV_HEADS * GROUP) + head;
 
 const int first_position = seq_len - q_len + first / GROUP;
@@ -156,72 +131,9 @@ for (int base = begin / KEYS * KEYS; base < end; base += KEYS) {
 
   // A simdgroup of which no pair exists has nothing to do: a segment may be short.
   if (sg_first < pairs) {
-    const threadgroup T* k = (const threadgroup T*)k_tile;
-    const threadgroup T* v = (const threadgroup T*)v_tile;
-
-    thread metal::simdgroup_matrix<float, 8, 8> score[KEY_PARTS];
-#pragma unroll
-    for (int j = 0; j < KEY_PARTS; j++) {
-      score[j].thread_elements()[0] = 0.0f;
-      score[j].thread_elements()[1] = 0.0f;
-    }
-#pragma unroll
-    for (int d = 0; d < K_PARTS; d++) {
-      // Apple's compiler must not fetch all of the matrices before the first product.
-      simdgroup_barrier(mem_flags::mem_none);
-#pragma unroll
-      for (int j = 0; j < KEY_PARTS; j++) {
-        metal::simdgroup_matrix<T, 8, 8> key;
-        key.thread_elements()[0] = k[(j * 8 + col) * K_STRIDE + d * 8 + row];
-        key.thread_elements()[1] = k[(j * 8 + col + 1) * K_STRIDE + d * 8 + row];
-        metal::simdgroup_multiply_accumulate(score[j], query[d], key, score[j]);
-      }
-    }
-
-    float top = m;
-#pragma unroll
-    for (int j = 0; j < KEY_PARTS; j++) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int key = base + j * 8 + col + e;
-        const bool seen = key <= position && (WINDOW == 0 || key > position - WINDOW);
-        float s = score[j].thread_elements()[e] * s_scale;
-        if (SOFTCAP != 0) {
-          s = softcap * LOG2_E * metal::precise::tanh(s);
-        }
-        s = seen ? s : MASKED;
-        score[j].thread_elements()[e] = s;
-        top = metal::max(top, s);
-      }
-    }
-    top = row_max(top);
-    const float fade = metal::exp2(m - top);
-    m = top;
-    l *= fade;
-#pragma unroll
-    for (int d = 0; d < V_PARTS; d++) {
-      o[d].thread_elements()[0] *= fade;
-      o[d].thread_elements()[1] *= fade;
-    }
-
-#pragma unroll
-    for (int j = 0; j < KEY_PARTS; j++) {
-      metal::simdgroup_matrix<T, 8, 8> weight;
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float w = metal::exp2(score[j].thread_elements()[e] - m);
-        l += w;
-        weight.thread_elements()[e] = T(w);
-      }
-      simdgroup_barrier(mem_flags::mem_none);
-#pragma unroll
-      for (int d = 0; d < V_PARTS; d++) {
-        metal::simdgroup_matrix<T, 8, 8> value;
-        value.thread_elements()[0] = v[(j * 8 + row) * V_STRIDE + d * 8 + col];
-        value.thread_elements()[1] = v[(j * 8 + row) * V_STRIDE + d * 8 + col + 1];
-        metal::simdgroup_multiply_accumulate(o[d], weight, value, o[d]);
-      }
-    }
+    attend_tile<T, K_DIM, V_DIM, KEYS, K_STRIDE, V_STRIDE, SOFTCAP != 0>(
+        query, (const threadgroup T*)k_tile, (const threadgroup T*)v_tile, base, from, position + 1,
+        s_scale, softcap * LOG2_E, row, col, m, l, o);
   }
 }
 

@@ -39,7 +39,13 @@ class ArrayAttention(KernelAttention):
         outputs = []
         group = self.store.group_of[layer]
         if step.num_decodes:
-            k, v = self._keys_and_values(layer, step.block_tables[group])
+            tables = step.block_tables[group]
+            if step.prefix_len and self._shares[layer]:  # as if only the leader had its blocks
+                shared = (
+                    mx.arange(tables.shape[1]) < step.prefix_lens[:, None] // self.store.block_size
+                )
+                tables = mx.where(shared, tables[step.leader], tables)
+            k, v = self._keys_and_values(layer, tables)
             at, end = mx.arange(k.shape[2]), step.seq_lens[:, None]
             mask = self._mask(at < end, at, end - 1, window, q.dtype)[:, None, None]
             rows = q[: step.num_decodes, :, None]

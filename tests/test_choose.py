@@ -26,6 +26,7 @@ needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ com
 MISCOMPILED = {
     "paged_decode": ("m[h] = top;\n    l[h] *= fade;", "l[h] *= fade;"),
     "varlen_prefill": ("metal::exp2(", "metal::exp2(0.9f * "),
+    "shared_prefix": ("m + metal::log2(l)", "m + metal::log2(0.9f * l)"),
     "merge_partitions": ("weights[p] *", "weights[0] *"),
     "kv_write": ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),
     # A fast sine, which does not reduce large angles; a mean over all lanes, idle ones too.
@@ -65,11 +66,11 @@ def miscompile(monkeypatch, name: str) -> None:
 
 
 def kernels() -> list[Kernel]:
-    from vllm_metal_lite.kernels import norm, ops, prefill, rope, rows
+    from vllm_metal_lite.kernels import norm, ops, prefill, rope, rows, shared_prefix
 
     return [
         v
-        for m in (norm, ops, prefill, rope, rows)
+        for m in (norm, ops, prefill, rope, rows, shared_prefix)
         for v in vars(m).values()
         if isinstance(v, Kernel)
     ]
@@ -121,6 +122,15 @@ def test_a_miscompiled_varlen_prefill_is_done_without(monkeypatch):
         attention, reason = choose("auto", store(), [SHAPE])
     assert (attention.name, attention.prefill) == ("kernels", "gather")
     assert "SDPA" in reason
+
+
+@needs_compiler
+def test_a_miscompiled_shared_prefix_is_done_without(monkeypatch):
+    assert choose("auto", store(), [SHAPE])[0]._shares == [True]
+    miscompile(monkeypatch, "shared_prefix")
+    with pytest.warns(UserWarning, match="shared_prefix .* using MLX's own operations"):
+        attention, _ = choose("auto", store(), [SHAPE])
+    assert (attention.name, attention._shares) == ("kernels", [False])
 
 
 @needs_compiler
@@ -206,5 +216,6 @@ def test_doctor_on_a_machine_that_miscompiles(monkeypatch, few_shapes, capsys):
     assert [c["kernel"] for c in report["checks"] if not c["passed"]] == [
         "paged_decode",
         "merge_partitions",
+        "shared_prefix",
         "fused_decode",
     ]

@@ -16,6 +16,7 @@ from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
 from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -52,13 +53,13 @@ def kv_gather(dtype, kept=None, spec=None):
     return list(ops.kv_gather(slots, *(kept or store(dtype)), ops.new_token(), spec))
 
 
-def paged_decode(dtype, kept=None, spec=None):
+def paged_decode(dtype, kept=None, spec=None, prefix=None):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
     out, _ = ops.paged_decode(
         q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), ops.new_token(),
-        plan=ops.DecodePlan(1, 2), block_size=BLOCK_SIZE, scale=0.2, spec=spec,
+        plan=ops.DecodePlan(1, 2), block_size=BLOCK_SIZE, scale=0.2, spec=spec, prefix=prefix,
     )  # fmt: skip
     return [out]
 
@@ -76,6 +77,24 @@ def fused_decode(dtype):
         plan=ops.DecodePlan(2, 2), block_size=BLOCK_SIZE, scale=0.2,
     )  # fmt: skip
     return [*written, out]
+
+
+def shared_prefix_rows(dtype):
+    """The second row's first 45 keys in two splits, the last one short, as is the tile of 27
+    pairs."""
+    blocks = [10, 2, 11, 5, 3, 0]
+    tables = mx.array([[4] * 6, blocks, blocks], mx.int32)
+    q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
+    return list(shared_prefix(
+        q, tables, mx.array([1], mx.int32), mx.array([0, 45, 45], mx.int32), *store(dtype),
+        ops.new_token(), block_size=BLOCK_SIZE, scale=0.2, splits=2,
+    )[:2])  # fmt: skip
+
+
+def decode_behind_a_prefix(dtype):
+    """The sequences of `paged_decode`, of which the first has its 8 first keys in common."""
+    parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((3, DIM), (3,)))
+    return paged_decode(dtype, prefix=SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32)))
 
 
 def merge_partitions(dtype):
@@ -132,6 +151,8 @@ RUN = {
     "kv_gather_quantised": lambda dtype: kv_gather(dtype, *quantised(dtype)),
     "paged_decode/quantised": lambda dtype: paged_decode(dtype, *quantised(dtype)),
     "paged_decode/fused": fused_decode,
+    "shared_prefix": shared_prefix_rows,
+    "paged_decode/prefix": decode_behind_a_prefix,
     "rope_write": rope_write_rows,
     "add_rms_norm": add_rms_norm_rows,
 }
@@ -254,10 +275,47 @@ FAULTS = {
     ),
     "prefill_sees_the_future": (
         "varlen_prefill",
-        "key <= position &&",
-        "key <= position + 1 &&",
+        "base, from, position + 1,",
+        "base, from, position + 2,",
         "wrong",
     ),
+    "prefix_first_barrier": ("shared_prefix", BARRIER, "", UNORDERED),
+    "prefix_second_barrier": ("shared_prefix", (BARRIER, 1), "", UNORDERED),
+    "prefix_keys_past_the_end": (
+        "shared_prefix",
+        "metal::min(base + thread_index, end - 1)",
+        "base + thread_index + 40",
+        ("out of bounds", "wrong"),
+    ),
+    "prefix_of_the_first_row": (
+        "shared_prefix",
+        "size_t(leader[0]) * block_tables_shape[1]",
+        "0",
+        "wrong",
+    ),
+    "prefix_sees_too_much": (
+        "shared_prefix",
+        "begin, end, s_scale",
+        "begin, end + 1, s_scale",
+        "wrong",
+    ),
+    "prefix_pairs_past_the_end": (
+        "shared_prefix",
+        "if (sg_first + row < pairs) {",
+        "{",
+        ("race", "out of bounds"),
+    ),
+    "prefix_without_lse": ("shared_prefix", "lse[out_row] =", "float unused =", "unwritten"),
+    "prefix_half_of_a_row": ("shared_prefix", "col + 1] = o", "col] = o", "unwritten"),
+    "prefix_of_no_split": ("paged_decode/prefix", "p < PREFIX_SPLITS", "p < 1", "wrong"),
+    "prefix_of_a_split_too_many": (
+        "paged_decode/prefix",
+        "p < PREFIX_SPLITS",
+        "p <= PREFIX_SPLITS",
+        ("out of bounds", "wrong"),
+    ),
+    "prefix_for_all": ("paged_decode/prefix", "if (prefix_len > 0)", "", "wrong"),
+    "prefix_read_again": ("paged_decode/prefix", ", 0) : prefix_len", ", 0) : 0", "wrong"),
     "quantised_write_of_a_group_more": (
         "kv_write_quantised",
         "at < KV_HEADS * GROUPS",

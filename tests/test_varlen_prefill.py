@@ -267,4 +267,4 @@ def test_tiles_of_keys_fit_threadgroup_memory_at_every_head_size():
     for k_dim in range(8, 257, 8):
         for v_dim in range(8, 257, 8):
             for itemsize in (2, 4):
-                assert prefill._keys_at_once(k_dim, v_dim, itemsize) in (8, 16, 32)
+                assert prefill.keys_at_once(k_dim, v_dim, itemsize) in (8, 16, 32)

@@ -18,15 +18,19 @@ from multiprocessing import get_context
 import numpy as np
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.kernels import KernelAttention
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.kernels import fusedcheck, measure, ops, selfcheck
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
+from vllm_metal_lite.kernels.shared_prefix import prefix_splits
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
-SECTIONS = ("check", "huge", "sanitize", "decode", "plans", "shapes", "prefill", "fused")
+SECTIONS = ("check", "huge", "sanitize", "decode", "plans", "shapes", "shared", "prefill", "fused")
 WORKERS = 14
 
 
@@ -173,6 +177,60 @@ def shapes() -> None:
                 f"| {theirs.seconds / ours.seconds:.2f} |",
                 flush=True,
             )
+
+
+def shared() -> bool:
+    """Decodes of 100 keys each behind 4,600 that they share: read once, and by each."""
+    layers, prefix, own, size = 8, 4600, 100, 16
+    print(f"\n## A shared prefix: {prefix:,} keys and {own} of each row, {layers} layers in turn\n")
+    print("| shape | rows | splits | us a layer shared | apart | apart / shared | difference |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    passed = True
+    for shape in (QWEN3, replace(QWEN3, num_heads=32)):
+        for rows in (8, 24, 64):
+            batch = _behind_a_prefix(rows, prefix, own, size)
+            spec = LayerSpec(shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype)
+            num_blocks = int(batch.block_tables.max()) + 1
+            store = PagedStore([spec] * layers, num_blocks, size)
+            for arrays in (store.keys, store.values):
+                arrays[:] = [mx.random.normal(a.shape).astype(a.dtype) for a in arrays]
+            q = mx.random.normal((rows, shape.num_heads, shape.k_head_dim)).astype(shape.dtype)
+            mx.eval(q, store.keys, store.values)
+            outputs, times = [], []
+            for shares in (True, False):
+                attention = KernelAttention(store, "gather", shares=shares)
+                step = attention.prepare(batch, rows)
+                call = partial(_all_layers, attention, step, shape.k_head_dim**-0.5)
+                outputs.append(call(q).astype(mx.float32))
+                times.append(1e6 * measure.seconds_per_call(call, q, chain=12) / layers)
+                if shares:
+                    splits = prefix_splits(
+                        rows, shape.num_heads, spec.num_kv_heads, step.prefix_len
+                    )
+            difference = (mx.abs(outputs[0] - outputs[1]).max() / mx.abs(outputs[1]).max()).item()
+            passed &= difference <= 0.02  # of the largest: weights and results are rounded
+            print(
+                f"| {shape} | {rows} | {splits} | {times[0]:.1f} | {times[1]:.1f} "
+                f"| {times[1] / times[0]:.2f} | {difference:.2g} |",
+                flush=True,
+            )
+    return passed
+
+
+def _behind_a_prefix(rows: int, prefix: int, own: int, size: int) -> ForwardBatch:
+    inputs = InputBatch(rows, prefix + own, size)
+    index = np.array([inputs.add([0] * (prefix + own), 1) for _ in range(rows)])
+    common, rest = prefix // size, -(-(prefix + own) // size) - prefix // size
+    blocks = np.random.default_rng(0).permutation(common + rows * rest)
+    for row, its in zip(index, blocks[common:].reshape(rows, rest), strict=True):
+        inputs.append_blocks(row, [*blocks[:common], *its])
+    return inputs.pack(index, np.full(rows, prefix + own - 1), np.ones(rows, int))
+
+
+def _all_layers(attention: KernelAttention, step: object, scale: float, q: mx.array) -> mx.array:
+    for layer in range(len(attention.store.specs)):
+        q = attention.attend(layer, q, step, scale=scale)
+    return q
 
 
 def prefill() -> None:

@@ -31,8 +31,8 @@ def choose(
     if reason is None:
         verdicts = [selfcheck.verdict(shape, store.block_size) for shape in shapes]
         failures = [f for v in verdicts for f in v.failures]
-        # A wrong varlen_prefill is done without: prompts go another way.  So are fused launches.
-        fatal = [f for f in failures if f.kernel != "varlen_prefill"]
+        # Done without: prompts and shared prefixes go another way.  So are fused launches.
+        fatal = [f for f in failures if f.kernel not in ("varlen_prefill", "shared_prefix")]
         fused = [] if fatal else [f for shape in shapes for f in fusedcheck.failures(shape)]
         failures += fused
         if failures and option == "auto":
@@ -48,7 +48,8 @@ def choose(
             how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
             checked = "right" if not failures else "the others right"
             groups = {s.num_heads // s.num_kv_heads for s in shapes}
-            attention = KernelAttention(store, prefill, not fused, groups)
+            shares = all(f.kernel != "shared_prefix" for f in failures)
+            attention = KernelAttention(store, prefill, not fused, groups, shares)
             return attention, f"{checked} on this device; prompts by {how}"
         reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":

@@ -1,6 +1,7 @@
 """Attention and K/V writes through the kernels of metal/, on Metal and CUDA.
 
-Decode rows go through `paged_decode`, which reads the store in place.  Prompts, whole or in chunks,
+Decode rows go through `paged_decode`, which reads the store in place; a long prefix that they share
+is read once for all of them, by `shared_prefix` (see shared.py).  Prompts, whole or in chunks,
 go through `varlen_prefill`, which reads the store in place too, or through MLX's SDPA on what
 `kv_gather` copies out of the store, cut into calls as the reference does: whichever is faster on
 the device (see choose.py), and in small steps in shapes that repeat (see prompts.py).
@@ -9,12 +10,14 @@ the device (see choose.py), and in small steps in shapes that repeat (see prompt
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 from mlx.utils import tree_flatten
 
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.plan import power_of_two
 from vllm_metal_lite.attention.prompts import SdpaPrompts, VarlenPrompts, pad_tables
 from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention
+from vllm_metal_lite.attention.shared import CommonPrefix, common_prefix
 from vllm_metal_lite.attention.step import AttentionShape, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
@@ -22,6 +25,7 @@ from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope import NewRows, rope_write, unsupported
 from vllm_metal_lite.kernels.rows import gather_rows
+from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kv.store import PagedStore
 
 PREFILLS = ("varlen", "gather")
@@ -35,15 +39,21 @@ class KernelStep(StepMetadata):
     plans: the `decode_plan` of layers by their number of KV heads.
     prompts: None in a step of nothing but decodes.
     writes_late: attention may write the step's rows, for no row sees another one of them.
+    prefix_len: the largest power of two within the prefix that decodes share, 0 = they share none.
+    leader (1,), prefix_lens (num_decodes,): the CommonPrefix, or None.  own_plans: as plans, of
+    what is behind it.
     """
 
-    arrays = (*StepMetadata.arrays, "block_tables", "seq_lens", "prompt_arrays")
+    arrays = (
+        *StepMetadata.arrays, "block_tables", "seq_lens", "leader", "prefix_lens", "prompt_arrays"
+    )  # fmt: skip
 
     def __init__(
         self,
         batch: ForwardBatch,
         num_rows: int,
         prompts: VarlenPrompts | SdpaPrompts | None,
+        prefix: CommonPrefix | None,
         kv_heads: Collection[int],
     ) -> None:
         count = batch.num_decodes
@@ -57,6 +67,7 @@ class KernelStep(StepMetadata):
         super().__init__(batch, num_rows, num_logits=num_logits)
         self.prompts = prompts
         self.block_tables, self.seq_lens, self.plans = [], None, {}
+        self.prefix_len, self.leader, self.prefix_lens, self.own_plans = 0, None, None, {}
         if count:
             longest = int(batch.seq_lens[:count].max())
             width = power_of_two(-(-longest // batch.block_size))
@@ -65,10 +76,17 @@ class KernelStep(StepMetadata):
             self.seq_lens = pad_rows(batch.seq_lens[:count], self.num_decodes)
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
         self.writes_late = prompts is None and not batch.reads_new_rows
+        if prefix:
+            own = int((batch.seq_lens[:count] - prefix.lens).max())
+            self.own_plans = {h: ops.decode_plan(self.num_decodes, h, own) for h in kv_heads}
+            self.prefix_len = 1 << (int(prefix.lens.max()).bit_length() - 1)
+            self.leader = np.array([prefix.leader], np.int32)
+            self.prefix_lens = pad_rows(prefix.lens, self.num_decodes)
         if repeats:
             arrays = tree_flatten([getattr(self, name) for name in self.arrays])
             shapes = [None if a is None else a.shape for _, a in arrays]
-            self.variant = (self.num_decodes, self.writes_late, *self.plans.values(), *shapes)
+            plans = *self.plans.values(), *self.own_plans.values()
+            self.variant = (self.num_decodes, self.writes_late, self.prefix_len, *plans, *shapes)
 
     @property
     def prompt_arrays(self) -> list[Any] | None:
@@ -83,17 +101,31 @@ class KernelAttention(ReferenceAttention):
     """The store is written and read by kernels only; a token keeps them in order.
 
     prefill: "varlen" or "gather", how prompts attend.  groups: query heads a KV head, of all
-    layers, without which steps with prompts by "varlen" are not compiled.
+    layers, without which steps with prompts by "varlen" are not compiled.  shares: `shared_prefix`
+    may be used.
     """
 
     name = "kernels"
     overlaps = True
 
     def __init__(
-        self, store: PagedStore, prefill: str, fuses: bool = True, groups: Collection[int] = ()
+        self,
+        store: PagedStore,
+        prefill: str,
+        fuses: bool = True,
+        groups: Collection[int] = (),
+        shares: bool = True,
     ) -> None:
         super().__init__(store)
         self.prefill, self.fuses, self._groups = prefill, fuses, sorted(groups)
+        # Layers that see all of a prefix, in a form that matrices take.
+        self._shares = [
+            shares and spec.window is None and spec.bits is None
+            and not ops.head_size_problem((spec.k_head_dim, spec.v_head_dim), ops.MAX_PREFILL_DIM)
+            for spec in store.specs
+        ]  # fmt: skip
+        of_layers = zip(store.group_of, self._shares, strict=True)
+        self._sharing_groups = sorted({group for group, shared in of_layers if shared})
         self.token = ops.new_token()
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
         windows = [[] for _ in store.num_blocks]
@@ -118,7 +150,11 @@ class KernelAttention(ReferenceAttention):
                 prompts = VarlenPrompts(rest, rows, self._groups)
             else:
                 prompts = SdpaPrompts(rest, rows, self._windows)
-        return KernelStep(batch, num_rows, prompts, self._kv_heads).on_device()
+        decodes, prefix = slice(batch.num_decodes), None
+        if self._sharing_groups:
+            tables = [batch.by_group[g].block_tables[decodes] for g in self._sharing_groups]
+            prefix = common_prefix(tables, batch.seq_lens[decodes], batch.block_size)
+        return KernelStep(batch, num_rows, prompts, prefix, self._kv_heads).on_device()
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         spec, group = self.store.specs[layer], self.store.group_of[layer]
@@ -145,7 +181,7 @@ class KernelAttention(ReferenceAttention):
         if unsupported(shape, k.rope) is not None:
             return None
         new = NewRows(*columns, q.num_heads, k.rope, q.norm, k.norm)
-        if step.writes_late:
+        if step.writes_late and not (step.prefix_len and self._shares[layer]):
             return new
         slot_mapping = step.slot_mapping[self.store.group_of[layer]]
         rows, self.token = rope_write(
@@ -179,9 +215,19 @@ class KernelAttention(ReferenceAttention):
         new = isinstance(q, NewRows)
         rows, outputs = q if new else q.astype(spec.dtype), []
         if step.num_decodes:
+            decodes = rows if new else rows[: step.num_decodes]
+            plans, prefix = step.plans, None
+            if step.prefix_len and self._shares[layer] and window is None:
+                plans, heads = step.own_plans, (q.shape[1], spec.num_kv_heads)
+                prefix = shared_prefix(
+                    decodes, step.block_tables[group], step.leader, step.prefix_lens,
+                    *self._store(layer), block_size=self.store.block_size, scale=scale,
+                    softcap=softcap, splits=prefix_splits(len(decodes), *heads, step.prefix_len),
+                )  # fmt: skip
+                self.token = prefix.lse
             out, self.token = ops.paged_decode(
-                rows if new else rows[: step.num_decodes], step.block_tables[group], step.seq_lens,
-                *self._store(layer), plan=step.plans[spec.num_kv_heads], spec=spec, **in_place,
+                decodes, step.block_tables[group], step.seq_lens, *self._store(layer),
+                plan=plans[spec.num_kv_heads], spec=spec, prefix=prefix, **in_place,
             )  # fmt: skip
             outputs.append(out)
         prompts = step.prompts

@@ -25,6 +25,7 @@ from vllm_metal_lite.kv.store import LayerSpec
 
 if TYPE_CHECKING:
     from vllm_metal_lite.kernels.rope import NewRows
+    from vllm_metal_lite.kernels.shared_prefix import SharedPrefix
 
 _STORE = ["keys", "values", "token"]
 _KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *_STORE], ["next_token"])
@@ -33,7 +34,8 @@ _KV_WRITE_QUANTISED = Kernel("kv_write_quantised", _KV_WRITE.inputs, _KV_WRITE.o
 _KV_GATHER_QUANTISED = Kernel("kv_gather_quantised", _KV_GATHER.inputs, _KV_GATHER.outputs)
 _PAGED_DECODE = Kernel(
     "paged_decode",
-    ["q", "k", "v", "q_weight", "k_weight", "freqs", "block_tables", "seq_lens", "sinks", *_STORE],
+    ["q", "k", "v", "q_weight", "k_weight", "freqs", "block_tables", "seq_lens", "sinks",
+     "prefix", "prefix_lse", "prefix_lens", *_STORE],
     ["out", "lse"],
 )  # fmt: skip
 # What `paged_decode` is told of new rows where there are none.
@@ -188,13 +190,15 @@ def paged_decode(
     softcap: float | None = None,
     sinks: mx.array | None = None,
     spec: LayerSpec | None = None,
+    prefix: "SharedPrefix | None" = None,
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
 
     q: or rows (B) of which k and v are first written to the last slot of each sequence, by the
     same launch; for a store that is not quantised, and sequences that do not see each other's.
     block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  plan: see `decode_plan`.
-    sinks: (H,).
+    sinks: (H,).  prefix: of the same q, what is not to be attended to again; not with a window or
+    rows to be written.
     """
     if isinstance(q, mx.array):
         batch, heads, _ = q.shape
@@ -202,6 +206,8 @@ def paged_decode(
     else:
         batch, heads = len(q.q.array), q.num_heads
         fused, arrays, new = True, q.arrays, q.template(keys, values)
+    if prefix and (window or fused):
+        raise ValueError(f"a shared prefix with {'rows to be written' if fused else 'a window'}")
     dtype = arrays[0].dtype
     k_row, v_row = _rows(keys, values, spec)
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
@@ -216,15 +222,16 @@ def paged_decode(
     out_dtype = mx.float32 if partial else dtype
     template = {
         "T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
-        "FUSED": fused, **new,
+        "FUSED": fused, **new, "PREFIX_SPLITS": 0 if prefix is None else prefix.lse.shape[2],
         **_format(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "LANES": lanes, "KW": k_width, "VW": v_width,
         "UNROLL": 4 if per_lane <= 12 or k_row.bits else 2, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
     sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
+    shared = prefix or (no_sinks(), no_sinks(), seq_lens)
     out, lse = _PAGED_DECODE(
-        [*arrays, block_tables, seq_lens, sinks, keys, values, token],
+        [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, token],
         template, (kv_heads * tiles, batch, splits), 32 * simdgroups,
         [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim),
          (batch, heads, splits)],

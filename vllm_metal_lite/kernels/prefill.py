@@ -81,7 +81,7 @@ def varlen_prefill(
         "T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "K_DIM": k_dim,
         "V_DIM": v_dim, "BLOCK_SIZE": block_size, "WINDOW": window or 0,
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
-        "KEYS": _keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
+        "KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
     }  # fmt: skip
     sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
     return tuple(_VARLEN_PREFILL(
@@ -92,7 +92,7 @@ def varlen_prefill(
     ))  # fmt: skip
 
 
-def _keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:
+def keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:
     """Keys of a tile: the more, the fewer barriers and maxima, so as many as memory holds."""
     padded = sum(8 * (dim // 8 | 1) for dim in (k_dim, v_dim))
     return next(keys for keys in (32, 16, 8) if keys * padded * itemsize <= _TILE_BYTES)

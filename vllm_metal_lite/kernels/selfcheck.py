@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import BLOCK_SIZES
 from vllm_metal_lite.kernels import measure, ops, source
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kv.quantised import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
@@ -31,7 +32,7 @@ OPTIONAL = ("rope_write", "add_rms_norm", "gather_rows")
 QUANTISED = ("kv_write_quantised", "kv_gather_quantised")
 KERNELS = (
     "kv_write", "kv_gather", "paged_decode", "merge_partitions", "varlen_prefill",
-    *QUANTISED, *OPTIONAL,
+    "shared_prefix", *QUANTISED, *OPTIONAL,
 )  # fmt: skip
 
 # Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
@@ -82,6 +83,8 @@ def check(shape: AttentionShape, block_size: int) -> list[CheckResult]:
     }
     if ops.unsupported(shape, prefill=True) is None:
         checks["varlen_prefill"] = case.prefill
+        if shape.window is None:
+            checks["shared_prefix"] = case.shared
     return run_checks(checks, shape, block_size)
 
 
@@ -227,6 +230,26 @@ class _Case:
             **self._how(),
         )  # fmt: skip
         return self._compare(batch, self.q, out[:-1])
+
+    def shared(self) -> tuple[float, float]:
+        """One query a sequence, all of them beginnings of the longest; two share what the shorter
+        one of them has, but for its last block."""
+        tables = np.repeat(self.decodes.block_tables[-1:], len(_CONTEXTS), axis=0)
+        batch = replace(self.decodes, block_tables=tables)
+        prefix_len = (_CONTEXTS[-2] - 1) // self.block_size * self.block_size
+        lens = np.where(prefix_len < _CONTEXTS, prefix_len, 0).astype(np.int32)
+        q = self.q[: batch.num_tokens]
+        how, store = self._how(), self._store()
+        sinks, _ = how.pop("sinks"), how.pop("window")
+        prefix = shared_prefix(
+            self._array(q), mx.array(tables), mx.array([len(tables) - 1], mx.int32),
+            mx.array(lens), *store, ops.new_token(), splits=4, **how,
+        )  # fmt: skip
+        out, _ = ops.paged_decode(
+            self._array(q), mx.array(tables), mx.array(batch.seq_lens), *store, prefix.lse,
+            plan=ops.DecodePlan(1, 8), prefix=prefix, sinks=sinks, **how,
+        )  # fmt: skip
+        return self._compare(batch, q, out)
 
     def _store(self) -> list[mx.array]:
         rows = zip(self.formats, self.kept, strict=True)

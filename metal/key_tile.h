@@ -1,0 +1,107 @@
+// Tiles of keys in threadgroup memory, and attention of 8 query rows to them by 8x8 matrices.
+//
+// varlen_prefill.metal says how rows, simdgroups and tiles are laid out.  A tile is KEYS rows of
+// threadgroup memory, STRIDE elements from one to the next.
+#include "matrix.h"
+
+// Bring KEYS rows of one KV head from the store to a tile, by THREADS threads: `loads` of 16 bytes a
+// row, `stride` of them from row to row of the tile.  A thread asks for 4 before it stores the first,
+// since latency is what they cost.
+template <int KEYS, int THREADS>
+METAL_FUNC void fetch_rows(const device uint4* store, const threadgroup int* slots, int kv_heads,
+                           int kv_head, int loads, int stride, int thread_index,
+                           threadgroup uint4* tile) {
+  for (int first = thread_index; first < KEYS * loads; first += 4 * THREADS) {
+    thread uint4 part[4];
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+      const int i = metal::min(first + f * THREADS, KEYS * loads - 1);
+      part[f] = store[(size_t(slots[i / loads]) * kv_heads + kv_head) * loads + i % loads];
+    }
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+      const int i = first + f * THREADS;
+      if (i < KEYS * loads) {
+        tile[i / loads * stride + i % loads] = part[f];
+      }
+    }
+  }
+}
+
+// One step of the online softmax, in base 2: the tile k, v of keys `base` .. base + KEYS - 1, of which
+// this lane's row sees those from `from` to `to` - 1.  m, l and o are of its row; a lane adds its own
+// part to l.  A score is the product times `scale`; if CAPPED, `cap` times the tanh of that.  All lanes
+// of a simdgroup call it together.
+template <typename T, int K_DIM, int V_DIM, int KEYS, int K_STRIDE, int V_STRIDE, bool CAPPED>
+METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, const threadgroup T* k,
+                            const threadgroup T* v, int base, int from, int to, float scale,
+                            float cap, int row, int col, thread float& m, thread float& l,
+                            thread metal::simdgroup_matrix<float, 8, 8>* o) {
+  constexpr float MASKED = -2e30f;  // twice LOWEST, where every maximum starts
+  constexpr int K_PARTS = K_DIM / 8;
+  constexpr int V_PARTS = V_DIM / 8;
+  constexpr int KEY_PARTS = KEYS / 8;
+
+  thread metal::simdgroup_matrix<float, 8, 8> score[KEY_PARTS];
+#pragma unroll
+  for (int j = 0; j < KEY_PARTS; j++) {
+    score[j].thread_elements()[0] = 0.0f;
+    score[j].thread_elements()[1] = 0.0f;
+  }
+#pragma unroll
+  for (int d = 0; d < K_PARTS; d++) {
+    // Apple's compiler must not fetch all of the matrices before the first product.
+    simdgroup_barrier(mem_flags::mem_none);
+#pragma unroll
+    for (int j = 0; j < KEY_PARTS; j++) {
+      metal::simdgroup_matrix<T, 8, 8> key;
+      key.thread_elements()[0] = k[(j * 8 + col) * K_STRIDE + d * 8 + row];
+      key.thread_elements()[1] = k[(j * 8 + col + 1) * K_STRIDE + d * 8 + row];
+      metal::simdgroup_multiply_accumulate(score[j], query[d], key, score[j]);
+    }
+  }
+
+  float top = m;
+#pragma unroll
+  for (int j = 0; j < KEY_PARTS; j++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int key = base + j * 8 + col + e;
+      float s = score[j].thread_elements()[e] * scale;
+      if (CAPPED) {
+        s = cap * metal::precise::tanh(s);
+      }
+      s = key >= from && key < to ? s : MASKED;
+      score[j].thread_elements()[e] = s;
+      top = metal::max(top, s);
+    }
+  }
+  top = row_max(top);
+  const float fade = metal::exp2(m - top);
+  m = top;
+  l *= fade;
+#pragma unroll
+  for (int d = 0; d < V_PARTS; d++) {
+    o[d].thread_elements()[0] *= fade;
+    o[d].thread_elements()[1] *= fade;
+  }
+
+#pragma unroll
+  for (int j = 0; j < KEY_PARTS; j++) {
+    metal::simdgroup_matrix<T, 8, 8> weight;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float w = metal::exp2(score[j].thread_elements()[e] - m);
+      l += w;
+      weight.thread_elements()[e] = T(w);
+    }
+    simdgroup_barrier(mem_flags::mem_none);
+#pragma unroll
+    for (int d = 0; d < V_PARTS; d++) {
+      metal::simdgroup_matrix<T, 8, 8> value;
+      value.thread_elements()[0] = v[(j * 8 + row) * V_STRIDE + d * 8 + col];
+      value.thread_elements()[1] = v[(j * 8 + row) * V_STRIDE + d * 8 + col + 1];
+      metal::simdgroup_multiply_accumulate(o[d], weight, value, o[d]);
+    }
+  }
+}

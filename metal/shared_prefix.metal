@@ -1,0 +1,122 @@
+// shared_prefix: attention of all rows of a step of decodes to the prefix that their sequences share,
+// which is read once for all of them (cascade attention; as in Hydragen, Juravsky et al. 2024).
+//
+//   q             (B, KV_HEADS * GROUP, K_DIM)  one row a sequence; GROUP query heads share a KV head
+//   keys, values  (slots, KV_HEADS, DIM)        the store, of T; slot = block * BLOCK_SIZE + offset
+//   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
+//   leader        (1,) int32                    a sequence that has the prefix: its blocks are read
+//   prefix_lens   (B,) int32                    prefix_lens[leader] is the prefix's length
+//   token         float32                       read after the writes before it
+//   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
+//   partial       (B, heads, splits, V_DIM) float32  attention over each split, normalised in itself
+//   lse           (B, heads, splits) float32    log2 of its sum of exponentials; LOWEST = it saw no key
+//                 also the next token
+//
+// paged_decode takes partial and lse, and adds the keys that are a sequence's own.  Rows that do not
+// have the prefix are computed like the others and are not used.
+//
+// Layout.  The query rows of one KV head are B * GROUP pairs (row, head), row by row.  A tile is ROWS
+// of them, 8 a simdgroup, and all of a tile see the same keys: simdgroups, tiles of keys and products
+// are those of varlen_prefill, which says the rest.
+//
+//   grid   x: KV head   y: tile of pairs   z: split of the prefix, at multiples of KEYS
+//
+// Why it is correct.
+//   - A tile of keys that reaches past the split's end reads its last key again instead, and scores
+//     MASKED there (key_tile.h).  No other slot than the prefix's is ever read.
+//   - A split behind the prefix's end makes no turn of the loop, and gives zeros and LOWEST.
+//   - A pair past the last repeats it and is not stored.
+//   - Every lane takes the same path around barriers, every lane of a simdgroup around products.
+//
+// Cost.  Bytes: the prefix once a tile of pairs, what tiles share comes from the cache; B * heads *
+// splits * V_DIM floats written, and read again by paged_decode.
+#include "key_tile.h"
+
+// --- kernel body ---
+constexpr float LOWEST = -1e30f;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int ROWS = SIMDGROUPS * 8;
+constexpr int THREADS = SIMDGROUPS * 32;  // at least KEYS
+constexpr int K_PARTS = K_DIM / 8;  // matrices side by side
+constexpr int V_PARTS = V_DIM / 8;
+constexpr int K_STRIDE = (K_PARTS | 1) * 8;  // elements from row to row of a tile
+constexpr int V_STRIDE = (V_PARTS | 1) * 8;
+constexpr int PER_LOAD = 16 / int(sizeof(T));
+
+threadgroup int slots[KEYS];
+threadgroup uint4 k_tile[KEYS * K_STRIDE / PER_LOAD];
+threadgroup uint4 v_tile[KEYS * V_STRIDE / PER_LOAD];
+
+const int thread_index = int(thread_position_in_threadgroup.x);
+const int kv_head = int(threadgroup_position_in_grid.x);
+const int split = int(threadgroup_position_in_grid.z);
+const int splits = int(threadgroups_per_grid.z);
+const int row = matrix_row(int(thread_index_in_simdgroup));
+const int col = matrix_col(int(thread_index_in_simdgroup));
+
+const size_t table = size_t(leader[0]) * block_tables_shape[1];
+const int prefix_len = prefix_lens[leader[0]];
+const int per_split = ((prefix_len + splits - 1) / splits + KEYS - 1) / KEYS * KEYS;
+const int begin = split * per_split;
+const int end = metal::min(begin + per_split, prefix_len);
+
+// This lane's row of every matrix.
+const int pairs = q_shape[0] * GROUP;
+const int sg_first = int(threadgroup_position_in_grid.y) * ROWS +
+                     int(simdgroup_index_in_threadgroup) * 8;
+const int pair = metal::min(sg_first + row, pairs - 1);
+const size_t q_row = size_t(pair / GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP;
+
+// Scores are wanted in base 2; under a softcap the factor comes after the tanh.
+const float softcap = as_type<float>(SOFTCAP);
+const float s_scale = as_type<float>(SCALE) * (SOFTCAP != 0 ? 1.0f / softcap : LOG2_E);
+
+thread metal::simdgroup_matrix<T, 8, 8> query[K_PARTS];
+#pragma unroll
+for (int d = 0; d < K_PARTS; d++) {
+  query[d].thread_elements()[0] = q[q_row * K_DIM + d * 8 + col];
+  query[d].thread_elements()[1] = q[q_row * K_DIM + d * 8 + col + 1];
+}
+thread metal::simdgroup_matrix<float, 8, 8> o[V_PARTS];
+#pragma unroll
+for (int d = 0; d < V_PARTS; d++) {
+  o[d].thread_elements()[0] = 0.0f;
+  o[d].thread_elements()[1] = 0.0f;
+}
+float m = LOWEST;
+float l = 0.0f;
+
+for (int base = begin; base < end; base += KEYS) {
+  if (thread_index < KEYS) {
+    const int key = metal::min(base + thread_index, end - 1);
+    slots[thread_index] = block_tables[table + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
+  }
+  // The slots are there, and all have used the tile before.
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  fetch_rows<KEYS, THREADS>((const device uint4*)keys, slots, KV_HEADS, kv_head,
+                            K_DIM / PER_LOAD, K_STRIDE / PER_LOAD, thread_index, k_tile);
+  fetch_rows<KEYS, THREADS>((const device uint4*)values, slots, KV_HEADS, kv_head,
+                            V_DIM / PER_LOAD, V_STRIDE / PER_LOAD, thread_index, v_tile);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // A simdgroup of which no pair exists has nothing to do.
+  if (sg_first < pairs) {
+    attend_tile<T, K_DIM, V_DIM, KEYS, K_STRIDE, V_STRIDE, SOFTCAP != 0>(
+        query, (const threadgroup T*)k_tile, (const threadgroup T*)v_tile, base, begin, end, s_scale,
+        softcap * LOG2_E, row, col, m, l, o);
+  }
+}
+
+l = row_sum(l);
+const float inverse = l > 0.0f ? 1.0f / l : 0.0f;
+if (sg_first + row < pairs) {
+  const size_t out_row = q_row * splits + split;
+#pragma unroll
+  for (int d = 0; d < V_PARTS; d++) {
+    partial[out_row * V_DIM + d * 8 + col] = o[d].thread_elements()[0] * inverse;
+    partial[out_row * V_DIM + d * 8 + col + 1] = o[d].thread_elements()[1] * inverse;
+  }
+  if (col == 0) {
+    lse[out_row] = l > 0.0f ? m + metal::log2(l) : LOWEST;
+  }
+}
