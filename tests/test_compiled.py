@@ -3,6 +3,8 @@
 On a CPU through ArrayAttention; on a GPU (METAL_LITE_DEVICE=gpu) through the kernels.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_metal_lite import backend, compiled, runner
+from vllm_metal_lite.attention import kernels as kernels_of_steps
 from vllm_metal_lite.attention import prompts as prompts_of_steps
 from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
@@ -123,7 +126,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
 def arriving(engine, num_decodes, prompts, params=GREEDY):
     """All outputs by request: num_decodes run when the prompts come, one every other step."""
     for i in range(num_decodes):
-        engine.add_request(f"decode {i}", PROMPTS[i], params)
+        engine.add_request(f"decode {i}", PROMPTS[i], replace(params, max_tokens=24))
     for _ in range(6 if num_decodes else 0):
         engine.step()
     for i, prompt in enumerate(prompts):
@@ -131,6 +134,14 @@ def arriving(engine, num_decodes, prompts, params=GREEDY):
         for _ in range(2):
             engine.step()
     return tiny.run(engine)
+
+
+def pass_by(engine, *prompts):
+    """Prompts that end with their first token, while what runs goes on."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"passing {i}", prompt, SamplingParams(temperature=0, max_tokens=1))
+    while any(name.startswith("passing") for name in engine._requests):
+        engine.step()
 
 
 def compiled_with_prompts(engine, monkeypatch) -> list:
@@ -224,17 +235,21 @@ def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, mon
 
 
 def test_a_variant_with_prompts_is_compiled_when_it_comes_again(monkeypatch):
+    """Beside a decode: prompts alone are not compiled."""
     engine = make_engine(enable_prefix_caching=False)
-    traced, steps = count_traces(engine, monkeypatch), compiled_with_prompts(engine, monkeypatch)
+    steps = compiled_with_prompts(engine, monkeypatch)
     prompts = tiny.prompts(3, 20, 20)
-    once = SamplingParams(temperature=0, max_tokens=1)
-    for traces, compiled_steps in ((False, 0), (True, 1), (None, 2)):
-        del traced[:]
-        tokens_of(engine, once, prompts[:1])
-        assert traced == [traces] * (traces is not None)
+    for _ in range(3):
+        pass_by(engine, prompts[0])
+    assert not steps
+    engine.add_request("decode", tiny.prompts(1, 17, 17)[0], GREEDY)
+    engine.step()
+    for compiled_steps in (0, 1, 2):
+        pass_by(engine, prompts[0])
         assert len(steps) == compiled_steps
-    tokens_of(engine, once, prompts)
+    pass_by(engine, *prompts)
     assert len(steps) == 2, "more segments are another variant"
+    assert "decode" in engine._requests
 
 
 def test_variants_seen_once_do_not_displace_compiled_ones(monkeypatch):
@@ -242,20 +257,26 @@ def test_variants_seen_once_do_not_displace_compiled_ones(monkeypatch):
     engine = make_engine(max_num_batched_tokens=64, enable_prefix_caching=False)
     tokens_of(engine)
     kept = list(engine.runner.compiled._variants)
+    engine.add_request("decode", tiny.prompts(1, 17, 17)[0], GREEDY)
+    engine.step()
     for n in range(1, 7):
-        tokens_of(engine, SamplingParams(max_tokens=1), tiny.prompts(n, 2, 9, seed=n))
+        pass_by(engine, *tiny.prompts(n, 2, 9, seed=n))
+    assert "decode" in engine._requests
     assert set(kept) <= set(engine.runner.compiled._variants)
-    assert len(engine.runner.compiled._seen) <= 8
+    assert 1 <= len(engine.runner.compiled._seen) <= 8
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_large_steps_are_not_compiled(prefill, monkeypatch):
-    monkeypatch.setattr(prompts_of_steps, "SMALL_ROWS", 20)
+    monkeypatch.setattr(kernels_of_steps, "SMALL_ROWS", 20)
     engine = make_engine(prefill=prefill, enable_prefix_caching=False)
     steps = compiled_with_prompts(engine, monkeypatch)
+    engine.add_request("decode", tiny.prompts(1, 17, 17)[0], GREEDY)
+    engine.step()
     for _ in range(3):
-        tokens_of(engine, SamplingParams(max_tokens=1), [PROMPTS[0] * 2])
+        pass_by(engine, PROMPTS[0] * 2)
     assert len(PROMPTS[0]) * 2 > 20
+    assert "decode" in engine._requests
     assert not steps
 
 

@@ -12,7 +12,7 @@ from test_attention import RAGGED, Case, check
 
 from metal.host import compiler_available, installed
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.attention import prompts as prompts_of_steps
+from vllm_metal_lite.attention import kernels as kernels_of_steps
 from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops, selfcheck
@@ -51,7 +51,7 @@ def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
 
 
 def test_a_large_step_is_cut_into_calls(monkeypatch):
-    monkeypatch.setattr(prompts_of_steps, "SMALL_ROWS", 1)
+    monkeypatch.setattr(kernels_of_steps, "SMALL_ROWS", 1)
     check(KernelCase(RAGGED, prefill="gather", sinks=True), padding=3, window=5)
 
 

@@ -62,9 +62,9 @@ def growth(model: LoadedModel, most: int, options: dict[str, Any], plot: str | N
     # A longer context goes on from a shorter one, so that little has to be computed for it.
     texts = [rng.integers(0, model.vocab_size, longest).tolist() for _ in range(widest)]
 
-    def load_of(batch: int, context: int) -> Load:
+    def load_of(batch: int, context: int, steps: int = _STEPS) -> Load:
         prompts = [t[: context - _STEPS // 2] for t in texts[:batch]]
-        return Load(f"{batch} x {context}", [Wave(prompts, [_STEPS] * batch)])
+        return Load(f"{batch} x {context}", [Wave(prompts, [steps] * batch)])
 
     blocks = max(b * -(-(c + _STEPS) // 16) for b, c in cells) + 1
     ours = Ours(
@@ -77,6 +77,7 @@ def growth(model: LoadedModel, most: int, options: dict[str, Any], plot: str | N
     print(f"\n### Growth: {model.name}, copy {bandwidth / 1e9:,.0f} GB/s\n")
     table_head(["batch", "context", "ms a step", "tokens/s", "roofline ms", "of roofline"])
     for batch, context in cells:
+        drive(ours, load_of(batch, context, 1))  # so that then all decode from the start
         load_ = load_of(batch, context)
         step = measure(load_, drive(ours, load_))["steady_step_median"]
         size = model.weight_bytes + batch * context * model.kv_bytes_per_token

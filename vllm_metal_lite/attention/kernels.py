@@ -15,7 +15,12 @@ from mlx.utils import tree_flatten
 
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.plan import power_of_two
-from vllm_metal_lite.attention.prompts import SdpaPrompts, VarlenPrompts, pad_tables
+from vllm_metal_lite.attention.prompts import (
+    SMALL_ROWS,
+    SdpaPrompts,
+    VarlenPrompts,
+    pad_tables,
+)
 from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention
 from vllm_metal_lite.attention.shared import CommonPrefix, common_prefix
 from vllm_metal_lite.attention.step import AttentionShape, StepMetadata, pad_rows
@@ -146,10 +151,11 @@ class KernelAttention(ReferenceAttention):
         prompts = None
         if batch.num_decodes < batch.num_segments:
             rest, rows = batch.prefills(), num_rows - batch.num_decodes
+            repeats = batch.num_decodes > 0 and rows <= SMALL_ROWS
             if self.prefill == "varlen":
-                prompts = VarlenPrompts(rest, rows, self._groups)
+                prompts = VarlenPrompts(rest, rows, self._groups, repeats)
             else:
-                prompts = SdpaPrompts(rest, rows, self._windows)
+                prompts = SdpaPrompts(rest, rows, self._windows, repeats)
         decodes, prefix = slice(batch.num_decodes), None
         if self._sharing_groups:
             tables = [batch.by_group[g].block_tables[decodes] for g in self._sharing_groups]

@@ -2,7 +2,7 @@
 
 In a small step the host needs longer to build the forward than the device to run it, and decodes
 beside the prompts wait.  There all arrays have shapes that repeat (`repeats`), so that the step can
-be compiled (compiled.py); and cuDNN, which makes a plan for each shape, makes few.
+be compiled (compiled.py).  Prompts alone let nobody wait, and come in more sizes than come again.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,9 +18,10 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kernels.prefill import plan_tiles
 
-# Most rows of prompts in a small step.  Who wants decodes to go on beside prompts cuts these into
-# chunks of less; larger ones are for speed, which SDPA has in calls that need no mask.
-SMALL_ROWS = 512
+# Most rows of prompts in a small step: a chunk of 512, padded.  Who wants decodes to go on beside
+# prompts cuts these into such chunks; larger ones are for speed, which SDPA has in calls that need
+# no mask.
+SMALL_ROWS = 768
 # Most entries of the mask that one call for all segments needs: the chunk above at a context of 8k.
 _SMALL_MASK = SMALL_ROWS * 8192
 # Fewest keys that a step is padded to, so that a prompt's first chunks are of one shape.
@@ -39,10 +40,12 @@ class VarlenPrompts:
 
     S and W are powers of two; segments behind the last have no rows.  num_rows: of prompts, padding
     included.  groups: query heads a KV head, of all layers; if they are not known, tiles are
-    planned when they are asked for, and the step is not compiled.
+    planned when they are asked for, and the step is not compiled.  repeats: whether it is to be.
     """
 
-    def __init__(self, batch: ForwardBatch, num_rows: int, groups: Collection[int]) -> None:
+    def __init__(
+        self, batch: ForwardBatch, num_rows: int, groups: Collection[int], repeats: bool
+    ) -> None:
         self.num_rows, self._groups = num_rows, tuple(groups)
         segments = power_of_two(batch.num_segments)
         width = power_of_two(-(-max(int(batch.seq_lens.max()), _MIN_KEYS) // batch.block_size))
@@ -51,7 +54,7 @@ class VarlenPrompts:
         self.seq_lens = pad_rows(batch.seq_lens, segments)
         self._cu = self.cu_seqlens_q
         self._tiles = {g: plan_tiles(self._cu, num_rows, g) for g in self._groups}
-        self.repeats = bool(groups) and num_rows <= SMALL_ROWS
+        self.repeats = repeats and bool(groups)
 
     def metadata(self, kv_group: int) -> tuple[mx.array, mx.array, mx.array]:
         return self.block_tables[kv_group], self.cu_seqlens_q, self.seq_lens
@@ -101,12 +104,14 @@ class SdpaPrompts:
     """For SDPA.  sdpa: a plan a KV group, in small steps one call, else the calls that cost least.
 
     num_rows: of prompts, padding included.  windows: the farthest that layers of a KV group see,
-    None = all.
+    None = all.  repeats: whether the step is to be compiled, if its mask is not too large.
     """
 
-    def __init__(self, batch: ForwardBatch, num_rows: int, windows: Sequence[int | None]) -> None:
+    def __init__(
+        self, batch: ForwardBatch, num_rows: int, windows: Sequence[int | None], repeats: bool
+    ) -> None:
         num_keys = power_of_two(max(int(batch.seq_lens.sum()), _MIN_KEYS))
-        self.repeats = num_rows <= SMALL_ROWS and num_rows * num_keys <= _SMALL_MASK
+        self.repeats = repeats and num_rows * num_keys <= _SMALL_MASK
         if not self.repeats:
             self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
             return

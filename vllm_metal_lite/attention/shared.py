@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_metal_lite import backend
+
 # Fewest tokens that need not be read again for which a prefix is attended to on its own: that costs
-# two launches a layer, `shared_prefix` and the `rope_write` that attention could do otherwise.
-MIN_SAVED_TOKENS = 8192
+# two launches a layer, `shared_prefix` and the `rope_write` that attention could do otherwise.  On
+# CUDA launches keep the host busy longer than 90,000 tokens keep an H200 (docs/benchmarks.md).
+MIN_SAVED_TOKENS = 1 << 17 if backend.name() == "cuda" else 8192
 # What a row costs there, whether it has the prefix or not: products, and keys from the cache.  As a
 # share of reading the prefix; a guess.
 _ROW_COST = 1 / 8
