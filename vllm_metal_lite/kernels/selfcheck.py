@@ -7,10 +7,8 @@ kernel source, so that it costs a second once.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -340,8 +338,7 @@ class Memory:
         texts = [source.read(kernel) for kernel in KERNELS]
         identity = repr([mx.__version__, backend.describe(), texts])
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-        self.file = home / "vllm_metal_lite" / f"kernels-{name}.json"
+        self.file = source.cache_folder() / f"kernels-{name}.json"
         try:
             self.known = dict(json.loads(self.file.read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError):  # none yet, or not readable: check again

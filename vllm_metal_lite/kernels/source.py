@@ -5,10 +5,12 @@ the body.  `mx.fast.metal_kernel` writes the function around the body: its signa
 arrays given at launch.
 """
 
+import hashlib
+import os
 import re
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 MARKER = "// --- kernel body ---\n"
 
@@ -73,17 +75,39 @@ def as_files(name: str, header: str, body: str) -> tuple[str, str]:
 
     MLX hashes the whole text at each launch: 3 us for 11 KB, as much as the launch itself costs.
     It also looks there for the shapes that a kernel asks for, so they are named in a comment.
+    Files are named by what they hold, so that another process finds what MLX has compiled.
     """
     parts = []
     for part, text in (("h", header), ("inc", body)):
-        file = Path(_folder().name, f"{name}.{part}")
-        file.write_text(text, encoding="utf-8")
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        file = _text_folder() / f"{name}-{digest}.{part}"
+        if not file.exists():
+            with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
+                new.write(text)
+            os.replace(new.name, file)  # whole, whoever else writes it
         shapes = " ".join(sorted(set(_SHAPE.findall(text))))
         parts.append(f'\n#include "{file}"\n// {shapes}\n')
     return tuple(parts)
 
 
+def cache_folder() -> Path:
+    """Where what was found out about kernels is kept from one process to the next."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return home / "vllm_metal_lite"
+
+
+def _text_folder() -> Path:
+    folder = cache_folder() / "cuda"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(_own_folder().name)
+
+
 @cache
-def _folder() -> TemporaryDirectory:
-    """Until the process ends: kernels are compiled when they are first needed."""
+def _own_folder() -> TemporaryDirectory:
+    """Until the process ends, for a home that cannot be written to."""
     return TemporaryDirectory(prefix="vllm_metal_lite-")
