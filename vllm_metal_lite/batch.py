@@ -16,6 +16,7 @@ PAD_SLOT = -1  # slot_mapping value of a row whose K and V are written nowhere
 UNKNOWN_TOKEN = -1
 
 _NONE = np.zeros(0, np.int32)
+_NEVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class ForwardBatch:
         An index outside the store would corrupt memory rather than fail, so it is caught here.
         """
         cu, n = self.cu_seqlens_q, self.num_tokens
-        if len(cu) < 2 or cu[0] != 0 or cu[-1] != n or not (np.diff(cu) > 0).all():
+        q_lens = np.diff(cu)
+        if len(cu) < 2 or cu[0] != 0 or cu[-1] != n or q_lens.min() <= 0:
             raise ValueError(
                 f"cu_seqlens_q must start at 0, rise strictly and end at {n} rows, "
                 f"got {cu.tolist()[:16]}"
@@ -118,7 +120,6 @@ class ForwardBatch:
                 f"{len(cu) - 1} segments in cu_seqlens_q, {self.num_segments} in seq_lens, "
                 f"{len(self.block_tables)} in block_tables"
             )
-        q_lens = np.diff(cu)
         if (self.seq_lens < q_lens).any():
             raise ValueError("a segment has more rows than its seq_lens")
         if (q_lens[: self.num_decodes] != 1).any():
@@ -162,8 +163,8 @@ class InputBatch:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
-        # First prompt position whose successor's log-probability is wanted; a large value: none.
-        self.prompt_logprobs_from = np.full(max_num_seqs, np.iinfo(np.int32).max, np.int32)
+        # First prompt position whose successor's log-probability is wanted.
+        self.prompt_logprobs_from = np.full(max_num_seqs, _NEVER, np.int32)
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = np.zeros((num_kv_groups, max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
@@ -188,7 +189,7 @@ class InputBatch:
     def remove(self, req_index: int) -> None:
         """Give a row back."""
         self.num_tokens[req_index] = 0
-        self.prompt_logprobs_from[req_index] = np.iinfo(np.int32).max
+        self.prompt_logprobs_from[req_index] = _NEVER
         self._free_rows.append(req_index)
 
     def append_blocks(self, req_index: int, *block_ids: Sequence[int]) -> None:
@@ -234,11 +235,15 @@ class InputBatch:
         block, offset = np.divmod(positions, bs)
         terminal = np.flatnonzero(seq_lens == self.num_tokens[req_indices]).astype(np.int32)
 
-        successor = positions + 1
-        scored = np.flatnonzero(
-            (positions >= self.prompt_logprobs_from[row])
-            & (successor < self.num_prompt_tokens[row])
-        ).astype(np.int32)
+        scored = prompt_targets = prompt_segments = _NONE
+        if (self.prompt_logprobs_from[req_indices] < _NEVER).any():
+            successor = positions + 1
+            scored = np.flatnonzero(
+                (positions >= self.prompt_logprobs_from[row])
+                & (successor < self.num_prompt_tokens[row])
+            ).astype(np.int32)
+            prompt_targets = self.token_ids[row[scored], successor[scored]]
+            prompt_segments = segment[scored]
         max_blocks = -(-int(seq_lens.max()) // bs)
         slots, *other_slots = (t[row, block] * bs + offset for t in self.block_tables)
         tables, *other_tables = (t[req_indices, :max_blocks] for t in self.block_tables)
@@ -254,8 +259,8 @@ class InputBatch:
             num_decodes=int((np.cumprod(q_lens == 1)).sum()),
             logits_indices=np.concatenate([cu[1:][terminal] - 1, scored]),
             sample_segments=terminal,
-            prompt_targets=self.token_ids[row[scored], successor[scored]],
-            prompt_segments=segment[scored],
+            prompt_targets=prompt_targets,
+            prompt_segments=prompt_segments,
         )
         if not other_slots:
             return batch
