@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.plan import power_of_two
 from vllm_metal_lite.attention.step import Attention, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import UNKNOWN_TOKEN, ForwardBatch
@@ -158,7 +159,7 @@ def bucket(num_tokens: int) -> int:
     if backend.is_cpu():
         return num_tokens
     if num_tokens <= 64:
-        return 1 << (num_tokens - 1).bit_length()
+        return power_of_two(num_tokens)
     grain = 64 if num_tokens <= 512 else 256
     return -(-num_tokens // grain) * grain
 

@@ -162,26 +162,24 @@ class Scheduler:
         """
         num_decodes, running = output.num_decodes, RequestStatus.RUNNING
         terminal = [s.request for s in output.segments[:num_decodes]]
-        ended = []
         for request in terminal:
             if request.status is running:
                 request.num_computed_tokens += 1
-                request.token_ids.append(UNKNOWN_TOKEN)
-                if len(request.token_ids) == request.max_length:
-                    ended.append(request)
         for segment in output.segments[num_decodes:]:
             request, end = segment.request, segment.num_computed + segment.num_scheduled
             is_terminal = end == request.num_tokens
             if is_terminal:
                 terminal.append(request)
-            if request.status is not running:
-                continue
-            request.num_computed_tokens = end
-            self.kv.give_back(request, end)  # where windows are short, most of a chunk's blocks
-            if is_terminal:
+            if request.status is running:
+                request.num_computed_tokens = end
+                self.kv.give_back(request, end)  # where windows are short, most of a chunk's blocks
+                if is_terminal:
+                    _remove(self._partials, request)
+                    insort(self._decodes, request, key=_RANK)
+        ended = []
+        for request in terminal:
+            if request.status is running:
                 request.token_ids.append(UNKNOWN_TOKEN)
-                _remove(self._partials, request)
-                insort(self._decodes, request, key=_RANK)
                 if len(request.token_ids) == request.max_length:
                     ended.append(request)
         for request in ended:

@@ -69,16 +69,21 @@ class DecodePlan(NamedTuple):
 
 
 def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
-    """Enough threadgroups to fill the device, not more: merging costs a launch.
-
-    Powers of two, so that few variants of a compiled step exist.
-    """
+    """Enough threadgroups to fill the device, not more: merging costs a launch."""
     splits = 1
     if max_seq_len >= _MIN_CONTEXT:
         fill = _FILL[backend.name()] // (batch * num_kv_heads)
-        splits = max(1, min(fill, max_seq_len // _MIN_SPLIT, MAX_SPLITS))
-        splits = 1 << (splits.bit_length() - 1)
+        splits = num_splits(fill, max_seq_len, _MIN_SPLIT)
     return DecodePlan(splits, 4 if splits > 1 and max_seq_len // splits <= 512 else 8)
+
+
+def num_splits(most: int, num_keys: int, min_keys: int) -> int:
+    """Parts that num_keys are cut into, at most `most`, of min_keys each or more.
+
+    A power of two, so that few variants of a compiled step exist.
+    """
+    splits = max(1, min(most, num_keys // min_keys, MAX_SPLITS))
+    return 1 << (splits.bit_length() - 1)
 
 
 def unsupported(shape: AttentionShape, prefill: bool = False) -> str | None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.ops import MAX_PREFILL_DIM, bits, head_size_problem
+from vllm_metal_lite.kernels.ops import MAX_PREFILL_DIM, bits, head_size_problem, num_splits
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once
 
 _SHARED_PREFIX = Kernel(
@@ -17,8 +17,8 @@ _SHARED_PREFIX = Kernel(
 # Threadgroups that keep the device busy: below it a prefix is cut into splits.  They hold more
 # memory than those of `paged_decode`, and each waits for a tile of keys at a time.  Guesses.
 _FILL = {"metal": 128, "cuda": 512, "cpu": 16}
-# Fewest keys of a split, and most splits.
-_MIN_SPLIT, _MAX_SPLITS = 128, 64
+# Fewest keys of a split.
+_MIN_SPLIT = 128
 
 
 class SharedPrefix(NamedTuple):
@@ -34,11 +34,10 @@ class SharedPrefix(NamedTuple):
 
 
 def prefix_splits(num_rows: int, num_heads: int, num_kv_heads: int, prefix_len: int) -> int:
-    """Parts that a prefix is cut into, a power of two: enough threadgroups to fill the device."""
+    """Parts that a prefix is cut into: enough threadgroups to fill the device."""
     tiles = -(-num_rows * (num_heads // num_kv_heads) // TILE_ROWS)
     fill = _FILL[backend.name()] // (num_kv_heads * tiles)
-    splits = max(1, min(fill, prefix_len // _MIN_SPLIT, _MAX_SPLITS))
-    return 1 << (splits.bit_length() - 1)
+    return num_splits(fill, prefix_len, _MIN_SPLIT)
 
 
 def shared_prefix(
