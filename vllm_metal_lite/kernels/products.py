@@ -54,9 +54,10 @@ def skinny_gemm(x: mx.array, weight: mx.array, plan: GemmPlan | None = None) -> 
     rows, outputs = len(x), len(weight)
     tiles = -(-rows // 8)
     parts, simdgroups, at_once = plan or gemm_plan(rows, outputs)
+    room = _SUMS // (parts * tiles * 64)  # simdgroups whose sums there is memory for
     template = {
         "T": x.dtype, "ROW_TILES": tiles, "PARTS": parts, "SIMDGROUPS": simdgroups,
-        "AT_ONCE": at_once, "KEPT": min(simdgroups, _SUMS // (parts * tiles * 64)),
+        "AT_ONCE": at_once, "KEPT": min(simdgroups, 1 << (room.bit_length() - 1)),
     }  # fmt: skip
     return _SKINNY_GEMM(
         [x, weight], template, (-(-outputs // (8 * parts)), 1, 1), 32 * simdgroups,
