@@ -17,13 +17,12 @@ struct RowsAcross {
   metal::simdgroup_matrix<T, 8, 8> part[4];
 };
 
-// Rows 0 to `last` of x, which are `stride` elements apart; what is past the last repeats it.
-template <typename T>
-METAL_FUNC void load_across(thread RowsAcross<T>& to, const device T* x, int last, int stride,
-                            int row, int col) {
+// Rows 0 to `last` of x, which are STRIDE elements apart; what is past the last repeats it.
+template <typename T, int STRIDE>
+METAL_FUNC void load_across(thread RowsAcross<T>& to, const device T* x, int last, int row, int col) {
   const int k = row / 2 * 8 + row % 2;
-  const device T* near = x + size_t(metal::min(col, last)) * stride + k;
-  const device T* far = x + size_t(metal::min(col + 1, last)) * stride + k;
+  const device T* near = x + metal::min(col, last) * STRIDE + k;
+  const device T* far = x + metal::min(col + 1, last) * STRIDE + k;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     to.part[i].thread_elements()[0] = near[i * 2];
@@ -31,14 +30,14 @@ METAL_FUNC void load_across(thread RowsAcross<T>& to, const device T* x, int las
   }
 }
 
-// y[p] (8 x 8) += rows 8 p .. 8 p + 7 of w times those of x.  w[p]: this lane's 8 elements of row
-// 8 p + row, from 4 col on.  PARTS is even.
-template <typename T, int PARTS>
+// y[p] (8 x 8) += rows 8 p .. 8 p + 7 of w times those of x, p = 0 and 1.  w[p]: this lane's 8
+// elements of row 8 p + row, from 4 col on.
+template <typename T>
 METAL_FUNC void multiply_rows(thread metal::simdgroup_matrix<float, 8, 8>* y, const thread uint4* w,
                               const thread RowsAcross<T>& x) {
 #pragma unroll
-  for (int p = 0; p < PARTS; p++) {
-    thread uint words[4] = {w[p].x, w[p].y, w[p].z, w[p].w};
+  for (int p = 0; p < 2; p++) {
+    const thread uint words[4] = {w[p].x, w[p].y, w[p].z, w[p].w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       metal::simdgroup_matrix<T, 8, 8> rows;

@@ -9,20 +9,32 @@ _SKINNY_GEMM = Kernel("skinny_gemm", ["x", "w"], ["y"])
 
 # Rows that a threadgroup keeps sums of: the more, the more registers.
 MAX_ROWS = 64
-# Floats of threadgroup memory, of which Metal allows 32 KB.
-_SUMS = 8192
-# Threadgroups from which on each may take twice the columns, and read x half as often.
-_MANY = 128
+# Columns of the result that a threadgroup computes.
+_COLUMNS = 16
+# Bytes of threadgroup memory for sums, of which Metal allows 32 KB.
+_SUM_BYTES = 32 << 10
+# Threadgroups that keep a device busy with 8 simdgroups each, by what was measured on an H200.
+_ENOUGH = 128
 
 
 class GemmPlan(NamedTuple):
-    """parts: rows of the weight a threadgroup, in eights (even).  simdgroups: that share the depth.
-    at_once: chunks of 32 elements that each asks for together.
-    """
+    """simdgroups: that share the depth.  at_once: chunks of 32 elements each asks for together."""
 
-    parts: int
     simdgroups: int
     at_once: int
+
+
+def gemm_plan(rows: int, outputs: int) -> GemmPlan:
+    """How x (rows, depth) is multiplied by a weight of `outputs` rows.
+
+    Few threadgroups need more bytes under way each; of many rows x takes the registers for that.
+    """
+    many = outputs >= _ENOUGH * _COLUMNS
+    if rows > 32:
+        return GemmPlan(8, 1 if many else 4)
+    if many:
+        return GemmPlan(8, 4 if rows <= 16 else 2)
+    return GemmPlan(16, 2)
 
 
 def fits(x: mx.array, weight: mx.array) -> bool:
@@ -33,12 +45,6 @@ def fits(x: mx.array, weight: mx.array) -> bool:
         and x.dtype in (mx.float16, mx.bfloat16)
         and x.shape[1] % 32 == 0
     )
-
-
-def gemm_plan(rows: int, outputs: int) -> GemmPlan:
-    """How the product of x (rows, depth) with a weight of `outputs` rows is laid out."""
-    parts = 4 if rows > 16 and outputs >= _MANY * 32 else 2
-    return GemmPlan(parts, 8, 8 // parts)
 
 
 def skinny_gemm(x: mx.array, weight: mx.array, plan: GemmPlan | None = None) -> mx.array:
@@ -52,14 +58,15 @@ def skinny_gemm(x: mx.array, weight: mx.array, plan: GemmPlan | None = None) -> 
             f"float type and depth, a multiple of 32, with at most {MAX_ROWS} rows of x"
         )
     rows, outputs = len(x), len(weight)
+    simdgroups, at_once = plan or gemm_plan(rows, outputs)
     tiles = -(-rows // 8)
-    parts, simdgroups, at_once = plan or gemm_plan(rows, outputs)
-    room = _SUMS // (parts * tiles * 64)  # simdgroups whose sums there is memory for
+    # The kernel has four floats of nothing behind each row of sums.
+    room = _SUM_BYTES // (simdgroups * 8 * (_COLUMNS + 4) * 4)
     template = {
-        "T": x.dtype, "ROW_TILES": tiles, "PARTS": parts, "SIMDGROUPS": simdgroups,
-        "AT_ONCE": at_once, "KEPT": min(simdgroups, 1 << (room.bit_length() - 1)),
+        "T": x.dtype, "DEPTH": x.shape[1], "ROW_TILES": tiles, "FULL": rows % 8 == 0,
+        "SIMDGROUPS": simdgroups, "AT_ONCE": at_once, "HELD": -(-tiles // -(-tiles // room)),
     }  # fmt: skip
     return _SKINNY_GEMM(
-        [x, weight], template, (-(-outputs // (8 * parts)), 1, 1), 32 * simdgroups,
+        [x, weight], template, (-(-outputs // _COLUMNS), 1, 1), 32 * simdgroups,
         [(rows, outputs)], [x.dtype],
     )[0]  # fmt: skip

@@ -59,8 +59,8 @@ METAL_FUNC I matrix_row(I lane) { return lane / 4; }
 template <typename I>
 METAL_FUNC I matrix_col(I lane) { return lane % 4 * 2; }
 
-// For row_products.h: the tensor cores want the right side by columns, so 8 rows across are rows as
-// they lie, and take 16 rows of the left side at once.
+// For row_products.h.  The tensor cores take 16 rows of the left side at once, and want the right side
+// by columns: 8 rows across are rows as they lie.
 #define MULTIPLY_ROWS
 
 template <typename T>
@@ -68,30 +68,27 @@ struct RowsAcross {
   uint4 part;
 };
 
-template <typename T>
-METAL_FUNC void load_across(RowsAcross<T>& to, const T* x, int last, int stride, int row, int col) {
-  to.part = *(const uint4*)(x + size_t(metal::min(row, last)) * stride + col * 4);
+template <typename T, int STRIDE>
+METAL_FUNC void load_across(RowsAcross<T>& to, const T* x, int last, int row, int col) {
+  to.part = *(const uint4*)(x + metal::min(row, last) * STRIDE + col * 4);
 }
 
 #define METAL_MULTIPLY_ROWS(T, TYPE)                                                               \
-  METAL_FUNC void multiply_16_rows(metal::simdgroup_matrix<float, 8, 8>* y, uint w0, uint w1,      \
+  METAL_FUNC void multiply_16_deep(metal::simdgroup_matrix<float, 8, 8>* y, uint w0, uint w1,      \
                                    uint w2, uint w3, uint x0, uint x1, T) {                        \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                            \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"            \
-                 : "+f"(y[0].elements[0]), "+f"(y[0].elements[1]), "+f"(y[1].elements[0]),         \
-                   "+f"(y[1].elements[1])                                                          \
-                 : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(x0), "r"(x1));                          \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                     \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                     \
+        : "+f"(y[0].elements[0]), "+f"(y[0].elements[1]), "+f"(y[1].elements[0]),                  \
+          "+f"(y[1].elements[1])                                                                   \
+        : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(x0), "r"(x1));                                   \
   }
 METAL_MULTIPLY_ROWS(float16_t, "f16")
 METAL_MULTIPLY_ROWS(bfloat16_t, "bf16")
 #undef METAL_MULTIPLY_ROWS
 
-template <typename T, int PARTS>
+template <typename T>
 METAL_FUNC void multiply_rows(metal::simdgroup_matrix<float, 8, 8>* y, const uint4* w,
                               const RowsAcross<T>& x) {
-#pragma unroll
-  for (int p = 0; p < PARTS; p += 2) {
-    multiply_16_rows(y + p, w[p].x, w[p + 1].x, w[p].y, w[p + 1].y, x.part.x, x.part.y, T());
-    multiply_16_rows(y + p, w[p].z, w[p + 1].z, w[p].w, w[p + 1].w, x.part.z, x.part.w, T());
-  }
+  multiply_16_deep(y, w[0].x, w[1].x, w[0].y, w[1].y, x.part.x, x.part.y, T());
+  multiply_16_deep(y, w[0].z, w[1].z, w[0].w, w[1].w, x.part.z, x.part.w, T());
 }
