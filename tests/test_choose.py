@@ -20,6 +20,8 @@ from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
+BFLOAT16 = replace(SHAPE, dtype=mx.bfloat16)
+measured_rows = measure.skinny_rows  # which the fixture replaces
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 # A compiler that forgets an update of the maximum, and one that misses a key.
@@ -35,6 +37,8 @@ MISCOMPILED = {
     "fused_decode": ("split == splits - 1", "split == splits"),
     "gather_rows": ("size_t(row) * WIDTH", "size_t(row / 2) * WIDTH"),
     "add_rms_norm": ("square / float(DIM)", "square / float(TURNS * THREADS * VEC)"),
+    # A turn that forgets what the one before it left.
+    "skinny_gemm": ("turn == 0 ? 0.0f : sums[at + e * COLUMNS]", "0.0f"),
 }
 
 
@@ -45,6 +49,7 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(choosing.backend, "is_cpu", lambda: False)
     monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
     monkeypatch.setattr(measure, "faster_prefill", lambda shape: "varlen")
+    monkeypatch.setattr(measure, "skinny_rows", lambda width, dtype: 0)
     with installed():
         yield
 
@@ -66,11 +71,11 @@ def miscompile(monkeypatch, name: str) -> None:
 
 
 def kernels() -> list[Kernel]:
-    from vllm_metal_lite.kernels import norm, ops, prefill, rope, rows, shared_prefix
+    from vllm_metal_lite.kernels import norm, ops, prefill, products, rope, rows, shared_prefix
 
     return [
         v
-        for m in (norm, ops, prefill, rope, rows, shared_prefix)
+        for m in (norm, ops, prefill, products, rope, rows, shared_prefix)
         for v in vars(m).values()
         if isinstance(v, Kernel)
     ]
@@ -86,7 +91,7 @@ def test_kernels_that_pass_are_used_and_remembered(monkeypatch, tmp_path):
     assert attention.name == "kernels"
     assert "varlen_prefill" in reason
     (memory,) = tmp_path.rglob("*.json")
-    remembered = {f"{SHAPE}, blocks of 8": "varlen", f"{SHAPE}, fused": "right"}
+    remembered = {f"{SHAPE}, blocks of 8": "varlen", f"{SHAPE}, fused": "0"}
     assert json.loads(memory.read_text()) == remembered
     for module in (selfcheck, fusedcheck):
         monkeypatch.setattr(module, "check", lambda *_: pytest.fail("checked again"))
@@ -148,17 +153,18 @@ def test_an_engine_with_a_miscompiled_kernel_computes_the_right_tokens(monkeypat
 
 @needs_compiler
 def test_fused_kernels_that_pass_are_remembered(monkeypatch):
-    assert fusedcheck.failures(SHAPE) == ()
+    expected = fusedcheck.Verdict((), 0)
+    assert fusedcheck.verdict(SHAPE) == expected
     monkeypatch.setattr(fusedcheck, "check", lambda _: pytest.fail("checked again"))
-    assert fusedcheck.failures(SHAPE) == ()
-    assert fusedcheck.failures(replace(SHAPE, window=8)) == ()
+    assert fusedcheck.verdict(SHAPE) == expected
+    assert fusedcheck.verdict(replace(SHAPE, window=8)) == expected
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [*selfcheck.OPTIONAL, "fused_decode"])
+@pytest.mark.parametrize("name", ["rope_write", "add_rms_norm", "gather_rows", "fused_decode"])
 def test_a_miscompiled_fused_kernel_is_found(monkeypatch, tmp_path, name):
     miscompile(monkeypatch, name)
-    (failure,) = fusedcheck.failures(SHAPE)
+    (failure,) = fusedcheck.verdict(SHAPE).failures
     assert failure.kernel == name
     assert "blocks of" not in str(failure)
     assert not list(tmp_path.rglob("*.json"))
@@ -166,6 +172,77 @@ def test_a_miscompiled_fused_kernel_is_found(monkeypatch, tmp_path, name):
         attention, reason = choose("auto", store(), [SHAPE])
     assert (attention.name, attention.fuses) == ("kernels", False)
     assert "the others right" in reason
+
+
+def test_products_by_the_kernel_as_far_as_every_shape_is_faster_with_it(monkeypatch):
+    """Measured once."""
+    measured = []
+    monkeypatch.setattr(selfcheck, "check", lambda *_: [])
+    monkeypatch.setattr(fusedcheck, "check", lambda _: [])
+
+    def skinny_rows(width: int, dtype: mx.Dtype) -> int:
+        measured.append((width, dtype))
+        return {128: 64, 256: 16}[width]
+
+    monkeypatch.setattr(measure, "skinny_rows", skinny_rows)
+    shapes = [replace(BFLOAT16, num_heads=heads) for heads in (4, 8)]
+    for _ in range(2):
+        attention, reason = choose("auto", store(), shapes)
+        assert (attention.fuses, attention.skinny_rows) == (True, 16)
+        assert reason.endswith("; products of 2 to 16 rows by skinny_gemm")
+    assert measured == [(128, mx.bfloat16), (256, mx.bfloat16)]
+
+
+@needs_compiler
+def test_a_miscompiled_skinny_gemm_is_all_that_is_done_without(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "skinny_rows", lambda width, dtype: 64)
+    miscompile(monkeypatch, "skinny_gemm")
+    with pytest.warns(UserWarning, match="skinny_gemm .* using MLX's own operations"):
+        attention, reason = choose("auto", store(), [BFLOAT16])
+    assert (attention.name, attention.fuses, attention.skinny_rows) == ("kernels", True, 0)
+    assert "the others right" in reason
+    assert "skinny_gemm" not in reason
+    assert fusedcheck.verdict(SHAPE).failures == ()  # float32: never used
+
+
+def test_products_are_not_timed_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(backend, "is_cpu", lambda: True)
+    monkeypatch.setattr(measure, "skinny_rows", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(fusedcheck, "check", lambda _: [])
+    assert fusedcheck.verdict(BFLOAT16) == fusedcheck.Verdict((), 0)
+
+
+# Seconds a product by the kernel; MLX takes 2.  So many rows are the most.
+TIMES = [
+    ({8: 1, 16: 1, 32: 1, 64: 1}, 64),
+    ({8: 1, 16: 1, 32: 2, 64: 1}, 16),
+    ({8: 3, 16: 1, 32: 1, 64: 1}, 0),
+]
+
+
+@pytest.mark.parametrize(("times", "most"), TIMES)
+def test_the_most_rows_with_which_the_kernel_is_faster(monkeypatch, times, most):
+    """Both ways compute the same; the kernel stands still here, MLX's product in its place."""
+    by_kernel, results = [], []
+
+    def product(x: mx.array, weight: mx.array) -> mx.array:
+        by_kernel.append(weight.shape)
+        return x @ weight.T
+
+    def seconds(call, x: mx.array, chain: int) -> float:
+        by_kernel.clear()
+        results.append(call(x))
+        assert x.shape[1] == 64
+        assert x.dtype == mx.float16
+        return times[len(x)] if by_kernel else 2
+
+    monkeypatch.setattr(measure, "skinny_gemm", product)
+    monkeypatch.setattr(measure, "seconds_per_call", seconds)
+    assert measured_rows(70, mx.float16) == most
+    for ours, theirs in zip(results[::2], results[1::2], strict=True):
+        assert mx.array_equal(ours, theirs)
+        assert mx.isfinite(ours).all()
+    assert measured_rows(70, mx.float32) == 0
 
 
 def test_shapes_that_no_kernel_serves(monkeypatch):

@@ -3,6 +3,7 @@
 On a CPU through ArrayAttention; on a GPU (METAL_LITE_DEVICE=gpu) through the kernels.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.compiled import CompiledSteps
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -100,15 +102,16 @@ def test_a_shape_is_traced_once(monkeypatch):
     assert engine.runner.compiled.num_steps > 20
 
 
+def launch_nothing(self, arrays, template, grid, threadgroup, shapes, dtypes):
+    """A stub of a launch, which gives zeros."""
+    zeros = [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    mx.eval(zeros)
+    return mx.depends(zeros, list(arrays))
+
+
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
-    """Tokens have the shapes of many kernels; launches are stubs here, which give zeros."""
-
-    def launch_nothing(self, arrays, template, grid, threadgroup, shapes, dtypes):
-        zeros = [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
-        mx.eval(zeros)
-        return mx.depends(zeros, list(arrays))
-
+    """Tokens have the shapes of many kernels; launches are stubs here."""
     monkeypatch.setattr(Kernel, "__call__", launch_nothing)
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
@@ -118,6 +121,36 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
     assert sum(traced) == len(engine.runner.compiled._variants) > 2
+
+
+def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch):
+    """All seven of a layer, of forwards of 2 to 8 rows, compiled or not; launches are stubs."""
+    rows_of_launches, rows_of_forwards = Counter(), Counter()
+    call = PackedModel.__call__
+
+    def counting(self, arrays, *args):
+        if self.name == "skinny_gemm":
+            rows_of_launches[len(arrays[0])] += 1
+        return launch_nothing(self, arrays, *args)
+
+    def noting(self, step, *args):
+        rows_of_forwards[step.batch is None, len(step.token_ids)] += 1
+        return call(self, step, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", counting)
+    monkeypatch.setattr(PackedModel, "__call__", noting)
+    engine = tiny.engine("qwen3", mx.bfloat16, max_num_batched_tokens=24)
+    attention = KernelAttention(engine.runner.attention.store, "gather", skinny_rows=8)
+    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.runner.compiled.reason = None
+    rows_of_forwards.clear()
+    tokens_of(engine)
+    assert {(True, 1), (True, 2), (True, 8), (False, 8), (False, 32)} <= set(rows_of_forwards)
+    expected = Counter()
+    for (_, rows), times in rows_of_forwards.items():
+        if 2 <= rows <= 8:
+            expected[rows] += times * 7 * len(attention.store.specs)
+    assert rows_of_launches == expected
 
 
 # Prompts

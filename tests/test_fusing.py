@@ -6,13 +6,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny_models as tiny
-from arch_configs import CANNOT_RUN, CONFIGS, config_of
+from arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
 from mlx.utils import tree_flatten
 
 from metal.host import compiler_available, installed
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.kernels import KernelAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import fusedcheck, selfcheck
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope
 from vllm_metal_lite.kv.store import PagedStore
@@ -223,3 +224,43 @@ def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, recwarn, tm
         assert done[str(i)].outputs[0].token_ids == tiny.alone(
             tiny.build(config_of("qwen3")), prompt, 5
         )
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
+    """Every one of every forward of 2 to N rows, the trial at the start included; the tokens stay
+    the same.  The head of "qwen3" is its embedding, and that of "llama" sees other rows."""
+    launches, forwards = Counter(), Counter()
+    launch, forward = Kernel.__call__, PackedModel.__call__
+    layers = len(tiny.packed(name, mx.bfloat16).packed.attention_specs)
+
+    def counting(self, arrays, template, *args):
+        if self.name == "skinny_gemm" and len(arrays[1]) != VOCAB:
+            launches[len(arrays[0])] += 1
+        return launch(self, arrays, template, *args)
+
+    def noting(self, step, *args):
+        forwards[len(step.token_ids)] += 1
+        return forward(self, step, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", counting)
+    monkeypatch.setattr(PackedModel, "__call__", noting)
+    monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), "gather"))
+    tokens = []
+    for most in (0, 4, 64):
+        launches.clear(), forwards.clear()
+        found = fusedcheck.Verdict((), most)
+        monkeypatch.setattr(fusedcheck, "verdict", lambda _, found=found: found)
+        with installed():
+            engine = tiny.engine(name, mx.bfloat16, attention="kernels", max_num_batched_tokens=70)
+            assert engine.runner.attention.fuses
+            for i, prompt in enumerate(tiny.prompts(5, 3, 20, seed=3)):
+                params = SamplingParams(temperature=0, max_tokens=4 + i)
+                engine.add_request(str(i), prompt, params)
+            done = tiny.run(engine)
+        tokens.append([done[str(i)].outputs[0].token_ids for i in range(5)])
+        few = {rows: n for rows, n in forwards.items() if 2 <= rows <= most}
+        assert {1, 2, 4, 5, 7} <= set(forwards)
+        assert launches == {rows: 7 * layers * n for rows, n in few.items()}
+    assert tokens[0] == tokens[1] == tokens[2]

@@ -250,6 +250,12 @@ ACCEPTED = {
         "template <typename T> void f(threadgroup T* p, T v) { p[0] = v; }\n"
         "template <int N> struct S { float a; float twice() thread const { return N * a; } };\n",
     ),
+    "matrices_in_a_struct": (
+        "S<half> s; fill(s, h); y[i] = s.part[0].thread_elements()[0];",
+        "template <typename T> struct S { simdgroup_matrix<T, 8, 8> part[2]; };\n"
+        "template <typename T> void fill(thread S<T>& s, const device T* x) {\n"
+        "  s.part[0].thread_elements()[0] = x[1]; }\n",
+    ),
     "chain_of_overloads": (
         "y[i] = f(n);",
         "float f(float a) { return a; }\nfloat f(int a) { return f(float(a)); }\n",

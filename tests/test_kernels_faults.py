@@ -14,6 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops, source
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.products import GemmPlan, skinny_gemm
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
@@ -140,6 +141,14 @@ def gathered_rows(dtype):
     return [gather_rows(draw(7, 40, seed=12, dtype=dtype), mx.array([[6, 0], [6, 3]], mx.int32))]
 
 
+def skinny_gemm_rows(dtype):
+    """Of 16 bits.  Sums in two turns, the last tiles of both sides not full, and simdgroups with
+    unlike numbers of chunks."""
+    dtype = mx.bfloat16 if dtype == mx.float32 else dtype
+    x, weight = (draw(rows, 640, seed=14, dtype=dtype) for rows in (35, 40))
+    return [skinny_gemm(x, weight, GemmPlan(4, 8, 2)).astype(mx.float32)]
+
+
 RUN = {
     "gather_rows": gathered_rows,
     "kv_write": kv_write,
@@ -155,6 +164,7 @@ RUN = {
     "paged_decode/prefix": decode_behind_a_prefix,
     "rope_write": rope_write_rows,
     "add_rms_norm": add_rms_norm_rows,
+    "skinny_gemm": skinny_gemm_rows,
 }
 
 
@@ -448,6 +458,39 @@ FAULTS = {
         "lane < 32 ?",
         "out of bounds",
     ),
+    "gemm_barrier": ("skinny_gemm", BARRIER, "", UNORDERED),
+    "gemm_rows_past_the_end": ("skinny_gemm", "m < rows && n", "n", ("race", "out of bounds")),
+    "gemm_outputs_past_the_end": ("skinny_gemm", " && n < outputs", "", ("race", "out of bounds")),
+    "gemm_weights_past_the_end": (
+        "skinny_gemm",
+        "metal::min(first + p * 8 + row, outputs - 1)",
+        "first + p * 8 + row",
+        "out of bounds",
+    ),
+    "gemm_x_past_the_end": (
+        "skinny_gemm",
+        "metal::min(col + 1, last)",
+        "(col + 1)",
+        "out of bounds",
+    ),
+    "gemm_depth_past_the_end": (
+        "skinny_gemm",
+        "k + (AT_ONCE - 1) * STEP < depth",
+        "k < depth",
+        ("out of bounds", "wrong"),
+    ),
+    "gemm_depth_left_out": ("skinny_gemm", "k += AT_ONCE * STEP", "k = depth", "wrong"),
+    "gemm_small_memory": ("skinny_gemm", "[KEPT * ROWS", "[ROWS", "out of bounds"),
+    "gemm_misaligned": ("skinny_gemm", "+ col * 4;", "+ col * 4 + 1;", "misaligned"),
+    "gemm_all_turns_at_once": ("skinny_gemm", "simdgroup_index / KEPT == turn", "true", "race"),
+    "gemm_one_turn": ("skinny_gemm", "turn < SIMDGROUPS / KEPT", "turn < 1", "wrong"),
+    "gemm_first_turn_forgotten": ("skinny_gemm", "turn == 0 ? 0.0f :", "true ? 0.0f :", "wrong"),
+    "gemm_first_turn_of_nothing": ("skinny_gemm", "turn == 0 ?", "false ?", "uninitialised"),
+    "gemm_sums_of_one_simdgroup": ("skinny_gemm", "s < KEPT", "s < 1", "wrong"),
+    "gemm_one_tile_of_x": ("skinny_gemm", "x + size_t(j) * 8 * depth", "x", "wrong"),
+    "gemm_one_part_of_w": ("skinny_gemm", "weights + c * PARTS", "weights", "wrong"),
+    "gemm_half_of_a_word": ("skinny_gemm", "words[i] >> 16", "words[i] & 0xffffu", "wrong"),
+    "gemm_half_of_y": ("skinny_gemm", "at + e * COLUMNS] =", "at] =", ("race", "uninitialised")),
 }
 
 

@@ -97,10 +97,13 @@ def native(name: str) -> nn.Module:
 
 
 @cache
-def packed(name: str) -> LoadedModel:
-    """The same weights, wrapped for packed steps; no tokenizer."""
+def packed(name: str, dtype: mx.Dtype | None = None) -> LoadedModel:
+    """The same weights, or those of another dtype, wrapped for packed steps; no tokenizer."""
     config = config_of(name)
-    return loader.from_model(build(config), None, config, name)
+    model = build(config)
+    if dtype is not None:
+        model.set_dtype(dtype)
+    return loader.from_model(model, None, config, name)
 
 
 def logits_alone(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
@@ -120,13 +123,13 @@ def alone(model: nn.Module, prompt: Sequence[int], n: int) -> list[int]:
     return known[:n]
 
 
-def engine(name: str = "llama", **options: Any) -> LLMEngine:
-    """A small engine over the tiny model `name`."""
+def engine(name: str = "llama", dtype: mx.Dtype | None = None, **options: Any) -> LLMEngine:
+    """A small engine over the tiny model `name`, `packed`."""
     defaults = {
         "block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64,
         "max_model_len": min(128, 8 * options.get("num_blocks", 64)),
     }  # fmt: skip
-    return LLMEngine(packed(name), EngineConfig(**{**defaults, **options}))
+    return LLMEngine(packed(name, dtype), EngineConfig(**{**defaults, **options}))
 
 
 def run(engine: LLMEngine, max_steps: int = 2000) -> dict[str, Any]:

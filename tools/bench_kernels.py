@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
+from bench_products import products  # noqa: F401 (a section)
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.kernels import KernelAttention
@@ -30,7 +31,10 @@ from vllm_metal_lite.kernels.shared_prefix import prefix_splits
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
-SECTIONS = ("check", "huge", "sanitize", "decode", "plans", "shapes", "shared", "prefill", "fused")
+SECTIONS = (
+    "check", "huge", "sanitize", "decode", "plans", "shapes", "shared", "prefill", "fused",
+    "products",
+)  # fmt: skip
 WORKERS = 14
 
 

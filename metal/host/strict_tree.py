@@ -129,7 +129,8 @@ def _unqualified(node: _Node, path: list[_Node]) -> Iterator[Violation]:
     bare = "__generic" in declared or (
         re.search(r"[*&]", declared) and not _SPACES.search(declared)
     )
-    if bare and node.kind in (*_VARIABLES, *_FUNCTIONS) and " implicit" not in node.head:
+    implicit = any(" implicit" in n.head for n in (node, *path[-1:]))  # a struct's own copying
+    if bare and node.kind in (*_VARIABLES, *_FUNCTIONS) and not implicit:
         message = f"`{node.name}` needs an address space: '{declared.strip()}'"
         yield Violation("address-space", node.line, in_metal(message))
     if len(path) < 2 or path[-2].kind != "MemberExpr" or "bound member" not in path[-2].type:

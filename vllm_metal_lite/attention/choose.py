@@ -31,10 +31,11 @@ def choose(
     if reason is None:
         verdicts = [selfcheck.verdict(shape, store.block_size) for shape in shapes]
         failures = [f for v in verdicts for f in v.failures]
-        # Done without: prompts and shared prefixes go another way.  So are fused launches.
+        # Done without: prompts and shared prefixes go another way.  So are fused launches, and
+        # products of few rows.
         fatal = [f for f in failures if f.kernel not in ("varlen_prefill", "shared_prefix")]
-        fused = [] if fatal else [f for shape in shapes for f in fusedcheck.failures(shape)]
-        failures += fused
+        fused = [] if fatal else [fusedcheck.verdict(shape) for shape in shapes]
+        failures += [f for v in fused for f in v.failures]
         if failures and option == "auto":
             slower = "the reference attention, which is slower"
             instead = slower if fatal else "MLX's own operations instead"
@@ -48,9 +49,12 @@ def choose(
             how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
             checked = "right" if not failures else "the others right"
             groups = {s.num_heads // s.num_kv_heads for s in shapes}
+            fuses = all(f.kernel == "skinny_gemm" for v in fused for f in v.failures)
             shares = all(f.kernel != "shared_prefix" for f in failures)
-            attention = KernelAttention(store, prefill, not fused, groups, shares)
-            return attention, f"{checked} on this device; prompts by {how}"
+            skinny_rows = min(v.skinny_rows for v in fused)
+            attention = KernelAttention(store, prefill, fuses, groups, shares, skinny_rows)
+            products = f"; products of 2 to {skinny_rows} rows by skinny_gemm" * (skinny_rows > 0)
+            return attention, f"{checked} on this device; prompts by {how}{products}"
         reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":
         raise ConfigError(f"attention='kernels' is not possible: {reason}")

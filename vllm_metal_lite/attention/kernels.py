@@ -107,7 +107,7 @@ class KernelAttention(ReferenceAttention):
 
     prefill: "varlen" or "gather", how prompts attend.  groups: query heads a KV head, of all
     layers, without which steps with prompts by "varlen" are not compiled.  shares: `shared_prefix`
-    may be used.
+    may be used.  skinny_rows: products of up to so many rows go through `skinny_gemm`.
     """
 
     name = "kernels"
@@ -120,9 +120,11 @@ class KernelAttention(ReferenceAttention):
         fuses: bool = True,
         groups: Collection[int] = (),
         shares: bool = True,
+        skinny_rows: int = 0,
     ) -> None:
         super().__init__(store)
         self.prefill, self.fuses, self._groups = prefill, fuses, sorted(groups)
+        self.skinny_rows = skinny_rows
         # Layers that see all of a prefix, in a form that matrices take.
         self._shares = [
             shares and spec.window is None and spec.bits is None

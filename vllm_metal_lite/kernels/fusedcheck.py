@@ -4,18 +4,22 @@ Models rotate and normalise in more ways than is worth trying one by one, so two
 stand for all: halves turned by a base, normalised, from a joined projection, in few rows; and some
 neighbours turned by given frequencies, up to position 1,000,000, from three arrays, in many rows.
 `paged_decode` does the same to the newest tokens of decodes if it is to: "fused_decode" here.
+`skinny_gemm` is checked with every plan that `gemm_plan` gives to its numbers of rows.
 The reference is float64 on this machine's CPU, rounded where MLX's own norm and rotation round.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels import measure, ops
 from vllm_metal_lite.kernels.norm import add_rms_norm
+from vllm_metal_lite.kernels.products import gemm_plan, skinny_gemm
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kernels.selfcheck import (
@@ -32,6 +36,9 @@ _SMALL_POSITIONS = np.array((0, 1, 2, 17, 100))
 _LARGE_POSITIONS = np.linspace(0, 1_000_000, 301).astype(np.int64)
 # Of decodes, a row of padding among them.
 _CONTEXTS, _BLOCK = np.array((1, 16, 0, 33, 130)), 16
+# (rows, depth) of products: a depth that not all simdgroups have a part of, and one of many turns;
+# as many rows as threadgroup memory does not hold the sums of at once.
+_PRODUCTS, _OUTPUTS = ((3, 96), (20, 1056), (64, 1056)), 100
 
 
 def check(shape: AttentionShape) -> list[CheckResult]:
@@ -43,19 +50,33 @@ def check(shape: AttentionShape) -> list[CheckResult]:
         "gather_rows": _gather_rows,
         "fused_decode": _fused_decode,
     }
+    if shape.dtype != mx.float32:
+        checks["skinny_gemm"] = _skinny_gemm
     return run_checks({name: partial(run, heads) for name, run in checks.items()}, heads, 0)
 
 
-def failures(shape: AttentionShape) -> tuple[CheckResult, ...]:
-    """What fails of `check`; that nothing does is remembered."""
-    memory = Memory()
-    key = f"{_heads(shape)}, fused"
-    if key in memory.known:
-        return ()
-    failed = tuple(r for r in check(shape) if not r.passed)
-    if not failed:
-        memory.add(key, "right")
-    return failed
+@dataclass(frozen=True)
+class Verdict:
+    """failures: of `check`.  skinny_rows: how many rows products have at most that are faster by
+    `skinny_gemm` than by MLX (measure.py)."""
+
+    failures: tuple[CheckResult, ...]
+    skinny_rows: int
+
+
+def verdict(shape: AttentionShape) -> Verdict:
+    """Check the heads of one shape, or remember that they passed."""
+    memory, heads = Memory(), _heads(shape)
+    key = f"{heads}, fused"
+    if key not in memory.known:
+        failures = tuple(r for r in check(shape) if not r.passed)
+        if failures:
+            return Verdict(failures, 0)
+        # Without a GPU kernels run in tests only, where time means nothing.
+        width = heads.num_heads * heads.k_head_dim
+        rows = 0 if backend.is_cpu() else measure.skinny_rows(width, heads.dtype)
+        memory.add(key, str(rows))
+    return Verdict((), int(memory.known[key]))
 
 
 def _heads(shape: AttentionShape) -> AttentionShape:
@@ -96,6 +117,18 @@ def _gather_rows(shape: AttentionShape) -> tuple[float, float]:
     index = np.random.default_rng(0).integers(0, 50, (3, 31)).astype(np.int32)
     got = gather_rows(mx.array(q).astype(shape.dtype), mx.array(index))
     return largest_error(got, q[index]), 0.0
+
+
+def _skinny_gemm(shape: AttentionShape) -> tuple[float, float]:
+    """Rows and outputs that do not fill their tiles, by the plans of small and of large weights."""
+    error = 0.0
+    for rows, depth in _PRODUCTS:
+        x = _draw(0, (rows, depth), shape.dtype)
+        weight = _rounded(_draw(1, (_OUTPUTS, depth), shape.dtype) / depth**0.5, shape.dtype)
+        arrays = [mx.array(a).astype(shape.dtype) for a in (x, weight)]
+        for plan in {gemm_plan(rows, outputs) for outputs in (_OUTPUTS, 1 << 20)}:
+            error = max(error, largest_error(skinny_gemm(*arrays, plan), x @ weight.T))
+    return error, TOLERANCE[shape.dtype]
 
 
 def _rope_write(shape: AttentionShape) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""How fast the kernels are on this device, beside what the device can do and MLX's own attention.
+"""How fast the kernels are on this device, beside what the device can do and what MLX has itself.
 
 Times are per call, from chains of calls of which each takes the result of the one before it, so
 that what is measured is a stream that is kept busy: the median of several chains.  Chains are
@@ -17,9 +17,14 @@ from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels.products import MAX_ROWS, skinny_gemm
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 _CHAIN, _REPEATS = 100, 5
+
+# Of products of few rows: together more weights than a cache holds, in layers neither wider nor
+# more than these.
+_WEIGHT_BYTES, _MAX_WIDTH, _MAX_LAYERS = 128 << 20, 4096, 32
 
 
 def seconds_per_call(
@@ -176,3 +181,39 @@ def faster_prefill(shape: AttentionShape) -> str:
         for how in PREFILLS
     }
     return min(times, key=times.get)
+
+
+def skinny_rows(width: int, dtype: mx.Dtype) -> int:
+    """The most rows, of 8, 16, 32 and 64, with which `skinny_gemm` is faster on this device than
+    MLX's product, as it then is with all fewer: 0 if it is not.  0 for float32, which it has not.
+
+    width: elements of a row.  Layers of two products in turn, to four times the width and back.
+    """
+    if dtype == mx.float32:
+        return 0
+    width = min(width, _MAX_WIDTH) // 32 * 32 or 32
+    layers = min(-(-_WEIGHT_BYTES // (8 * width**2 * dtype.size)), _MAX_LAYERS)
+    block = mx.random.normal((width, width), dtype, scale=0.5 * width**-0.5)  # x stays as large
+    weights = [mx.tile(block, times) for _ in range(layers) for times in ((4, 1), (1, 4))]
+    views = [weight.T for weight in weights]
+    mx.eval(weights, views)
+
+    def ours(x: mx.array) -> mx.array:
+        for weight in weights:
+            x = skinny_gemm(x, weight)
+        return x
+
+    def theirs(x: mx.array) -> mx.array:
+        for view in views:
+            x = x @ view
+        return x
+
+    most, rows = 0, 8
+    while rows <= MAX_ROWS:
+        x = mx.random.normal((rows, width), dtype)
+        chain = -(-8 // layers)  # of 16 products at least
+        mine, others = (seconds_per_call(call, x, chain) for call in (ours, theirs))
+        if mine >= others:
+            break
+        most, rows = rows, 2 * rows
+    return most

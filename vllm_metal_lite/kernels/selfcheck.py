@@ -26,7 +26,7 @@ from vllm_metal_lite.kv.quantised import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 # Done without where they are wrong; checked by fusedcheck.py.
-OPTIONAL = ("rope_write", "add_rms_norm", "gather_rows")
+OPTIONAL = ("rope_write", "add_rms_norm", "gather_rows", "skinny_gemm")
 QUANTISED = ("kv_write_quantised", "kv_gather_quantised")
 KERNELS = (
     "kv_write", "kv_gather", "paged_decode", "merge_partitions", "varlen_prefill",

@@ -111,7 +111,8 @@ def check_fusing(packed: PackedModel, attention: Attention) -> None:
         return
     store = PagedStore(packed.attention_specs, 4, attention.store.block_size)
     trial = _Trial(packed.model, packed.layout.vocab_size)
-    problem = trial.problem(packed, KernelAttention(store, attention.prefill))
+    like = KernelAttention(store, attention.prefill, skinny_rows=attention.skinny_rows)
+    problem = trial.problem(packed, like)
     if problem is not None:
         attention.fuses = False
         warnings.warn(f"fused launches do not suit this model: {problem}", stacklevel=2)

@@ -2,7 +2,8 @@
 
 `mx.fast.scaled_dot_product_attention` with a KVHandle for keys is paged attention (seam.py).  Where
 kernels are in use, `mx.fast.rms_norm`, `mx.fast.rope` and projections leave a trace (traced.py),
-and a residual sum is computed with the norm that follows it.
+a residual sum is computed with the norm that follows it, and products of few rows go through
+`skinny_gemm` where that is faster.
 """
 
 import threading
@@ -17,6 +18,7 @@ from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.step import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.norm import add_rms_norm
+from vllm_metal_lite.kernels.products import fits, skinny_gemm
 from vllm_metal_lite.kernels.rope import HeadNorm, Rope
 from vllm_metal_lite.model.handles import KVHandle
 from vllm_metal_lite.model.traced import (
@@ -52,7 +54,11 @@ def hooks(attention: Attention, step: StepMetadata, transposed: Transposed) -> I
             hooked += [
                 (fast, "rms_norm", _rms_norm(fast.rms_norm)),
                 (fast, "rope", _rope(fast.rope, step.positions)),
-                (nn.Linear, "__call__", _linear(nn.Linear.__call__, transposed)),
+                (
+                    nn.Linear,
+                    "__call__",
+                    _linear(nn.Linear.__call__, transposed, attention.skinny_rows),
+                ),
                 (nn.QuantizedLinear, "__call__", _quantized_linear(nn.QuantizedLinear.__call__)),
             ]
         if backend.name() == "cuda":
@@ -102,11 +108,14 @@ def _rope(original: Callable, positions: mx.array) -> Callable:
     return rope
 
 
-def _linear(original: Callable, transposed: Transposed) -> Callable:
+def _linear(original: Callable, transposed: Transposed, skinny_rows: int) -> Callable:
     def linear(self: nn.Linear, x: mx.array) -> mx.array:
         rows = rows_of(x)
         if "bias" in self:
             return look(original(self, rows), x.shape[:-1])
+        # One row is a product of a matrix and a vector, which MLX has a kernel for.
+        if 1 < len(rows) <= skinny_rows and fits(rows, self["weight"]):
+            return look(skinny_gemm(rows, self["weight"]), x.shape[:-1])
         weight, view = transposed.get(id(self), (None, None))
         if weight is not self["weight"]:  # a look that each step would take anew
             weight = self["weight"]
