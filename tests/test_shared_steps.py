@@ -35,7 +35,6 @@ needs_kernels = pytest.mark.skipif(
 )
 def test_the_prefix_that_saves_most_is_found(rows, fewest, groups):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "MIN_SAVED_TOKENS", fewest * BLOCK_SIZE)
         patch.setattr(shared, "_ROW_COST", 0)
         # A block's number tells what is before it too, as in a cache of prefixes.
         names = {word[:i] for word, _ in rows for i in range(1, len(word) + 1)}
@@ -43,8 +42,9 @@ def test_the_prefix_that_saves_most_is_found(rows, fewest, groups):
         tables = np.full((len(rows), 6), -1, np.int32)
         for table, (word, _) in zip(tables, rows, strict=True):
             table[: len(word)] = [blocks[word[:i]] for i in range(1, len(word) + 1)]
+        least = fewest * BLOCK_SIZE
         lens = [(len(word) - 1) * BLOCK_SIZE + n for word, n in rows]
-        found = common_prefix([tables] * groups, np.array(lens, np.int32), BLOCK_SIZE)
+        found = common_prefix([tables] * groups, np.array(lens, np.int32), BLOCK_SIZE, least)
 
     own = [word[:-1] for word, _ in rows]  # the last block is written to
     saved = {
@@ -67,21 +67,19 @@ def tables_of(*rows):
     return [np.array(rows, np.int32)]
 
 
-def test_a_prefix_is_as_long_as_the_groups_of_layers_agree(monkeypatch):
-    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", 8)
+def test_a_prefix_is_as_long_as_the_groups_of_layers_agree():
     tables = tables_of([1, 2, 3, 4], [1, 2, 3, 5]) + tables_of([6, 7, 8, 9], [6, 7, 5, 4])
-    found = common_prefix(tables, np.array([30, 30]), BLOCK_SIZE)
+    found = common_prefix(tables, np.array([30, 30]), BLOCK_SIZE, 8)
     assert (found.leader, found.lens.tolist()) == (0, [16, 16])
 
 
-def test_rows_that_do_not_have_the_prefix_cost_something(monkeypatch):
-    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", 8)
+def test_rows_that_do_not_have_the_prefix_cost_something():
     tables = np.arange(48, dtype=np.int32).reshape(16, 3)
     tables[3, :2] = tables[9, :2]
     lens = np.full(16, 20)
-    assert common_prefix([tables], lens, BLOCK_SIZE) is None
+    assert common_prefix([tables], lens, BLOCK_SIZE, 8) is None
     tables[[5, 7, 11], :2] = tables[9, :2]
-    found = common_prefix([tables], lens, BLOCK_SIZE)
+    found = common_prefix([tables], lens, BLOCK_SIZE, 8)
     assert np.flatnonzero(found.lens).tolist() == [3, 5, 7, 9, 11]
     assert found.leader == 3
 
@@ -148,8 +146,8 @@ def steps(monkeypatch):
     monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", BLOCK_SIZE)
     found = []
 
-    def recording(tables, seq_lens, block_size):
-        found.append(common_prefix(tables, seq_lens, block_size))
+    def recording(*args):
+        found.append(common_prefix(*args))
         return found[-1]
 
     monkeypatch.setattr(kernels, "common_prefix", recording)

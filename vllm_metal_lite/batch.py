@@ -88,6 +88,22 @@ class ForwardBatch:
             others=tuple(other.prefills() for other in self.others),
         )
 
+    def as_decodes(self) -> "ForwardBatch":
+        """Every row as a segment of its own, which sees the keys up to its own: for attention alone.
+
+        Rows that were one segment see each other's keys, which this step writes.
+        """
+        lengths, rows = np.diff(self.cu_seqlens_q), np.arange(self.num_tokens, dtype=np.int32)
+        return replace(
+            self,
+            cu_seqlens_q=np.arange(self.num_tokens + 1, dtype=np.int32),
+            seq_lens=np.repeat(self.seq_lens - self.cu_seqlens_q[1:], lengths) + rows + 1,
+            block_tables=np.repeat(self.block_tables, lengths, axis=0),
+            req_indices=np.repeat(self.req_indices, lengths),
+            num_decodes=self.num_tokens,
+            others=tuple(other.as_decodes() for other in self.others),
+        )
+
     @property
     def reads_new_rows(self) -> bool:
         """Whether one of the decodes sees what another one writes in this step: the end of a block

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
+from vllm_metal_lite.attention.kernels import PREFILLS, ROWS_AS_DECODES, KernelAttention
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import Attention, AttentionShape
 from vllm_metal_lite.config import ATTENTION
@@ -52,7 +52,10 @@ def choose(
             fuses = all(f.kernel == "skinny_gemm" for v in fused for f in v.failures)
             shares = all(f.kernel != "shared_prefix" for f in failures)
             skinny_rows = min(v.skinny_rows for v in fused)
-            attention = KernelAttention(store, prefill, fuses, groups, shares, skinny_rows)
+            attention = KernelAttention(
+                store, prefill, fuses, groups, shares, skinny_rows,
+                rows_as_decodes=ROWS_AS_DECODES if shares else 0,
+            )  # fmt: skip
             products = f"; products of 2 to {skinny_rows} rows by skinny_gemm" * (skinny_rows > 0)
             return attention, f"{checked} on this device; prompts by {how}{products}"
         reason = f"a kernel fails its check: {fatal[0]}"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from mlx.utils import tree_flatten
 
+from vllm_metal_lite.attention import shared
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.plan import power_of_two
 from vllm_metal_lite.attention.prompts import (
@@ -35,10 +36,17 @@ from vllm_metal_lite.kv.store import PagedStore
 
 PREFILLS = ("varlen", "gather")
 
+# Most rows of a step in which prompts are decodes too, a row each: they wait for launches more than
+# for keys that are read by several rows.
+ROWS_AS_DECODES = 64
+# Most keys that its rows of prompts may read, each for itself, beside the prefix that they share.
+_MAX_OWN_KEYS = 1 << 14
+
 
 class KernelStep(StepMetadata):
     """A step whose first num_decodes rows are decodes, and the rest prompts.
 
+    decodes: the batch as its decodes are attended to, which may be all rows of the step.
     block_tables (num_decodes, W), one a KV group, and seq_lens (num_decodes,) int32 are of the
     decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
     plans: the `decode_plan` of layers by their number of KV heads.
@@ -57,16 +65,19 @@ class KernelStep(StepMetadata):
         self,
         batch: ForwardBatch,
         num_rows: int,
+        decodes: ForwardBatch,
         prompts: VarlenPrompts | SdpaPrompts | None,
         prefix: CommonPrefix | None,
         kv_heads: Collection[int],
     ) -> None:
-        count = batch.num_decodes
+        count = decodes.num_decodes
         self.num_decodes = count if prompts else num_rows
         repeats = prompts is None or prompts.repeats
         num_logits = 1
         if repeats:  # a row a segment, whether it ends or not; more where prompts are scored
-            num_logits = self.num_decodes + power_of_two(batch.num_segments - count or 1)
+            num_logits = power_of_two(batch.num_segments)
+            if prompts:
+                num_logits = count + power_of_two(batch.num_segments - count)
             if len(batch.logits_indices) > num_logits:
                 num_logits = power_of_two(len(batch.logits_indices))
         super().__init__(batch, num_rows, num_logits=num_logits)
@@ -74,15 +85,16 @@ class KernelStep(StepMetadata):
         self.block_tables, self.seq_lens, self.plans = [], None, {}
         self.prefix_len, self.leader, self.prefix_lens, self.own_plans = 0, None, None, {}
         if count:
-            longest = int(batch.seq_lens[:count].max())
+            seq_lens = decodes.seq_lens[:count]
+            longest = int(seq_lens.max())
             width = power_of_two(-(-longest // batch.block_size))
-            tables = [b.block_tables[:count] for b in batch.by_group]
+            tables = [b.block_tables[:count] for b in decodes.by_group]
             self.block_tables = [pad_tables(t, self.num_decodes, width) for t in tables]
-            self.seq_lens = pad_rows(batch.seq_lens[:count], self.num_decodes)
+            self.seq_lens = pad_rows(seq_lens, self.num_decodes)
             self.plans = {h: ops.decode_plan(self.num_decodes, h, longest) for h in kv_heads}
-        self.writes_late = prompts is None and not batch.reads_new_rows
+        self.writes_late = prompts is None and decodes is batch and not batch.reads_new_rows
         if prefix:
-            own = int((batch.seq_lens[:count] - prefix.lens).max())
+            own = int((seq_lens - prefix.lens).max())
             self.own_plans = {h: ops.decode_plan(self.num_decodes, h, own) for h in kv_heads}
             self.prefix_len = 1 << (int(prefix.lens.max()).bit_length() - 1)
             self.leader = np.array([prefix.leader], np.int32)
@@ -108,6 +120,7 @@ class KernelAttention(ReferenceAttention):
     prefill: "varlen" or "gather", how prompts attend.  groups: query heads a KV head, of all
     layers, without which steps with prompts by "varlen" are not compiled.  shares: `shared_prefix`
     may be used.  skinny_rows: products of up to so many rows go through `skinny_gemm`.
+    rows_as_decodes: in steps of up to so many rows, rows of prompts may be attended to as decodes.
     """
 
     name = "kernels"
@@ -121,10 +134,11 @@ class KernelAttention(ReferenceAttention):
         groups: Collection[int] = (),
         shares: bool = True,
         skinny_rows: int = 0,
+        rows_as_decodes: int = 0,
     ) -> None:
         super().__init__(store)
         self.prefill, self.fuses, self._groups = prefill, fuses, sorted(groups)
-        self.skinny_rows = skinny_rows
+        self.skinny_rows, self.rows_as_decodes = skinny_rows, rows_as_decodes
         # Layers that see all of a prefix, in a form that matrices take.
         self._shares = [
             shares and spec.window is None and spec.bits is None
@@ -150,19 +164,39 @@ class KernelAttention(ReferenceAttention):
         (self.token,) = state
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> KernelStep:
-        prompts = None
-        if batch.num_decodes < batch.num_segments:
+        (decodes, prefix), prompts = self._decodes(batch, num_rows), None
+        if decodes.num_decodes < decodes.num_segments:
             rest, rows = batch.prefills(), num_rows - batch.num_decodes
             repeats = batch.num_decodes > 0 and rows <= SMALL_ROWS
             if self.prefill == "varlen":
                 prompts = VarlenPrompts(rest, rows, self._groups, repeats)
             else:
                 prompts = SdpaPrompts(rest, rows, self._windows, repeats)
-        decodes, prefix = slice(batch.num_decodes), None
-        if self._sharing_groups:
-            tables = [batch.by_group[g].block_tables[decodes] for g in self._sharing_groups]
-            prefix = common_prefix(tables, batch.seq_lens[decodes], batch.block_size)
-        return KernelStep(batch, num_rows, prompts, prefix, self._kv_heads).on_device()
+        step = KernelStep(batch, num_rows, decodes, prompts, prefix, self._kv_heads)
+        return step.on_device()
+
+    def _decodes(
+        self, batch: ForwardBatch, num_rows: int
+    ) -> tuple[ForwardBatch, CommonPrefix | None]:
+        """A step as its decodes are attended to, and the prefix that they share.
+
+        Rows of a chunk are as many decodes that share what is before it: so a small step needs no
+        launches for its prompts, and the keys before a chunk are read in parts side by side.
+        """
+        if batch.num_decodes < batch.num_segments and num_rows <= self.rows_as_decodes:
+            rows, first = batch.as_decodes(), batch.num_decodes
+            prefix = self._common_prefix(rows, shared.MIN_SAVED_BY_ONE_LAUNCH)
+            own = rows.seq_lens - (prefix.lens if prefix else 0)
+            if own[first:].sum() <= _MAX_OWN_KEYS:
+                return rows, prefix
+        return batch, self._common_prefix(batch, shared.MIN_SAVED_TOKENS)
+
+    def _common_prefix(self, batch: ForwardBatch, min_saved: int) -> CommonPrefix | None:
+        if not self._sharing_groups:
+            return None
+        decodes = slice(batch.num_decodes)
+        tables = [batch.by_group[g].block_tables[decodes] for g in self._sharing_groups]
+        return common_prefix(tables, batch.seq_lens[decodes], batch.block_size, min_saved)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         spec, group = self.store.specs[layer], self.store.group_of[layer]

@@ -11,6 +11,8 @@ from vllm_metal_lite import backend
 # two launches a layer, `shared_prefix` and the `rope_write` that attention could do otherwise.  On
 # CUDA launches keep the host busy longer than 90,000 tokens keep an H200 (docs/benchmarks.md).
 MIN_SAVED_TOKENS = 1 << 17 if backend.name() == "cuda" else 8192
+# The same where rows are written ahead anyway, so that it costs one launch more.
+MIN_SAVED_BY_ONE_LAUNCH = 8192
 # What a row costs there, whether it has the prefix or not: products, and keys from the cache.  As a
 # share of reading the prefix; a guess.
 _ROW_COST = 1 / 8
@@ -25,9 +27,9 @@ class CommonPrefix(NamedTuple):
 
 
 def common_prefix(
-    block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int
+    block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int, min_saved: int
 ) -> CommonPrefix | None:
-    """The prefix for which most tokens need not be read again; None if none is worth it.
+    """The prefix for which most tokens need not be read again; None if they are below min_saved.
 
     block_tables: (B, max_blocks), of one KV group or several.  seq_lens: (B,).  The block of a
     row's last token is its own: this step writes there.
@@ -37,26 +39,30 @@ def common_prefix(
         return None
     own = (seq_lens - 1) // block_size
     # A prefix of all rows would need so many blocks.  Rows that share one share the last of these.
-    fewest = -(-MIN_SAVED_TOKENS // ((rows - 1) * block_size))
+    fewest = -(-min_saved // ((rows - 1) * block_size))
     long = np.flatnonzero(own >= fewest)
-    if len(long) < 2:
+    if len(long) < 2 or len(np.unique(block_tables[0][long, fewest - 1])) == len(long):
         return None
-    last = block_tables[0][long, fewest - 1]
-    counts = (last[:, None] == last).sum(axis=1)
-    most = int(counts.argmax())
-    if counts[most] < 2:
+    # In the order of their blocks, rows that share a prefix lie side by side.
+    own = own[long]
+    blocks = np.stack([tables[long, : own.max() + 1] for tables in block_tables], axis=-1)
+    blocks[np.arange(len(long)), own] = -1  # who has no more comes behind those who have
+    blocks = blocks.reshape(len(long), -1)
+    order = np.argsort(blocks.view(f"V{blocks[0].nbytes}").ravel())
+    differ = blocks[order[1:]] != blocks[order[:-1]]
+    shared = np.where(differ.any(axis=1), differ.argmax(axis=1), differ.shape[1])
+    shared = np.minimum(shared // len(block_tables), np.minimum(own[order[1:]], own[order[:-1]]))
+    # Of the rows that share so much, all but one need not read it.
+    best, length, members = min_saved, 0, long
+    for few in np.unique(shared[shared >= fewest]):
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], shared >= few, [0]))))
+        run = int((edges[1::2] - edges[::2]).argmax())
+        first, last = edges[2 * run], edges[2 * run + 1]
+        saved = few * (last - first - rows * _ROW_COST) * block_size
+        if saved >= best:
+            best, length, members = saved, few, long[order[first : last + 1]]
+    if not length:
         return None
-    leader = int(long[most])
-    width = int(own[leader])
-    shared = own
-    for tables in block_tables:
-        same = tables[:, :width] == tables[leader, :width]
-        shared = np.minimum(shared, np.where(same.all(axis=1), width, same.argmin(axis=1)))
-    # With the k rows that share most: what the last of them shares is read once instead of k times.
-    lengths = np.sort(shared)[::-1]
-    saved = lengths * (np.arange(rows) - rows * _ROW_COST) * block_size
-    best = int(saved.argmax())
-    if saved[best] < MIN_SAVED_TOKENS:
-        return None
-    lens = np.where(shared >= lengths[best], lengths[best] * block_size, 0)
-    return CommonPrefix(leader, lens.astype(np.int32))
+    lens = np.zeros(rows, np.int32)
+    lens[members] = length * block_size
+    return CommonPrefix(int(members.min()), lens)
