@@ -272,7 +272,7 @@ def test_without_a_gpu_the_reference_is_used_without_a_warning(monkeypatch):
 @pytest.fixture
 def few_shapes(monkeypatch):
     monkeypatch.setattr(selfcheck, "full_list", lambda: [(SHAPE, 16)])
-    monkeypatch.setattr(fusedcheck, "full_list", lambda: [SHAPE])
+    monkeypatch.setattr(fusedcheck, "full_list", lambda: [BFLOAT16])
     monkeypatch.setattr(backend, "describe", lambda: "the CPU host")
 
 
@@ -281,6 +281,7 @@ def test_doctor_on_a_machine_that_is_well(few_shapes, capsys):
     assert main(["doctor", "--quick"]) == 0
     out = capsys.readouterr().out
     assert "paged_decode:     right in 1 checks" in out
+    assert "skinny_gemm:      right in 1 checks" in out
     assert "Attention: kernels (every kernel agrees" in out
 
 
