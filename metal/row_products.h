@@ -1,13 +1,14 @@
 // Products of rows with rows, 32 elements deep: y (n, m) += the dot product of w's row n and x's row m.
 //
 // A dot product may take its elements in any order, if both sides take the same.  So a lane reads 16
-// bytes of a row in one load, 8 elements that lie together, and gives its pair of neighbours i to
-// matrix i: with lanes (row, col), matrix i holds of each row the elements
+// bytes of a row of w in one load, 8 elements that lie together, and gives elements i and 4 + i of them
+// to matrix i: with lanes (row, col), matrix i holds of each row the elements
 //
-//   k = 0 + 2i, 1 + 2i | 8 + 2i, 9 + 2i | 16 + 2i, 17 + 2i | 24 + 2i, 25 + 2i        i = 0 .. 3
-//   in   col 0, 1      |     col 2, 3   |      col 4, 5    |      col 6, 7
+//   k = i, 4 + i | 8 + i, 12 + i | 16 + i, 20 + i | 24 + i, 28 + i        i = 0 .. 3
+//   in col 0, 1  |    col 2, 3   |     col 4, 5   |     col 6, 7
 //
 // which is 8 rows of 64 bytes a simdgroup and load, where matrices as they lie would be rows of 16.
+// What a lane needs of a row of x, transposed, lies together too: elements 4 row .. 4 row + 3.
 #include "matrix.h"
 
 #ifndef MULTIPLY_ROWS
@@ -20,13 +21,13 @@ struct RowsAcross {
 // Rows 0 to `last` of x, which are STRIDE elements apart; what is past the last repeats it.
 template <typename T, int STRIDE>
 METAL_FUNC void load_across(thread RowsAcross<T>& to, const device T* x, int last, int row, int col) {
-  const int k = row / 2 * 8 + row % 2;
-  const device T* near = x + metal::min(col, last) * STRIDE + k;
-  const device T* far = x + metal::min(col + 1, last) * STRIDE + k;
+  const uint2 near = *(const device uint2*)(x + metal::min(col, last) * STRIDE + row * 4);
+  const uint2 far = *(const device uint2*)(x + metal::min(col + 1, last) * STRIDE + row * 4);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    to.part[i].thread_elements()[0] = near[i * 2];
-    to.part[i].thread_elements()[1] = far[i * 2];
+    const int shift = i % 2 * 16;
+    to.part[i].thread_elements()[0] = as_type<T>(ushort((i < 2 ? near.x : near.y) >> shift));
+    to.part[i].thread_elements()[1] = as_type<T>(ushort((i < 2 ? far.x : far.y) >> shift));
   }
 }
 
@@ -34,15 +35,15 @@ METAL_FUNC void load_across(thread RowsAcross<T>& to, const device T* x, int las
 // elements of row 8 p + row, from 4 col on.
 template <typename T>
 METAL_FUNC void multiply_rows(thread metal::simdgroup_matrix<float, 8, 8>* y, const thread uint4* w,
-                              const thread RowsAcross<T>& x) {
+                              thread RowsAcross<T>& x) {
 #pragma unroll
   for (int p = 0; p < 2; p++) {
-    const thread uint words[4] = {w[p].x, w[p].y, w[p].z, w[p].w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
+      const int shift = i % 2 * 16;
       metal::simdgroup_matrix<T, 8, 8> rows;
-      rows.thread_elements()[0] = as_type<T>(ushort(words[i] & 0xffffu));
-      rows.thread_elements()[1] = as_type<T>(ushort(words[i] >> 16));
+      rows.thread_elements()[0] = as_type<T>(ushort((i < 2 ? w[p].x : w[p].y) >> shift));
+      rows.thread_elements()[1] = as_type<T>(ushort((i < 2 ? w[p].z : w[p].w) >> shift));
       metal::simdgroup_multiply_accumulate(y[p], rows, x.part[i], y[p]);
     }
   }

@@ -19,8 +19,8 @@ class ArrayAttention(KernelAttention):
 
     overlaps = False
 
-    def __init__(self, store, prefill, groups) -> None:
-        super().__init__(store, prefill, False, groups)
+    def __init__(self, store, prefill, groups, rows_as_decodes=0) -> None:
+        super().__init__(store, prefill, False, groups, rows_as_decodes=rows_as_decodes)
 
     @property
     def state(self):
@@ -89,10 +89,12 @@ class ArrayAttention(KernelAttention):
         return out
 
 
-def compile_on_cpu(engine: LLMEngine, prefill: str = "gather") -> LLMEngine:
+def compile_on_cpu(
+    engine: LLMEngine, prefill: str = "gather", rows_as_decodes: int = 0
+) -> LLMEngine:
     """Put ArrayAttention into an engine and have its steps compiled."""
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
-    attention = ArrayAttention(engine.runner.attention.store, prefill, groups)
+    attention = ArrayAttention(engine.runner.attention.store, prefill, groups, rows_as_decodes)
     engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     return engine

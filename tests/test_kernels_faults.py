@@ -142,11 +142,11 @@ def gathered_rows(dtype):
 
 
 def skinny_gemm_rows(dtype):
-    """Of 16 bits.  Sums in two turns, the last tiles of both sides not full, and simdgroups with
-    unlike numbers of chunks."""
+    """Of 16 bits.  Sums of some rows and then of others, the last tiles of both sides not full, and
+    simdgroups with unlike numbers of chunks."""
     dtype = mx.bfloat16 if dtype == mx.float32 else dtype
-    x, weight = (draw(rows, 640, seed=14, dtype=dtype) for rows in (35, 40))
-    return [skinny_gemm(x, weight, GemmPlan(4, 8, 2)).astype(mx.float32)]
+    x, weight = (draw(rows, 928, seed=14, dtype=dtype) for rows in (53, 40))
+    return [skinny_gemm(x, weight, GemmPlan(8, 2)).astype(mx.float32)]
 
 
 RUN = {
@@ -459,8 +459,8 @@ FAULTS = {
         "out of bounds",
     ),
     "gemm_barrier": ("skinny_gemm", BARRIER, "", UNORDERED),
-    "gemm_rows_past_the_end": ("skinny_gemm", "m < rows && n", "n", ("race", "out of bounds")),
-    "gemm_outputs_past_the_end": ("skinny_gemm", " && n < outputs", "", ("race", "out of bounds")),
+    "gemm_rows_past_the_end": ("skinny_gemm", "from * 8 + m < rows && first", "first", ("race", "out of bounds")),
+    "gemm_outputs_past_the_end": ("skinny_gemm", " && first + n < outputs", "", ("race", "out of bounds")),
     "gemm_weights_past_the_end": (
         "skinny_gemm",
         "metal::min(first + p * 8 + row, outputs - 1)",
@@ -475,22 +475,21 @@ FAULTS = {
     ),
     "gemm_depth_past_the_end": (
         "skinny_gemm",
-        "k + (AT_ONCE - 1) * STEP < depth",
-        "k < depth",
+        "k < WHOLE",
+        "k < DEPTH",
         ("out of bounds", "wrong"),
     ),
-    "gemm_depth_left_out": ("skinny_gemm", "k += AT_ONCE * STEP", "k = depth", "wrong"),
-    "gemm_small_memory": ("skinny_gemm", "[KEPT * ROWS", "[ROWS", "out of bounds"),
+    "gemm_depth_left_out": ("skinny_gemm", "k += TURN", "k = DEPTH", "wrong"),
+    "gemm_small_memory": ("skinny_gemm", "[SIMDGROUPS * HELD", "[HELD", "out of bounds"),
     "gemm_misaligned": ("skinny_gemm", "+ col * 4;", "+ col * 4 + 1;", "misaligned"),
-    "gemm_all_turns_at_once": ("skinny_gemm", "simdgroup_index / KEPT == turn", "true", "race"),
-    "gemm_one_turn": ("skinny_gemm", "turn < SIMDGROUPS / KEPT", "turn < 1", "wrong"),
-    "gemm_first_turn_forgotten": ("skinny_gemm", "turn == 0 ? 0.0f :", "true ? 0.0f :", "wrong"),
-    "gemm_first_turn_of_nothing": ("skinny_gemm", "turn == 0 ?", "false ?", "uninitialised"),
-    "gemm_sums_of_one_simdgroup": ("skinny_gemm", "s < KEPT", "s < 1", "wrong"),
-    "gemm_one_tile_of_x": ("skinny_gemm", "x + size_t(j) * 8 * depth", "x", "wrong"),
-    "gemm_one_part_of_w": ("skinny_gemm", "weights + c * PARTS", "weights", "wrong"),
-    "gemm_half_of_a_word": ("skinny_gemm", "words[i] >> 16", "words[i] & 0xffffu", "wrong"),
-    "gemm_half_of_y": ("skinny_gemm", "at + e * COLUMNS] =", "at] =", ("race", "uninitialised")),
+    "gemm_sums_read_late": ("skinny_gemm", "from > 0", "false", "race"),
+    "gemm_sums_of_one_simdgroup": ("skinny_gemm", "s < SIMDGROUPS", "s < 1", "wrong"),
+    "gemm_first_rows_alone": ("skinny_gemm", "from * 8 + m) * outputs", "m) * outputs", "unwritten"),
+    "gemm_rows_left_out": ("skinny_gemm", "from += HELD", "from += ROW_TILES", "unwritten"),
+    "gemm_one_tile_of_x": ("skinny_gemm", "x + j * 8 * DEPTH", "x", "wrong"),
+    "gemm_one_part_of_w": ("skinny_gemm", "weights + c * 2", "weights", "wrong"),
+    "gemm_half_of_a_word": ("skinny_gemm", "i % 2 * 16", "0", "wrong"),
+    "gemm_half_of_y": ("skinny_gemm", "at + STRIDE] =", "at] =", ("race", "uninitialised")),
 }
 
 

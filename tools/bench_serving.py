@@ -52,7 +52,7 @@ NEWCOMER: Columns = (
     ("busy_gap_median", "gap meanwhile, median", 1e3, ".2f", None),
     ("busy_gap_worst", "worst", 1e3, ".2f", None),
 )
-CHUNKS = (64, 128, 256, 512, 1024, 2048)
+STEPS = (64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
 
 
 def peers(letter: str, load: Load, model: LoadedModel, quick: bool) -> list[Engine]:
@@ -155,17 +155,17 @@ def ratios(medians: dict[str, Metrics]) -> Metrics:
 
 def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
     """A prompt that arrives while others decode: ways to share the steps."""
-    prompt, wide = len(load.prompts[-1]), {"max_num_batched_tokens": 8192}
+    prompt = len(load.prompts[-1])
     engines: list[Engine] = [
         Ours(
-            model, load, {**wide, "long_prefill_token_threshold": chunk, **args.ours},
-            name=f"mixed, chunks of {chunk}",
+            model, load, {**args.ours, "max_num_batched_tokens": tokens},
+            name=f"mixed, steps of {tokens}",
         )
-        for chunk in CHUNKS[slice(2, 5) if args.quick else slice(None)] if chunk < prompt
+        for tokens in STEPS[slice(0, 5, 2) if args.quick else slice(None)] if tokens < prompt
     ]  # fmt: skip
     for policy in ("mixed", "whole"):
-        options = {**wide, "prefill_policy": policy, **args.ours}
-        engines.append(Ours(model, load, options, name=f"{policy}, no chunks"))
+        options = {**args.ours, "max_num_batched_tokens": 8192, "prefill_policy": policy}
+        engines.append(Ours(model, load, options, name=f"{policy}, in one step"))
     steps = (2048,) if args.quick else (2048, 512)
     engines += [MlxLm(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
     bench = Bench(load, f"{letter} {load.name}")
