@@ -37,8 +37,8 @@ MISCOMPILED = {
     "fused_decode": ("split == splits - 1", "split == splits"),
     "gather_rows": ("size_t(row) * WIDTH", "size_t(row / 2) * WIDTH"),
     "add_rms_norm": ("square / float(DIM)", "square / float(TURNS * THREADS * VEC)"),
-    # A loop that ends a turn too early.
-    "skinny_gemm": ("k < WHOLE", "k + TURN < WHOLE"),
+    # A sum that the last simdgroup is not in.
+    "skinny_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
 }
 
 

@@ -94,7 +94,7 @@ def test_only_small_steps(monkeypatch):
 
 
 def test_decodes_alone_are_what_they_were():
-    """Fused with the write of their rows, which rows of a chunk cannot be: they see each other's."""
+    """One launch writes their rows and reads them, and rows of a chunk see each other's."""
     assert prepared([(17, 1), (30, 1)]).writes_late
     assert not prepared([(17, 1), (0, 2)]).writes_late
 

@@ -89,7 +89,7 @@ class ForwardBatch:
         )
 
     def as_decodes(self) -> "ForwardBatch":
-        """Every row as a segment of its own, which sees the keys up to its own: for attention alone.
+        """For attention: every row as a segment of its own, which sees the keys up to its own.
 
         Rows that were one segment see each other's keys, which this step writes.
         """
