@@ -4,6 +4,7 @@ import json
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny_models as tiny
 
@@ -49,7 +50,7 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(choosing.backend, "is_cpu", lambda: False)
     monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
     monkeypatch.setattr(measure, "faster_prefill", lambda shape: "varlen")
-    monkeypatch.setattr(measure, "skinny_rows", lambda width, dtype: 0)
+    monkeypatch.setattr(measure, "skinny_rows", lambda weights: 0)
     with installed():
         yield
 
@@ -91,7 +92,7 @@ def test_kernels_that_pass_are_used_and_remembered(monkeypatch, tmp_path):
     assert attention.name == "kernels"
     assert "varlen_prefill" in reason
     (memory,) = tmp_path.rglob("*.json")
-    remembered = {f"{SHAPE}, blocks of 8": "varlen", f"{SHAPE}, fused": "0"}
+    remembered = {f"{SHAPE}, blocks of 8": "varlen", f"{SHAPE}, fused": "right"}
     assert json.loads(memory.read_text()) == remembered
     for module in (selfcheck, fusedcheck):
         monkeypatch.setattr(module, "check", lambda *_: pytest.fail("checked again"))
@@ -153,18 +154,17 @@ def test_an_engine_with_a_miscompiled_kernel_computes_the_right_tokens(monkeypat
 
 @needs_compiler
 def test_fused_kernels_that_pass_are_remembered(monkeypatch):
-    expected = fusedcheck.Verdict((), 0)
-    assert fusedcheck.verdict(SHAPE) == expected
+    assert fusedcheck.failures(SHAPE) == ()
     monkeypatch.setattr(fusedcheck, "check", lambda _: pytest.fail("checked again"))
-    assert fusedcheck.verdict(SHAPE) == expected
-    assert fusedcheck.verdict(replace(SHAPE, window=8)) == expected
+    assert fusedcheck.failures(SHAPE) == ()
+    assert fusedcheck.failures(replace(SHAPE, window=8)) == ()
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["rope_write", "add_rms_norm", "gather_rows", "fused_decode"])
 def test_a_miscompiled_fused_kernel_is_found(monkeypatch, tmp_path, name):
     miscompile(monkeypatch, name)
-    (failure,) = fusedcheck.verdict(SHAPE).failures
+    (failure,) = fusedcheck.failures(SHAPE)
     assert failure.kernel == name
     assert "blocks of" not in str(failure)
     assert not list(tmp_path.rglob("*.json"))
@@ -174,42 +174,46 @@ def test_a_miscompiled_fused_kernel_is_found(monkeypatch, tmp_path, name):
     assert "the others right" in reason
 
 
-def test_products_by_the_kernel_as_far_as_every_shape_is_faster_with_it(monkeypatch):
-    """Measured once."""
+WEIGHTS = [mx.zeros(shape, mx.bfloat16) for shape in ((96, 64), (64, 96), (96, 64))]
+
+
+def test_products_by_the_kernel_as_far_as_it_is_faster(monkeypatch):
+    """Measured once for weights of such shapes; not by those that it does not take."""
     measured = []
     monkeypatch.setattr(selfcheck, "check", lambda *_: [])
     monkeypatch.setattr(fusedcheck, "check", lambda _: [])
-
-    def skinny_rows(width: int, dtype: mx.Dtype) -> int:
-        measured.append((width, dtype))
-        return {128: 64, 256: 16}[width]
-
-    monkeypatch.setattr(measure, "skinny_rows", skinny_rows)
-    shapes = [replace(BFLOAT16, num_heads=heads) for heads in (4, 8)]
-    for _ in range(2):
-        attention, reason = choose("auto", store(), shapes)
+    monkeypatch.setattr(measure, "skinny_rows", lambda weights: measured.append(weights) or 16)
+    unsuited = [mx.zeros((64, 40), mx.bfloat16), mx.zeros((64, 64))]
+    for weights in (WEIGHTS + unsuited, WEIGHTS[::-1]):
+        attention, reason = choose("auto", store(), [BFLOAT16], False, weights)
         assert (attention.fuses, attention.skinny_rows) == (True, 16)
         assert reason.endswith("; products of 2 to 16 rows by skinny_gemm")
-    assert measured == [(128, mx.bfloat16), (256, mx.bfloat16)]
+    assert [[w.shape for w in weights] for weights in measured] == [[(96, 64), (64, 96), (96, 64)]]
+    attention, reason = choose("auto", store(), [BFLOAT16], False, unsuited)
+    assert attention.skinny_rows == 0
+    assert "skinny" not in reason
+    assert len(measured) == 1
 
 
 @needs_compiler
 def test_a_miscompiled_skinny_gemm_is_all_that_is_done_without(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "skinny_rows", lambda width, dtype: 64)
+    monkeypatch.setattr(measure, "skinny_rows", lambda weights: 64)
     miscompile(monkeypatch, "skinny_gemm")
     with pytest.warns(UserWarning, match="skinny_gemm .* using MLX's own operations"):
-        attention, reason = choose("auto", store(), [BFLOAT16])
+        attention, reason = choose("auto", store(), [BFLOAT16], False, WEIGHTS)
     assert (attention.name, attention.fuses, attention.skinny_rows) == ("kernels", True, 0)
     assert "the others right" in reason
     assert "skinny_gemm" not in reason
-    assert fusedcheck.verdict(SHAPE).failures == ()  # float32: never used
+    assert fusedcheck.failures(SHAPE) == ()  # float32: never used
 
 
 def test_products_are_not_timed_on_a_cpu(monkeypatch):
     monkeypatch.setattr(backend, "is_cpu", lambda: True)
     monkeypatch.setattr(measure, "skinny_rows", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(selfcheck, "check", lambda *_: [])
     monkeypatch.setattr(fusedcheck, "check", lambda _: [])
-    assert fusedcheck.verdict(BFLOAT16) == fusedcheck.Verdict((), 0)
+    attention, _ = choose("kernels", store(), [BFLOAT16], False, WEIGHTS)
+    assert attention.skinny_rows == 0
 
 
 # Seconds a product by the kernel; MLX takes 2.  So many rows are the most.
@@ -223,26 +227,43 @@ TIMES = [
 @pytest.mark.parametrize(("times", "most"), TIMES)
 def test_the_most_rows_with_which_the_kernel_is_faster(monkeypatch, times, most):
     """Both ways compute the same; the kernel stands still here, MLX's product in its place."""
+    rng = np.random.default_rng(0)
+    shapes = [(96, 64), (64, 96), (96, 64), (200, 64), (96, 64)]
+    weights = [mx.array(rng.standard_normal(s) * 0.1).astype(mx.float16) for s in shapes]
     by_kernel, results = [], []
 
     def product(x: mx.array, weight: mx.array) -> mx.array:
         by_kernel.append(weight.shape)
         return x @ weight.T
 
-    def seconds(call, x: mx.array, chain: int) -> float:
+    def seconds(call, rows: dict[int, mx.array], chain: int) -> float:
         by_kernel.clear()
-        results.append(call(x))
-        assert x.shape[1] == 64
-        assert x.dtype == mx.float16
-        return times[len(x)] if by_kernel else 2
+        results.append(call(rows))
+        assert {depth: x.shape[1] for depth, x in rows.items()} == {64: 64, 96: 96}
+        assert {x.dtype for x in rows.values()} == {mx.float16}
+        return times[len(rows[64])] if by_kernel else 2
 
     monkeypatch.setattr(measure, "skinny_gemm", product)
     monkeypatch.setattr(measure, "seconds_per_call", seconds)
-    assert measured_rows(70, mx.float16) == most
+    assert measured_rows(weights) == most
     for ours, theirs in zip(results[::2], results[1::2], strict=True):
-        assert mx.array_equal(ours, theirs)
-        assert mx.isfinite(ours).all()
-    assert measured_rows(70, mx.float32) == 0
+        for depth in (64, 96):
+            assert mx.array_equal(ours[depth], theirs[depth])
+            assert mx.isfinite(ours[depth]).all()
+
+
+def test_some_weights_of_each_shape_are_multiplied(monkeypatch):
+    shapes = [(96, 64), (200, 64), (96, 64), (64, 96), (96, 64)]
+    weights = [mx.zeros(shape, mx.float16) for shape in shapes]
+
+    def some(limit: int) -> list[tuple[int, ...]]:
+        monkeypatch.setattr(measure, "_WEIGHT_BYTES", limit)
+        return [weight.shape for weight in measure._some(weights)]
+
+    one_each = [(96, 64), (200, 64), (64, 96)]
+    assert some(1) == one_each
+    assert some(2 * (96 + 200 + 96) * 64 + 1) == [*one_each, (96, 64)]
+    assert some(1 << 30) == [*one_each, (96, 64), (96, 64)]
 
 
 def test_shapes_that_no_kernel_serves(monkeypatch):

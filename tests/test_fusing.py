@@ -10,6 +10,7 @@ from arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
 from mlx.utils import tree_flatten
 
 from metal.host import compiler_available, installed
+from vllm_metal_lite.attention import choose
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.kernels import KernelAttention
 from vllm_metal_lite.backend import mx
@@ -247,11 +248,11 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     monkeypatch.setattr(Kernel, "__call__", counting)
     monkeypatch.setattr(PackedModel, "__call__", noting)
     monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), "gather"))
+    monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
     tokens = []
     for most in (0, 4, 64):
         launches.clear(), forwards.clear()
-        found = fusedcheck.Verdict((), most)
-        monkeypatch.setattr(fusedcheck, "verdict", lambda _, found=found: found)
+        monkeypatch.setattr(choose, "_skinny_rows", lambda _, most=most: most)
         with installed():
             engine = tiny.engine(name, mx.bfloat16, attention="kernels", max_num_batched_tokens=70)
             assert engine.runner.attention.fuses

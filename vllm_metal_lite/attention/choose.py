@@ -7,21 +7,27 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.kernels import PREFILLS, ROWS_AS_DECODES, KernelAttention
 from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import Attention, AttentionShape
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.kernels import fusedcheck, ops, selfcheck
+from vllm_metal_lite.kernels import fusedcheck, measure, ops, selfcheck
+from vllm_metal_lite.kernels.products import suits
 from vllm_metal_lite.kv.store import PagedStore
 
 
 def choose(
-    option: str, store: PagedStore, shapes: Sequence[AttentionShape], reads_store: bool = False
+    option: str,
+    store: PagedStore,
+    shapes: Sequence[AttentionShape],
+    reads_store: bool = False,
+    weights: Sequence[mx.array] = (),
 ) -> tuple[Attention, str]:
     """The path for a model that attends with `shapes`, and the reason in a few words.
 
     option: "reference", "kernels" or "auto".  Under "auto" kernels that cannot run here, or that
     disagree with the reference, give way to it, the latter with a warning; under "kernels" that
     raises ConfigError.  reads_store: the model reads K and V by MLX operations too, which must not
-    touch a store that kernels write.
+    touch a store that kernels write.  weights: of its plain linear layers, (outputs, depth) each.
     """
     if option not in ATTENTION:
         raise ConfigError(f"attention must be one of {list(ATTENTION)}, got {option!r}")
@@ -34,8 +40,8 @@ def choose(
         # Done without: prompts and shared prefixes go another way.  So are fused launches, and
         # products of few rows.
         fatal = [f for f in failures if f.kernel not in ("varlen_prefill", "shared_prefix")]
-        fused = [] if fatal else [fusedcheck.verdict(shape) for shape in shapes]
-        failures += [f for v in fused for f in v.failures]
+        fused = [] if fatal else [f for shape in shapes for f in fusedcheck.failures(shape)]
+        failures += fused
         if failures and option == "auto":
             slower = "the reference attention, which is slower"
             instead = slower if fatal else "MLX's own operations instead"
@@ -49,9 +55,10 @@ def choose(
             how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
             checked = "right" if not failures else "the others right"
             groups = {s.num_heads // s.num_kv_heads for s in shapes}
-            fuses = all(f.kernel == "skinny_gemm" for v in fused for f in v.failures)
-            shares = all(f.kernel != "shared_prefix" for f in failures)
-            skinny_rows = min(v.skinny_rows for v in fused)
+            wrong = {f.kernel for f in failures}
+            fuses = all(f.kernel == "skinny_gemm" for f in fused)
+            shares = "shared_prefix" not in wrong
+            skinny_rows = 0 if "skinny_gemm" in wrong else _skinny_rows(weights)
             attention = KernelAttention(
                 store, prefill, fuses, groups, shares, skinny_rows,
                 rows_as_decodes=ROWS_AS_DECODES if shares else 0,
@@ -62,6 +69,20 @@ def choose(
     if option == "kernels":
         raise ConfigError(f"attention='kernels' is not possible: {reason}")
     return ReferenceAttention(store), reason
+
+
+def _skinny_rows(weights: Sequence[mx.array]) -> int:
+    """Up to how many rows products with a model's weights are fastest by `skinny_gemm`; measured
+    once for such weights."""
+    weights = [weight for weight in weights if suits(weight)]
+    # Without a GPU kernels run in tests only, where time means nothing.
+    if backend.is_cpu() or not weights:
+        return 0
+    memory = selfcheck.Memory()
+    key = "products: " + ", ".join(sorted({f"{w.dtype} {w.shape}" for w in weights}))
+    if key not in memory.known:
+        memory.add(key, str(measure.skinny_rows(weights)))
+    return int(memory.known[key])
 
 
 def _unsupported(option: str, shapes: Sequence[AttentionShape], reads_store: bool) -> str | None:

@@ -63,15 +63,17 @@ class LLMEngine:
         seats = self.config.max_num_seqs
         store = PagedStore(model.kv_specs, self.kv_groups, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
+        packed = model.packed
         attention, self.attention_reason = choose(
-            self.config.attention, store, model.attention_shapes, model.packed.reads_store
-        )
-        check_fusing(model.packed, attention)
-        self.runner = ModelRunner(model.packed, attention, self.sampler)
+            self.config.attention, store, model.attention_shapes,
+            packed.reads_store, packed.linear_weights,
+        )  # fmt: skip
+        check_fusing(packed, attention)
+        self.runner = ModelRunner(packed, attention, self.sampler)
         self.inputs = InputBatch(
             seats, self.max_model_len, self.config.block_size, len(self.kv_groups)
         )
-        caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
+        caching = self.config.enable_prefix_caching and packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(scheduling, self.kv_groups, self.max_model_len)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id

@@ -9,15 +9,13 @@ The reference is float64 on this machine's CPU, rounded where MLX's own norm and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import measure, ops
+from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.products import gemm_plan, skinny_gemm
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
@@ -55,28 +53,16 @@ def check(shape: AttentionShape) -> list[CheckResult]:
     return run_checks({name: partial(run, heads) for name, run in checks.items()}, heads, 0)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """failures: of `check`.  skinny_rows: how many rows products have at most that are faster by
-    `skinny_gemm` than by MLX (measure.py)."""
-
-    failures: tuple[CheckResult, ...]
-    skinny_rows: int
-
-
-def verdict(shape: AttentionShape) -> Verdict:
-    """Check the heads of one shape, or remember that they passed."""
-    memory, heads = Memory(), _heads(shape)
-    key = f"{heads}, fused"
-    if key not in memory.known:
-        failures = tuple(r for r in check(shape) if not r.passed)
-        if failures:
-            return Verdict(failures, 0)
-        # Without a GPU kernels run in tests only, where time means nothing.
-        width = heads.num_heads * heads.k_head_dim
-        rows = 0 if backend.is_cpu() else measure.skinny_rows(width, heads.dtype)
-        memory.add(key, str(rows))
-    return Verdict((), int(memory.known[key]))
+def failures(shape: AttentionShape) -> tuple[CheckResult, ...]:
+    """What fails of `check`; that nothing does is remembered."""
+    memory = Memory()
+    key = f"{_heads(shape)}, fused"
+    if key in memory.known:
+        return ()
+    failed = tuple(r for r in check(shape) if not r.passed)
+    if not failed:
+        memory.add(key, "right")
+    return failed
 
 
 def _heads(shape: AttentionShape) -> AttentionShape:

@@ -6,8 +6,9 @@ compiled by `mx.compile`, as decode steps are, so that building the graph is not
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,14 @@ from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 _CHAIN, _REPEATS = 100, 5
 
-# Of products of few rows: together more weights than a cache holds, in layers neither wider nor
-# more than these.
-_WEIGHT_BYTES, _MAX_WIDTH, _MAX_LAYERS = 128 << 20, 4096, 32
+# Of a model's weights, what a chain of products reads: more than a cache holds.
+_WEIGHT_BYTES = 256 << 20
 
 
 def seconds_per_call(
     call: Callable[[Any], Any], x: Any, chain: int = _CHAIN, compiled: bool = True
 ) -> float:
-    """Median seconds of x = call(x), x being an array or a list of arrays."""
+    """Median seconds of x = call(x), x being an array or a tree of arrays."""
 
     def run(x: Any) -> Any:
         for _ in range(chain):
@@ -183,37 +183,48 @@ def faster_prefill(shape: AttentionShape) -> str:
     return min(times, key=times.get)
 
 
-def skinny_rows(width: int, dtype: mx.Dtype) -> int:
-    """The most rows, of 8, 16, 32 and 64, with which `skinny_gemm` is faster on this device than
-    MLX's product, as it then is with all fewer: 0 if it is not.  0 for float32, which it has not.
+def skinny_rows(weights: Sequence[mx.array]) -> int:
+    """The most rows, of 8, 16, 32 and 64, with which products with a model's weights are faster on
+    this device by `skinny_gemm` than by MLX, as they then are with all fewer: 0 if none are.
 
-    width: elements of a row.  Layers of two products in turn, to four times the width and back.
+    weights: (outputs, depth) each, which `suits` takes; some of each shape are multiplied.  A
+    product waits for the one before it, by a number of that added to its rows.
     """
-    if dtype == mx.float32:
-        return 0
-    width = min(width, _MAX_WIDTH) // 32 * 32 or 32
-    layers = min(-(-_WEIGHT_BYTES // (8 * width**2 * dtype.size)), _MAX_LAYERS)
-    block = mx.random.normal((width, width), dtype, scale=0.5 * width**-0.5)  # x stays as large
-    weights = [mx.tile(block, times) for _ in range(layers) for times in ((4, 1), (1, 4))]
+    weights = _some(weights)
     views = [weight.T for weight in weights]
-    mx.eval(weights, views)
+    depths = [weight.shape[1] for weight in weights]
+    mx.eval(views)
 
-    def ours(x: mx.array) -> mx.array:
-        for weight in weights:
-            x = skinny_gemm(x, weight)
-        return x
+    def chain(multiply: Callable, by: list[mx.array]) -> Callable:
+        def once(rows: dict[int, mx.array]) -> dict[int, mx.array]:
+            y = rows[depths[0]]
+            for depth, operand in zip(depths, by, strict=True):
+                y = multiply(rows[depth] + y[:1, :1], operand)
+            return {depth: x + y[:1, :1] for depth, x in rows.items()}
 
-    def theirs(x: mx.array) -> mx.array:
-        for view in views:
-            x = x @ view
-        return x
+        return once
 
-    most, rows = 0, 8
-    while rows <= MAX_ROWS:
-        x = mx.random.normal((rows, width), dtype)
-        chain = -(-8 // layers)  # of 16 products at least
-        mine, others = (seconds_per_call(call, x, chain) for call in (ours, theirs))
-        if mine >= others:
+    most, count = 0, 8
+    while count <= MAX_ROWS:
+        shapes = {depth: (count, depth) for depth in depths}
+        rows = {d: mx.random.normal(shape, weights[0].dtype) for d, shape in shapes.items()}
+        turns = -(-_CHAIN // len(weights))
+        ours = seconds_per_call(chain(skinny_gemm, weights), rows, turns)
+        if ours >= seconds_per_call(chain(mx.matmul, views), rows, turns):
             break
-        most, rows = rows, 2 * rows
+        most, count = count, 2 * count
     return most
+
+
+def _some(weights: Sequence[mx.array]) -> list[mx.array]:
+    """One of each shape, then another one of each, ..., until no cache holds them."""
+    by_shape: dict[tuple[int, ...], list[mx.array]] = {}
+    for weight in weights:
+        by_shape.setdefault(weight.shape, []).append(weight)
+    some, size = [], 0
+    for turn in zip_longest(*by_shape.values()):
+        if size >= _WEIGHT_BYTES:
+            break
+        some += [weight for weight in turn if weight is not None]
+        size = sum(weight.nbytes for weight in some)
+    return some

@@ -37,14 +37,14 @@ def gemm_plan(rows: int, outputs: int) -> GemmPlan:
     return GemmPlan(16, 2)
 
 
+def suits(weight: mx.array) -> bool:
+    """Whether `skinny_gemm` multiplies by a weight (outputs, depth)."""
+    return weight.dtype in (mx.float16, mx.bfloat16) and weight.shape[1] % 32 == 0
+
+
 def fits(x: mx.array, weight: mx.array) -> bool:
-    """Whether `skinny_gemm` computes x (rows, depth) times weight (outputs, depth), transposed."""
-    return (
-        len(x) <= MAX_ROWS
-        and x.dtype == weight.dtype
-        and x.dtype in (mx.float16, mx.bfloat16)
-        and x.shape[1] % 32 == 0
-    )
+    """Whether it computes x (rows, depth) times weight (outputs, depth), transposed."""
+    return len(x) <= MAX_ROWS and x.dtype == weight.dtype and suits(weight)
 
 
 def skinny_gemm(x: mx.array, weight: mx.array, plan: GemmPlan | None = None) -> mx.array:

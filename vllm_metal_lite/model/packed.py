@@ -90,6 +90,12 @@ class PackedModel:
         """The layers that keep K and V, in order: the store's layers."""
         return self.layout.specs
 
+    @property
+    def linear_weights(self) -> list[mx.array]:
+        """Of its linear layers that are neither quantised nor biased, (outputs, inputs) each."""
+        modules = (m for _, m in self.model.named_modules() if type(m) is nn.Linear)
+        return [m["weight"] for m in modules if "bias" not in m]
+
     def __call__(
         self, step: StepMetadata, attention: Attention, logits_indices: mx.array | None
     ) -> mx.array:
