@@ -1,130 +1,18 @@
-"""Batched sampling against a plain reference: float64, one row at a time, noise by hand."""
-
-import math
-import re
-import shutil
+"""Batched sampling against a plain reference: the rules, which tokens stay, odd logits, errors."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_oracle import EMPTY, EOS, SEEDED, draw, drawn, make, random_logits, reference_scores
 
-from vllm_metal_lite import backend
 from vllm_metal_lite import logits as ops
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import SamplingError
-from vllm_metal_lite.sampling import Sampler, prompt_logprobs, validate
+from vllm_metal_lite.sampling import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
 
-EOS = (3,)
-EMPTY = np.zeros(0, np.int32)
-
-
-# --- reference -----------------------------------------------------------------------------------
-
-
-def reference_penalized(raw, params, prompt, output, eos=EOS):
-    x = raw.astype(np.float64).copy()
-    for token, bias in (params.logit_bias or {}).items():
-        x[token] += bias
-    if len(output) < params.min_tokens:
-        stops = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos)]
-        x[[t for t in stops if t < len(x)]] = -np.inf
-    counts = np.bincount(np.asarray(output, int), minlength=len(x))
-    seen = counts > 0
-    seen[np.asarray(prompt, int)] = True
-    r = params.repetition_penalty
-    x = np.where(seen, np.where(x > 0, x / r, x * r), x)
-    return x - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
-
-
-def reference_keep(x, params):
-    """Which tokens may be drawn, by sorting and un-sorting as the textbook does it."""
-    z = x / params.temperature
-    z = z - z.max()
-    z[np.exp(z) < params.min_p] = -np.inf
-    order = np.argsort(-z, kind="stable")
-    if 0 < params.top_k < len(x):
-        z[order[params.top_k :]] = -np.inf
-    p = np.exp(z) / np.exp(z).sum()
-    mass_before = np.cumsum(p[order]) - p[order]
-    drop = order[mass_before >= params.top_p]
-    z[drop[drop != order[0]]] = -np.inf
-    return z > -np.inf
-
-
-def splitmix64(z):
-    m = 2**64 - 1
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & m
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & m
-    return z ^ (z >> 31)
-
-
-def reference_noise(seed, step, vocab_size):
-    golden, m = 0x9E3779B97F4A7C15, 2**64 - 1
-    key = splitmix64((splitmix64((seed + golden) & m) + step * golden) & m)
-    key = mx.array(np.array([key & 0xFFFFFFFF, key >> 32], np.uint32))
-    bits = np.array(mx.random.split(key, -(-vocab_size // 2))).ravel()[:vocab_size]
-    return -np.log(-np.log1p(-(bits.astype(np.float64) + 0.5) / 2**32))
-
-
-def reference_scores(raw, params, seed, prompt, output, eos=EOS):
-    x = reference_penalized(raw, params, prompt, output, eos)
-    if params.greedy:
-        return x
-    x = np.where(reference_keep(x, params), x, -np.inf)
-    return x + params.temperature * reference_noise(seed, len(output), len(x))
-
-
-# --- helpers -------------------------------------------------------------------------------------
-
-
-def make(params, seeds, vocab_size, prompt=EMPTY, output=EMPTY, eos=EOS):
-    """A sampler with a row for every seed."""
-    sampler = Sampler(len(seeds), vocab_size)
-    tokens = np.concatenate([prompt, output]).astype(np.int32)
-    for i, seed in enumerate(seeds):
-        sampler.add(i, params, seed, tokens, len(prompt), eos)
-    return sampler
-
-
-def draw(sampler, logits, steps):
-    """(steps, rows) tokens, every row from the same logits (V,)."""
-    rows = np.arange(sampler.max_num_seqs)
-    x = mx.broadcast_to(mx.array(logits), (len(rows), len(logits)))
-    out = [sampler(x, rows).token_ids for _ in range(steps)]
-    return np.array(mx.stack(out))
-
-
-def random_logits(seed, *shape, scale=3.0):
-    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
-
-
-def primitives(path, *arrays):
-    mx.export_to_dot(str(path), *arrays)
-    return re.findall(r'label ?= ?"([^"]+)", shape ?= ?rectangle', path.read_text())
-
-
-def chi_square(counts, probs):
-    expected = probs * counts.sum()
-    assert counts[probs == 0].sum() == 0
-    expected, counts = expected[probs > 0], counts[probs > 0]
-    return ((counts - expected) ** 2 / expected).sum(), len(expected) - 1
-
-
-def assert_fits(counts, probs):
-    stat, df = chi_square(counts, probs)
-    # Wilson and Hilferty: the cube root is nearly normal; 3.1 sigma is p = 0.001.
-    z = ((stat / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
-    assert z < 3.1, f"chi-square {stat:.1f} at {df} degrees of freedom"
-
-
-def softmax(x):
-    e = np.exp(x - x.max())
-    return e / e.sum()
-
-
-# --- every rule at once, in mixed batches --------------------------------------------------------
+# Every rule at once, in mixed batches
 
 maybe = st.booleans()
 
@@ -178,7 +66,7 @@ def test_mixed_batches_match_the_reference(data):
             output.append(int(token))
 
 
-# --- greedy, masks, penalties --------------------------------------------------------------------
+# Greedy, masks, penalties
 
 
 def test_greedy_is_argmax_and_a_tie_goes_to_the_lowest_id():
@@ -285,11 +173,7 @@ def test_token_ids_outside_the_vocabulary_are_harmless():
     assert draw(sampler, np.array([0, 3, 2, 2, 1], np.float32), 1) == 3
 
 
-# --- top-k, top-p, min-p -------------------------------------------------------------------------
-
-
-def drawn(params, x, rows=400, steps=10):
-    return set(draw(make(params, range(rows), len(x)), x, steps).ravel().tolist())
+# Top-k, top-p, min-p
 
 
 def test_filters_keep_what_they_should():
@@ -384,177 +268,7 @@ def test_a_small_top_k_sorts_little():
     assert ops.candidates(mx.zeros((2, 64_000)), 20)[0].shape == (2, 20 * 64)
 
 
-# --- the draw ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.7),
-        SamplingParams(temperature=1.5, top_k=5),
-        SamplingParams(temperature=1.0, top_p=0.8),
-        SamplingParams(temperature=1.0, min_p=0.1),
-        SamplingParams(temperature=0.9, top_k=12, top_p=0.9, min_p=0.02),
-    ],
-    ids=["temperature", "top_k", "top_p", "min_p", "all"],
-)
-def test_draws_follow_the_distribution(params):
-    x = random_logits(11, 20, scale=1.5)
-    counts = np.bincount(draw(make(params, range(2000), 20), x, 10).ravel(), minlength=20)
-    keep = reference_keep(x.astype(np.float64), params)
-    assert_fits(counts, softmax(np.where(keep, x / params.temperature, -np.inf)))
-
-
-def test_draws_over_a_large_flat_vocabulary_are_uniform():
-    size = 2000
-    tokens = draw(make(SamplingParams(), range(1000), size), np.zeros(size, np.float32), 20)
-    assert_fits(np.bincount(tokens.ravel(), minlength=size), np.full(size, 1 / size))
-
-
-def test_steps_and_neighbouring_seeds_are_independent():
-    tokens = draw(make(SamplingParams(), range(201), 4), np.zeros(4, np.float32), 101)
-    for a, b in ((tokens[1:], tokens[:-1]), (tokens[:, 1:], tokens[:, :-1])):
-        assert_fits(np.bincount((4 * a + b).ravel(), minlength=16), np.full(16, 1 / 16))
-
-
-def test_masked_tokens_are_never_drawn_in_100_000():
-    x = np.zeros(8, np.float32)
-    x[[0, 2, 3, 7]] = -np.inf
-    tokens = draw(make(SamplingParams(temperature=50.0), range(5000), 8), x, 20)
-    assert set(tokens.ravel().tolist()) == {1, 4, 5, 6}
-    params = SamplingParams(temperature=50.0, top_p=0.99, top_k=7, min_p=0.01)
-    assert set(draw(make(params, range(500), 8), x, 4).ravel().tolist()) == {1, 4, 5, 6}
-
-
-def test_noise_is_finite_for_the_extremes_of_random_bits():
-    extremes = [0, 1, 255, 2**31, 2**32 - 257, 2**32 - 256, 2**32 - 129, 2**32 - 128, 2**32 - 1]
-    bits = mx.array(np.array([extremes], np.uint32))
-    noise = np.array(ops.perturb(mx.zeros(bits.shape), bits, mx.array([[1.0]])))[0]
-    assert np.isfinite(noise).all()
-    assert (np.diff(noise) <= 0).all()
-    assert 22 < noise[0] < 23
-    assert -3 < noise[-1] < -2.7
-    # A greedy row in a random batch takes none of it.
-    assert not np.array(ops.perturb(mx.zeros(bits.shape), bits, mx.array([[0.0]]))).any()
-
-
-def test_noise_of_a_row_is_its_keys_own():
-    keys = np.random.default_rng(4).integers(0, 2**32, (5, 2), dtype=np.uint32)
-    for size in (1, 2, 7, 640):
-        together = np.array(ops.random_bits(mx.array(keys), size))
-        assert together.shape == (5, size)
-        for key, row in zip(keys, together, strict=True):
-            single = np.array(ops.random_bits(mx.array(key[None]), size))[0]
-            np.testing.assert_array_equal(row, single)
-        pairs = -(-size // 2)
-        by_hand = mx.concatenate([mx.random.split(mx.array(k), pairs).reshape(1, -1) for k in keys])
-        np.testing.assert_array_equal(together, np.array(by_hand)[:, :size])
-
-
-@pytest.mark.parametrize(
-    "temperature", [1.001e-5, 1e-3, 1e38, 1e300], ids=["least", "small", "large", "absurd"]
-)
-def test_extreme_temperatures(temperature):
-    x = np.array([1.0, 3.0, -np.inf, 2.0], np.float32)
-    for extra in ({}, {"top_p": 0.999, "min_p": 0.001, "top_k": 3}):
-        tokens = drawn(SamplingParams(temperature=temperature, **extra), x, 100, 3)
-        assert tokens == ({1} if temperature < 1 else {0, 1, 3})
-
-
-# --- seeds ---------------------------------------------------------------------------------------
-
-SEEDED = SamplingParams(
-    temperature=1.2, top_k=40, top_p=0.97, repetition_penalty=1.3, frequency_penalty=0.2,
-    min_tokens=4, stop_token_ids=[9], logit_bias={4: 2.0},
-)  # fmt: skip
-VOCAB = 6400
-PROMPT = np.array([5, 6, 7, 5], np.int32)
-
-
-def seeded_logits(step):
-    """Rounded, so that ties are common, as with bfloat16 logits."""
-    return random_logits(100 + step, VOCAB, scale=2.0).round(1)
-
-
-def alone(params=SEEDED):
-    sampler = make(params, [1234], VOCAB, PROMPT)
-    return [
-        sampler(mx.array(seeded_logits(i)[None]), np.array([0])).token_ids.item() for i in range(12)
-    ]
-
-
-NEIGHBOURS = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.5, top_p=0.5),  # all of the row is sorted
-    SamplingParams(top_k=2000),
-    SamplingParams(min_p=0.2, presence_penalty=1.0),
-    SamplingParams(top_k=3, logprobs=4),
-    SamplingParams(top_k=20, top_p=0.9),
-]
-
-
-@pytest.mark.parametrize(
-    "params",
-    [SEEDED, SamplingParams(temperature=1.5), SamplingParams(temperature=2.0, min_p=0.01)],
-    ids=["all", "temperature", "min_p"],
-)
-def test_stream_does_not_depend_on_the_batch(params):
-    expected = alone(params)
-    rng = np.random.default_rng(0)
-    for trial in range(6):
-        sampler = Sampler(8, VOCAB)
-        mine = int(rng.integers(0, 8))
-        sampler.add(mine, params, 1234, PROMPT, len(PROMPT), EOS)
-        others = [int(r) for r in rng.permutation(8) if r != mine][: trial + 1]
-        for i, row in enumerate(others):
-            sampler.add(row, NEIGHBOURS[(i + trial) % 6], i, PROMPT, 4, EOS)
-        for i, token in enumerate(expected):
-            rows = rng.permutation([mine, *others[: rng.integers(0, len(others) + 1)]])
-            if rng.random() < 0.3:  # a step in which this request has no token to sample
-                sampler(mx.array(random_logits(i, len(others), VOCAB)), np.array(others))
-            x = random_logits(i, len(rows), VOCAB)
-            x[rows == mine] = seeded_logits(i)
-            tokens = np.array(sampler(mx.array(x), rows).token_ids)
-            assert tokens[rows == mine] == token
-
-
-@pytest.mark.parametrize("cut", [1, 3, 4, 8])
-def test_stream_survives_preemption(cut):
-    expected = alone()
-    sampler = make(SEEDED, [1234], VOCAB, PROMPT)
-    for i in range(cut):
-        sampler(mx.array(seeded_logits(i)[None]), np.array([0]))
-    sampler.remove(0)
-    sampler.add(0, SamplingParams(presence_penalty=2.0), 9, PROMPT[:1], 1, EOS)
-    sampler(mx.array(seeded_logits(0)[None]), np.array([0]))
-    # The same row, or another one, with all that was generated.
-    known = np.array([*PROMPT, *expected[:cut]], np.int32)
-    sampler.add(0, SEEDED, 1234, known, len(PROMPT), EOS)
-    for i in range(cut, len(expected)):
-        token = sampler(mx.array(seeded_logits(i)[None]), np.array([0])).token_ids.item()
-        assert token == expected[i]
-
-
-def test_a_step_may_be_built_before_the_last_one_is_evaluated():
-    sampler = make(SEEDED, [1234], VOCAB, PROMPT)
-    out = [sampler(mx.array(seeded_logits(i)[None]), np.array([0])) for i in range(12)]
-    assert mx.concatenate([o.token_ids for o in out]).tolist() == alone()
-
-
-def test_seeds_of_64_bits_differ():
-    x = np.zeros(50, np.float32)
-    seeds = [0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 2, -(2**63) + 5, 7]
-    tokens = draw(make(SamplingParams(), seeds, 50), x, 30)
-    assert len({tuple(t) for t in tokens.T}) == len(seeds)
-    many = draw(make(SamplingParams(n=1024), range(1024), 50), x, 12)
-    assert len({tuple(t) for t in many.T}) == 1024
-    np.testing.assert_array_equal(
-        draw(make(SamplingParams(), [-1], 50), x, 5),
-        draw(make(SamplingParams(), [2**64 - 1], 50), x, 5),
-    )
-
-
-# --- odd logits ----------------------------------------------------------------------------------
+# Odd logits
 
 FILTERED = SamplingParams(top_k=5, top_p=0.9, min_p=0.05, presence_penalty=0.5)
 
@@ -605,143 +319,7 @@ def test_top_p_of_bfloat16_logits_is_computed_in_float32():
     assert 5 < (tokens > 0).sum() < 35
 
 
-# --- logprobs ------------------------------------------------------------------------------------
-
-
-def check_logprobs(arrays, raw, chosen, k):
-    raw = raw.astype(np.float64)
-    expected = raw - np.log(np.exp(raw - raw.max(1, keepdims=True)).sum(1, keepdims=True))
-    expected -= raw.max(1, keepdims=True)
-    order = np.argsort(-raw, axis=1, kind="stable")[:, :k]
-    ids = np.concatenate([chosen[:, None], order], 1)
-    assert (arrays.token_ids.dtype, arrays.logprobs.dtype) == (mx.int32, mx.float32)
-    assert arrays.ranks.dtype == mx.int32
-    np.testing.assert_array_equal(np.array(arrays.token_ids), ids)
-    np.testing.assert_allclose(
-        np.array(arrays.logprobs), np.take_along_axis(expected, ids, 1), atol=4e-6
-    )
-    rank = 1 + (raw > np.take_along_axis(raw, chosen[:, None], 1)).sum(1)
-    np.testing.assert_array_equal(np.array(arrays.ranks), rank)
-
-
-@pytest.mark.parametrize("vocab_size", [70, 6400, 5003, 151_936])
-@pytest.mark.parametrize("k", [0, 1, 5, 20, 64])
-@pytest.mark.parametrize("ties", [False, True])
-def test_prompt_logprobs(vocab_size, k, ties):
-    x = random_logits(k, 7, vocab_size)
-    x = x.round(0) if ties else x
-    targets = np.random.default_rng(1).integers(0, vocab_size, 7)
-    out = prompt_logprobs(mx.array(x), mx.array(targets.astype(np.int32)), k)
-    check_logprobs(out, x, targets, k)
-
-
-def test_a_long_prompt_is_scored_in_parts():
-    x = random_logits(4, 600, 90)
-    targets = np.random.default_rng(1).integers(0, 90, 600)
-    out = prompt_logprobs(mx.array(x), mx.array(targets.astype(np.int32)), 3)
-    check_logprobs(out, x, targets, 3)
-
-
-def test_logprobs_are_of_the_raw_logits_and_as_many_as_the_most_demanding_row_wants():
-    size = 3000
-    x = random_logits(2, 4, size)
-    sampler = Sampler(6, size)
-    biased = {"logit_bias": {int(x[1].argmax()): -50.0}, "temperature": 0.0}
-    for row, params in enumerate(
-        [
-            SamplingParams(temperature=2.0, logprobs=2),
-            SamplingParams(**biased, logprobs=5),
-            SamplingParams(temperature=3.0, top_k=4, repetition_penalty=3.0),
-            SamplingParams(temperature=0, logprobs=0),
-        ]
-    ):
-        sampler.add(row, params, row, np.array([1, 2]), 2, EOS)
-    rows = np.array([2, 0, 1, 3])
-    assert sampler.num_logprobs(rows).tolist() == [-1, 2, 5, 0]
-    out = sampler(mx.array(x[rows]), rows)
-    chosen = np.array(out.token_ids)
-    check_logprobs(out.logprobs, x[rows], chosen, 5)
-    assert np.array(out.logprobs.ranks)[2] == 2  # the runner-up, as the best was biased away
-    only = np.array([3])
-    check_logprobs(sampler(mx.array(x[only]), only).logprobs, x[only], x[only].argmax(1), 0)
-    assert sampler(mx.array(x[[2]]), np.array([2])).logprobs is None
-
-
-def test_logprobs_of_masked_tokens_are_minus_infinity():
-    x = np.full((1, 10), -np.inf, np.float32)
-    x[0, 4] = 3.0
-    out = prompt_logprobs(mx.array(x), mx.array([2]), 2)
-    assert out.logprobs.tolist() == [[-np.inf, 0.0, -np.inf]]
-    assert out.ranks.tolist() == [2]
-
-
-# --- what enters the graph -----------------------------------------------------------------------
-
-
-def test_the_graph_holds_only_what_the_rows_ask_for(tmp_path):
-    size = 64_000
-
-    def graph(**kw):
-        sampler = make(SamplingParams(**{"temperature": 0.0, **kw}), range(3), size)
-        x = mx.zeros((3, size))
-        mx.eval(x)
-        return primitives(tmp_path / "graph", sampler(x, np.arange(3)).token_ids)
-
-    greedy = graph()
-    assert "ArgReduce" in greedy
-    assert set(greedy) <= {"ArgReduce", "Squeeze", "View int32"}
-    assert graph(top_k=5, top_p=0.5, min_p=0.5) == greedy
-    assert not {"Sort", "Partition", "Exp", "Select"} & set(graph(temperature=1.0))
-    assert graph(temperature=1.0).count("RandomBits") == 1
-    # Top-p alone needs one sort of the row, a small top-k small ones only.
-    assert [p for p in graph(temperature=1.0, top_p=0.9) if "Sort" in p] == ["Sort"]
-    assert len(graph(logit_bias={1: 1.0})) == len(greedy) + 2
-    # Each kind of penalty brings its own operations only.
-    assert "RightShift" not in graph(repetition_penalty=1.5)
-    assert "Divide" not in graph(presence_penalty=1.5)
-
-
-def test_a_call_evaluates_nothing():
-    size = 20_000
-    sampler = make(SEEDED, range(8), size, PROMPT)
-    x = mx.array(random_logits(0, 8, size))
-    mx.eval(x, sampler._seen)
-    before = mx.get_active_memory()
-    out = sampler(x, np.arange(8))
-    assert mx.get_active_memory() - before < x.nbytes // 8
-    mx.eval(out.token_ids)
-
-
-def test_an_unchanged_batch_keeps_its_plan():
-    sampler = make(SEEDED, range(3), VOCAB, PROMPT)
-    x = mx.array(random_logits(0, 3, VOCAB))
-    sampler(x, np.arange(3))
-    plan = sampler._plan
-    for _ in range(3):  # min_tokens = 4
-        assert sampler._plan is plan
-        sampler(x, np.arange(3))
-    sampler(x, np.arange(3))
-    assert sampler._plan is not plan
-    plan = sampler._plan
-    sampler(x, np.arange(3))
-    assert sampler._plan is plan
-    sampler(x, np.array([2, 1, 0]))
-    assert sampler._plan is not plan
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="MLX fuses on a CPU with a C++ compiler")
-def test_fused_operations_equal_the_plain_ones(monkeypatch):
-    x = random_logits(6, 4, VOCAB)
-    run = lambda: make(SEEDED, range(4), VOCAB, PROMPT)  # noqa: E731
-    plain = draw(run(), x[0], 4)
-    monkeypatch.setattr(backend, "is_cpu", lambda: False)
-    np.testing.assert_array_equal(draw(run(), x[0], 4), plain)
-    # Any number of rows with one compilation.
-    sampler = run()
-    assert sampler(mx.array(x[:1]), np.array([0])).token_ids.item() == plain[0, 0]
-
-
-# --- errors --------------------------------------------------------------------------------------
+# Errors
 
 
 @pytest.mark.parametrize(
