@@ -7,9 +7,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
+import bench_kernels
 import serving_engines as engines
 from serving_loads import Load, Sizes, Wave, agents, newcomer, random_model
 from serving_metrics import agree, measure
+
+from vllm_metal_lite import MetalLiteError, backend
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +98,10 @@ def test_gaps_around_a_newcomer():
     assert values["busy_gap_median"] == pytest.approx(0.03)
     assert values["busy_gap_worst"] == pytest.approx(0.03)
     assert values["others_tokens_per_s"] == pytest.approx(2 / 0.06)
+
+
+@pytest.mark.skipif(not backend.is_cpu(), reason="there is a GPU")
+def test_kernels_are_not_timed_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--only", "decode"])
+    with pytest.raises(MetalLiteError, match="kernels need a GPU"):
+        bench_kernels.main()

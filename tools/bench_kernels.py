@@ -17,8 +17,9 @@ from multiprocessing import get_context
 
 import numpy as np
 from bench_products import products  # noqa: F401 (a section)
+from run_main import run_main
 
-from vllm_metal_lite import backend
+from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.attention.kernels import KernelAttention
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
@@ -375,6 +376,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=(*SECTIONS, "few"), default=SECTIONS)
     args = parser.parse_args()
+    if backend.is_cpu():
+        raise MetalLiteError("kernels need a GPU, and MLX computes on the CPU here")
     print(f"# Kernels: {backend.describe()}", flush=True)
     passed = True
     for section in args.only:
@@ -383,4 +386,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)
