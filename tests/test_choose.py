@@ -290,6 +290,18 @@ def test_the_most_rows_with_which_the_kernel_is_faster(monkeypatch, times, most)
             assert mx.isfinite(ours[depth]).all()
 
 
+@pytest.mark.parametrize(("most_bytes", "turns"), [(1 << 30, 50), (3 * 2 * 96 * 64 * 2, 3), (1, 1)])
+def test_a_chain_of_large_weights_is_short(monkeypatch, most_bytes, turns):
+    """100 products, or as many turns of all weights as are read in little time."""
+    chains = []
+    monkeypatch.setattr(measure, "_CHAIN_BYTES", most_bytes)
+    monkeypatch.setattr(
+        measure, "seconds_per_call", lambda call, x, chain: chains.append(chain) or 1
+    )
+    assert measured_rows(WEIGHTS[:2]) == 0
+    assert chains == [turns, turns]
+
+
 def test_some_weights_of_each_shape_are_multiplied(monkeypatch):
     shapes = [(96, 64), (200, 64), (96, 64), (64, 96), (96, 64)]
     weights = [mx.zeros(shape, mx.float16) for shape in shapes]
