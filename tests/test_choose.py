@@ -207,6 +207,44 @@ def test_a_miscompiled_skinny_gemm_is_all_that_is_done_without(monkeypatch, tmp_
     assert fusedcheck.failures(SHAPE) == ()  # float32: never used
 
 
+def test_products_are_timed_where_the_kernel_was_checked_and_is_used(monkeypatch):
+    """By weights of a type that attention has; never where fused launches are done without."""
+    measured = []
+    monkeypatch.setattr(selfcheck, "check", lambda *_: [])
+    monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
+    monkeypatch.setattr(measure, "skinny_rows", lambda weights: measured.append(weights) or 16)
+    halves = [mx.zeros((64, 64), mx.float16)]
+    attention, _ = choose("auto", store(), [BFLOAT16], False, halves + WEIGHTS)
+    assert attention.skinny_rows == 16
+    assert [{w.dtype for w in weights} for weights in measured] == [{mx.bfloat16}]
+    assert choose("auto", store(), [BFLOAT16], False, halves)[0].skinny_rows == 0
+
+    wrong = selfcheck.CheckResult("rope_write", BFLOAT16, 0, 1.0, 0.1)
+    monkeypatch.setattr(fusedcheck, "failures", lambda _: (wrong,))
+    with pytest.warns(UserWarning, match="rope_write"):
+        attention, reason = choose("auto", store(), [BFLOAT16], False, WEIGHTS)
+    assert (attention.fuses, attention.skinny_rows) == (False, 0)
+    assert "skinny" not in reason
+
+
+def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch):
+    """Tried again at the next start."""
+    tries = []
+
+    def no_room(weights: list[mx.array]) -> int:
+        tries.append(weights)
+        raise RuntimeError("[malloc] no room")
+
+    monkeypatch.setattr(selfcheck, "check", lambda *_: [])
+    monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
+    monkeypatch.setattr(measure, "skinny_rows", no_room)
+    for count in (1, 2):
+        with pytest.warns(UserWarning, match=r"skinny_gemm .* no room"):
+            attention, reason = choose("auto", store(), [BFLOAT16], False, WEIGHTS)
+        assert (attention.fuses, attention.skinny_rows, len(tries)) == (True, 0, count)
+        assert "skinny" not in reason
+
+
 def test_products_are_not_timed_on_a_cpu(monkeypatch):
     monkeypatch.setattr(backend, "is_cpu", lambda: True)
     monkeypatch.setattr(measure, "skinny_rows", lambda *_: pytest.fail("timed"))
@@ -250,6 +288,18 @@ def test_the_most_rows_with_which_the_kernel_is_faster(monkeypatch, times, most)
         for depth in (64, 96):
             assert mx.array_equal(ours[depth], theirs[depth])
             assert mx.isfinite(ours[depth]).all()
+
+
+@pytest.mark.parametrize(("most_bytes", "turns"), [(1 << 30, 50), (3 * 2 * 96 * 64 * 2, 3), (1, 1)])
+def test_a_chain_of_large_weights_is_short(monkeypatch, most_bytes, turns):
+    """100 products, or as many turns of all weights as are read in little time."""
+    chains = []
+    monkeypatch.setattr(measure, "_CHAIN_BYTES", most_bytes)
+    monkeypatch.setattr(
+        measure, "seconds_per_call", lambda call, x, chain: chains.append(chain) or 1
+    )
+    assert measured_rows(WEIGHTS[:2]) == 0
+    assert chains == [turns, turns]
 
 
 def test_some_weights_of_each_shape_are_multiplied(monkeypatch):

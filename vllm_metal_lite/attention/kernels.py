@@ -4,7 +4,8 @@ Decode rows go through `paged_decode`, which reads the store in place; a long pr
 is read once for all of them, by `shared_prefix` (see shared.py).  Prompts, whole or in chunks,
 go through `varlen_prefill`, which reads the store in place too, or through MLX's SDPA on what
 `kv_gather` copies out of the store, cut into calls as the reference does: whichever is faster on
-the device (see choose.py), and in small steps in shapes that repeat (see prompts.py).
+the device (see choose.py), and in small steps in shapes that repeat (see prompts.py).  In still
+smaller ones each of their rows is a decode.
 """
 
 from collections.abc import Collection

@@ -49,9 +49,10 @@ def common_prefix(
     blocks[np.arange(len(long)), own] = -1  # who has no more comes behind those who have
     blocks = blocks.reshape(len(long), -1)
     order = np.argsort(blocks.view(f"V{blocks[0].nbytes}").ravel())
-    differ = blocks[order[1:]] != blocks[order[:-1]]
+    blocks, own = blocks[order], own[order]
+    differ = blocks[1:] != blocks[:-1]
     shared = np.where(differ.any(axis=1), differ.argmax(axis=1), differ.shape[1])
-    shared = np.minimum(shared // len(block_tables), np.minimum(own[order[1:]], own[order[:-1]]))
+    shared = np.minimum(shared // len(block_tables), np.minimum(own[1:], own[:-1]))
     # Of the rows that share so much, all but one need not read it.
     best, length, members = min_saved, 0, long
     for few in np.unique(shared[shared >= fewest]):

@@ -25,6 +25,9 @@ _CHAIN, _REPEATS = 100, 5
 
 # Of a model's weights, what a chain of products reads: more than a cache holds.
 _WEIGHT_BYTES = 256 << 20
+# Most bytes that the chain reads, by which it is shorter than others where weights are large: a Mac
+# reads them in a tenth of a second, and 56 chains are run.
+_CHAIN_BYTES = 8 << 30
 
 
 def seconds_per_call(
@@ -204,11 +207,12 @@ def skinny_rows(weights: Sequence[mx.array]) -> int:
 
         return once
 
+    size = sum(weight.nbytes for weight in weights)
+    turns = max(1, min(-(-_CHAIN // len(weights)), _CHAIN_BYTES // size))
     most, count = 0, 8
     while count <= MAX_ROWS:
         shapes = {depth: (count, depth) for depth in depths}
         rows = {d: mx.random.normal(shape, weights[0].dtype) for d, shape in shapes.items()}
-        turns = -(-_CHAIN // len(weights))
         ours = seconds_per_call(chain(skinny_gemm, weights), rows, turns)
         if ours >= seconds_per_call(chain(mx.matmul, views), rows, turns):
             break
