@@ -266,7 +266,7 @@ TIMES = [
 def test_the_most_rows_with_which_the_kernel_is_faster(monkeypatch, times, most):
     """Both ways compute the same; the kernel stands still here, MLX's product in its place."""
     rng = np.random.default_rng(0)
-    shapes = [(96, 64), (64, 96), (96, 64), (200, 64), (96, 64)]
+    shapes = [(96, 64), (64, 96), (96, 64), (200, 64), (64, 96)]
     weights = [mx.array(rng.standard_normal(s) * 0.1).astype(mx.float16) for s in shapes]
     by_kernel, results = [], []
 
@@ -302,18 +302,22 @@ def test_a_chain_of_large_weights_is_short(monkeypatch, most_bytes, turns):
     assert chains == [turns, turns]
 
 
-def test_some_weights_of_each_shape_are_multiplied(monkeypatch):
-    shapes = [(96, 64), (200, 64), (96, 64), (64, 96), (96, 64)]
+def test_some_weights_of_each_usual_shape_are_multiplied(monkeypatch):
+    """Of layers, not all alike; not the head, unless nothing comes more than once."""
+    layer = [(96, 64), (64, 96)]
+    shapes = [(500, 64), *layer, *layer, *layer, (200, 64), (200, 64)]
     weights = [mx.zeros(shape, mx.float16) for shape in shapes]
 
     def some(limit: int) -> list[tuple[int, ...]]:
         monkeypatch.setattr(measure, "_WEIGHT_BYTES", limit)
         return [weight.shape for weight in measure._some(weights)]
 
-    one_each = [(96, 64), (200, 64), (64, 96)]
+    one_each = [*layer, (200, 64)]
     assert some(1) == one_each
-    assert some(2 * (96 + 200 + 96) * 64 + 1) == [*one_each, (96, 64)]
-    assert some(1 << 30) == [*one_each, (96, 64), (96, 64)]
+    assert some(2 * (96 + 96 + 200) * 64 + 1) == one_each * 2
+    assert some(1 << 30) == [*one_each, *one_each, *layer]
+    weights = weights[:3]
+    assert some(1 << 30) == shapes[:3]
 
 
 def test_shapes_that_no_kernel_serves(monkeypatch):

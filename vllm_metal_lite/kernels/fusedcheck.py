@@ -36,7 +36,7 @@ _LARGE_POSITIONS = np.linspace(0, 1_000_000, 301).astype(np.int64)
 _CONTEXTS, _BLOCK = np.array((1, 16, 0, 33, 130)), 16
 # (rows, depth) of products: a depth that not all simdgroups have a part of, and one of many turns;
 # as many rows as threadgroup memory does not hold the sums of at once.
-_PRODUCTS, _OUTPUTS = ((3, 96), (20, 1056), (64, 1056)), 100
+_PRODUCTS, _OUTPUTS = ((3, 96), (28, 1056), (64, 1056)), 100
 
 
 def check(shape: AttentionShape) -> list[CheckResult]:

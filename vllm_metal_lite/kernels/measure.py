@@ -190,7 +190,7 @@ def skinny_rows(weights: Sequence[mx.array]) -> int:
     """The most rows, of 8, 16, 32 and 64, with which products with a model's weights are faster on
     this device by `skinny_gemm` than by MLX, as they then are with all fewer: 0 if none are.
 
-    weights: (outputs, depth) each, which `suits` takes; some of each shape are multiplied.  A
+    weights: (outputs, depth) each, which `suits` takes; some of them are multiplied.  A
     product waits for the one before it, by a number of that added to its rows.
     """
     weights = _some(weights)
@@ -221,10 +221,15 @@ def skinny_rows(weights: Sequence[mx.array]) -> int:
 
 
 def _some(weights: Sequence[mx.array]) -> list[mx.array]:
-    """One of each shape, then another one of each, ..., until no cache holds them."""
+    """One of each shape, then another one of each, ..., until no cache holds them.
+
+    Without shapes that are rare: a head would outweigh the layers that a step is made of.
+    """
     by_shape: dict[tuple[int, ...], list[mx.array]] = {}
     for weight in weights:
         by_shape.setdefault(weight.shape, []).append(weight)
+    usual = max(map(len, by_shape.values()))
+    by_shape = {shape: some for shape, some in by_shape.items() if 2 * len(some) >= usual}
     some, size = [], 0
     for turn in zip_longest(*by_shape.values()):
         if size >= _WEIGHT_BYTES:
