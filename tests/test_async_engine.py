@@ -60,7 +60,7 @@ async def idle(engine: AsyncEngine) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["llama", "llama/llama3_rope", "gpt_oss", "mixtral"])
 def test_many_streams_at_once_equal_the_model_alone(name):
     """A fresh model, so that whatever MLX left unevaluated was made in another thread."""
-    tiny.packed.cache_clear()
+    tiny._packed.cache_clear()
 
     async def test(engine):
         streams = [collect(engine, p, greedy()) for p in PROMPTS]

@@ -20,6 +20,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -96,9 +97,13 @@ def native(name: str) -> nn.Module:
     return build(config_of(name))
 
 
-@cache
 def packed(name: str, dtype: mx.Dtype | None = None) -> LoadedModel:
     """The same weights, or those of another dtype, wrapped for packed steps; no tokenizer."""
+    return _packed(name, dtype, backend.is_cpu())  # as loaded for such a device
+
+
+@cache
+def _packed(name: str, dtype: mx.Dtype | None, on_cpu: bool) -> LoadedModel:
     config = config_of(name)
     model = build(config)
     if dtype is not None:
