@@ -33,7 +33,11 @@ class Region(NamedTuple):
     mark: int
 
 
+# For each source file and line: of each character, whether it is code and whether it ran.
+Marks = dict[str, dict[int, bytes]]
+
 _watched: dict[Path, int] = {}  # library -> where it is loaded
+_taken: list[Marks] = []  # of other processes
 
 
 def watch(library: Path, image: int) -> None:
@@ -41,17 +45,30 @@ def watch(library: Path, image: int) -> None:
     _watched[library] = image
 
 
-def marks() -> dict[str, dict[int, bytearray]]:
-    """For each source file and line: of each character, whether it is code and whether it ran."""
-    files: dict[str, dict[int, bytearray]] = defaultdict(dict)
+def take(marks: Marks) -> None:
+    """What another process of the same test run has seen is part of the report from now on."""
+    _taken.append(marks)
+
+
+def marks() -> Marks:
+    """Of all libraries watched here, and what was taken from others."""
+    files: Marks = defaultdict(dict)
     for library, image in _watched.items():
         text = library.with_suffix(".cpp").read_text()
         lines = without_comments(text).split("\n")
         painted = _paint(lines, _functions(library, image))
         for (name, number), row in zip(_origins(text), painted, strict=True):
-            old = files[name].get(number, bytearray(len(row)))
-            files[name][number] = bytearray(map(max, old.ljust(len(row), b"\0"), row))
-    return files
+            files[name][number] = _merged(files[name].get(number, b""), row)
+    for taken in _taken:
+        for name, rows in taken.items():
+            for number, row in rows.items():
+                files[name][number] = _merged(files[name].get(number, b""), row)
+    return dict(files)
+
+
+def _merged(a: bytes, b: bytes) -> bytes:
+    width = max(len(a), len(b))
+    return bytes(map(max, a.ljust(width, b"\0"), b.ljust(width, b"\0")))
 
 
 def report() -> list[str]:
@@ -72,7 +89,7 @@ def report() -> list[str]:
     return found
 
 
-def missed_lines(text: str, rows: dict[int, bytearray]) -> list[int]:
+def missed_lines(text: str, rows: dict[int, bytes]) -> list[int]:
     """The numbers of the lines that hold code of which some never ran.
 
     What nothing instantiates, a function or a branch of `if constexpr`, has no regions: statements
