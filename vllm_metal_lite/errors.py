@@ -23,3 +23,8 @@ class ModelLoadError(MetalLiteError):
 
 class OutOfMemoryError(MetalLiteError):
     """The model or its KV store does not fit the memory that may be used."""
+
+
+def one_line(e: BaseException) -> str:
+    """What an exception says, or its type if it says nothing, for a message of one line."""
+    return (" ".join(str(e).split()) or type(e).__name__)[:300]

@@ -9,7 +9,7 @@ from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import Attention, AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import ATTENTION
-from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.errors import ConfigError, one_line
 from vllm_metal_lite.kernels import fusedcheck, measure, ops, selfcheck
 from vllm_metal_lite.kernels.products import suits
 from vllm_metal_lite.kv.store import PagedStore
@@ -86,8 +86,8 @@ def _skinny_rows(weights: Sequence[mx.array]) -> int:
         try:
             memory.add(key, str(measure.skinny_rows(weights)))
         except Exception as e:  # whatever a compiler or a driver says; it may go next time
-            reason = " ".join(str(e).split())[:300]
-            warnings.warn(f"skinny_gemm cannot be timed, and is not used: {reason}", stacklevel=3)
+            message = f"skinny_gemm cannot be timed, and is not used: {one_line(e)}"
+            warnings.warn(message, stacklevel=3)
             return 0
     return int(memory.known[key])
 

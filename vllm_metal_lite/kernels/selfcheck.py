@@ -19,6 +19,7 @@ from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import BLOCK_SIZES
+from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels import measure, ops, source
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
@@ -96,8 +97,7 @@ def run_checks(
             error, tolerance = checks[kernel]()
             results.append(CheckResult(kernel, shape, block_size, error, tolerance))
         except Exception as e:  # whatever a compiler or a driver says
-            reason = " ".join(str(e).split())[:300] or type(e).__name__
-            results.append(CheckResult(kernel, shape, block_size, np.inf, 0.0, reason))
+            results.append(CheckResult(kernel, shape, block_size, np.inf, 0.0, one_line(e)))
     return results
 
 

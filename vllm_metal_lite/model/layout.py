@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
 )
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.kv_segments import NATIVE_TYPES
 
@@ -88,8 +88,7 @@ def inspect(model: nn.Module, model_type: str) -> Layout:
     try:
         logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
     except Exception as e:
-        reason = " ".join(str(e).split())[:300]
-        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {reason}") from e
+        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
     layout = Layout(logits.shape[-1], logits.dtype)
     layout.nodes = [layout.add(c) for c in caches]
     for path, module in model.named_modules():

@@ -18,7 +18,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, l
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ConfigError, ModelLoadError
+from vllm_metal_lite.errors import ConfigError, ModelLoadError, one_line
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.fit import fit
@@ -97,7 +97,7 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
             raise ModelLoadError("it has no tokenizer")
         return from_model(model, tokenizer, config, name=name, path=path)
     except (Exception, SystemExit) as e:  # whatever a broken folder provokes in the libraries below
-        raise ModelLoadError(f"{name}: cannot load this model: {_one_line(e)}") from e
+        raise ModelLoadError(f"{name}: cannot load this model: {one_line(e)}") from e
 
 
 def from_model(
@@ -182,12 +182,8 @@ def _download(name: str) -> Path:
     except Exception as e:  # the hub's client has many ways to say "no network"
         raise ModelLoadError(
             f"{name}: not in the local cache, and the Hugging Face Hub cannot be reached "
-            f"({_one_line(e)})"
+            f"({one_line(e)})"
         ) from e
-
-
-def _one_line(e: BaseException) -> str:
-    return (" ".join(str(e).split()) or type(e).__name__)[:300]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -196,7 +192,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ModelLoadError(f"{path}: not readable as JSON: {_one_line(e)}") from e
+        raise ModelLoadError(f"{path}: not readable as JSON: {one_line(e)}") from e
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: must be a JSON object")
     return value
