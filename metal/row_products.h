@@ -9,7 +9,23 @@
 //
 // which is 8 rows of 64 bytes a simdgroup and load, where matrices as they lie would be rows of 16.
 // What a lane needs of a row of x, transposed, lies together too: elements 4 row .. 4 row + 3.
+//
+// NORM: rows of x are RMS-normalised on their way, each by its inverse_rms, element by element of gain.
 #include "matrix.h"
+#include "rms_norm.h"
+#include "words.h"
+
+// Two neighbours of a row, normalised.
+template <typename T>
+METAL_FUNC uint normed_pair(uint pair, float inverse_rms, uint gain) {
+  thread float x[2];
+  thread float weight[2];
+  unpack<T>(pair, x);
+  unpack<T>(gain, weight);
+  x[0] = rms_normed<T>(x[0], inverse_rms, weight[0]);
+  x[1] = rms_normed<T>(x[1], inverse_rms, weight[1]);
+  return pack<T>(x);
+}
 
 #ifndef MULTIPLY_ROWS
 // 8 rows of x as the right side of a product: four matrices, each transposed.
@@ -19,10 +35,20 @@ struct RowsAcross {
 };
 
 // Rows 0 to `last` of x, which are STRIDE elements apart; what is past the last repeats it.
-template <typename T, int STRIDE>
-METAL_FUNC void load_across(thread RowsAcross<T>& to, const device T* x, int last, int row, int col) {
-  const uint2 near = *(const device uint2*)(x + metal::min(col, last) * STRIDE + row * 4);
-  const uint2 far = *(const device uint2*)(x + metal::min(col + 1, last) * STRIDE + row * 4);
+template <typename T, int STRIDE, bool NORM>
+METAL_FUNC void load_across(thread RowsAcross<T>& to, const device T* x, int last, int row, int col,
+                            const threadgroup float* inverse_rms, const device T* gain) {
+  const int rows[2] = {metal::min(col, last), metal::min(col + 1, last)};
+  uint2 near = *(const device uint2*)(x + rows[0] * STRIDE + row * 4);
+  uint2 far = *(const device uint2*)(x + rows[1] * STRIDE + row * 4);
+  if (NORM) {
+    const uint2 by = *(const device uint2*)(gain + row * 4);
+    const float scales[2] = {inverse_rms[rows[0]], inverse_rms[rows[1]]};
+    near.x = normed_pair<T>(near.x, scales[0], by.x);
+    near.y = normed_pair<T>(near.y, scales[0], by.y);
+    far.x = normed_pair<T>(far.x, scales[1], by.x);
+    far.y = normed_pair<T>(far.y, scales[1], by.y);
+  }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int shift = i % 2 * 16;

@@ -1,12 +1,17 @@
-// skinny_gemm: the product of a few rows with a weight, y = x w^T, whose cost is reading w.
+// skinny_gemm: the product of a few rows with a weight, y = x w^T, whose cost is reading w; and what a
+// decode step would do to the rows in launches of their own before it and after it.
 //
-//   x   (rows, DEPTH) of T       rows <= ROW_TILES * 8, FULL: just as many; DEPTH a multiple of 32
-//   w   (outputs, DEPTH) of T    16-bit floats
-//   y   (rows, outputs) of T     sums in float32
+//   x          (rows, DEPTH) of T     rows <= ROW_TILES * 8, FULL: just as many; DEPTH a multiple of 32
+//   w          (weights, DEPTH) of T  16-bit floats
+//   gain       (DEPTH,) of T          NORM: x is RMS-normalised first, and multiplied by this
+//   residual   as y                   RESIDUAL: is added to the product
+//   y          (rows, outputs) of T   sums in float32; outputs = weights
+//                                     SWIGLU: outputs = weights / 2, silu(columns of the first half of w)
+//                                     times those of the second
 //
-// Layout.  A threadgroup computes 16 columns of y, all rows.  w is the left side of the product and x
-// the right, so that rows come in eights: 8 requests waste nothing.  Simdgroups share the depth, 32
-// elements at a time, a chunk (row_products.h):
+// Layout.  A threadgroup computes the products with 16 rows of w, of all rows of x.  w is the left side
+// of the product and x the right, so that rows come in eights: 8 requests waste nothing.  Simdgroups
+// share the depth, 32 elements at a time, a chunk (row_products.h):
 //
 //               depth  0     32     64           32 SIMDGROUPS
 //               16     |      |      |            |      |
@@ -14,24 +19,26 @@
 //                      |      |      |            |      |
 //
 // AT_ONCE chunks of w are asked for before the first is used: bytes under way are what a decode step
-// is short of.  x is small and is read again by every threadgroup, from a cache.
+// is short of.  x is small and is read again by every threadgroup, from a cache.  So each threadgroup
+// can find the norm of every row for itself, while its first chunks of w are under way, and needs
+// nobody's result.  With SWIGLU 8 of the 16 rows are of the first half of w and 8 of the second, so that
+// gate and up of an output meet in one threadgroup.
 //
 // Why it is correct.  Each simdgroup sums other elements of the depth, in float32, and leaves its sums
 // in threadgroup memory; after the barrier each thread adds those of one element of y, in order, so the
 // result does not depend on who is first.  That memory holds HELD eights of rows, so it is done for so
 // many at a time.  A row past the last one of w, or of x, repeats the last and is not stored.  All
-// lanes of a simdgroup take the same turns.
+// lanes of a simdgroup take the same turns.  What would be an array between two launches is rounded
+// to T where it would be: the normalised row, the product, gate, silu and up.
 //
-// Cost.  w once; x once a threadgroup; one launch of three arrays, which is cheap for the host.
+// Cost.  w once; x once a threadgroup, twice with NORM; one launch of few arrays, which is cheap for
+// the host.
 #include "row_products.h"
 
-// y[2 j + p] += rows 8 p .. of w, from starts[p] on, times rows 8 j .. of x, over AT_ONCE chunks of the
-// depth that are STEP elements apart, the first at k.
-template <typename T, int DEPTH, int ROW_TILES, bool FULL, int AT_ONCE, int STEP>
-METAL_FUNC void multiply_chunks(const device T* w, const thread size_t* starts, const device T* x,
-                                int rows, int k, int row, int col,
-                                thread metal::simdgroup_matrix<float, 8, 8>* y) {
-  thread uint4 weights[AT_ONCE * 2];
+// AT_ONCE chunks of w, STEP elements apart, the first at k: 8 elements of rows row and 8 + row a lane.
+template <typename T, int AT_ONCE, int STEP>
+METAL_FUNC void load_chunks(thread uint4* weights, const device T* w, const thread size_t* starts,
+                            int k) {
 #pragma unroll
   for (int c = 0; c < AT_ONCE; c++) {
     weights[c * 2] = *(const device uint4*)(w + starts[0] + k + c * STEP);
@@ -39,13 +46,22 @@ METAL_FUNC void multiply_chunks(const device T* w, const thread size_t* starts, 
   }
   // Compilers put a load off until it is used; then they come one after the other.
   simdgroup_barrier(mem_flags::mem_none);
+}
+
+// y[2 j + p] += rows 8 p .. of w, loaded from k on, times rows 8 j .. of x.
+template <typename T, int DEPTH, int ROW_TILES, bool FULL, int AT_ONCE, int STEP, bool NORM>
+METAL_FUNC void multiply_chunks(const thread uint4* weights, const device T* x, int rows, int k,
+                                int row, int col, const threadgroup float* inverse_rms,
+                                const device T* gain, thread metal::simdgroup_matrix<float, 8, 8>* y) {
 #pragma unroll
   for (int c = 0; c < AT_ONCE; c++) {
+    const int at = k + c * STEP;
     thread RowsAcross<T> across[ROW_TILES];
 #pragma unroll
     for (int j = 0; j < ROW_TILES; j++) {
       const int last = FULL ? 7 : rows - 1 - j * 8;
-      load_across<T, DEPTH>(across[j], x + j * 8 * DEPTH + k + c * STEP, last, row, col);
+      load_across<T, DEPTH, NORM>(across[j], x + j * 8 * DEPTH + at, last, row, col,
+                                  inverse_rms + j * 8, gain + at);
     }
     simdgroup_barrier(mem_flags::mem_none);
 #pragma unroll
@@ -55,27 +71,56 @@ METAL_FUNC void multiply_chunks(const device T* w, const thread size_t* starts, 
   }
 }
 
+// The sum of squares of DEPTH elements of a row, for all lanes; 8 elements a lane and turn.
+template <typename T, int DEPTH>
+METAL_FUNC float sum_of_squares(const device T* x, int lane) {
+  float sum = 0.0f;
+  for (int at = lane * 8; at < DEPTH; at += 32 * 8) {
+    thread uint words[4];
+    load_words<4>((const device uint*)(x + at), words);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      thread float pair[2];
+      unpack<T>(words[i], pair);
+      sum += pair[0] * pair[0] + pair[1] * pair[1];
+    }
+  }
+  return metal::simd_sum(sum);
+}
+
+// silu(gate) * up, rounded as three operations round it.
+template <typename T>
+METAL_FUNC T swiglu(T gate, T up) {
+  const float power = metal::precise::exp2(float(gate) * -1.44269504f);
+  const T sigmoid = T(metal::precise::divide(1.0f, 1.0f + power));
+  return T(float(T(float(gate) * float(sigmoid))) * float(up));
+}
+
 // --- kernel body ---
 constexpr int COLUMNS = 16;
+constexpr int OUT_COLUMNS = SWIGLU ? COLUMNS / 2 : COLUMNS;
 constexpr int STRIDE = COLUMNS + 4;  // so that lanes of a simdgroup meet 32 banks
 constexpr int STEP = SIMDGROUPS * 32;
 constexpr int TURN = AT_ONCE * STEP;
 constexpr int WHOLE = DEPTH / TURN * TURN;
 
 threadgroup float sums[SIMDGROUPS * HELD * 8 * STRIDE];
+threadgroup float inverse_rms[NORM ? ROW_TILES * 8 : 1];
 
 const int rows = x_shape[0];
-const int outputs = w_shape[0];
-const int first = int(threadgroup_position_in_grid.x) * COLUMNS;
+const int outputs = SWIGLU ? w_shape[0] / 2 : w_shape[0];
+const int first = int(threadgroup_position_in_grid.x) * OUT_COLUMNS;
 const int thread_index = int(thread_position_in_threadgroup.x);
 const int simdgroup_index = int(simdgroup_index_in_threadgroup);
-const int row = matrix_row(int(thread_index_in_simdgroup));
-const int col = matrix_col(int(thread_index_in_simdgroup));
+const int lane = int(thread_index_in_simdgroup);
+const int row = matrix_row(lane);
+const int col = matrix_col(lane);
 
 thread size_t starts[2];
 #pragma unroll
 for (int p = 0; p < 2; p++) {
-  starts[p] = size_t(metal::min(first + p * 8 + row, outputs - 1)) * DEPTH + col * 4;
+  const int of = metal::min(first + row + (SWIGLU ? 0 : p * 8), outputs - 1);
+  starts[p] = size_t(of + (SWIGLU ? p * outputs : 0)) * DEPTH + col * 4;
 }
 thread metal::simdgroup_matrix<float, 8, 8> part[ROW_TILES * 2];
 #pragma unroll
@@ -85,12 +130,32 @@ for (int i = 0; i < ROW_TILES * 2; i++) {
 }
 
 int k = simdgroup_index * 32;
-for (; k < WHOLE; k += TURN) {
-  multiply_chunks<T, DEPTH, ROW_TILES, FULL, AT_ONCE, STEP>(w, starts, x, rows, k, row, col, part);
+thread uint4 weights[AT_ONCE * 2];
+if (WHOLE > 0) {
+  load_chunks<T, AT_ONCE, STEP>(weights, w, starts, k);
+}
+if (NORM) {
+  for (int m = simdgroup_index; m < rows; m += SIMDGROUPS) {
+    const float square = sum_of_squares<T, DEPTH>(x + m * DEPTH, lane);
+    if (lane == 0) {
+      inverse_rms[m] = metal::precise::rsqrt(square / float(DEPTH) + as_type<float>(EPS));
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+while (k < WHOLE) {
+  multiply_chunks<T, DEPTH, ROW_TILES, FULL, AT_ONCE, STEP, NORM>(
+      weights, x, rows, k, row, col, inverse_rms, (const device T*)gain, part);
+  k += TURN;
+  if (k < WHOLE) {
+    load_chunks<T, AT_ONCE, STEP>(weights, w, starts, k);
+  }
 }
 if (WHOLE < DEPTH) {
   for (; k < DEPTH; k += STEP) {
-    multiply_chunks<T, DEPTH, ROW_TILES, FULL, 1, STEP>(w, starts, x, rows, k, row, col, part);
+    load_chunks<T, 1, STEP>(weights, w, starts, k);
+    multiply_chunks<T, DEPTH, ROW_TILES, FULL, 1, STEP, NORM>(
+        weights, x, rows, k, row, col, inverse_rms, (const device T*)gain, part);
   }
 }
 
@@ -110,16 +175,29 @@ for (int from = 0; from < ROW_TILES; from += HELD) {
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = thread_index; i < HELD * 8 * COLUMNS; i += SIMDGROUPS * 32) {
-    const int m = i / COLUMNS;
-    const int n = i % COLUMNS;
+  for (int i = thread_index; i < HELD * 8 * OUT_COLUMNS; i += SIMDGROUPS * 32) {
+    const int m = i / OUT_COLUMNS;
+    const int n = i % OUT_COLUMNS;
     if (from * 8 + m < rows && first + n < outputs) {
       float sum = 0.0f;
+      float up = 0.0f;
 #pragma unroll
       for (int s = 0; s < SIMDGROUPS; s++) {
-        sum += sums[(s * HELD * 8 + m) * STRIDE + n];
+        const int at = (s * HELD * 8 + m) * STRIDE + n;
+        sum += sums[at];
+        if (SWIGLU) {
+          up += sums[at + OUT_COLUMNS];
+        }
       }
-      y[(from * 8 + m) * outputs + first + n] = T(sum);
+      const int to = (from * 8 + m) * outputs + first + n;
+      T result = T(sum);
+      if (SWIGLU) {
+        result = swiglu<T>(result, T(up));
+      }
+      if (RESIDUAL) {
+        result = T(float(residual[to]) + float(result));
+      }
+      y[to] = result;
     }
   }
 }

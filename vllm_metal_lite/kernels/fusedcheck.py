@@ -113,7 +113,7 @@ def _skinny_gemm(shape: AttentionShape) -> tuple[float, float]:
         weight = _rounded(_draw(1, (_OUTPUTS, depth), shape.dtype) / depth**0.5, shape.dtype)
         arrays = [mx.array(a).astype(shape.dtype) for a in (x, weight)]
         for plan in {gemm_plan(rows, outputs) for outputs in (_OUTPUTS, 1 << 20)}:
-            error = max(error, largest_error(skinny_gemm(*arrays, plan), x @ weight.T))
+            error = max(error, largest_error(skinny_gemm(*arrays, plan=plan), x @ weight.T))
     return error, TOLERANCE[shape.dtype]
 
 

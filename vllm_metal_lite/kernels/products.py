@@ -1,18 +1,22 @@
-"""The product of a few rows with a weight."""
+"""The product of a few rows with a weight, and what a layer does right before and after it."""
 
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.norm import unused
+from vllm_metal_lite.kernels.ops import bits
 
-_SKINNY_GEMM = Kernel("skinny_gemm", ["x", "w"], ["y"])
+_SKINNY_GEMM = Kernel("skinny_gemm", ["x", "w", "gain", "residual"], ["y"])
 
 # Rows that a threadgroup keeps sums of: the more, the more registers.
 MAX_ROWS = 64
-# Columns of the result that a threadgroup computes.
+# Rows up to which it pays that each threadgroup normalises all of them; a guess.
+MAX_NORMED_ROWS = 16
+# Rows of the weight that a threadgroup multiplies by.
 _COLUMNS = 16
-# Bytes of threadgroup memory for sums, of which Metal allows 32 KB.
-_SUM_BYTES = 32 << 10
+# Bytes of threadgroup memory for sums, of which Metal allows 32 KB with all else.
+_SUM_BYTES = 31 << 10
 # Threadgroups that keep a device busy with 8 simdgroups each, by what was measured on an H200.
 _ENOUGH = 128
 
@@ -22,6 +26,13 @@ class GemmPlan(NamedTuple):
 
     simdgroups: int
     at_once: int
+
+
+class RowNorm(NamedTuple):
+    """RMS norm of rows.  weight: (depth,), of their type."""
+
+    weight: mx.array
+    eps: float
 
 
 def gemm_plan(rows: int, outputs: int) -> GemmPlan:
@@ -47,17 +58,25 @@ def fits(x: mx.array, weight: mx.array) -> bool:
     return len(x) <= MAX_ROWS and x.dtype == weight.dtype and suits(weight)
 
 
-def skinny_gemm(x: mx.array, weight: mx.array, plan: GemmPlan | None = None) -> mx.array:
+def skinny_gemm(
+    x: mx.array,
+    weight: mx.array,
+    *,
+    norm: RowNorm | None = None,
+    residual: mx.array | None = None,
+    swiglu: bool = False,
+    plan: GemmPlan | None = None,
+) -> mx.array:
     """x (rows, depth) @ weight (outputs, depth).T, in 16-bit floats, summed in float32.
 
-    At most MAX_ROWS rows, and a depth that is a multiple of 32.  plan: by default `gemm_plan`'s.
+    At most MAX_ROWS rows, and a depth that is a multiple of 32.  norm: of x, first.  swiglu: the
+    result is silu(y[:, :outputs / 2]) * y[:, outputs / 2:].  residual: of the result's shape, is
+    added to it.  Rounds wherever these would as operations of their own.  plan: by default
+    `gemm_plan`'s.  Raises ValueError where shapes and types are others.
     """
-    if not fits(x, weight) or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"x {x.shape} {x.dtype} and weight {weight.shape} {weight.dtype} must be of one 16-bit "
-            f"float type and depth, a multiple of 32, with at most {MAX_ROWS} rows of x"
-        )
     rows, outputs = len(x), len(weight)
+    width = outputs // 2 if swiglu else outputs
+    _check(x, weight, norm, residual, (rows, width), swiglu and outputs % 2)
     simdgroups, at_once = plan or gemm_plan(rows, outputs)
     tiles = -(-rows // 8)
     # The kernel has four floats of nothing behind each row of sums.
@@ -65,8 +84,35 @@ def skinny_gemm(x: mx.array, weight: mx.array, plan: GemmPlan | None = None) -> 
     template = {
         "T": x.dtype, "DEPTH": x.shape[1], "ROW_TILES": tiles, "FULL": rows % 8 == 0,
         "SIMDGROUPS": simdgroups, "AT_ONCE": at_once, "HELD": -(-tiles // -(-tiles // room)),
+        "NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0),
+        "RESIDUAL": residual is not None, "SWIGLU": swiglu,
     }  # fmt: skip
+    gain = norm.weight if norm else unused()
+    residual = unused() if residual is None else residual
+    columns = _COLUMNS // 2 if swiglu else _COLUMNS
     return _SKINNY_GEMM(
-        [x, weight], template, (-(-outputs // _COLUMNS), 1, 1), 32 * simdgroups,
-        [(rows, outputs)], [x.dtype],
+        [x, weight, gain, residual], template, (-(-width // columns), 1, 1), 32 * simdgroups,
+        [(rows, width)], [x.dtype],
     )[0]  # fmt: skip
+
+
+def _check(
+    x: mx.array,
+    weight: mx.array,
+    norm: RowNorm | None,
+    residual: mx.array | None,
+    result: tuple[int, int],
+    odd: bool,
+) -> None:
+    if not fits(x, weight) or x.shape[1] != weight.shape[1] or odd:
+        raise ValueError(
+            f"x {x.shape} {x.dtype} and weight {weight.shape} {weight.dtype} must be of one 16-bit "
+            f"float type and depth, a multiple of 32, with at most {MAX_ROWS} rows of x"
+            + ", and as many weights for gate as for up" * odd
+        )
+    wanted = {"norm's weight": (norm and norm.weight, x.shape[1:]), "residual": (residual, result)}
+    for name, (array, shape) in wanted.items():
+        if array is not None and (array.shape != shape or array.dtype != x.dtype):
+            raise ValueError(
+                f"the {name} must be {shape} {x.dtype}, not {array.shape} {array.dtype}"
+            )

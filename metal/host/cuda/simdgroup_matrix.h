@@ -64,13 +64,25 @@ METAL_FUNC I matrix_col(I lane) { return lane % 4 * 2; }
 #define MULTIPLY_ROWS
 
 template <typename T>
+METAL_FUNC uint normed_pair(uint pair, float inverse_rms, uint gain);
+
+template <typename T>
 struct RowsAcross {
   uint4 part;
 };
 
-template <typename T, int STRIDE>
-METAL_FUNC void load_across(RowsAcross<T>& to, const T* x, int last, int row, int col) {
-  to.part = *(const uint4*)(x + metal::min(row, last) * STRIDE + col * 4);
+template <typename T, int STRIDE, bool NORM>
+METAL_FUNC void load_across(RowsAcross<T>& to, const T* x, int last, int row, int col,
+                            const float* inverse_rms, const T* gain) {
+  row = metal::min(row, last);
+  to.part = *(const uint4*)(x + row * STRIDE + col * 4);
+  if (NORM) {
+    const uint4 by = *(const uint4*)(gain + col * 4);
+    to.part.x = normed_pair<T>(to.part.x, inverse_rms[row], by.x);
+    to.part.y = normed_pair<T>(to.part.y, inverse_rms[row], by.y);
+    to.part.z = normed_pair<T>(to.part.z, inverse_rms[row], by.z);
+    to.part.w = normed_pair<T>(to.part.w, inverse_rms[row], by.w);
+  }
 }
 
 #define METAL_MULTIPLY_ROWS(T, TYPE)                                                               \
