@@ -61,12 +61,13 @@ def choose(
             multiplies = fuses and "skinny_gemm" not in wrong
             checked_types = {s.dtype for s in shapes}
             weights = [w for w in weights if suits(w) and w.dtype in checked_types]
-            skinny_rows = _skinny_rows(weights) if multiplies else 0
+            most = _skinny_rows(weights) if multiplies else 0
+            skinny_rows = range(1, 1 + most) if most else range(0)
             attention = KernelAttention(
                 store, prefill, fuses, groups, shares, skinny_rows,
                 rows_as_decodes=ROWS_AS_DECODES if shares else 0,
             )  # fmt: skip
-            products = f"; products of 2 to {skinny_rows} rows by skinny_gemm" * (skinny_rows > 0)
+            products = f"; products of 1 to {most} rows by skinny_gemm" * (most > 0)
             return attention, f"{checked} on this device; prompts by {how}{products}"
         reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":

@@ -108,7 +108,8 @@ def _check(
         raise ValueError(
             f"x {x.shape} {x.dtype} and weight {weight.shape} {weight.dtype} must be of one 16-bit "
             f"float type and depth, a multiple of 32, with at most {MAX_ROWS} rows of x"
-            + ", and as many weights for gate as for up" * odd
+            + ", and as many weights for gate as for up"
+            * odd
         )
     wanted = {"norm's weight": (norm and norm.weight, x.shape[1:]), "residual": (residual, result)}
     for name, (array, shape) in wanted.items():

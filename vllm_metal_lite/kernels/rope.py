@@ -1,7 +1,7 @@
 """A layer's queries and keys normalised and rotated, keys and values written to the paged store, in
 one launch."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +26,11 @@ _HEADS, _MANY_ROWS = 4, 256
 
 class Columns(NamedTuple):
     """The heads of q, k or v of N packed rows: columns [start, start + heads * head_dim) of array
-    (N, width) or (N, 1, width), row-contiguous."""
+    (N, width) or (N, 1, width), row-contiguous.  made: what the array is made of, if known."""
 
     array: mx.array
     start: int
+    made: Any = None
 
 
 class Rope(NamedTuple):
@@ -96,7 +97,7 @@ class NewRows(NamedTuple):
             "FREQS": freqs is not None,
         }
         sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * values.shape[2]
-        for name, (array, start), size in zip("QKV", self[:3], sizes, strict=True):
+        for name, (array, start, _), size in zip("QKV", self[:3], sizes, strict=True):
             width = array.shape[-1]
             if not 0 <= start <= width - size or array.dtype != keys.dtype:
                 raise ValueError(

@@ -2,13 +2,15 @@
 
 `mx.fast.scaled_dot_product_attention` with a KVHandle for keys is paged attention (seam.py).  Where
 kernels are in use, `mx.fast.rms_norm`, `mx.fast.rope` and projections leave a trace (traced.py),
-a residual sum is computed with the norm that follows it, and products of few rows go through
-`skinny_gemm` where that is faster.
+and a residual sum is computed with the norm that follows it.  Products of few rows go through
+`skinny_gemm` where that is faster, and take along the norm before them, and the residual sum or
+SwiGLU after them.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import mlx.nn as nn
@@ -18,10 +20,12 @@ from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.step import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.norm import add_rms_norm
-from vllm_metal_lite.kernels.products import fits, skinny_gemm
-from vllm_metal_lite.kernels.rope import HeadNorm, Rope
+from vllm_metal_lite.kernels.products import MAX_NORMED_ROWS, RowNorm, fits
+from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope
 from vllm_metal_lite.model.handles import KVHandle
 from vllm_metal_lite.model.traced import (
+    Multiplied,
+    Normed,
     Sum,
     Traced,
     heads_of,
@@ -43,8 +47,15 @@ _EXPANDED_ROWS = 1024
 
 
 @contextmanager
-def hooks(attention: Attention, step: StepMetadata, transposed: Transposed) -> Iterator[None]:
-    """One thread at a time: the names are the whole process's.  transposed: kept by the caller."""
+def hooks(
+    attention: Attention,
+    step: StepMetadata,
+    transposed: Transposed,
+    activations: Collection[ModuleType],
+) -> Iterator[None]:
+    """One thread at a time: the names are the whole process's.  transposed: kept by the caller.
+    activations: the modules by whose name `swiglu` the model calls mlx-lm's.
+    """
     fast = mx.fast
     with _LOCK:
         hooked: list[tuple[Any, str, Callable]] = [
@@ -52,7 +63,7 @@ def hooks(attention: Attention, step: StepMetadata, transposed: Transposed) -> I
         ]
         if attention.fuses:
             hooked += [
-                (fast, "rms_norm", _rms_norm(fast.rms_norm)),
+                (fast, "rms_norm", _rms_norm(fast.rms_norm, attention.skinny_rows)),
                 (fast, "rope", _rope(fast.rope, step.positions)),
                 (
                     nn.Linear,
@@ -61,6 +72,7 @@ def hooks(attention: Attention, step: StepMetadata, transposed: Transposed) -> I
                 ),
                 (nn.QuantizedLinear, "__call__", _quantized_linear(nn.QuantizedLinear.__call__)),
             ]
+            hooked += [(module, "swiglu", _swiglu(module.swiglu)) for module in activations]
         if backend.name() == "cuda":
             hooked.append((mx, "quantized_matmul", _quantized_matmul(mx.quantized_matmul)))
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in hooked]
@@ -82,18 +94,38 @@ def _attend(original: Callable) -> Callable:
     return attend
 
 
-def _rms_norm(original: Callable) -> Callable:
+def _rms_norm(original: Callable, skinny_rows: range) -> Callable:
     def rms_norm(x, weight, eps, **kwargs):
-        made = made_of(x)
+        made, shape = made_of(x), x.shape[:-1]
+        rows = x.size // x.shape[-1]
+        # So few that each threadgroup of a product may normalise all of them.
+        few = rows in skinny_rows and rows <= MAX_NORMED_ROWS
         if isinstance(made, Sum) and made.total is None:
-            total, out = add_rms_norm(rows_of(made.x), rows_of(made.y), weight, eps)
-            made.total = look(total, x.shape[:-1])
-            return look(out, x.shape[:-1])
-        out = original(up_to_date(x), weight, eps, **kwargs)
-        heads = made.normed(HeadNorm(weight, eps)) if isinstance(made, Heads) else None
-        return out if heads is None else Traced(out, heads)
+            total = _with_product(made) if few else None
+            if total is None:
+                total, out = add_rms_norm(rows_of(made.x), rows_of(made.y), weight, eps)
+                made.total = look(total, shape)
+                return look(out, shape)
+            made.total = look(total, shape)
+        x = up_to_date(x)
+        out = original(x, weight, eps, **kwargs)
+        if isinstance(made, Heads):
+            heads = made.normed(HeadNorm(weight, eps))
+            return out if heads is None else Traced(out, heads)
+        if few and x.ndim == 3 and weight is not None and weight.dtype == x.dtype:
+            return Traced(out, Normed(rows_of(x), RowNorm(weight, eps)))
+        return out
 
     return rms_norm
+
+
+def _with_product(made: Sum) -> mx.array | None:
+    """A sum (N, K) by the launch of the product that is one side of it; None if none is."""
+    for product, other in ((made.y, made.x), (made.x, made.y)):
+        multiplied = made_of(product)
+        if isinstance(multiplied, Multiplied):
+            return multiplied(residual=rows_of(other))
+    return None
 
 
 def _rope(original: Callable, positions: mx.array) -> Callable:
@@ -108,14 +140,16 @@ def _rope(original: Callable, positions: mx.array) -> Callable:
     return rope
 
 
-def _linear(original: Callable, transposed: Transposed, skinny_rows: int) -> Callable:
+def _linear(original: Callable, transposed: Transposed, skinny_rows: range) -> Callable:
     def linear(self: nn.Linear, x: mx.array) -> mx.array:
         rows = rows_of(x)
         if "bias" in self:
             return look(original(self, rows), x.shape[:-1])
-        # One row is a product of a matrix and a vector, which MLX has a kernel for.
-        if 1 < len(rows) <= skinny_rows and fits(rows, self["weight"]):
-            return look(skinny_gemm(rows, self["weight"]), x.shape[:-1])
+        if len(rows) in skinny_rows and fits(rows, self["weight"]):
+            made = made_of(x)
+            normed = made if isinstance(made, Normed) else Normed(rows, None)
+            product = Multiplied(normed, self["weight"])
+            return look(product(), x.shape[:-1], product)
         weight, view = transposed.get(id(self), (None, None))
         if weight is not self["weight"]:  # a look that each step would take anew
             weight = self["weight"]
@@ -125,6 +159,19 @@ def _linear(original: Callable, transposed: Transposed, skinny_rows: int) -> Cal
         return look(rows @ view, x.shape[:-1])
 
     return linear
+
+
+def _swiglu(original: Callable) -> Callable:
+    def swiglu(gate, up):
+        of_gate, of_up = made_of(gate), made_of(up)
+        if isinstance(of_gate, Columns) and isinstance(of_up, Columns):
+            product, size = of_gate.made, gate.shape[-1]
+            halves = (of_gate.start, of_up.start, of_gate.array.shape[-1]) == (0, size, 2 * size)
+            if halves and of_gate.array is of_up.array and isinstance(product, Multiplied):
+                return look(product(swiglu=True), gate.shape[:-1])
+        return original(gate, up)
+
+    return swiglu
 
 
 def _quantized_linear(original: Callable) -> Callable:

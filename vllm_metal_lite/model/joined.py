@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.rope import Columns
-from vllm_metal_lite.model.traced import Traced, rows_of
+from vllm_metal_lite.model.traced import Traced, made_of, rows_of
 
 _KINDS = (nn.Linear, nn.QuantizedLinear)
 # Rows of these are outputs, whatever the type.
@@ -48,7 +48,7 @@ class Product:
         self._wanted.discard(index)
         if not self._wanted:
             self.forget()
-        return Traced(y[..., start:end], Columns(rows_of(y), start))
+        return Traced(y[..., start:end], Columns(rows_of(y), start, made_of(y)))
 
     def forget(self) -> None:
         """Keep nothing of a forward that is over."""

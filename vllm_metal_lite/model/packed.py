@@ -1,9 +1,12 @@
 """An mlx-lm model that takes packed steps: its caches for a step, and which rows reach its head."""
 
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.models import activations
 
 from vllm_metal_lite.attention.step import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
@@ -45,6 +48,14 @@ def _body(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def _activations(model: nn.Module) -> list[ModuleType]:
+    """The modules that define some part of a model and know mlx-lm's `swiglu` by that name."""
+    parts = {type(module) for _, module in model.named_modules()}
+    names = {base.__module__ for part in parts for base in part.__mro__}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    return [m for m in modules if getattr(m, "swiglu", None) is activations.swiglu]
+
+
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
@@ -66,6 +77,7 @@ class PackedModel:
         # Whether one of them uses K and V: then it can only see a segment at a time.
         self.reads_store = any(is_part(kv, path) for path in users for kv in layout.kv_users)
         self._transposed: Transposed = {}
+        self._activations = _activations(model)
         self._rows = _Rows()
         body = _body(model)
         if body is not None:
@@ -110,7 +122,7 @@ class PackedModel:
         caches = [self._cache(n, attention, step, sequences, layers) for n in self.layout.nodes]
         self._rows.wanted, self._rows.taken = logits_indices, False
         try:
-            with hooks(attention, step, self._transposed):
+            with hooks(attention, step, self._transposed, self._activations):
                 logits = self.model(step.token_ids[:, None], cache=caches)
         finally:
             self._rows.wanted = None

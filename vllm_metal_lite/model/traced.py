@@ -2,8 +2,9 @@
 
 A `Traced` array is complete: whoever uses it gets its value.  MLX is lazy, so a value that nobody
 uses is never computed.  Whoever knows a kernel for the whole way (the projection's columns, then a
-norm, then RoPE, then the store; a sum, then its norm) starts from what the array was made of, and
-its value is left alone.  So models need not be known, and what does not fit is merely not fused.
+norm, then RoPE, then the store; a norm, then a product, then a sum) starts from what the array was
+made of, and its value is left alone.  So models need not be known, and what does not fit is merely
+not fused.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.products import RowNorm, skinny_gemm
 from vllm_metal_lite.kernels.rope import Columns
 
 
@@ -32,6 +34,27 @@ class Attended:
     rows: mx.array
 
 
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """Rows (N, K) after an RMS norm; norm None: as they are."""
+
+    rows: mx.array
+    norm: RowNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplied:
+    """What `skinny_gemm` makes of normed rows and a weight (outputs, K)."""
+
+    x: Normed
+    weight: mx.array
+
+    def __call__(self, residual: mx.array | None = None, swiglu: bool = False) -> mx.array:
+        """The product (N, outputs), with what follows it."""
+        how = {"norm": self.x.norm, "residual": residual, "swiglu": swiglu}
+        return skinny_gemm(self.x.rows, self.weight, **how)
+
+
 @dataclass(slots=True)
 class Sum:
     """x + y.  total: their sum, if a kernel computed it on its way to something else."""
@@ -42,7 +65,8 @@ class Sum:
 
 
 class Traced(mx.array):
-    """An array and what it is made of: Columns (of a product), Heads, Attended, Sum or None.
+    """An array and what it is made of: Columns (of a product), Heads, Attended, Normed, Multiplied,
+    Sum or None.
 
     Heads of packed rows, and what they attended to, are (N, 1, num_heads, head_dim) or (N,
     num_heads, 1, head_dim), which is the same in memory.
@@ -97,9 +121,9 @@ def made_of(x: Any) -> Any:
     return x.made if type(x) is Traced else None
 
 
-def look(rows: mx.array, shape: tuple[int, ...]) -> Traced:
+def look(rows: mx.array, shape: tuple[int, ...], made: Any = None) -> Traced:
     """Rows (N, K) as a model wants them, (*shape, K)."""
-    return Traced(rows.reshape(*shape, rows.shape[-1]), None, rows)
+    return Traced(rows.reshape(*shape, rows.shape[-1]), made, rows)
 
 
 def rows_of(x: mx.array) -> mx.array:
