@@ -120,7 +120,7 @@ class KernelAttention(ReferenceAttention):
 
     prefill: "varlen" or "gather", how prompts attend.  groups: query heads a KV head, of all
     layers, without which steps with prompts by "varlen" are not compiled.  shares: `shared_prefix`
-    may be used.  skinny_rows: products of up to so many rows go through `skinny_gemm`.
+    may be used.  skinny_rows: products of so many rows go through `skinny_gemm`.
     rows_as_decodes: in steps of up to so many rows, rows of prompts may be attended to as decodes.
     """
 
@@ -134,7 +134,7 @@ class KernelAttention(ReferenceAttention):
         fuses: bool = True,
         groups: Collection[int] = (),
         shares: bool = True,
-        skinny_rows: int = 0,
+        skinny_rows: range = range(0),
         rows_as_decodes: int = 0,
     ) -> None:
         super().__init__(store)

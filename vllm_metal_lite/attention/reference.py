@@ -138,7 +138,7 @@ class ReferenceAttention:
     name = "reference"
     overlaps = False  # its writes are in place only if nothing still reads the store
     fuses = False
-    skinny_rows = 0
+    skinny_rows = range(0)
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store

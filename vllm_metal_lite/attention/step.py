@@ -106,13 +106,13 @@ class Attention(Protocol):
 
     overlaps: a step may be submitted while the one before it runs.
     fuses: the kernels that do several launches' work may be used, `rope_write` among them.
-    skinny_rows: where it fuses, products of up to so many rows go through `skinny_gemm`.
+    skinny_rows: where it fuses, products of so many rows go through `skinny_gemm`.
     """
 
     name: str
     overlaps: bool
     fuses: bool
-    skinny_rows: int
+    skinny_rows: range
     store: PagedStore
 
     @property

@@ -114,7 +114,7 @@ def _linear(original: Callable, transposed: Transposed, skinny_rows: int) -> Cal
         if "bias" in self:
             return look(original(self, rows), x.shape[:-1])
         # One row is a product of a matrix and a vector, which MLX has a kernel for.
-        if 1 < len(rows) <= skinny_rows and fits(rows, self["weight"]):
+        if len(rows) in skinny_rows and fits(rows, self["weight"]):
             return look(skinny_gemm(rows, self["weight"]), x.shape[:-1])
         weight, view = transposed.get(id(self), (None, None))
         if weight is not self["weight"]:  # a look that each step would take anew
