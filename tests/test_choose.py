@@ -4,7 +4,6 @@ import json
 import warnings
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import tiny_models as tiny
 
@@ -22,7 +21,7 @@ from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 BFLOAT16 = replace(SHAPE, dtype=mx.bfloat16)
-measured_rows = measure.skinny_rows  # which the fixture replaces
+ALL_ROWS = range(1, 65)
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 # A compiler that forgets an update of the maximum, and one that misses a key.
@@ -50,7 +49,6 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(choosing.backend, "is_cpu", lambda: False)
     monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
     monkeypatch.setattr(measure, "faster_prefill", lambda shape: "varlen")
-    monkeypatch.setattr(measure, "skinny_rows", lambda weights: 0)
     with installed():
         yield
 
@@ -174,150 +172,27 @@ def test_a_miscompiled_fused_kernel_is_found(monkeypatch, tmp_path, name):
     assert "the others right" in reason
 
 
-WEIGHTS = [mx.zeros(shape, mx.bfloat16) for shape in ((96, 64), (64, 96), (96, 64))]
-
-
-def test_products_by_the_kernel_as_far_as_it_is_faster(monkeypatch):
-    """Measured once for weights of such shapes; not by those that it does not take."""
-    measured = []
-    monkeypatch.setattr(selfcheck, "check", lambda *_: [])
-    monkeypatch.setattr(fusedcheck, "check", lambda _: [])
-    monkeypatch.setattr(measure, "skinny_rows", lambda weights: measured.append(weights) or 16)
-    unsuited = [mx.zeros((64, 40), mx.bfloat16), mx.zeros((64, 64))]
-    for weights in (WEIGHTS + unsuited, WEIGHTS[::-1]):
-        attention, reason = choose("auto", store(), [BFLOAT16], False, weights)
-        assert (attention.fuses, attention.skinny_rows) == (True, 16)
-        assert reason.endswith("; products of 2 to 16 rows by skinny_gemm")
-    assert [[w.shape for w in weights] for weights in measured] == [[(96, 64), (64, 96), (96, 64)]]
-    attention, reason = choose("auto", store(), [BFLOAT16], False, unsuited)
-    assert attention.skinny_rows == 0
-    assert "skinny" not in reason
-    assert len(measured) == 1
-
-
 @needs_compiler
-def test_a_miscompiled_skinny_gemm_is_all_that_is_done_without(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "skinny_rows", lambda weights: 64)
+def test_a_miscompiled_skinny_gemm_is_all_that_is_done_without(monkeypatch):
     miscompile(monkeypatch, "skinny_gemm")
     with pytest.warns(UserWarning, match="skinny_gemm .* using MLX's own operations"):
-        attention, reason = choose("auto", store(), [BFLOAT16], False, WEIGHTS)
-    assert (attention.name, attention.fuses, attention.skinny_rows) == ("kernels", True, 0)
+        attention, reason = choose("auto", store(), [BFLOAT16])
+    assert (attention.name, attention.fuses, attention.skinny_rows) == ("kernels", True, range(0))
     assert "the others right" in reason
-    assert "skinny_gemm" not in reason
     assert fusedcheck.failures(SHAPE) == ()  # float32: never used
 
 
-def test_products_are_timed_where_the_kernel_was_checked_and_is_used(monkeypatch):
-    """By weights of a type that attention has; never where fused launches are done without."""
-    measured = []
+def test_products_may_go_through_the_kernel_where_it_was_checked_and_is_used(monkeypatch):
+    """That is, in 16 bits; never where fused launches are done without."""
     monkeypatch.setattr(selfcheck, "check", lambda *_: [])
     monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
-    monkeypatch.setattr(measure, "skinny_rows", lambda weights: measured.append(weights) or 16)
-    halves = [mx.zeros((64, 64), mx.float16)]
-    attention, _ = choose("auto", store(), [BFLOAT16], False, halves + WEIGHTS)
-    assert attention.skinny_rows == 16
-    assert [{w.dtype for w in weights} for weights in measured] == [{mx.bfloat16}]
-    assert choose("auto", store(), [BFLOAT16], False, halves)[0].skinny_rows == 0
-
+    assert choose("auto", store(), [SHAPE])[0].skinny_rows == range(0)
+    assert choose("auto", store(), [SHAPE, BFLOAT16])[0].skinny_rows == ALL_ROWS
     wrong = selfcheck.CheckResult("rope_write", BFLOAT16, 0, 1.0, 0.1)
     monkeypatch.setattr(fusedcheck, "failures", lambda _: (wrong,))
     with pytest.warns(UserWarning, match="rope_write"):
-        attention, reason = choose("auto", store(), [BFLOAT16], False, WEIGHTS)
-    assert (attention.fuses, attention.skinny_rows) == (False, 0)
-    assert "skinny" not in reason
-
-
-def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch):
-    """Tried again at the next start."""
-    tries = []
-
-    def no_room(weights: list[mx.array]) -> int:
-        tries.append(weights)
-        raise RuntimeError("[malloc] no room")
-
-    monkeypatch.setattr(selfcheck, "check", lambda *_: [])
-    monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
-    monkeypatch.setattr(measure, "skinny_rows", no_room)
-    for count in (1, 2):
-        with pytest.warns(UserWarning, match=r"skinny_gemm .* no room"):
-            attention, reason = choose("auto", store(), [BFLOAT16], False, WEIGHTS)
-        assert (attention.fuses, attention.skinny_rows, len(tries)) == (True, 0, count)
-        assert "skinny" not in reason
-
-
-def test_products_are_not_timed_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(backend, "is_cpu", lambda: True)
-    monkeypatch.setattr(measure, "skinny_rows", lambda *_: pytest.fail("timed"))
-    monkeypatch.setattr(selfcheck, "check", lambda *_: [])
-    monkeypatch.setattr(fusedcheck, "check", lambda _: [])
-    attention, _ = choose("kernels", store(), [BFLOAT16], False, WEIGHTS)
-    assert attention.skinny_rows == 0
-
-
-# Seconds a product by the kernel; MLX takes 2.  So many rows are the most.
-TIMES = [
-    ({8: 1, 16: 1, 32: 1, 64: 1}, 64),
-    ({8: 1, 16: 1, 32: 2, 64: 1}, 16),
-    ({8: 3, 16: 1, 32: 1, 64: 1}, 0),
-]
-
-
-@pytest.mark.parametrize(("times", "most"), TIMES)
-def test_the_most_rows_with_which_the_kernel_is_faster(monkeypatch, times, most):
-    """Both ways compute the same; the kernel stands still here, MLX's product in its place."""
-    rng = np.random.default_rng(0)
-    shapes = [(96, 64), (64, 96), (96, 64), (200, 64), (64, 96)]
-    weights = [mx.array(rng.standard_normal(s) * 0.1).astype(mx.float16) for s in shapes]
-    by_kernel, results = [], []
-
-    def product(x: mx.array, weight: mx.array) -> mx.array:
-        by_kernel.append(weight.shape)
-        return x @ weight.T
-
-    def seconds(call, rows: dict[int, mx.array], chain: int) -> float:
-        by_kernel.clear()
-        results.append(call(rows))
-        assert {depth: x.shape[1] for depth, x in rows.items()} == {64: 64, 96: 96}
-        assert {x.dtype for x in rows.values()} == {mx.float16}
-        return times[len(rows[64])] if by_kernel else 2
-
-    monkeypatch.setattr(measure, "skinny_gemm", product)
-    monkeypatch.setattr(measure, "seconds_per_call", seconds)
-    assert measured_rows(weights) == most
-    for ours, theirs in zip(results[::2], results[1::2], strict=True):
-        for depth in (64, 96):
-            assert mx.array_equal(ours[depth], theirs[depth])
-            assert mx.isfinite(ours[depth]).all()
-
-
-@pytest.mark.parametrize(("most_bytes", "turns"), [(1 << 30, 50), (3 * 2 * 96 * 64 * 2, 3), (1, 1)])
-def test_a_chain_of_large_weights_is_short(monkeypatch, most_bytes, turns):
-    """100 products, or as many turns of all weights as are read in little time."""
-    chains = []
-    monkeypatch.setattr(measure, "_CHAIN_BYTES", most_bytes)
-    monkeypatch.setattr(
-        measure, "seconds_per_call", lambda call, x, chain: chains.append(chain) or 1
-    )
-    assert measured_rows(WEIGHTS[:2]) == 0
-    assert chains == [turns, turns]
-
-
-def test_some_weights_of_each_usual_shape_are_multiplied(monkeypatch):
-    """Of layers, not all alike; not the head, unless nothing comes more than once."""
-    layer = [(96, 64), (64, 96)]
-    shapes = [(500, 64), *layer, *layer, *layer, (200, 64), (200, 64)]
-    weights = [mx.zeros(shape, mx.float16) for shape in shapes]
-
-    def some(limit: int) -> list[tuple[int, ...]]:
-        monkeypatch.setattr(measure, "_WEIGHT_BYTES", limit)
-        return [weight.shape for weight in measure._some(weights)]
-
-    one_each = [*layer, (200, 64)]
-    assert some(1) == one_each
-    assert some(2 * (96 + 96 + 200) * 64 + 1) == one_each * 2
-    assert some(1 << 30) == [*one_each, *one_each, *layer]
-    weights = weights[:3]
-    assert some(1 << 30) == shapes[:3]
+        attention, _ = choose("auto", store(), [BFLOAT16])
+    assert (attention.fuses, attention.skinny_rows) == (False, range(0))
 
 
 def test_shapes_that_no_kernel_serves(monkeypatch):

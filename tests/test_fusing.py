@@ -1,5 +1,6 @@
 """Joined projections and fused launches give what the model's own operations give."""
 
+import warnings
 from collections import Counter
 
 import mlx.nn as nn
@@ -10,7 +11,6 @@ from arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
 from mlx.utils import tree_flatten
 
 from metal.host import compiler_available, installed
-from vllm_metal_lite.attention import choose
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.kernels import KernelAttention
 from vllm_metal_lite.backend import mx
@@ -230,8 +230,8 @@ def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, recwarn, tm
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
-    """Every one of every forward of 2 to N rows, the trial at the start included; the tokens stay
-    the same.  The head of "qwen3" is its embedding, and that of "llama" sees other rows."""
+    """Every one of every forward of so many rows; the tokens stay the same.  The head of "qwen3" is
+    its embedding, and that of "llama" sees other rows."""
     launches, forwards = Counter(), Counter()
     launch, forward = Kernel.__call__, PackedModel.__call__
     layers = len(tiny.packed(name, mx.bfloat16).packed.attention_specs)
@@ -250,18 +250,41 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), "gather"))
     monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
     tokens = []
-    for most in (0, 4, 64):
-        launches.clear(), forwards.clear()
-        monkeypatch.setattr(choose, "_skinny_rows", lambda _, most=most: most)
+    for few in (range(0), range(1, 5), range(2, 65)):
         with installed():
             engine = tiny.engine(name, mx.bfloat16, attention="kernels", max_num_batched_tokens=70)
             assert engine.runner.attention.fuses
+            engine.runner.attention.skinny_rows = few
+            launches.clear(), forwards.clear()
             for i, prompt in enumerate(tiny.prompts(5, 3, 20, seed=3)):
                 params = SamplingParams(temperature=0, max_tokens=4 + i)
                 engine.add_request(str(i), prompt, params)
             done = tiny.run(engine)
         tokens.append([done[str(i)].outputs[0].token_ids for i in range(5)])
-        few = {rows: n for rows, n in forwards.items() if 2 <= rows <= most}
-        assert {1, 2, 4, 5, 7} <= set(forwards)
-        assert launches == {rows: 7 * layers * n for rows, n in few.items()}
+        assert {1, 2, 4, 5} <= set(forwards)
+        assert launches == {rows: 7 * layers * n for rows, n in forwards.items() if rows in few}
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, wrong):
+    """Fused launches stay: the model is tried both ways."""
+    launch, launches = Kernel.__call__, Counter()
+
+    def launching(self, arrays, *args):
+        launches[self.name] += 1
+        out = launch(self, arrays, *args)
+        return [y * 3 for y in out] if wrong and self.name == "skinny_gemm" else out
+
+    monkeypatch.setattr(Kernel, "__call__", launching)
+    packed = tiny.packed("qwen3", mx.bfloat16).packed
+    store = PagedStore(packed.attention_specs, 1, 8)
+    attention = KernelAttention(store, "gather", skinny_rows=range(1, 65))
+    with installed(), warnings.catch_warnings(record=True) as caught:
+        fit.check_fusing(packed, attention)
+    assert attention.fuses
+    assert attention.skinny_rows == (range(0) if wrong else range(1, 65))
+    assert ["products by skinny_gemm" in str(w.message) for w in caught] == [True] * wrong
+    layers = len(packed.attention_specs)
+    assert launches["add_rms_norm"] == 2 * 2 * layers * len(fit._STEPS)

@@ -3,7 +3,6 @@
 A section of bench_kernels.py.
 """
 
-import time
 from collections.abc import Callable
 
 from vllm_metal_lite.backend import mx
@@ -30,9 +29,8 @@ def products() -> bool:
     print("| model | outputs x depth | rows | skinny_gemm us | MLX us | MLX / skinny_gemm "
           "| GB/s | difference |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    passed, chosen = True, []
+    passed = True
     for model, shapes in LAYERS.items():
-        several: list[mx.array] = []
         for outputs, depth in shapes:
             size = 2 * outputs * depth
             scale = 0.1 * depth**-0.5  # small, or the additions grow
@@ -42,7 +40,6 @@ def products() -> bool:
             ]
             views = [weight.T for weight in weights]
             mx.eval(weights, views)
-            several += weights
             for rows in ROWS:
                 x = mx.random.normal((rows, depth), mx.bfloat16)
                 got, wanted = skinny_gemm(x, weights[0]), x @ views[0]
@@ -58,10 +55,6 @@ def products() -> bool:
                     f"| {difference:.2g} |",
                     flush=True,
                 )
-        start = time.perf_counter()
-        most = measure.skinny_rows(several)
-        chosen.append(f"{model}: up to {most} rows, found in {time.perf_counter() - start:.1f} s")
-    print("\nChosen: " + "; ".join(chosen) + ".", flush=True)
     return passed
 
 

@@ -84,6 +84,27 @@ def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level):
         assert kit.tokens(kit.generate(llm, PROMPTS, max_tokens=20)) == expected
 
 
+def test_a_worker_s_products_are_timed_on_its_own_attention(monkeypatch):
+    """After the model's trial, and each time that there is a new store."""
+    from vllm_metal_lite.vllm_plugin import worker
+
+    order, said = [], []
+    for name, text in (("check_fusing", None), ("tune_products", "; products by us")):
+        monkeypatch.setattr(
+            worker, name, lambda *args, name=name, text=text: order.append((name, *args)) or text
+        )
+    monkeypatch.setattr(worker.logger, "info", lambda text, *args: said.append(text % args))
+    with kit.engine(enable_sleep_mode=True) as llm:
+        for _ in range(2):
+            packed, attention = kit.worker(llm).model.packed, kit.worker(llm).runner.attention
+            assert order[-2:] == [(n, packed, attention) for n in ("check_fusing", "tune_products")]
+            assert said[-1].startswith("Attention: reference (")
+            assert said[-1].endswith("; products by us)")
+            llm.sleep()
+            llm.wake_up()
+        assert len(order) == 6
+
+
 def test_a_long_answer_ends_at_the_context_length():
     with kit.engine(max_model_len=64) as llm:
         out = kit.generate(llm, PROMPTS[:2], max_tokens=500)

@@ -9,9 +9,9 @@ from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import Attention, AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import ATTENTION
-from vllm_metal_lite.errors import ConfigError, one_line
-from vllm_metal_lite.kernels import fusedcheck, measure, ops, selfcheck
-from vllm_metal_lite.kernels.products import suits
+from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.kernels import fusedcheck, ops, selfcheck
+from vllm_metal_lite.kernels.products import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 
 
@@ -20,14 +20,14 @@ def choose(
     store: PagedStore,
     shapes: Sequence[AttentionShape],
     reads_store: bool = False,
-    weights: Sequence[mx.array] = (),
 ) -> tuple[Attention, str]:
     """The path for a model that attends with `shapes`, and the reason in a few words.
 
     option: "reference", "kernels" or "auto".  Under "auto" kernels that cannot run here, or that
     disagree with the reference, give way to it, the latter with a warning; under "kernels" that
     raises ConfigError.  reads_store: the model reads K and V by MLX operations too, which must not
-    touch a store that kernels write.  weights: of its plain linear layers, (outputs, depth) each.
+    touch a store that kernels write.  Products of few rows all go through `skinny_gemm` if it is
+    right: whether that is faster `tune_products` finds out.
     """
     if option not in ATTENTION:
         raise ConfigError(f"attention must be one of {list(ATTENTION)}, got {option!r}")
@@ -58,39 +58,19 @@ def choose(
             wrong = {f.kernel for f in failures}
             fuses = all(f.kernel == "skinny_gemm" for f in fused)
             shares = "shared_prefix" not in wrong
-            multiplies = fuses and "skinny_gemm" not in wrong
-            checked_types = {s.dtype for s in shapes}
-            weights = [w for w in weights if suits(w) and w.dtype in checked_types]
-            most = _skinny_rows(weights) if multiplies else 0
-            skinny_rows = range(1, 1 + most) if most else range(0)
+            # It is for 16 bits, and checked where attention has them.
+            multiplies = fuses and any(s.dtype != mx.float32 for s in shapes)
+            multiplies &= "skinny_gemm" not in wrong
             attention = KernelAttention(
-                store, prefill, fuses, groups, shares, skinny_rows,
+                store, prefill, fuses, groups, shares,
+                skinny_rows=range(1, MAX_ROWS + 1) if multiplies else range(0),
                 rows_as_decodes=ROWS_AS_DECODES if shares else 0,
             )  # fmt: skip
-            products = f"; products of 1 to {most} rows by skinny_gemm" * (most > 0)
-            return attention, f"{checked} on this device; prompts by {how}{products}"
+            return attention, f"{checked} on this device; prompts by {how}"
         reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":
         raise ConfigError(f"attention='kernels' is not possible: {reason}")
     return ReferenceAttention(store), reason
-
-
-def _skinny_rows(weights: Sequence[mx.array]) -> int:
-    """Up to how many rows products with a model's weights are fastest by `skinny_gemm`; measured
-    once for such weights."""
-    # Without a GPU kernels run in tests only, where time means nothing.
-    if backend.is_cpu() or not weights:
-        return 0
-    memory = selfcheck.Memory()
-    key = "products: " + ", ".join(sorted({f"{w.dtype} {w.shape}" for w in weights}))
-    if key not in memory.known:
-        try:
-            memory.add(key, str(measure.skinny_rows(weights)))
-        except Exception as e:  # whatever a compiler or a driver says; it may go next time
-            message = f"skinny_gemm cannot be timed, and is not used: {one_line(e)}"
-            warnings.warn(message, stacklevel=3)
-            return 0
-    return int(memory.known[key])
 
 
 def _unsupported(option: str, shapes: Sequence[AttentionShape], reads_store: bool) -> str | None:

@@ -25,6 +25,7 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.runner import ModelRunner, StepResult
 from vllm_metal_lite.sampling import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.tune import tune_products
 
 Prompt = str | list[int] | Mapping[str, Any]
 
@@ -64,11 +65,11 @@ class LLMEngine:
         store = PagedStore(model.kv_specs, self.kv_groups, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
         packed = model.packed
-        attention, self.attention_reason = choose(
-            self.config.attention, store, model.attention_shapes,
-            packed.reads_store, packed.linear_weights,
-        )  # fmt: skip
+        attention, reason = choose(
+            self.config.attention, store, model.attention_shapes, packed.reads_store
+        )
         check_fusing(packed, attention)
+        self.attention_reason = reason + tune_products(packed, attention)
         self.runner = ModelRunner(packed, attention, self.sampler)
         self.inputs = InputBatch(
             seats, self.max_model_len, self.config.block_size, len(self.kv_groups)

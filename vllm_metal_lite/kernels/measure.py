@@ -6,9 +6,8 @@ compiled by `mx.compile`, as decode steps are, so that building the graph is not
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,9 @@ from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kernels import ops
-from vllm_metal_lite.kernels.products import MAX_ROWS, skinny_gemm
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 _CHAIN, _REPEATS = 100, 5
-
-# Of a model's weights, what a chain of products reads: more than a cache holds.
-_WEIGHT_BYTES = 256 << 20
-# Most bytes that the chain reads, by which it is shorter than others where weights are large: a Mac
-# reads them in a tenth of a second, and 56 chains are run.
-_CHAIN_BYTES = 8 << 30
 
 
 def seconds_per_call(
@@ -184,56 +176,3 @@ def faster_prefill(shape: AttentionShape) -> str:
         for how in PREFILLS
     }
     return min(times, key=times.get)
-
-
-def skinny_rows(weights: Sequence[mx.array]) -> int:
-    """The most rows, of 8, 16, 32 and 64, with which products with a model's weights are faster on
-    this device by `skinny_gemm` than by MLX, as they then are with all fewer: 0 if none are.
-
-    weights: (outputs, depth) each, which `suits` takes; some of them are multiplied.  A
-    product waits for the one before it, by a number of that added to its rows.
-    """
-    weights = _some(weights)
-    views = [weight.T for weight in weights]
-    depths = [weight.shape[1] for weight in weights]
-    mx.eval(views)
-
-    def chain(multiply: Callable, by: list[mx.array]) -> Callable:
-        def once(rows: dict[int, mx.array]) -> dict[int, mx.array]:
-            y = rows[depths[0]]
-            for depth, operand in zip(depths, by, strict=True):
-                y = multiply(rows[depth] + y[:1, :1], operand)
-            return {depth: x + y[:1, :1] for depth, x in rows.items()}
-
-        return once
-
-    size = sum(weight.nbytes for weight in weights)
-    turns = max(1, min(-(-_CHAIN // len(weights)), _CHAIN_BYTES // size))
-    most, count = 0, 8
-    while count <= MAX_ROWS:
-        shapes = {depth: (count, depth) for depth in depths}
-        rows = {d: mx.random.normal(shape, weights[0].dtype) for d, shape in shapes.items()}
-        ours = seconds_per_call(chain(skinny_gemm, weights), rows, turns)
-        if ours >= seconds_per_call(chain(mx.matmul, views), rows, turns):
-            break
-        most, count = count, 2 * count
-    return most
-
-
-def _some(weights: Sequence[mx.array]) -> list[mx.array]:
-    """One of each shape, then another one of each, ..., until no cache holds them.
-
-    Without shapes that are rare: a head would outweigh the layers that a step is made of.
-    """
-    by_shape: dict[tuple[int, ...], list[mx.array]] = {}
-    for weight in weights:
-        by_shape.setdefault(weight.shape, []).append(weight)
-    usual = max(map(len, by_shape.values()))
-    by_shape = {shape: some for shape, some in by_shape.items() if 2 * len(some) >= usual}
-    some, size = [], 0
-    for turn in zip_longest(*by_shape.values()):
-        if size >= _WEIGHT_BYTES:
-            break
-        some += [weight for weight in turn if weight is not None]
-        size = sum(weight.nbytes for weight in some)
-    return some

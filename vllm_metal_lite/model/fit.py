@@ -106,16 +106,23 @@ def check_fusing(packed: PackedModel, attention: Attention) -> None:
     """Do without fused launches, and say so, if with them the logits are not the model's own.
 
     Each kernel was checked by itself; this is whether they stand for what this model computes.
+    Products of few rows are tried both ways: larger steps go without `skinny_gemm` in any case.
     """
     if not attention.fuses:
         return
-    store = PagedStore(packed.attention_specs, 4, attention.store.block_size)
     trial = _Trial(packed.model, packed.layout.vocab_size)
-    like = KernelAttention(store, attention.prefill, skinny_rows=attention.skinny_rows)
-    problem = trial.problem(packed, like)
-    if problem is not None:
-        attention.fuses = False
-        warnings.warn(f"fused launches do not suit this model: {problem}", stacklevel=2)
+
+    def problem(skinny_rows: range) -> str | None:
+        store = PagedStore(packed.attention_specs, 4, attention.store.block_size)
+        like = KernelAttention(store, attention.prefill, skinny_rows=skinny_rows)
+        return trial.problem(packed, like)
+
+    if wrong := problem(range(0)):
+        attention.fuses, attention.skinny_rows = False, range(0)
+        warnings.warn(f"fused launches do not suit this model: {wrong}", stacklevel=2)
+    elif attention.skinny_rows and (wrong := problem(attention.skinny_rows)):
+        attention.skinny_rows = range(0)
+        warnings.warn(f"products by skinny_gemm do not suit this model: {wrong}", stacklevel=2)
 
 
 def _trial(

@@ -25,6 +25,7 @@ from vllm_metal_lite.model.fit import check_fusing
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import ModelRunner
 from vllm_metal_lite.sampling import Sampler
+from vllm_metal_lite.tune import tune_products
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
@@ -193,13 +194,14 @@ class MetalLiteWorker(WorkerBase):
         )  # fmt: skip
         attention, reason = self._choose(store)
         check_fusing(self.model.packed, attention)
+        reason += tune_products(self.model.packed, attention)
         logger.info("Attention: %s (%s)", attention.name, reason)
         self.runner = ModelRunner(self.model.packed, attention, self._sampler)
 
     def _choose(self, store: PagedStore) -> tuple[Attention, str]:
         option = os.environ.get("METAL_LITE_ATTENTION", "auto")
         packed, shapes = self.model.packed, self.model.attention_shapes
-        return choose(option, store, shapes, packed.reads_store, packed.linear_weights)
+        return choose(option, store, shapes, packed.reads_store)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run one token, so that the first request does not pay for what is made once."""
