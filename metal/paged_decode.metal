@@ -46,7 +46,7 @@
 // tile puts key and value into the store.
 //
 // PREFIX_SPLITS.  The keys that sequences share are attended to by shared_prefix; here a sequence's
-// keys begin behind them.  Not for layers with a window, and not FUSED, for it wants queries first.
+// keys begin behind them.  Not for layers with a window.
 //
 // Online softmax (Milakov and Gimelshein 2018; as in flash-attention): each group of LANES lanes
 // keeps for each head its own maximum m, sum l and weighted values o, rescaled when m grows.  All is

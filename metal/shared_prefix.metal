@@ -2,12 +2,17 @@
 // which is read once for all of them (cascade attention; as in Hydragen, Juravsky et al. 2024).
 //
 //   q             (B, KV_HEADS * GROUP, K_DIM)  one row a sequence; GROUP query heads share a KV head
+//                 of T; if FUSED rows of Q_WIDTH columns, heads from Q_START on, still to be
+//                 normalised and turned
+//   q_weight, freqs                             read if Q_WEIGHT, FREQS, as in rope_write
 //   keys, values  (slots, KV_HEADS, DIM)        the store, of T; slot = block * BLOCK_SIZE + offset
 //   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
 //   leader        (1,) int32                    a sequence that has the prefix: its blocks are read
+//   seq_lens      (B,) int32                    read if FUSED: a row's position is one less
 //   prefix_lens   (B,) int32                    prefix_lens[leader] is the prefix's length
 //   token         float32                       read after the writes before it
-//   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
+//   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
+//                 So are ROPE_SCALE, LOG2_BASE and Q_EPS
 //   partial       (B, heads, splits, V_DIM) float32  attention over each split, normalised in itself
 //   lse           (B, heads, splits) float32    log2 of its sum of exponentials; LOWEST = it saw no key
 //                 also the next token
@@ -21,6 +26,10 @@
 //
 //   grid   x: KV head   y: tile of pairs   z: split of the prefix, at multiples of KEYS
 //
+// FUSED.  Each threadgroup normalises and turns its own queries (rope.h), which costs less than a launch
+// that does it once.  A simdgroup does so for HELD of its pairs at a time, by way of its rows of k_tile,
+// which is not used yet.
+//
 // Why it is correct.
 //   - A tile of keys that reaches past the split's end reads its last key again instead, and scores
 //     MASKED there (key_tile.h).  No other slot than the prefix's is ever read.
@@ -31,6 +40,7 @@
 // Cost.  Bytes: the prefix once a tile of pairs, what tiles share comes from the cache; B * heads *
 // splits * V_DIM floats written, and read again by paged_decode.
 #include "key_tile.h"
+#include "rope.h"
 
 // --- kernel body ---
 constexpr float LOWEST = -1e30f;
@@ -42,6 +52,8 @@ constexpr int V_PARTS = V_DIM / 8;
 constexpr int K_STRIDE = (K_PARTS | 1) * 8;  // elements from row to row of a tile
 constexpr int V_STRIDE = (V_PARTS | 1) * 8;
 constexpr int PER_LOAD = 16 / int(sizeof(T));
+constexpr int TURNS = (K_DIM / 2 + 31) / 32;  // pairs of elements of a head that a lane holds
+constexpr int HELD = KEYS / SIMDGROUPS < 8 ? KEYS / SIMDGROUPS : 8;
 
 threadgroup int slots[KEYS];
 threadgroup uint4 k_tile[KEYS * K_STRIDE / PER_LOAD];
@@ -51,8 +63,10 @@ const int thread_index = int(thread_position_in_threadgroup.x);
 const int kv_head = int(threadgroup_position_in_grid.x);
 const int split = int(threadgroup_position_in_grid.z);
 const int splits = int(threadgroups_per_grid.z);
-const int row = matrix_row(int(thread_index_in_simdgroup));
-const int col = matrix_col(int(thread_index_in_simdgroup));
+const int simdgroup_index = int(simdgroup_index_in_threadgroup);
+const int lane = int(thread_index_in_simdgroup);
+const int row = matrix_row(lane);
+const int col = matrix_col(lane);
 
 const size_t table = size_t(leader[0]) * block_tables_shape[1];
 const int prefix_len = prefix_lens[leader[0]];
@@ -62,8 +76,7 @@ const int end = metal::min(begin + per_split, prefix_len);
 
 // This lane's row of every matrix.
 const int pairs = q_shape[0] * GROUP;
-const int sg_first = int(threadgroup_position_in_grid.y) * ROWS +
-                     int(simdgroup_index_in_threadgroup) * 8;
+const int sg_first = int(threadgroup_position_in_grid.y) * ROWS + simdgroup_index * 8;
 const int pair = metal::min(sg_first + row, pairs - 1);
 const size_t q_row = size_t(pair / GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP;
 
@@ -72,10 +85,41 @@ const float softcap = as_type<float>(SOFTCAP);
 const float s_scale = as_type<float>(SCALE) * (SOFTCAP != 0 ? 1.0f / softcap : LOG2_E);
 
 thread metal::simdgroup_matrix<T, 8, 8> query[K_PARTS];
+if (FUSED) {
+  threadgroup T* held = (threadgroup T*)k_tile + simdgroup_index * HELD * K_STRIDE;
+  for (int first = 0; first < 8; first += HELD) {
+    thread float cosine[TURNS];
+    thread float sine[TURNS];
 #pragma unroll
-for (int d = 0; d < K_PARTS; d++) {
-  query[d].thread_elements()[0] = q[q_row * K_DIM + d * 8 + col];
-  query[d].thread_elements()[1] = q[q_row * K_DIM + d * 8 + col + 1];
+    for (int i = 0; i < HELD; i++) {
+      const int other = metal::min(sg_first + first + i, pairs - 1);
+      const int seq = other / GROUP;
+      if (i == 0 || other % GROUP == 0) {
+        rope_sines<TURNS, DIMS / 2, FREQS>(freqs, as_type<float>(LOG2_BASE),
+                                           as_type<float>(ROPE_SCALE),
+                                           metal::max(seq_lens[seq] - 1, 0), lane, cosine, sine);
+      }
+      const int head = kv_head * GROUP + other % GROUP;
+      rope_head<T, Q_R, K_DIM, DIMS, TRADITIONAL, Q_NORM, Q_WEIGHT>(
+          q + size_t(seq) * Q_WIDTH + Q_START + head * K_DIM, q_weight, as_type<float>(Q_EPS), cosine,
+          sine, lane, held + i * K_STRIDE);
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    if (row >= first && row < first + HELD) {
+#pragma unroll
+      for (int d = 0; d < K_PARTS; d++) {
+        query[d].thread_elements()[0] = held[(row - first) * K_STRIDE + d * 8 + col];
+        query[d].thread_elements()[1] = held[(row - first) * K_STRIDE + d * 8 + col + 1];
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+} else {
+#pragma unroll
+  for (int d = 0; d < K_PARTS; d++) {
+    query[d].thread_elements()[0] = q[q_row * K_DIM + d * 8 + col];
+    query[d].thread_elements()[1] = q[q_row * K_DIM + d * 8 + col + 1];
+  }
 }
 thread metal::simdgroup_matrix<float, 8, 8> o[V_PARTS];
 #pragma unroll
@@ -86,13 +130,17 @@ for (int d = 0; d < V_PARTS; d++) {
 float m = LOWEST;
 float l = 0.0f;
 
+// Where the rows of the next tile lie is looked up one turn ahead of reading them.
+int key = metal::max(metal::min(begin + thread_index, end - 1), 0);
+int block = block_tables[table + key / BLOCK_SIZE];
 for (int base = begin; base < end; base += KEYS) {
   if (thread_index < KEYS) {
-    const int key = metal::min(base + thread_index, end - 1);
-    slots[thread_index] = block_tables[table + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
+    slots[thread_index] = block * BLOCK_SIZE + key % BLOCK_SIZE;
   }
   // The slots are there, and all have used the tile before.
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  key = metal::min(key + KEYS, end - 1);
+  block = block_tables[table + key / BLOCK_SIZE];
   fetch_rows<KEYS, THREADS>((const device uint4*)keys, slots, KV_HEADS, kv_head,
                             K_DIM / PER_LOAD, K_STRIDE / PER_LOAD, thread_index, k_tile);
   fetch_rows<KEYS, THREADS>((const device uint4*)values, slots, KV_HEADS, kv_head,

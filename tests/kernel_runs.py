@@ -70,16 +70,35 @@ def fused_decode(dtype):
     return [*written, out]
 
 
-def shared_prefix_rows(dtype):
+def shared_prefix_rows(dtype, q=None):
     """The second row's first 45 keys in two splits, the last one short, as is the tile of 27
     pairs."""
     blocks = [10, 2, 11, 5, 3, 0]
     tables = mx.array([[4] * 6, blocks, blocks], mx.int32)
-    q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
-    return list(shared_prefix(
-        q, tables, mx.array([1], mx.int32), mx.array([0, 45, 45], mx.int32), *store(dtype),
-        ops.new_token(), block_size=BLOCK_SIZE, scale=0.2, splits=2,
-    )[:2])  # fmt: skip
+    lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
+    q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype) if q is None else q
+    return list(
+        shared_prefix(
+            q,
+            tables,
+            *lens,
+            *store(dtype),
+            ops.new_token(),
+            block_size=BLOCK_SIZE,
+            scale=0.2,
+            splits=2,
+        )[:2]
+    )
+
+
+def shared_prefix_of_new_rows(dtype):
+    """The same, of queries that are still to be normalised and turned."""
+    heads = KV_HEADS * GROUP
+    rows = draw(3, (heads + 2 * KV_HEADS) * DIM, seed=13, dtype=dtype)
+    columns = [Columns(rows, n * DIM) for n in (0, heads, heads + KV_HEADS)]
+    norm = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5)
+    rope = Rope(40, False, 1e4, 1.0, None)
+    return shared_prefix_rows(dtype, NewRows(*columns, heads, rope, norm, norm))
 
 
 def decode_behind_a_prefix(dtype):

@@ -19,6 +19,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kernels.ops import DecodePlan, new_token, paged_decode
 from vllm_metal_lite.kernels.rope import rope_write
+from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -41,6 +42,7 @@ class Case:
 
     def __init__(self, seq_lens, *, heads=(4, 2), dims=(32, 32), dtype=mx.float32, seed=0, **how):
         sequence = {name: how.pop(name) for name in SEQUENCE if name in how}
+        self.prefix_len = how.pop("prefix_len", 0)
         self.sequences = Sequences(
             seq_lens, heads=heads, dim=dims[0], v_dim=dims[1], dtype=dtype, seed=seed, **sequence
         )
@@ -66,9 +68,26 @@ class Case:
                 q, positions=mx.array(rows.positions), slot_mapping=mx.array(rows.slots),
                 keys=store[0], values=store[1], token=token,
             )  # fmt: skip
+        where, prefix = (mx.array(s.block_tables), mx.array(s.seq_lens)), None
+        if self.prefix_len:  # of the longest sequence alone, for what is not shared is the same
+            leader, how = int(np.argmax(s.seq_lens)), {**s.how}
+            lens = np.zeros(len(s.seq_lens), np.int32)
+            lens[leader] = self.prefix_len
+            del how["window"]
+            prefix = shared_prefix(
+                q,
+                *where,
+                mx.array([leader], mx.int32),
+                mx.array(lens),
+                *store,
+                token,
+                splits=2,
+                **how,
+            )
+            token = prefix.lse
         out, token = paged_decode(
-            q, mx.array(s.block_tables), mx.array(s.seq_lens), *store, token,
-            plan=DecodePlan(*s.plan), sinks=None if s.sinks is None else mx.array(s.sinks), **s.how,
+            q, *where, *store, token, plan=DecodePlan(*s.plan), prefix=prefix,
+            sinks=None if s.sinks is None else mx.array(s.sinks), **s.how,
         )  # fmt: skip
         mx.eval(out, token)
         return [out, *store]
@@ -121,6 +140,21 @@ def test_head_sizes(dims, dtype):
 )
 def test_every_way_of_rotating(how):
     check(RAGGED, **how)
+    check(RAGGED, prefix_len=70, **how)
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "dtype"),
+    [((128, 128), (8, 2), mx.bfloat16), ((72, 40), (18, 1), mx.float16),
+     ((256, 256), (4, 4), mx.float32)],
+    ids=str,
+)  # fmt: skip
+def test_behind_a_prefix(dims, heads, dtype):
+    """The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup."""
+    check(
+        RAGGED, heads=heads, dims=dims, rotated=dims[0] // 4 * 2, dtype=dtype, prefix_len=70,
+        plan=(2, 4), sinks=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2), (2, 1)], ids=str)

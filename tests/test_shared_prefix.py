@@ -79,8 +79,8 @@ class Case:
         q, *store = self.arrays
         leader, lens = mx.array([self.leader], mx.int32), mx.array(self.prefix_lens)
         return shared_prefix.shared_prefix(
-            q, mx.array(self.block_tables), leader, lens, *store, ops.new_token(),
-            splits=self.splits, **self.how,
+            q, mx.array(self.block_tables), mx.array(self.seq_lens), leader, lens, *store,
+            ops.new_token(), splits=self.splits, **self.how,
         )  # fmt: skip
 
     def run(self) -> np.ndarray:

@@ -224,7 +224,7 @@ class KernelAttention(ReferenceAttention):
         if unsupported(shape, k.rope) is not None:
             return None
         new = NewRows(*columns, q.num_heads, k.rope, q.norm, k.norm)
-        if step.writes_late and not (step.prefix_len and self._shares[layer]):
+        if step.writes_late:
             return new
         slot_mapping = step.slot_mapping[self.store.group_of[layer]]
         rows, self.token = rope_write(
@@ -256,16 +256,18 @@ class KernelAttention(ReferenceAttention):
         in_place = {"block_size": self.store.block_size, **how}
         spec, group = self.store.specs[layer], self.store.group_of[layer]
         new = isinstance(q, NewRows)
+        num_heads = q.num_heads if new else q.shape[1]
         rows, outputs = q if new else q.astype(spec.dtype), []
         if step.num_decodes:
             decodes = rows if new else rows[: step.num_decodes]
             plans, prefix = step.plans, None
             if step.prefix_len and self._shares[layer] and window is None:
-                plans, heads = step.own_plans, (q.shape[1], spec.num_kv_heads)
+                plans, heads = step.own_plans, (num_heads, spec.num_kv_heads)
+                splits = prefix_splits(step.num_decodes, *heads, step.prefix_len)
                 prefix = shared_prefix(
-                    decodes, step.block_tables[group], step.leader, step.prefix_lens,
-                    *self._store(layer), block_size=self.store.block_size, scale=scale,
-                    softcap=softcap, splits=prefix_splits(len(decodes), *heads, step.prefix_len),
+                    decodes, step.block_tables[group], step.seq_lens, step.leader,
+                    step.prefix_lens, *self._store(layer), block_size=self.store.block_size,
+                    scale=scale, softcap=softcap, splits=splits,
                 )  # fmt: skip
                 self.token = prefix.lse
             out, self.token = ops.paged_decode(
@@ -277,7 +279,7 @@ class KernelAttention(ReferenceAttention):
         if isinstance(prompts, VarlenPrompts):
             out, self.token = varlen_prefill(
                 rows[step.num_decodes :], *prompts.metadata(group),
-                prompts.tiles(q.shape[1] // spec.num_kv_heads), *self._store(layer), **in_place,
+                prompts.tiles(num_heads // spec.num_kv_heads), *self._store(layer), **in_place,
             )  # fmt: skip
             outputs.append(out)
         elif prompts:

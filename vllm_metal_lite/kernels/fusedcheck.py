@@ -17,7 +17,7 @@ from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.norm import add_rms_norm
-from vllm_metal_lite.kernels.products import gemm_plan, skinny_gemm
+from vllm_metal_lite.kernels.products import RowNorm, gemm_plan, skinny_gemm
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kernels.selfcheck import (
@@ -27,6 +27,7 @@ from vllm_metal_lite.kernels.selfcheck import (
     largest_error,
     run_checks,
 )
+from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 
 _EPS = 1e-5
 # Small, for an angle is a product in float32, and its error grows with the position.
@@ -36,7 +37,7 @@ _LARGE_POSITIONS = np.linspace(0, 1_000_000, 301).astype(np.int64)
 _CONTEXTS, _BLOCK = np.array((1, 16, 0, 33, 130)), 16
 # (rows, depth) of products: a depth that not all simdgroups have a part of, and one of many turns;
 # as many rows as threadgroup memory does not hold the sums of at once.
-_PRODUCTS, _OUTPUTS = ((3, 96), (28, 1056), (64, 1056)), 100
+_PRODUCTS, _OUTPUTS = ((1, 1056), (3, 96), (28, 1056), (64, 1056)), 100
 
 
 def check(shape: AttentionShape) -> list[CheckResult]:
@@ -106,15 +107,21 @@ def _gather_rows(shape: AttentionShape) -> tuple[float, float]:
 
 
 def _skinny_gemm(shape: AttentionShape) -> tuple[float, float]:
-    """Rows and outputs that do not fill their tiles, by the plans of small and of large weights."""
-    error = 0.0
+    """Rows and outputs that do not fill their tiles, by the plans of small and of large weights; by
+    themselves, and with all that may come before and after a product."""
+    error, dtype = 0.0, shape.dtype
     for rows, depth in _PRODUCTS:
-        x = _draw(0, (rows, depth), shape.dtype)
-        weight = _rounded(_draw(1, (_OUTPUTS, depth), shape.dtype) / depth**0.5, shape.dtype)
-        arrays = [mx.array(a).astype(shape.dtype) for a in (x, weight)]
+        x, residual = _draw(0, (rows, depth), dtype), _draw(3, (rows, _OUTPUTS // 2), dtype)
+        weight = _rounded(_draw(1, (_OUTPUTS, depth), dtype) / depth**0.5, dtype)
+        gain = _draw(2, (depth,), dtype) / 2  # or roundings of gate and up would add up
+        gate, up = np.split(_rms_norm(x, gain, dtype) @ weight.T, 2, axis=1)
+        expected = x @ weight.T, gate / (1 + np.exp(-gate)) * up + residual
+        x, residual, weight, gain = (mx.array(a).astype(dtype) for a in (x, residual, weight, gain))
+        around = {"norm": RowNorm(gain, _EPS), "residual": residual, "swiglu": True}
         for plan in {gemm_plan(rows, outputs) for outputs in (_OUTPUTS, 1 << 20)}:
-            error = max(error, largest_error(skinny_gemm(*arrays, plan=plan), x @ weight.T))
-    return error, TOLERANCE[shape.dtype]
+            got = [skinny_gemm(x, weight, plan=plan, **how) for how in ({}, around)]
+            error = max(error, _largest(got, expected))
+    return error, TOLERANCE[dtype]
 
 
 def _rope_write(shape: AttentionShape) -> tuple[float, float]:
@@ -152,7 +159,8 @@ def _rotated(
 
 
 def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
-    """Halves turned and normalised, in one split and in several."""
+    """Halves turned and normalised, in one split and in several; and behind a prefix, if heads are
+    small enough for that, which the longest row has."""
     how = Rope(shape.k_head_dim, False, 10_000.0, 1.0, None)
     weights = [_draw(seed, (shape.k_head_dim,), shape.dtype) for seed in (7, 8)]
     newest = np.maximum(_CONTEXTS - 1, 0)
@@ -175,14 +183,24 @@ def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
         scores = np.einsum("hd,lhd->hl", _rounded(q[i], shape.dtype), k) * scale
         weight = np.exp(scores - scores.max(1, keepdims=True))
         expected[i] = np.einsum("hl,lhd->hd", weight / weight.sum(1, keepdims=True), v)
+    where = mx.array(tables), mx.array(_CONTEXTS.astype(np.int32))
+    how = {"block_size": _BLOCK, "scale": scale}
+    longest = int(_CONTEXTS.argmax())
+    lens = np.zeros(len(_CONTEXTS), np.int32)
+    lens[longest] = newest[longest] // _BLOCK * _BLOCK
+    shares = not ops.head_size_problem((shape.k_head_dim, shape.v_head_dim), ops.MAX_PREFILL_DIM)
     error = 0.0
-    for plan in (ops.DecodePlan(1, 8), ops.DecodePlan(4, 4)):
+    for plan, share in [(ops.DecodePlan(1, 8), shares), (ops.DecodePlan(4, 4), False)]:
         store = [mx.array(a).astype(shape.dtype) for a in before]
         mx.eval(store, new.arrays)
-        out, token = ops.paged_decode(
-            new, mx.array(tables), mx.array(_CONTEXTS.astype(np.int32)), *store, ops.new_token(),
-            block_size=_BLOCK, scale=scale, plan=plan,
-        )  # fmt: skip
+        token, prefix = ops.new_token(), None
+        if share:
+            leader = mx.array([longest], mx.int32)
+            prefix = shared_prefix(
+                new, *where, leader, mx.array(lens), *store, token, splits=2, **how
+            )
+            token = prefix.lse
+        out, token = ops.paged_decode(new, *where, *store, token, plan=plan, prefix=prefix, **how)
         error = max(error, _largest((out, *_stored(store, token)), (expected, *after)))
     return error, TOLERANCE[shape.dtype]
 

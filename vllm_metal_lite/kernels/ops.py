@@ -38,8 +38,8 @@ _PAGED_DECODE = Kernel(
      "prefix", "prefix_lse", "prefix_lens", *_STORE],
     ["out", "lse"],
 )  # fmt: skip
-# What `paged_decode` is told of new rows where there are none.
-_NONE_NEW = {
+# What a kernel is told of new rows where there are none.
+NONE_NEW = {
     **dict.fromkeys(("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS"), 0),
     **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
     **{f"{x}_{of}": 0 for x in "QK" for of in ("NORM", "WEIGHT", "EPS")},
@@ -202,17 +202,16 @@ def paged_decode(
     q: or rows (B) of which k and v are first written to the last slot of each sequence, by the
     same launch; for a store that is not quantised, and sequences that do not see each other's.
     block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  plan: see `decode_plan`.
-    sinks: (H,).  prefix: of the same q, what is not to be attended to again; not with a window or
-    rows to be written.
+    sinks: (H,).  prefix: of the same q, what is not to be attended to again; not with a window.
     """
     if isinstance(q, mx.array):
         batch, heads, _ = q.shape
-        fused, arrays, new = False, [q] * 3 + [no_sinks()] * 3, _NONE_NEW
+        fused, arrays, new = False, [q] * 3 + [no_sinks()] * 3, NONE_NEW
     else:
         batch, heads = len(q.q.array), q.num_heads
         fused, arrays, new = True, q.arrays, q.template(keys, values)
-    if prefix and (window or fused):
-        raise ValueError(f"a shared prefix with {'rows to be written' if fused else 'a window'}")
+    if prefix and window:
+        raise ValueError("a shared prefix with a window")
     dtype = arrays[0].dtype
     k_row, v_row = _rows(keys, values, spec)
     kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim

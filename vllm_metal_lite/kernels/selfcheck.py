@@ -240,8 +240,9 @@ class _Case:
         how, store = self._how(), self._store()
         sinks, _ = how.pop("sinks"), how.pop("window")
         prefix = shared_prefix(
-            self._array(q), mx.array(tables), mx.array([len(tables) - 1], mx.int32),
-            mx.array(lens), *store, ops.new_token(), splits=4, **how,
+            self._array(q), mx.array(tables), mx.array(batch.seq_lens),
+            mx.array([len(tables) - 1], mx.int32), mx.array(lens), *store, ops.new_token(),
+            splits=4, **how,
         )  # fmt: skip
         out, _ = ops.paged_decode(
             self._array(q), mx.array(tables), mx.array(batch.seq_lens), *store, prefix.lse,

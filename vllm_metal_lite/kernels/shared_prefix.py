@@ -5,18 +5,30 @@ from typing import NamedTuple
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.ops import MAX_PREFILL_DIM, bits, head_size_problem, num_splits
+from vllm_metal_lite.kernels.ops import (
+    MAX_PREFILL_DIM,
+    NONE_NEW,
+    bits,
+    head_size_problem,
+    no_sinks,
+    num_splits,
+)
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once
+from vllm_metal_lite.kernels.rope import NewRows
 
 _SHARED_PREFIX = Kernel(
     "shared_prefix",
-    ["q", "block_tables", "leader", "prefix_lens", "keys", "values", "token"],
+    ["q", "q_weight", "freqs", "block_tables", "seq_lens", "leader", "prefix_lens", "keys",
+     "values", "token"],
     ["partial", "lse"],
-)
+)  # fmt: skip
 
 # Threadgroups that keep the device busy: below it a prefix is cut into splits.  They hold more
 # memory than those of `paged_decode`, and each waits for a tile of keys at a time.  Guesses.
 _FILL = {"metal": 128, "cuda": 512, "cpu": 16}
+# What it is told of new rows.
+_OF_QUERIES = ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "Q_WIDTH", "Q_START",
+               "Q_NORM", "Q_WEIGHT", "Q_EPS", "Q_R")  # fmt: skip
 # Fewest keys of a split.
 _MIN_SPLIT = 128
 
@@ -41,8 +53,9 @@ def prefix_splits(num_rows: int, num_heads: int, num_kv_heads: int, prefix_len: 
 
 
 def shared_prefix(
-    q: mx.array,
+    q: mx.array | NewRows,
     block_tables: mx.array,
+    seq_lens: mx.array,
     leader: mx.array,
     prefix_lens: mx.array,
     keys: mx.array,
@@ -56,21 +69,31 @@ def shared_prefix(
 ) -> SharedPrefix:
     """Attention of q (B, H, k_head_dim) to the first prefix_lens[leader] keys of row `leader`.
 
-    block_tables: (B, max_blocks).  leader: (1,) int32.  prefix_lens: (B,) int32.  Head dims:
-    multiples of 8 up to 256.  The next token is the result's lse.
+    q: or rows (B) whose queries are first normalised and turned, each to the position of its last
+    key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.  Head
+    dims: multiples of 8 up to 256.  The next token is the result's lse.
     """
-    rows, heads, k_dim = q.shape
-    kv_heads, v_dim = keys.shape[1], values.shape[2]
+    _, kv_heads, k_dim = keys.shape
+    v_dim = values.shape[2]
+    if isinstance(q, mx.array):
+        rows, heads, _ = q.shape
+        arrays, new = [q, no_sinks(), no_sinks()], NONE_NEW
+    else:
+        rows, heads = len(q.q.array), q.num_heads
+        first, _, _, weight, _, freqs = q.arrays
+        arrays, new = [first, weight, freqs], q.template(keys, values)
+    fused = new is not NONE_NEW
     if problem := head_size_problem((k_dim, v_dim), MAX_PREFILL_DIM):
         raise ValueError(problem)
     group, simdgroups = heads // kv_heads, TILE_ROWS // 8
     template = {
-        "T": q.dtype, "KV_HEADS": kv_heads, "GROUP": group, "K_DIM": k_dim, "V_DIM": v_dim,
+        "T": keys.dtype, "FUSED": fused, **{name: new[name] for name in _OF_QUERIES},
+        "KV_HEADS": kv_heads, "GROUP": group, "K_DIM": k_dim, "V_DIM": v_dim,
         "BLOCK_SIZE": block_size, "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0),
-        "KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
+        "KEYS": keys_at_once(k_dim, v_dim, keys.dtype.size), "SIMDGROUPS": simdgroups,
     }  # fmt: skip
     partial, lse = _SHARED_PREFIX(
-        [q, block_tables, leader, prefix_lens, keys, values, token],
+        [*arrays, block_tables, seq_lens, leader, prefix_lens, keys, values, token],
         template, (kv_heads, -(-rows * group // TILE_ROWS), splits), 32 * simdgroups,
         [(rows, heads, splits, v_dim), (rows, heads, splits)], [mx.float32, mx.float32],
     )  # fmt: skip
