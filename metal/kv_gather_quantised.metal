@@ -1,22 +1,22 @@
 // kv_gather_quantised: kv_gather from a store that keeps 8 or 4 bits a value.
 //
 //   keys, values  (slots, KV_HEADS, ROW) uint   the store; rows as in quantised.h
-//   kv_slots      (B, L) int32                  the slot of each key wanted; every one must be valid
+//   kv_slots      (N,) int32                    the slot of each key wanted; every one must be valid
 //   token         float32 -> next_token (1,)    as in kv_gather
-//   k, v          (B, KV_HEADS, L, DIM) of T    outputs, head by head, as SDPA wants them
+//   k, v          (N, KV_HEADS, DIM) of T       outputs, of which SDPA takes views, head by head
 //
-// Who does what.  Grid (threads for the words of the longer of the two rows, L, B).  Thread
-// (x, key, b) turns word x of the key's row of K into 4 or 8 values, and of V.
+// Who does what.  Grid (threads for the words of the longer of the two rows, N).  Thread (x, key)
+// turns word x of the key's row of K into 4 or 8 values, and of V.
 //
 // Why it is correct.  Each output value has exactly one writer.
 //
 // Cost.  Reads 8 or 4 bits a value and writes sizeof(T) bytes; MLX's SDPA then reads those.
 #include "quantised.h"
 
-// Value word `at` of slot `slot`, as values of `key` among `length` in the output of `sequence`.
+// Value word `at` of slot `slot`, as values of `key` in the output.
 template <typename T, int BITS, int KV_HEADS, int DIM, int GROUP_SIZE>
-METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t slot, int sequence,
-                            int key, int length, int at) {
+METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t slot, int key,
+                            int at) {
   constexpr int VALUES = DIM * BITS / 32;
   constexpr int PAIR = int(sizeof(T)) / 2;  // words of a scale and low
   constexpr int ROW = VALUES + DIM / GROUP_SIZE * PAIR;
@@ -34,7 +34,7 @@ METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t s
     for (int w = 0; w < WORDS; w++) {
       words[w] = pack<T>(x + w * PER_WORD);
     }
-    const size_t row = (size_t(sequence) * KV_HEADS + head) * length + key;
+    const size_t row = size_t(key) * KV_HEADS + head;
     for (int w = 0; w < WORDS; w += 2) {
       store_words<2>(out + row * (DIM / PER_WORD) + word * WORDS + w, words + w);
     }
@@ -44,14 +44,10 @@ METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t s
 // --- kernel body ---
 const int at = int(thread_position_in_grid.x);
 const int key = int(thread_position_in_grid.y);
-const int b = int(thread_position_in_grid.z);
-const int length = kv_slots_shape[1];
-const size_t slot = size_t(kv_slots[b * length + key]);
+const size_t slot = size_t(kv_slots[key]);
 
-gather_word<T, BITS, KV_HEADS, K_DIM, K_GROUP>(
-    keys, (device uint*)k, slot, b, key, length, at);
-gather_word<T, BITS, KV_HEADS, V_DIM, V_GROUP>(
-    values, (device uint*)v, slot, b, key, length, at);
-if (at == 0 && key == 0 && b == 0) {
+gather_word<T, BITS, KV_HEADS, K_DIM, K_GROUP>(keys, (device uint*)k, slot, key, at);
+gather_word<T, BITS, KV_HEADS, V_DIM, V_GROUP>(values, (device uint*)v, slot, key, at);
+if (at == 0 && key == 0) {
   next_token[0] = token[0];
 }

@@ -19,7 +19,7 @@ FAULTS = {
     "write_without_a_token": ("kv_write", "next_token[0] =", "float unused =", "unwritten"),
     "rows_too_wide": ("gather_rows", "if (at < WIDTH)", "", ("race", "out of bounds")),
     "rows_of_another": ("gather_rows", "index[row]", "row", ("wrong",)),
-    "gather_of_another_head": ("kv_gather", "at / V_HEAD", "0", ("race", "unwritten")),
+    "gather_of_another_key": ("kv_gather", "kv_slots[key]", "key", "wrong"),
     "gather_too_long": ("kv_gather", "if (at < V_WORDS)", "", ("race", "out of bounds")),
     "decode_first_barrier": ("paged_decode", (BARRIER, 1), "", UNORDERED),
     "decode_second_barrier": ("paged_decode", (BARRIER, 2), "", "race"),

@@ -135,7 +135,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     results, forms = [], []
     for cost in (1 << 20, 0):
         monkeypatch.setitem(reference._COSTS["cpu"], "call_cost", cost)
-        groups, _ = case.attention.prepare(case.batch, 70).sdpa[0].calls(None)
+        groups = case.attention.prepare(case.batch, 70).sdpa[0].calls(None).groups
         forms.append([g.group.segments is not None for g in groups])
         results.append(case.run())
     assert forms[0] == [True]
@@ -145,8 +145,8 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
 
 
 def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
-    groups, _ = case.attention.prepare(case.batch, case.batch.num_tokens).sdpa[0].calls(window)
-    return [m for g in groups if isinstance(m := g.mask(dtype), mx.array)]
+    calls = case.attention.prepare(case.batch, case.batch.num_tokens).sdpa[0].calls(window)
+    return [m for g in calls.groups if isinstance(m := g.mask(dtype), mx.array)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -162,7 +162,7 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
 def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
     case = Case(RAGGED)
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    first, second = (step.sdpa[0].calls(7)[0] for _ in range(2))
+    first, second = (step.sdpa[0].calls(7).groups for _ in range(2))
     assert first is second
     assert first[0].mask_array(mx.float32) is second[0].mask_array(mx.float32)
 

@@ -285,6 +285,35 @@ def test_a_variant_with_prompts_is_compiled_when_it_comes_again(monkeypatch):
     assert "decode" in engine._requests
 
 
+def test_a_wave_of_like_prompts_behind_a_cached_prefix_is_compiled(monkeypatch):
+    """Its mask would be too large end to end; a batch of its segments is not."""
+    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 16)
+    monkeypatch.setattr(prompts_of_steps, "_MIN_ROWS", 4)
+    monkeypatch.setattr(prompts_of_steps, "_SMALL_MASK", 4 * 8 * 80)
+    prefix = tiny.prompts(1, 64, 64)[0]
+    waves = [[prefix + tail for tail in tiny.prompts(4, 5, 8, seed=n)] for n in range(3)]
+    waves = [[*wave[:3], prefix + [7] * 8] for wave in waves]  # the longest of each of 8 rows
+    options = {"max_num_batched_tokens": 128, "max_num_seqs": 8, "num_blocks": 64}
+    answers = []
+    for engine in (uncompiled(make_engine(**options)), make_engine(**options)):
+        steps = compiled_with_prompts(engine, monkeypatch)
+        engine.add_request("decode", prefix, replace(GREEDY, max_tokens=60))
+        for _ in range(3):
+            engine.step()
+        done = {}
+        for n, wave in enumerate(waves):
+            for i, prompt in enumerate(wave):
+                engine.add_request(f"{n} {i}", prompt, replace(GREEDY, max_tokens=3))
+            while len(done) < 4 * (n + 1):
+                done |= {o.request_id: o for o in engine.step() if o.finished}
+        assert "decode" in engine._requests
+        answers.append({name: o.outputs[0].token_ids for name, o in done.items()})
+    assert answers[0] == answers[1]
+    shapes = {step.prompts.sdpa[0].arrays[0].shape for step in steps}
+    assert len(steps) >= 1
+    assert shapes == {(4, 8)}
+
+
 def test_variants_seen_once_do_not_displace_compiled_ones(monkeypatch):
     monkeypatch.setattr(compiled, "_MAX_VARIANTS", 8)
     engine = make_engine(max_num_batched_tokens=64, enable_prefix_caching=False)

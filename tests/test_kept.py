@@ -60,7 +60,7 @@ class Decodes:
         for row in rows:
             self.computed[row] += count
         plans = step.sdpa[0]._plans.values()
-        return any(g.kept is not None for groups, _ in plans for g in groups)
+        return any(g.kept is not None for calls in plans for g in calls.groups)
 
 
 @pytest.mark.parametrize("lengths", [[9, 9, 9], [2, 6, 30], [40]])

@@ -13,6 +13,7 @@ from test_attention import RAGGED, Case, check
 from metal.host import compiler_available, installed
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.attention import kernels as kernels_of_steps
+from vllm_metal_lite.attention import prompts as prompts_of_steps
 from vllm_metal_lite.attention.kernels import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops, selfcheck
@@ -53,6 +54,21 @@ def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
 def test_a_large_step_is_cut_into_calls(monkeypatch):
     monkeypatch.setattr(kernels_of_steps, "SMALL_ROWS", 1)
     check(KernelCase(RAGGED, prefill="gather", sinks=True), padding=3, window=5)
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 11}, {"softcap": 2.0}], ids=str)
+def test_prompts_of_like_lengths_are_one_batch(monkeypatch, how):
+    """A step that repeats, of decodes and of chunks that end to end would see each other's keys."""
+    monkeypatch.setattr(prompts_of_steps, "_MIN_ROWS", 1)
+    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 16)
+    batches = []
+    made = prompts_of_steps.in_one_batch
+    monkeypatch.setattr(
+        prompts_of_steps, "in_one_batch", lambda *a: batches.append(made(*a)) or batches[-1]
+    )
+    segments = [(5, 1), (9, 1), (20, 6), (18, 7), (22, 5)]
+    check(KernelCase(segments, prefill="gather", sinks=True), padding=3, **how)
+    assert [g.q_rows.shape for g in batches] == [(4, 7)]
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)

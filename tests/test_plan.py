@@ -5,7 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_metal_lite.attention.plan import NEVER, Group, in_one_call, plan_groups, split_packs
+from vllm_metal_lite.attention.plan import (
+    NEVER,
+    Group,
+    _alike,
+    _tiles,
+    batch_shape,
+    cost,
+    in_one_batch,
+    in_one_call,
+    places,
+    plan_groups,
+    quarter_power,
+    split_packs,
+)
 from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
 
@@ -127,6 +140,65 @@ def test_one_call_for_all_segments_shows_each_row_its_own_and_gathers_no_more(
     assert len(slots) == max(min_keys, 1 << (len(needed) - 1).bit_length())
 
 
+@given(
+    st.lists(segment, min_size=1, max_size=5),
+    st.none() | st.integers(1, 20),
+    st.integers(0, 9),
+    st.sampled_from([1, 32]),
+)
+@settings(max_examples=200)
+def test_one_batch_of_all_segments_shows_each_row_its_own_and_gathers_no_more(
+    segments, window, padding, least
+):
+    batch = make_batch(segments)
+    n = batch.num_tokens
+    group = in_one_batch(batch, least, least, window)
+    expected = expected_pairs(batch, window)
+    assert seen_pairs([group], window) == expected
+    rows, place = places([group], n + padding)
+    rows = np.arange(n) if rows is None else rows
+    assert rows[np.arange(n) if place is None else place[:n]].tolist() == list(range(n))
+    assert place is None or len(place) == n + padding
+    assert visible(group, window).any(axis=2).all(), "a row that sees nothing is NaN"
+    assert set(group.kv_slots.ravel().tolist()) == {
+        slot for seen in expected.values() for slot in seen
+    }
+    assert (*group.q_rows.shape, group.kv_slots.shape[1]) == batch_shape(
+        batch, least, least, window
+    )
+
+
+def test_sizes_that_come_again():
+    assert [quarter_power(n) for n in (1, 2, 3, 5, 8, 9, 64, 65, 72, 81, 4672)] == [
+        1, 2, 3, 5, 8, 10, 64, 80, 80, 96, 5120,
+    ]  # fmt: skip
+
+
+@given(
+    st.lists(st.one_of(segment, whole), min_size=1, max_size=7),
+    st.sampled_from([0, 30, 500, 5000, 1 << 20]),
+)
+@settings(max_examples=100)
+def test_no_other_way_to_cut_neighbours_costs_less(segments, call_cost):
+    batch = make_batch(segments)
+    count, tiles = len(segments), _tiles(batch, np.arange(len(segments)), None, None, 1 << 30)
+    order = np.lexsort((-tiles.kv_end, -tiles.q_len))
+
+    def cost_of(batches):
+        return sum(
+            call_cost + len(b) * cost(int(tiles.q_len[b].max()), int(tiles.kv_end[b].max()))
+            for b in batches
+        )
+
+    found, batches = _alike(tiles, call_cost)
+    assert np.concatenate(batches).tolist() == order.tolist()
+    ways = [
+        np.split(order, [i + 1 for i in range(count - 1) if cuts >> i & 1])
+        for cuts in range(1 << (count - 1))
+    ]
+    assert found == cost_of(batches) == min(map(cost_of, ways))
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60))
 def test_packs_hold_at_most_the_cap_in_order_and_oversized_prompts_are_alone(lengths, cap):
     q_lens = np.array(lengths)
@@ -184,7 +256,7 @@ def test_decodes_of_equal_context_need_no_mask_at_all():
 def test_padding_never_costs_more_than_another_call():
     """A short decode is not padded to a long one's context, unless that is cheap."""
     batch = make_batch([(4000, 1), (3, 1), (3900, 1)])
-    groups = plan_groups(batch, None, tile=256, call_cost=100)
+    groups = plan_groups(batch, None, tile=256, call_cost=10_000)
     assert [g.q_rows.ravel().tolist() for g in groups] == [[0, 2], [1]]
     assert len(plan_groups(batch, None, tile=256, call_cost=1 << 20)) == 1
 
@@ -199,4 +271,5 @@ def test_short_decodes_are_not_padded_to_a_long_neighbour(call_cost):
 def test_one_call_gathers_a_bounded_number_of_keys():
     batch = make_batch([(999, 1)] * 300)
     groups = plan_groups(batch, None, tile=256, call_cost=1 << 20)
-    assert [g.kv_slots.shape for g in groups] == [(131, 1000), (131, 1000), (38, 1000)]
+    assert sorted(len(g.kv_slots) for g in groups) == [38, 131, 131]
+    assert {g.kv_slots.shape[1] for g in groups} == {1000}

@@ -75,7 +75,7 @@ def huge() -> bool:
             q, table + shift, lens, *store, after, plan=ops.DecodePlan(1, 8), **how
         )
         prompt, after = varlen_prefill(q, table + shift, cu, lens, tiles, *store, after, **how)
-        gathered = ops.kv_gather(mx.arange(64)[None] + shift * bs, *store, after)[:2]
+        gathered = ops.kv_gather(mx.arange(64) + shift * bs, *store, after)[:2]
         results.append([np.array(a.astype(mx.float32)) for a in (decoded, prompt, *gathered)])
     same = all((a == b).all() for a, b in zip(*results, strict=True))
     print(

@@ -1,6 +1,6 @@
 """Queries, keys or values of packed rows, and what is still to be done to them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope
 
@@ -20,11 +20,13 @@ class Heads:
         """After a norm; None if a kernel does not go that way."""
         if self.norm or self.rope or not (norm.weight is None or norm.weight.size == self.head_dim):
             return None
-        return replace(self, norm=norm)
+        return Heads(self.columns, self.num_heads, self.head_dim, norm)
 
     def rotated(self, rope: Rope) -> "Heads | None":
         """After a rotation; None if there was one."""
-        return None if self.rope else replace(self, rope=rope)
+        if self.rope:
+            return None
+        return Heads(self.columns, self.num_heads, self.head_dim, self.norm, rope)
 
     def turns_like(self, other: "Heads") -> bool:
         """Whether both are rotated in the same way, or not at all."""

@@ -8,7 +8,7 @@ the device (see choose.py), and in small steps in shapes that repeat (see prompt
 smaller ones each of their rows is a decode.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from vllm_metal_lite.attention.prompts import (
     VarlenPrompts,
     pad_tables,
 )
-from vllm_metal_lite.attention.reference import DeviceGroup, ReferenceAttention
+from vllm_metal_lite.attention.reference import ReferenceAttention, SdpaCalls
 from vllm_metal_lite.attention.shared import CommonPrefix, common_prefix
 from vllm_metal_lite.attention.step import AttentionShape, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
@@ -233,10 +233,10 @@ class KernelAttention(ReferenceAttention):
         )  # fmt: skip
         return rows
 
-    def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
-        spec = self.store.specs[layer]
-        k, v, self.token = ops.kv_gather(group.kv_slots, *self._store(layer), spec)
-        return k, v
+    def gather(self, layer: int, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
+        for slots, parts in calls.gathers:
+            k, v, self.token = ops.kv_gather(slots, *self._store(layer), self.store.specs[layer])
+            yield from zip(parts.cut(k), parts.cut(v), strict=True)
 
     def take(self, rows: mx.array, index: mx.array) -> mx.array:
         return gather_rows(rows, index) if self.fuses else rows[index]

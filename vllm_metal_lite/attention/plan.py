@@ -3,7 +3,7 @@
 A segment's queries are cut into tiles; a tile sees the keys up to its own end.  Tiles of like shape
 run as one right-padded batch: padding at the end is never seen by earlier rows, so complete prompts
 need plain "causal" and no mask.  Short prompts of unlike lengths may instead be laid end to end
-under one block-diagonal causal mask ("packed").  Whichever costs less is taken, counted in scores
+under one block-diagonal causal mask ("packed").  What costs least is taken, counted in scores
 computed, keys gathered and calls.  Everything a mask must know is positions and segment numbers, so
 one formula serves every group:  key visible = same segment and k_pos <= q_pos (and in the window).
 """
@@ -47,10 +47,6 @@ class Group:
     segments: np.ndarray | None = None
     kv_segments: np.ndarray | None = None
 
-    @property
-    def cost(self) -> int:
-        return len(self.q_rows) * cost(self.q_rows.shape[1], self.kv_slots.shape[1])
-
 
 def cost(q_len: int, kv_len: int) -> int:
     """What attention of q_len queries to kv_len keys costs, in scores."""
@@ -87,17 +83,21 @@ def plan_groups(
     q_lens = np.diff(batch.cu_seqlens_q)
     groups: list[Group] = []
     complete = (q_lens == batch.seq_lens) & (q_lens > 1)
+    loose: list[np.ndarray] = []
     for pack in split_packs(np.flatnonzero(complete), q_lens):
-        padded = _padded(batch, _tiles(batch, pack, window, chunk, tile), window, call_cost)
-        rows = int(q_lens[pack].sum())
-        padded_cost = sum(g.cost for g in padded) + call_cost * len(padded)
-        if len(pack) > 1 and cost(rows, rows) + call_cost < padded_cost:
-            groups.append(_packed(batch, pack))
-        else:
-            groups += padded
-    rest = np.flatnonzero(~complete)
-    if len(rest):
-        groups += _padded(batch, _tiles(batch, rest, window, chunk, tile), window, call_cost)
+        rows, longest = int(q_lens[pack].sum()), int(q_lens[pack].max())
+        packed = cost(rows, rows)
+        # At most what one padded batch costs, which is soon known.
+        if packed < len(pack) * cost(longest, longest):
+            padded, _ = _alike(_tiles(batch, pack, window, chunk, tile), call_cost)
+            if packed + call_cost < padded:
+                groups.append(_packed(batch, pack))
+                continue
+        loose.append(pack)
+    for segments in (loose and np.concatenate(loose), np.flatnonzero(~complete)):
+        if len(segments):
+            tiles = _tiles(batch, segments, window, chunk, tile)
+            groups += [_padded(batch, tiles[i], window) for i in _alike(tiles, call_cost)[1]]
     return groups
 
 
@@ -153,40 +153,50 @@ def _tiles(
     return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
 
 
-def _padded(batch: ForwardBatch, tiles: Tiles, window: int | None, call_cost: int) -> list[Group]:
-    """Gather tiles of like shape, longest first, while padding costs less than another call."""
+def _alike(tiles: Tiles, call_cost: int) -> tuple[int, list[np.ndarray]]:
+    """What tiles cost as padded batches, and which tiles each of these takes.
+
+    Tiles in a batch are neighbours in the order from longest to shortest, so the cheapest way to
+    cut the first n of them is found from those for fewer.
+    """
     kv_len = tiles.kv_end - tiles.kv_start
     order = np.lexsort((-kv_len, -tiles.q_len))
-    groups, members = [], []
-    width = height = 0
-    for i, q, k in zip(order.tolist(), tiles.q_len[order].tolist(), kv_len[order].tolist(),
-                       strict=True):  # fmt: skip
-        if members and k <= height and (len(members) + 1) * height <= MAX_GATHERED_KEYS:
-            own = cost(q, k)
-            if cost(width, height) - own <= call_cost + own // 4:
-                members.append(i)
-                continue
-        if members:
-            groups.append(_padded_group(batch, tiles[np.array(members)], window))
-        members, width, height = [i], q, k
-    groups.append(_padded_group(batch, tiles[np.array(members)], window))
-    return groups
+    q_len, kv_len = tiles.q_len[order].astype(np.int64), kv_len[order].astype(np.int64)
+    least = np.zeros(len(tiles) + 1, np.int64)  # cost of the first n
+    begins = np.zeros(len(tiles) + 1, np.int64)  # where the last batch of the first n begins
+    for end in range(1, len(tiles) + 1):
+        most = max(1, MAX_GATHERED_KEYS // int(kv_len[end - 1]))
+        first = max(0, end - most)
+        longest = np.maximum.accumulate(kv_len[first:end][::-1])[::-1]
+        count = np.arange(end - first, 0, -1)
+        total = least[first:end] + count * cost(q_len[first:end], longest) + call_cost
+        total[(count > 1) & (count * longest > MAX_GATHERED_KEYS)] = np.iinfo(np.int64).max
+        at = int(total.argmin())
+        begins[end], least[end] = first + at, total[at]
+    batches, end = [], len(tiles)
+    while end:
+        batches.append(order[begins[end] : end])
+        end = int(begins[end])
+    return int(least[-1]), batches[::-1]
 
 
-def _padded_group(batch: ForwardBatch, tiles: Tiles, window: int | None) -> Group:
-    q_len, kv_len = tiles.q_len, tiles.kv_end - tiles.kv_start
-    row = np.minimum(np.arange(q_len.max()), q_len[:, None] - 1)
+def _padded(
+    batch: ForwardBatch, tiles: Tiles, window: int | None, q_len: int = 0, kv_len: int = 0
+) -> Group:
+    """Tiles as a batch, padded to the longest, and to q_len rows and kv_len keys at least."""
+    q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
+    row = np.minimum(np.arange(max(q_lens.max(), q_len)), q_lens[:, None] - 1)
     q_rows = tiles.row[:, None] + row
-    key = np.arange(kv_len.max())
-    real = key < kv_len[:, None]
+    key = np.arange(max(kv_lens.max(), kv_len))
+    real = key < kv_lens[:, None]
     position = np.where(real, tiles.kv_start[:, None] + key, tiles.kv_start[:, None])
     bs = batch.block_size
     blocks = batch.block_tables[tiles.segment[:, None], position // bs]
     in_window = window is None or bool((tiles.kv_end <= window).all())
-    uniform = (q_len == q_len[0]).all() and (kv_len == kv_len[0]).all()
-    if uniform and q_len[0] == 1:
+    uniform = (q_lens == q_lens[0]).all() and (kv_lens == kv_lens[0]).all()
+    if uniform and q_lens[0] == 1:
         mask = None
-    elif in_window and (uniform or (q_len == kv_len).all()):
+    elif in_window and (uniform or (q_lens == kv_lens).all()):
         mask = "causal"
     else:
         mask = "array"
@@ -207,6 +217,54 @@ def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
     positions = batch.positions[rows]
     slots = batch.slot_mapping[rows]
     return Group(rows, slots, positions, positions, "array", segments, segments)
+
+
+def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Of groups with q_rows: these end to end, (T,) int32, and the place of each of num_rows there.
+
+    None where rows are the first T, in order, and where places are those of the rows.
+    """
+    rows = np.concatenate([g.q_rows.ravel() for g in groups])
+    place = np.zeros(num_rows, np.int32)
+    # Backwards, so that a row's first place wins: later ones are padding, which under a plain
+    # "causal" saw too far.
+    place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
+    if not np.array_equal(rows, np.arange(len(rows))):
+        return rows, place
+    return None, None if len(rows) == num_rows else place
+
+
+def quarter_power(n: int) -> int:
+    """n rounded up so that four sizes lie between a power of two and the next."""
+    step = max(1, power_of_two(n) // 8)
+    return -(-n // step) * step
+
+
+def batch_shape(
+    batch: ForwardBatch, min_rows: int, min_keys: int, window: int | None = None
+) -> tuple[int, int, int]:
+    """(B, Lq, Lk) of `in_one_batch`, sizes that come again: at least min_rows and min_keys."""
+    q_lens, kv_lens = np.diff(batch.cu_seqlens_q), batch.seq_lens
+    if window is not None:
+        kv_lens = np.minimum(kv_lens, q_lens - 1 + window)
+    return (
+        power_of_two(batch.num_segments),
+        quarter_power(max(int(q_lens.max()), min_rows)),
+        quarter_power(max(int(kv_lens.max()), min_keys)),
+    )
+
+
+def in_one_batch(
+    batch: ForwardBatch, min_rows: int, min_keys: int, window: int | None = None
+) -> Group:
+    """A segment a row of a padded batch; behind the last row it is there again.
+
+    What the window hides of a context from all rows is not gathered.
+    """
+    count, q_len, kv_len = batch_shape(batch, min_rows, min_keys, window)
+    segments = np.minimum(np.arange(count), batch.num_segments - 1)
+    tiles = _tiles(batch, segments, window, None, q_len)
+    return replace(_padded(batch, tiles, window, q_len, kv_len), mask="array")
 
 
 def in_one_call(

@@ -7,12 +7,20 @@ be compiled (compiled.py).  Prompts alone let nobody wait, and come in more size
 
 from collections.abc import Collection, Sequence
 from copy import copy
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.plan import Group, in_one_call, power_of_two
-from vllm_metal_lite.attention.reference import DeviceGroup, SdpaPlan
+from vllm_metal_lite.attention.plan import (
+    Group,
+    batch_shape,
+    in_one_batch,
+    in_one_call,
+    places,
+    power_of_two,
+)
+from vllm_metal_lite.attention.reference import DeviceGroup, SdpaCalls, SdpaPlan
 from vllm_metal_lite.attention.step import pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
@@ -24,8 +32,9 @@ from vllm_metal_lite.kernels.prefill import plan_tiles
 SMALL_ROWS = 768
 # Most entries of the mask that one call for all segments needs: the chunk above at a context of 8k.
 _SMALL_MASK = SMALL_ROWS * 8192
-# Fewest keys that a step is padded to, so that a prompt's first chunks are of one shape.
-_MIN_KEYS = 1024
+# Fewest keys that a step is padded to, so that a prompt's first chunks are of one shape, and fewest
+# rows of a segment in a batch.
+_MIN_KEYS, _MIN_ROWS = 1024, 64
 
 
 def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
@@ -78,48 +87,57 @@ class VarlenPrompts:
 
 
 # What the call of a small step is made of.
-_ARRAYS = ("kv_slots", "q_pos", "kv_pos", "segments", "kv_segments")
+_ARRAYS = ("q_rows", "kv_slots", "q_pos", "kv_pos", "segments", "kv_segments")
 
 
 class _OneCall:
     """In SdpaPlan's place: all segments of a KV group in one call, whatever the window.
 
-    arrays: of the call's Group; None in a step that only stands for its variant.
+    arrays: of the call's Group, and the place of its rows; None in a step that only stands for its
+    variant.
     """
 
     def __init__(self, arrays: list[Any] | None) -> None:
         self.arrays = arrays
-        self._calls: dict[int | None, DeviceGroup] = {}
+        self._calls: dict[int | None, SdpaCalls] = {}
 
-    def calls(
-        self, window: int | None, chunk: int | None = None
-    ) -> tuple[list[DeviceGroup], mx.array | None]:
+    def calls(self, window: int | None, chunk: int | None = None) -> SdpaCalls:
         if window not in self._calls:
-            group = Group(q_rows=None, mask="array", **dict(zip(_ARRAYS, self.arrays, strict=True)))
-            self._calls[window] = DeviceGroup(group, window)
-        return [self._calls[window]], None
+            *arrays, place = self.arrays
+            group = Group(mask="array", **dict(zip(_ARRAYS, arrays, strict=True)))
+            rows = None if group.q_rows is None else group.q_rows.reshape(-1)
+            self._calls[window] = SdpaCalls([DeviceGroup(group, window)], rows, place)
+        return self._calls[window]
 
 
 class SdpaPrompts:
     """For SDPA.  sdpa: a plan a KV group, in small steps one call, else the calls that cost least.
 
-    num_rows: of prompts, padding included.  windows: the farthest that layers of a KV group see,
-    None = all.  repeats: whether the step is to be compiled, if its mask is not too large.
+    The one call has all segments end to end, or as a padded batch, whichever is less: prompts of
+    unlike lengths cost less end to end, alike ones as a batch, whose mask grows with their number
+    and not its square.  num_rows: of prompts, padding included.  windows: the farthest that layers
+    of a KV group see, None = all.  repeats: whether the step is to be compiled, if its mask is not
+    too large.
     """
 
     def __init__(
         self, batch: ForwardBatch, num_rows: int, windows: Sequence[int | None], repeats: bool
     ) -> None:
         num_keys = power_of_two(max(int(batch.seq_lens.sum()), _MIN_KEYS))
-        self.repeats = repeats and num_rows * num_keys <= _SMALL_MASK
+        shape = batch_shape(batch, _MIN_ROWS, _MIN_KEYS)
+        batched = batch.num_segments > 1 and prod(shape) < num_rows * num_keys
+        self.repeats = repeats and (prod(shape) if batched else num_rows * num_keys) <= _SMALL_MASK
         if not self.repeats:
             self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
             return
-        groups = [
-            in_one_call(b, num_rows, _MIN_KEYS, window)
-            for b, window in zip(batch.by_group, windows, strict=True)
-        ]
-        self.sdpa = [_OneCall([getattr(g, name) for name in _ARRAYS]) for g in groups]
+        self.sdpa = []
+        for b, window in zip(batch.by_group, windows, strict=True):
+            if batched:
+                group = in_one_batch(b, _MIN_ROWS, _MIN_KEYS, window)
+                _, place = places([group], num_rows)
+            else:
+                group, place = in_one_call(b, num_rows, _MIN_KEYS, window), None
+            self.sdpa.append(_OneCall([*(getattr(group, name) for name in _ARRAYS), place]))
 
     @property
     def arrays(self) -> list[Any] | None:

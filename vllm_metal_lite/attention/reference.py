@@ -5,25 +5,34 @@ store, the step's metadata.  Keys are always read from the store, after the rows
 written to it: a segment may share blocks that another segment of the same step fills.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import zip_longest
+from math import prod
 
 import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.kept import KeptDecodes, KeptGroup
-from vllm_metal_lite.attention.plan import Group, plan_groups
+from vllm_metal_lite.attention.plan import (
+    MAX_GATHERED_KEYS,
+    Group,
+    places,
+    plan_groups,
+    split_packs,
+)
 from vllm_metal_lite.attention.step import StepMetadata
+from vllm_metal_lite.attention.upload import upload
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 
 # The CPU backend has no fused kernel: scores are computed in full, a causal half for nothing, and
 # exp dominates.  Small query tiles save most of that half; a call costs little beside it.
-# Elsewhere SDPA is fused and skips what "causal" hides, and calls are what costs.
-_COSTS = {"cpu": {"tile": 256, "call_cost": 1 << 12}}
-_FUSED_COSTS = {"tile": 1 << 30, "call_cost": 1 << 20}
+# Elsewhere SDPA is fused and skips what "causal" hides, and calls are what costs: in the time that
+# the host needs for one, an H200 computes some 2 million scores of 16 heads.
+_COSTS = {"cpu": {"tile": 256, "call_cost": 1 << 13}}
+_FUSED_COSTS = {"tile": 1 << 30, "call_cost": 1 << 21}
 
 # Fetched when this module loads: the seam replaces the public name while a forward is built.
 _sdpa = mx.fast.scaled_dot_product_attention
@@ -39,7 +48,6 @@ class DeviceGroup:
         self, group: Group, window: int | None = None, kept: KeptGroup | None = None
     ) -> None:
         self.group, self.window, self.kept = group, window, kept
-        self.q_rows = None if group.q_rows is None else mx.array(group.q_rows)
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -81,17 +89,63 @@ class DeviceGroup:
         return self._masks[key]
 
 
+class EndToEnd:
+    """Rows of several calls, one call's behind another's, so that one launch does for all of them.
+
+    shapes: (B, L) of each call.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        self._shapes = shapes
+        self._looks: dict[tuple[int, int], list[tuple]] = {}
+
+    def cut(self, rows: mx.array) -> list[mx.array]:
+        """rows (T, H, D), or more of them -> (B, H, L, D) a call: one look each, nothing copied."""
+        heads, dim = rows.shape[1:]
+        if (heads, dim) not in self._looks:
+            width, first, looks = heads * dim, 0, []
+            for b, length in self._shapes:
+                strides = (length * width, dim, width, 1)
+                looks.append(((b, heads, length, dim), strides, first * width))
+                first += b * length
+            self._looks[heads, dim] = looks
+        flat = rows.reshape(-1)
+        return [mx.as_strided(flat, *look) for look in self._looks[heads, dim]]
+
+
+class SdpaCalls:
+    """Calls that cover a step, and the rows that go in and come out.
+
+    q_rows: (T,) rows of the packed batch, end to end as the calls take them; None: the first T.
+    place: (num_rows,) the place of each row in the calls' outputs, end to end; None: as they are.
+    """
+
+    def __init__(
+        self, groups: list[DeviceGroup], q_rows: mx.array | None, place: mx.array | None
+    ) -> None:
+        self.groups, self.q_rows, self.place = groups, q_rows, place
+        self.queries = EndToEnd([g.group.q_pos.shape for g in groups])
+
+    @cached_property
+    def gathers(self) -> list[tuple[mx.array, EndToEnd]]:
+        """Slots (K,) of the store that are gathered at once, and how they are cut into calls."""
+        groups, found = [g.group for g in self.groups], []
+        sizes = np.array([prod(g.kv_slots.shape) for g in groups])
+        for pack in split_packs(np.arange(len(groups)), sizes, MAX_GATHERED_KEYS):
+            slots = [groups[i].kv_slots.reshape(-1) for i in pack]
+            together = slots[0] if len(slots) == 1 else np.concatenate(slots)
+            found.append((mx.array(together), EndToEnd([groups[i].kv_slots.shape for i in pack])))
+        return found
+
+
 class SdpaPlan:
     """A batch cut into SDPA calls, once a step for each window or chunk that a layer asks for."""
 
     def __init__(self, batch: ForwardBatch, num_rows: int, kept: KeptDecodes | None = None) -> None:
         self.batch, self.num_rows, self.kept = batch, num_rows, kept
-        self._plans: dict[tuple, tuple[list[DeviceGroup], mx.array | None]] = {}
+        self._plans: dict[tuple, SdpaCalls] = {}
 
-    def calls(
-        self, window: int | None, chunk: int | None = None
-    ) -> tuple[list[DeviceGroup], mx.array | None]:
-        """The groups, and for each row its place in their concatenated outputs (None: as is)."""
+    def calls(self, window: int | None, chunk: int | None = None) -> SdpaCalls:
         longest = int(self.batch.seq_lens.max())
         window = None if window is not None and window >= longest else window
         chunk = None if chunk is not None and chunk >= longest else chunk
@@ -104,16 +158,9 @@ class SdpaPlan:
                 groups = plan_groups(self.batch, window, chunk=chunk, **costs)
                 if keeper:
                     keeper.begin(self.batch, groups)
-            rows = np.concatenate([g.q_rows.ravel() for g in groups])
-            place = np.zeros(self.num_rows, np.int32)
-            # Backwards, so that a row's first place wins: later ones are padding, which under a
-            # plain "causal" saw too far.
-            place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
-            as_is = len(rows) == self.num_rows and (rows == np.arange(len(rows))).all()
-            self._plans[window, chunk] = (
-                [DeviceGroup(g, window, k) for g, k in zip_longest(groups, kept)],
-                None if as_is else mx.array(place),
-            )
+            rows, place = places(groups, self.num_rows)
+            on_device = [DeviceGroup(g, window, k) for g, k in zip_longest(groups, kept)]
+            self._plans[window, chunk] = SdpaCalls(on_device, *upload([rows, place]))
         return self._plans[window, chunk]
 
 
@@ -161,14 +208,18 @@ class ReferenceAttention:
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         self.store.write(layer, k, v, step.slot_mapping[self.store.group_of[layer]])
 
-    def gather(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
-        """A group's keys and values, (B, num_kv_heads, Lk, head_dim)."""
+    def gather(self, layer: int, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
+        """Each call's keys and values, (B, num_kv_heads, Lk, head_dim)."""
+        for g in calls.groups:
+            if g.kept is None:
+                yield self._gather_group(layer, g)
+            else:
+                yield g.kept.gather(layer, DeviceGroup, self._gather_group)
+
+    def _gather_group(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
         spec = self.store.specs[layer]
         k, v = group.gather(self.store.keys[layer]), group.gather(self.store.values[layer])
         return spec.k_row.unpack(k), spec.v_row.unpack(v)
-
-    def _gather_kept(self, layer: int, kept: KeptGroup) -> tuple[mx.array, mx.array]:
-        return kept.gather(layer, DeviceGroup, self.gather)
 
     def attend(
         self,
@@ -185,23 +236,22 @@ class ReferenceAttention:
     ) -> mx.array:
         if q_pe is not None:
             q = mx.concatenate([q, q_pe], axis=-1)
-        groups, place = step.sdpa[self.store.group_of[layer]].calls(window, chunk)
-        outputs = []
-        for g in groups:
-            queries = (q[None] if g.q_rows is None else self.take(q, g.q_rows)).swapaxes(1, 2)
-            k, v = self.gather(layer, g) if g.kept is None else self._gather_kept(layer, g.kept)
+        calls, outputs = step.sdpa[self.store.group_of[layer]].calls(window, chunk), []
+        parts = calls.queries.cut(q if calls.q_rows is None else self.take(q, calls.q_rows))
+        gathered = self.gather(layer, calls)
+        for g, queries, (k, v) in zip(calls.groups, parts, gathered, strict=True):
             if q_pe is not None:
                 k, v = mx.concatenate([k, v], axis=-1), k
             if softcap is None:
                 out = _sdpa(queries, k, v, scale=scale, mask=g.mask(q.dtype), sinks=sinks)
             else:
                 out = _softcapped(queries, k, v, scale, softcap, g.mask_array(q.dtype), sinks)
-            outputs.append(out.swapaxes(1, 2).reshape(-1, *out.shape[1::2]))
+            outputs.append(out.swapaxes(1, 2).flatten(0, 1))
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return out if place is None else self.take(out, place)
+        return out if calls.place is None else self.take(out, calls.place)
 
     def take(self, rows: mx.array, index: mx.array) -> mx.array:
-        """Rows of queries or results, (*index, H, D)."""
+        """Rows of queries or results."""
         return rows[index]
 
 

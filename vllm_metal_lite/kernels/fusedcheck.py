@@ -228,8 +228,8 @@ def _new_rows(
 
 def _stored(store: list[mx.array], token: mx.array) -> list[mx.array]:
     """What is in a store, as kernels see it."""
-    everything = mx.arange(len(store[0]), dtype=mx.int32)[None]
-    return [a[0].swapaxes(0, 1) for a in ops.kv_gather(everything, *store, token)[:2]]
+    everything = mx.arange(len(store[0]), dtype=mx.int32)
+    return list(ops.kv_gather(everything, *store, token)[:2])
 
 
 def _largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:

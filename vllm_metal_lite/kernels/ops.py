@@ -113,6 +113,7 @@ def new_token() -> mx.array:
     return mx.zeros(8)
 
 
+@cache
 def bits(x: float) -> int:
     """The bits of a float32: a template value must be an integer."""
     return int(np.float32(x).view(np.int32))
@@ -154,28 +155,29 @@ def kv_gather(
     kv_slots: mx.array, keys: mx.array, values: mx.array, token: mx.array,
     spec: LayerSpec | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
-    """Copy slots (B, L) out of the store -> K and V (B, num_kv_heads, L, head_dim), the token."""
-    batch, length = kv_slots.shape
+    """Copy slots (any shape) out of the store -> K and V (*shape, num_kv_heads, head_dim), the
+    token."""
+    slots, shape = kv_slots.reshape(-1), kv_slots.shape
     if spec and spec.bits:
         heads, k_row, v_row = spec.num_kv_heads, spec.k_row, spec.v_row
         threads, groups = cover(heads * max(k_row.value_words, v_row.value_words))
         return tuple(_KV_GATHER_QUANTISED(
-            [kv_slots, keys, values, token],
+            [slots, keys, values, token],
             {"T": spec.dtype, "KV_HEADS": heads, **_format(k_row, v_row)},
-            (groups, length, batch), threads,
-            [(batch, heads, length, row.dim) for row in (k_row, v_row)] + [(1,)],
+            (groups, slots.size, 1), threads,
+            [(*shape, heads, row.dim) for row in (k_row, v_row)] + [(1,)],
             [spec.dtype, spec.dtype, mx.float32],
         ))  # fmt: skip
     _, kv_heads, k_dim = keys.shape
     v_dim = values.shape[2]
-    k_words, v_words = _words(k_dim, keys), _words(v_dim, values)
+    k_words, v_words = _words(kv_heads * k_dim, keys), _words(kv_heads * v_dim, values)
     width = math.gcd(k_words, v_words, 4)
-    threads, groups = cover(kv_heads * max(k_words, v_words) // width)
-    template = {"T": keys.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v_dim, "W": width}
+    threads, groups = cover(max(k_words, v_words) // width)
     return tuple(_KV_GATHER(
-        [kv_slots, keys, values, token],
-        template, (groups, length, batch), threads,
-        [(batch, kv_heads, length, k_dim), (batch, kv_heads, length, v_dim), (1,)],
+        [slots, keys, values, token],
+        {"K_WORDS": k_words, "V_WORDS": v_words, "W": width},
+        (groups, slots.size, 1), threads,
+        [(*shape, kv_heads, k_dim), (*shape, kv_heads, v_dim), (1,)],
         [keys.dtype, keys.dtype, mx.float32],
     ))  # fmt: skip
 
