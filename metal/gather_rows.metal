@@ -7,7 +7,7 @@
 // Prompts of unlike length go to MLX's SDPA in padded batches: queries are gathered into them, and
 // results out of them.  MLX's own gather does the same, element by element.
 //
-// Who does what.  Grid (threads for a row, N).  Thread (x, n) copies W words at x * W.
+// Who does what.  Grid (N, threadgroups of THREADS for a row).  Thread (n, x) copies W words at x * W.
 //
 // Why it is correct.  Each output word has exactly one writer, and the input is only read.
 //
@@ -15,8 +15,8 @@
 #include "words.h"
 
 // --- kernel body ---
-const int at = int(thread_position_in_grid.x) * W;
-const int row = int(thread_position_in_grid.y);
+const int at = int(threadgroup_position_in_grid.y * THREADS + thread_position_in_threadgroup.x) * W;
+const int row = int(threadgroup_position_in_grid.x);
 if (at < WIDTH) {
   thread uint words[W];
   load_words<W>((const device uint*)rows + size_t(index[row]) * WIDTH + at, words);

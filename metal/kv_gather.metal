@@ -8,8 +8,8 @@
 // Besides attention this is the only reader of the store: an MLX operation must not read it, for MLX
 // cannot see that kernels write it.
 //
-// Who does what.  Grid (threads for the longer of the two rows, N).  Thread (x, key) copies W words
-// of the key's row of K at x * W, and of V.
+// Who does what.  Grid (N, threadgroups of THREADS for the longer of the two rows); CUDA allows no more
+// than 65,535 of the latter.  Thread (key, x) copies W words of the key's row of K at x * W, and of V.
 //
 // Why it is correct.  Each output word has exactly one writer.
 //
@@ -17,8 +17,8 @@
 #include "words.h"
 
 // --- kernel body ---
-const int at = int(thread_position_in_grid.x) * W;
-const int key = int(thread_position_in_grid.y);
+const int at = int(threadgroup_position_in_grid.y * THREADS + thread_position_in_threadgroup.x) * W;
+const int key = int(threadgroup_position_in_grid.x);
 const size_t slot = size_t(kv_slots[key]);
 
 thread uint words[W];

@@ -5,8 +5,8 @@
 //   token         float32 -> next_token (1,)    as in kv_gather
 //   k, v          (N, KV_HEADS, DIM) of T       outputs, of which SDPA takes views, head by head
 //
-// Who does what.  Grid (threads for the words of the longer of the two rows, N).  Thread (x, key)
-// turns word x of the key's row of K into 4 or 8 values, and of V.
+// Who does what.  Grid (N, threadgroups of THREADS for the words of the longer of the two rows).
+// Thread (key, x) turns word x of the key's row of K into 4 or 8 values, and of V.
 //
 // Why it is correct.  Each output value has exactly one writer.
 //
@@ -42,8 +42,8 @@ METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t s
 }
 
 // --- kernel body ---
-const int at = int(thread_position_in_grid.x);
-const int key = int(thread_position_in_grid.y);
+const int at = int(threadgroup_position_in_grid.y * THREADS + thread_position_in_threadgroup.x);
+const int key = int(threadgroup_position_in_grid.x);
 const size_t slot = size_t(kv_slots[key]);
 
 gather_word<T, BITS, KV_HEADS, K_DIM, K_GROUP>(keys, (device uint*)k, slot, key, at);

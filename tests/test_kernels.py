@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from metal.host import compiler_available, installed
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.ops import DecodePlan, kv_gather, kv_write, new_token, paged_decode
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kv.quantised import RowFormat
@@ -251,6 +252,24 @@ def test_gather_rows_copies_the_bytes(dtype, shape, checked):
         got = gather_rows(rows, mx.array(index))
     assert got.shape == (2, 13, *shape)
     np.testing.assert_array_equal(raw(got), raw(rows)[index])
+
+
+def test_more_rows_than_a_grid_of_cuda_has_in_y(monkeypatch):
+    """65,535; only x may be longer."""
+    grids, launch = [], Kernel.__call__
+
+    def noting(self, arrays, template, grid, *args):
+        grids.append(grid)
+        return launch(self, arrays, template, grid, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", noting)
+    rows = mx.arange(80, dtype=mx.float32).reshape(10, 1, 8)
+    index = mx.arange(70_000, dtype=mx.int32) % 10
+    with installed():
+        got = [gather_rows(rows, index), *ops.kv_gather(index, rows, -rows, ops.new_token())[:2]]
+        for out, of in zip(got, (rows, rows, -rows), strict=True):
+            assert mx.array_equal(out, of[index])
+    assert [grid[1:] for grid in grids] == [(1, 1)] * 2
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(mx.float32, 7), (mx.float16, 9)])

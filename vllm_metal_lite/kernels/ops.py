@@ -163,8 +163,8 @@ def kv_gather(
         threads, groups = cover(heads * max(k_row.value_words, v_row.value_words))
         return tuple(_KV_GATHER_QUANTISED(
             [slots, keys, values, token],
-            {"T": spec.dtype, "KV_HEADS": heads, **_format(k_row, v_row)},
-            (groups, slots.size, 1), threads,
+            {"T": spec.dtype, "KV_HEADS": heads, "THREADS": threads, **_format(k_row, v_row)},
+            (slots.size, groups, 1), threads,
             [(*shape, heads, row.dim) for row in (k_row, v_row)] + [(1,)],
             [spec.dtype, spec.dtype, mx.float32],
         ))  # fmt: skip
@@ -175,8 +175,8 @@ def kv_gather(
     threads, groups = cover(max(k_words, v_words) // width)
     return tuple(_KV_GATHER(
         [slots, keys, values, token],
-        {"K_WORDS": k_words, "V_WORDS": v_words, "W": width},
-        (groups, slots.size, 1), threads,
+        {"K_WORDS": k_words, "V_WORDS": v_words, "W": width, "THREADS": threads},
+        (slots.size, groups, 1), threads,
         [(*shape, kv_heads, k_dim), (*shape, kv_heads, v_dim), (1,)],
         [keys.dtype, keys.dtype, mx.float32],
     ))  # fmt: skip

@@ -23,6 +23,6 @@ def gather_rows(rows: mx.array, index: mx.array) -> mx.array:
     shape = (*index.shape, *rows.shape[1:])
     return _GATHER_ROWS(
         [rows, index.reshape(-1)],
-        {"T": rows.dtype, "WIDTH": words, "W": vector},
-        (groups, index.size, 1), threads, [shape], [rows.dtype],
+        {"T": rows.dtype, "WIDTH": words, "W": vector, "THREADS": threads},
+        (index.size, groups, 1), threads, [shape], [rows.dtype],
     )[0]  # fmt: skip
