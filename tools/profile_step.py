@@ -21,6 +21,7 @@ from serving_loads import get_model
 from serving_probes import timed
 
 from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams
+from vllm_metal_lite.backend import mx
 
 _WARM_UP, _STEPS, _ALONE, _PROFILED = 20, 60, 15, 8
 
@@ -74,9 +75,11 @@ def kernels(engine: LLMEngine) -> None:
         from torch.profiler import ProfilerActivity, profile
     except ImportError:
         raise MetalLiteError("--kernels needs torch, built for CUDA") from None
+    mx.synchronize()  # the step that is ahead is not one of these
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(_PROFILED):
             engine.step()
+        mx.synchronize()
     events = profiler.profiler.kineto_results.events()
     events = [e for e in events if str(e.device_type()).endswith("CUDA")]
     if not events:
