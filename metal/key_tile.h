@@ -28,6 +28,30 @@ METAL_FUNC void fetch_rows(const device uint4* store, const threadgroup int* slo
   }
 }
 
+// The same in two steps, so that rows are under way while the tile before them is attended to.  A thread
+// holds (KEYS * LOADS + THREADS - 1) / THREADS loads between them.
+template <int KEYS, int THREADS, int LOADS>
+METAL_FUNC void ask_rows(const device uint4* store, const threadgroup int* slots, int kv_heads,
+                         int kv_head, int thread_index, thread uint4* part) {
+#pragma unroll
+  for (int f = 0; f < (KEYS * LOADS + THREADS - 1) / THREADS; f++) {
+    const int i = metal::min(thread_index + f * THREADS, KEYS * LOADS - 1);
+    part[f] = store[(size_t(slots[i / LOADS]) * kv_heads + kv_head) * LOADS + i % LOADS];
+  }
+}
+
+template <int KEYS, int THREADS, int LOADS>
+METAL_FUNC void put_rows(const thread uint4* part, int stride, int thread_index,
+                         threadgroup uint4* tile) {
+#pragma unroll
+  for (int f = 0; f < (KEYS * LOADS + THREADS - 1) / THREADS; f++) {
+    const int i = thread_index + f * THREADS;
+    if (i < KEYS * LOADS) {
+      tile[i / LOADS * stride + i % LOADS] = part[f];
+    }
+  }
+}
+
 // One step of the online softmax, in base 2: the tile k, v of keys `base` .. base + KEYS - 1, of which
 // this lane's row sees those from `from` to `to` - 1.  m, l and o are of its row; a lane adds its own
 // part to l.  A score is the product times `scale`; if CAPPED, `cap` times the tanh of that.  All lanes

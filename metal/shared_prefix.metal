@@ -22,7 +22,8 @@
 //
 // Layout.  The query rows of one KV head are B * GROUP pairs (row, head), row by row.  A tile is ROWS
 // of them, 8 a simdgroup, and all of a tile see the same keys: simdgroups, tiles of keys and products
-// are those of varlen_prefill, which says the rest.
+// are those of varlen_prefill, which says the rest.  While a tile is attended to, the next is under
+// way to registers, for few rows wait for memory.
 //
 //   grid   x: KV head   y: tile of pairs   z: split of the prefix, at multiples of KEYS
 //
@@ -84,6 +85,24 @@ const size_t q_row = size_t(pair / GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP
 const float softcap = as_type<float>(SOFTCAP);
 const float s_scale = as_type<float>(SCALE) * (SOFTCAP != 0 ? 1.0f / softcap : LOG2_E);
 
+// The first tile is asked for before the queries are made.  Where rows lie is looked up a tile ahead.
+constexpr int K_LOADS = K_DIM / PER_LOAD;
+constexpr int V_LOADS = V_DIM / PER_LOAD;
+thread uint4 k_part[(KEYS * K_LOADS + THREADS - 1) / THREADS];
+thread uint4 v_part[(KEYS * V_LOADS + THREADS - 1) / THREADS];
+int key = metal::max(metal::min(begin + thread_index, end - 1), 0);
+int block = block_tables[table + key / BLOCK_SIZE];
+if (thread_index < KEYS) {
+  slots[thread_index] = block * BLOCK_SIZE + key % BLOCK_SIZE;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+ask_rows<KEYS, THREADS, K_LOADS>((const device uint4*)keys, slots, KV_HEADS, kv_head, thread_index,
+                                 k_part);
+ask_rows<KEYS, THREADS, V_LOADS>((const device uint4*)values, slots, KV_HEADS, kv_head, thread_index,
+                                 v_part);
+key = metal::max(metal::min(key + KEYS, end - 1), 0);
+block = block_tables[table + key / BLOCK_SIZE];
+
 thread metal::simdgroup_matrix<T, 8, 8> query[K_PARTS];
 if (FUSED) {
   threadgroup T* held = (threadgroup T*)k_tile + simdgroup_index * HELD * K_STRIDE;
@@ -130,22 +149,23 @@ for (int d = 0; d < V_PARTS; d++) {
 float m = LOWEST;
 float l = 0.0f;
 
-// Where the rows of the next tile lie is looked up one turn ahead of reading them.
-int key = metal::max(metal::min(begin + thread_index, end - 1), 0);
-int block = block_tables[table + key / BLOCK_SIZE];
 for (int base = begin; base < end; base += KEYS) {
+  // All have used the tile before, and the slots.
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  put_rows<KEYS, THREADS, K_LOADS>(k_part, K_STRIDE / PER_LOAD, thread_index, k_tile);
+  put_rows<KEYS, THREADS, V_LOADS>(v_part, V_STRIDE / PER_LOAD, thread_index, v_tile);
   if (thread_index < KEYS) {
     slots[thread_index] = block * BLOCK_SIZE + key % BLOCK_SIZE;
   }
-  // The slots are there, and all have used the tile before.
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  key = metal::min(key + KEYS, end - 1);
-  block = block_tables[table + key / BLOCK_SIZE];
-  fetch_rows<KEYS, THREADS>((const device uint4*)keys, slots, KV_HEADS, kv_head,
-                            K_DIM / PER_LOAD, K_STRIDE / PER_LOAD, thread_index, k_tile);
-  fetch_rows<KEYS, THREADS>((const device uint4*)values, slots, KV_HEADS, kv_head,
-                            V_DIM / PER_LOAD, V_STRIDE / PER_LOAD, thread_index, v_tile);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (base + KEYS < end) {
+    ask_rows<KEYS, THREADS, K_LOADS>((const device uint4*)keys, slots, KV_HEADS, kv_head,
+                                     thread_index, k_part);
+    ask_rows<KEYS, THREADS, V_LOADS>((const device uint4*)values, slots, KV_HEADS, kv_head,
+                                     thread_index, v_part);
+    key = metal::min(key + KEYS, end - 1);
+    block = block_tables[table + key / BLOCK_SIZE];
+  }
 
   // A simdgroup of which no pair exists has nothing to do.
   if (sg_first < pairs) {

@@ -97,9 +97,28 @@ FAULTS = {
         "wrong",
     ),
     "prefix_first_barrier": ("shared_prefix", BARRIER, "", UNORDERED),
-    "prefix_second_barrier": ("shared_prefix", (BARRIER, 1), "", UNORDERED),
-    "prefix_keys_past_the_end": (
+    "prefix_second_barrier": ("shared_prefix/fused", (BARRIER, 1), "", "race"),
+    "prefix_third_barrier": ("shared_prefix", (BARRIER, 2), "", UNORDERED),
+    "prefix_next_tile_not_asked_for": (
+        "shared_prefix/fused",
+        "if (base + KEYS < end)",
+        "if (false)",
+        "wrong",
+    ),
+    "prefix_keys_as_values": (
+        "shared_prefix/fused",
+        "ask_rows<KEYS, THREADS, V_LOADS>((const device uint4*)values, slots,",
+        "ask_rows<KEYS, THREADS, V_LOADS>((const device uint4*)keys, slots,",
+        "wrong",
+    ),
+    "prefix_half_of_a_tile": (
         "shared_prefix",
+        "if (i < KEYS * LOADS) {",
+        "if (i < KEYS * LOADS / 2) {",
+        "uninitialised",
+    ),
+    "prefix_keys_past_the_end": (
+        "shared_prefix/fused",
         "metal::min(key + KEYS, end - 1)",
         "key + KEYS + 40",
         ("out of bounds", "wrong"),

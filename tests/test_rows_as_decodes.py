@@ -54,7 +54,7 @@ class DecodesCase(Case):
 )
 @pytest.mark.parametrize("segments", [RAGGED[:3] + RAGGED[6:], RAGGED[:4], [(40, 13)]], ids=str)
 def test_decodes_prompts_and_chunks(monkeypatch, segments, how):
-    monkeypatch.setattr(shared, "MIN_SAVED_BY_ONE_LAUNCH", BLOCK_SIZE)
+    monkeypatch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", BLOCK_SIZE)
     case = DecodesCase(segments, sinks=True)
     with installed():
         check(case, padding=3, **how)
@@ -88,7 +88,7 @@ def test_only_small_steps(monkeypatch):
     assert prepared([(300, 1), (8, 25)]).prompts is None
     monkeypatch.setattr(kernels, "_MAX_OWN_KEYS", keys - 1)
     assert prepared(chunk).prompts is not None
-    monkeypatch.setattr(shared, "MIN_SAVED_BY_ONE_LAUNCH", 8 // BLOCK_SIZE * BLOCK_SIZE)
+    monkeypatch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", 8 // BLOCK_SIZE * BLOCK_SIZE)
     assert prepared(chunk).prompts is None
 
 
@@ -123,7 +123,7 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
     expected, expected_scores = answers(tiny.engine("qwen3", **options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
-        patch.setattr(shared, "MIN_SAVED_BY_ONE_LAUNCH", 8)
+        patch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", 8)
         engine = compile_on_cpu(tiny.engine("qwen3", **options), rows_as_decodes=ROWS_AS_DECODES)
         steps, prepare = [], engine.runner.attention.prepare
         engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
@@ -155,7 +155,7 @@ def test_a_prompt_alone_waits_to_be_compiled():
 def test_tokens_through_kernels(monkeypatch, tmp_path, name):
     """A pool that makes requests give way, chunks of unlike size, and a newcomer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shared, "MIN_SAVED_BY_ONE_LAUNCH", 8)
+    monkeypatch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", 8)
     prompts = tiny.prompts(4, 10, 40, seed=7)
     params = SamplingParams(temperature=0, max_tokens=16)
     with installed():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from metal.host import compiler_available, installed
 from vllm_metal_lite import SamplingParams, backend, runner
 from vllm_metal_lite.attention import kernels, shared
-from vllm_metal_lite.attention.shared import common_prefix
+from vllm_metal_lite.attention.shared import PrefixSearch, common_prefix
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
 from vllm_metal_lite.kernels import ops
@@ -84,6 +84,78 @@ def test_rows_that_do_not_have_the_prefix_cost_something():
     assert found.leader == 3
 
 
+STEP = st.one_of(
+    st.just("decode"),
+    st.tuples(st.just("add"), st.text("ab", min_size=1, max_size=5)),
+    st.tuples(st.just("remove"), st.integers(0, 9)),
+)
+
+
+@given(st.lists(STEP, max_size=30), st.integers(1, 3))
+def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
+    """Rows come, go and grow, a token or a block at a time; tables have stale blocks behind."""
+    search, rows, least = PrefixSearch(), [], fewest * BLOCK_SIZE
+    names: dict[str, int] = {}
+    for change in changes:
+        if change == "decode":
+            for row in rows:
+                row[1] += 5
+                row[0] += "c" * (-(-row[1] // BLOCK_SIZE) - len(row[0]))
+        elif change[0] == "add":
+            rows.append([change[1], len(change[1]) * BLOCK_SIZE - 2])
+        elif rows:
+            rows.pop(change[1] % len(rows))
+        if not rows:
+            continue
+        tables = np.full((len(rows), max(len(word) for word, _ in rows) + 1), -1, np.int32)
+        for i, (word, _) in enumerate(rows):
+            for at in range(len(word)):  # what is generated is nobody else's
+                key = word[: at + 1] + str(i) * ("c" in word[: at + 1])
+                tables[i, at] = names.setdefault(key, len(names))
+        lens = np.array([n for _, n in rows], np.int32)
+        found = search([tables], lens, BLOCK_SIZE, least)
+        if change != "decode":
+            assert (found is None) == (common_prefix([tables], lens, BLOCK_SIZE, least) is None)
+        if found is None:
+            continue
+        blocks = int(found.lens.max()) // BLOCK_SIZE
+        having = np.flatnonzero(found.lens)
+        assert blocks >= 1
+        assert found.leader in having
+        assert len(having) > 1
+        assert (found.lens[having] == blocks * BLOCK_SIZE).all()
+        assert (found.lens <= (lens - 1) // BLOCK_SIZE * BLOCK_SIZE).all()
+        assert (tables[having, :blocks] == tables[found.leader, :blocks]).all()
+
+
+def test_a_prefix_is_searched_for_once(monkeypatch):
+    """Until a row comes, goes or begins otherwise, or more is to be saved."""
+    searched, search = [], PrefixSearch()
+
+    def noting(*args):
+        searched.append(args)
+        return common_prefix(*args)
+
+    monkeypatch.setattr(shared, "common_prefix", noting)
+    first, second, other = [1, 2, 3, 4, 0], [1, 2, 5, 6, 0], [7, 8, 9, 10, 0]
+    lens = np.array([30, 31, 25])
+
+    def step(*rows, lens=lens, least=8):
+        before = len(searched)
+        found = search(tables_of(*rows), lens[: len(rows)], BLOCK_SIZE, least)
+        return found and found.lens.tolist(), len(searched) - before
+
+    assert step(first, second, other) == ([16, 16, 0], 1)
+    assert step(first, second, other) == ([16, 16, 0], 0)
+    assert step([1, 2, 3, 4, 11], second, other, lens=lens + 8) == ([16, 16, 0], 0)
+    assert step(first, second, other, least=9) == ([16, 16, 0], 1)
+    assert step(first, second, least=9) == ([16, 16], 1)
+    assert step(second, [1, 2, 9, 9, 9], least=9) == ([16, 16], 0)
+    assert step(first, other, least=9) == (None, 1)
+    assert step(first, second, least=2) == ([16, 16], 1)
+    assert step(first, second, lens=np.array([16, 31]), least=2) == ([8, 8], 1)
+
+
 # The order of launches
 
 
@@ -146,11 +218,12 @@ def steps(monkeypatch):
     monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", BLOCK_SIZE)
     found = []
 
-    def recording(*args):
-        found.append(common_prefix(*args))
-        return found[-1]
+    class Recording(PrefixSearch):
+        def __call__(self, *args):
+            found.append(super().__call__(*args))
+            return found[-1]
 
-    monkeypatch.setattr(kernels, "common_prefix", recording)
+    monkeypatch.setattr(kernels, "PrefixSearch", Recording)
     return found
 
 

@@ -27,3 +27,9 @@ def test_every_array_of_the_tree(device, shapes, random):
     found = [a for _, a in tree_flatten(on_device) if a is not None]
     for array, expected in zip(found, arrays, strict=True):
         np.testing.assert_array_equal(array, expected, strict=True)
+
+
+@pytest.mark.parametrize("device", ["cuda", "metal"])
+def test_nothing_is_nothing(monkeypatch, device):
+    monkeypatch.setattr(backend, "name", lambda: device)
+    assert upload([None, [None]]) == [None, [None]]

@@ -24,7 +24,7 @@ from vllm_metal_lite.attention.prompts import (
     pad_tables,
 )
 from vllm_metal_lite.attention.reference import ReferenceAttention, SdpaCalls
-from vllm_metal_lite.attention.shared import CommonPrefix, common_prefix
+from vllm_metal_lite.attention.shared import CommonPrefix, PrefixSearch
 from vllm_metal_lite.attention.step import AttentionShape, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import ForwardBatch
@@ -148,6 +148,7 @@ class KernelAttention(ReferenceAttention):
         ]  # fmt: skip
         of_layers = zip(store.group_of, self._shares, strict=True)
         self._sharing_groups = sorted({group for group, shared in of_layers if shared})
+        self._prefix_search = PrefixSearch()
         self.token = ops.new_token()
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
         windows = [[] for _ in store.num_blocks]
@@ -186,7 +187,7 @@ class KernelAttention(ReferenceAttention):
         """
         if batch.num_decodes < batch.num_segments and num_rows <= self.rows_as_decodes:
             rows, first = batch.as_decodes(), batch.num_decodes
-            prefix = self._common_prefix(rows, shared.MIN_SAVED_BY_ONE_LAUNCH)
+            prefix = self._common_prefix(rows, shared.MIN_SAVED_FOR_PROMPTS)
             own = rows.seq_lens - (prefix.lens if prefix else 0)
             if own[first:].sum() <= _MAX_OWN_KEYS:
                 return rows, prefix
@@ -197,7 +198,8 @@ class KernelAttention(ReferenceAttention):
             return None
         decodes = slice(batch.num_decodes)
         tables = [batch.by_group[g].block_tables[decodes] for g in self._sharing_groups]
-        return common_prefix(tables, batch.seq_lens[decodes], batch.block_size, min_saved)
+        seq_lens = batch.seq_lens[decodes]
+        return self._prefix_search(tables, seq_lens, batch.block_size, min_saved)
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         spec, group = self.store.specs[layer], self.store.group_of[layer]

@@ -8,11 +8,10 @@ import numpy as np
 from vllm_metal_lite import backend
 
 # Fewest tokens that need not be read again for which a prefix is attended to on its own: that costs
-# two launches a layer, `shared_prefix` and the `rope_write` that attention could do otherwise.  On
-# CUDA launches keep the host busy longer than 90,000 tokens keep an H200 (docs/benchmarks.md).
-MIN_SAVED_TOKENS = 1 << 17 if backend.name() == "cuda" else 8192
-# The same where rows are written ahead anyway, so that it costs one launch more.
-MIN_SAVED_BY_ONE_LAUNCH = 8192
+# a launch a layer.  Measured on an H200 (docs/benchmarks.md), a guess elsewhere.
+MIN_SAVED_TOKENS = 1 << 15 if backend.name() == "cuda" else 8192
+# The same for rows of prompts, of which it makes decodes.
+MIN_SAVED_FOR_PROMPTS = 8192
 # What a row costs there, whether it has the prefix or not: products, and keys from the cache.  As a
 # share of reading the prefix; a guess.
 _ROW_COST = 1 / 8
@@ -24,6 +23,42 @@ class CommonPrefix(NamedTuple):
 
     leader: int
     lens: np.ndarray
+
+
+class PrefixSearch:
+    """`common_prefix`, from one step to the next: what was found holds on while all rows begin with
+    the same blocks as before, so that it need not be searched for.  A longer prefix than that is
+    found when rows come or go."""
+
+    def __init__(self) -> None:
+        self._found: CommonPrefix | None = None
+        self._blocks: list[np.ndarray] = []
+        self._min_saved = 0
+
+    def __call__(
+        self, block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int,
+        min_saved: int,
+    ) -> CommonPrefix | None:  # fmt: skip
+        """As `common_prefix`."""
+        if self._min_saved == min_saved and self._holds(block_tables, seq_lens, block_size):
+            return self._found
+        found = common_prefix(block_tables, seq_lens, block_size, min_saved)
+        width = 0 if found is None else int(found.lens.max()) // block_size
+        self._blocks = [tables[:, :width].copy() for tables in block_tables]
+        self._found, self._min_saved = found, min_saved
+        return found
+
+    def _holds(
+        self, block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int
+    ) -> bool:
+        if self._found is None or len(self._found.lens) != len(seq_lens):
+            return False
+        if (self._found.lens > (seq_lens - 1) // block_size * block_size).any():
+            return False
+        return all(
+            np.array_equal(tables[:, : before.shape[1]], before)
+            for tables, before in zip(block_tables, self._blocks, strict=True)
+        )
 
 
 def common_prefix(

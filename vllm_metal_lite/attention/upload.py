@@ -21,6 +21,8 @@ def upload(tree: Any) -> Any:
     if backend.name() != "cuda":  # nothing to be saved
         return tree_map(lambda a: None if a is None else mx.array(a), tree)
     arrays = [a for _, a in tree_flatten(tree) if a is not None]
+    if not arrays:
+        return tree
     ends = np.cumsum([-(-a.size // _ALIGNED) * _ALIGNED for a in arrays])
     whole = np.zeros(ends[-1], np.int32)
     for array, end in zip(arrays, ends, strict=True):

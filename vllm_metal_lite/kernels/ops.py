@@ -175,7 +175,7 @@ def kv_gather(
     threads, groups = cover(max(k_words, v_words) // width)
     return tuple(_KV_GATHER(
         [slots, keys, values, token],
-        {"K_WORDS": k_words, "V_WORDS": v_words, "W": width, "THREADS": threads},
+        {"T": keys.dtype, "K_WORDS": k_words, "V_WORDS": v_words, "W": width, "THREADS": threads},
         (slots.size, groups, 1), threads,
         [(*shape, kv_heads, k_dim), (*shape, kv_heads, v_dim), (1,)],
         [keys.dtype, keys.dtype, mx.float32],
