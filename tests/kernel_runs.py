@@ -6,7 +6,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import ops
 from vllm_metal_lite.kernels.norm import add_rms_norm
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.products import GemmPlan, skinny_gemm
+from vllm_metal_lite.kernels.products import GemmPlan, RowNorm, skinny_gemm
 from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
 from vllm_metal_lite.kernels.rows import gather_rows
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
@@ -21,8 +21,8 @@ def draw(*shape, seed, dtype=mx.float32):
     return mx.array(values).astype(dtype)
 
 
-def store(dtype):
-    return [draw(SLOTS, KV_HEADS, DIM, seed=seed, dtype=dtype) for seed in (1, 2)]
+def store(dtype, dim=DIM):
+    return [draw(SLOTS, KV_HEADS, dim, seed=seed, dtype=dtype) for seed in (1, 2)]
 
 
 def quantised(dtype):
@@ -70,35 +70,29 @@ def fused_decode(dtype):
     return [*written, out]
 
 
-def shared_prefix_rows(dtype, q=None):
+def shared_prefix_rows(dtype, q=None, dim=DIM):
     """The second row's first 45 keys in two splits, the last one short, as is the tile of 27
     pairs."""
     blocks = [10, 2, 11, 5, 3, 0]
     tables = mx.array([[4] * 6, blocks, blocks], mx.int32)
     lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
-    q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype) if q is None else q
-    return list(
-        shared_prefix(
-            q,
-            tables,
-            *lens,
-            *store(dtype),
-            ops.new_token(),
-            block_size=BLOCK_SIZE,
-            scale=0.2,
-            splits=2,
-        )[:2]
-    )
+    q = draw(3, KV_HEADS * GROUP, dim, seed=5, dtype=dtype) if q is None else q
+    partial, lse, _ = shared_prefix(
+        q, tables, *lens, *store(dtype, dim), ops.new_token(), block_size=BLOCK_SIZE, scale=0.2,
+        splits=2,
+    )  # fmt: skip
+    return [partial, lse]
 
 
 def shared_prefix_of_new_rows(dtype):
-    """The same, of queries that are still to be normalised and turned."""
-    heads = KV_HEADS * GROUP
-    rows = draw(3, (heads + 2 * KV_HEADS) * DIM, seed=13, dtype=dtype)
-    columns = [Columns(rows, n * DIM) for n in (0, heads, heads + KV_HEADS)]
-    norm = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5)
+    """The same, of queries that are still to be normalised and turned, and so large that a
+    simdgroup does it in turns."""
+    heads, dim = KV_HEADS * GROUP, 136
+    rows = draw(3, (heads + 2 * KV_HEADS) * dim, seed=13, dtype=dtype)
+    columns = [Columns(rows, n * dim) for n in (0, heads, heads + KV_HEADS)]
+    norm = HeadNorm(draw(dim, seed=10, dtype=dtype), 1e-5)
     rope = Rope(40, False, 1e4, 1.0, None)
-    return shared_prefix_rows(dtype, NewRows(*columns, heads, rope, norm, norm))
+    return shared_prefix_rows(dtype, NewRows(*columns, heads, rope, norm, norm), dim)
 
 
 def decode_behind_a_prefix(dtype):
@@ -155,7 +149,23 @@ def skinny_gemm_rows(dtype):
     simdgroups with unlike numbers of chunks."""
     dtype = mx.bfloat16 if dtype == mx.float32 else dtype
     x, weight = (draw(rows, 928, seed=14, dtype=dtype) for rows in (53, 40))
-    return [skinny_gemm(x, weight, GemmPlan(8, 2)).astype(mx.float32)]
+    return [skinny_gemm(x, weight, plan=GemmPlan(8, 2)).astype(mx.float32)]
+
+
+def skinny_gemm_with_all(dtype):
+    """A norm before the product, SwiGLU and a residual sum after it: of few rows, and of so many
+    that sums are held in turns.  Rows are of unlike size."""
+    dtype = mx.bfloat16 if dtype == mx.float32 else dtype
+    weight, gain = draw(42, 928, seed=14, dtype=dtype) / 30, draw(928, seed=15, dtype=dtype)
+    results = []
+    for rows in (11, 53):
+        sizes = mx.arange(1, rows + 1)[:, None].astype(dtype)
+        x, residual = draw(rows, 928, seed=16, dtype=dtype) * sizes, draw(rows, 21, seed=17)
+        results.append(skinny_gemm(
+            x, weight, norm=RowNorm(gain, 1e-5), residual=residual.astype(dtype), swiglu=True,
+            plan=GemmPlan(8, 2),
+        ).astype(mx.float32))  # fmt: skip
+    return results
 
 
 RUN = {
@@ -170,8 +180,10 @@ RUN = {
     "paged_decode/quantised": lambda dtype: paged_decode(dtype, *quantised(dtype)),
     "paged_decode/fused": fused_decode,
     "shared_prefix": shared_prefix_rows,
+    "shared_prefix/fused": shared_prefix_of_new_rows,
     "paged_decode/prefix": decode_behind_a_prefix,
     "rope_write": rope_write_rows,
     "add_rms_norm": add_rms_norm_rows,
     "skinny_gemm": skinny_gemm_rows,
+    "skinny_gemm/all": skinny_gemm_with_all,
 }

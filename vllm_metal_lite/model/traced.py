@@ -64,6 +64,9 @@ class Sum:
     total: mx.array | None = None
 
 
+_assign = mx.array.__setitem__
+
+
 class Traced(mx.array):
     """An array and what it is made of: Columns (of a product), Heads, Attended, Normed, Multiplied,
     Sum or None.
@@ -75,6 +78,8 @@ class Traced(mx.array):
 
     def __init__(self, value: mx.array, made: Any, rows: mx.array | None = None) -> None:
         super().__init__(value)
+        # Of an array MLX makes a copy: a node, and where others look at it too, a launch.
+        _assign(self, slice(None), value)
         self.made, self.rows = made, rows
 
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:

@@ -1,0 +1,58 @@
+"""Which launches a step takes: kernels are stubs, and the graph of its results is walked.
+
+Not what was built is counted but what is reachable: MLX never runs a value that nobody uses.
+"""
+
+import io
+import re
+from collections import Counter
+from itertools import count
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.launch import Kernel
+
+# Primitives that launch nothing here.
+_VIEWS = {
+    "Broadcast", "Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "Transpose",
+    "Unflatten",
+}  # fmt: skip
+# What a kernel is told to do as well.
+_ALSO = ("NORM", "RESIDUAL", "SWIGLU", "FUSED")
+
+
+class Stubs:
+    """In the place of kernels, and of mx.fast.rms_norm, which is one launch on a GPU only."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._leaves, self._number = {}, count()
+        monkeypatch.setattr(Kernel, "__call__", self._kernel())
+        monkeypatch.setattr(mx.fast, "rms_norm", self._rms_norm)
+
+    def _kernel(self):
+        def launch(kernel, arrays, template, grid, threadgroup, shapes, dtypes):
+            name = " ".join([kernel.name, *(a for a in _ALSO if template.get(a))])
+            return self._zeros(name, arrays, shapes, dtypes)
+
+        return launch
+
+    def _rms_norm(self, x, weight, eps):
+        return self._zeros(
+            "rms_norm", [x] if weight is None else [x, weight], [x.shape], [x.dtype]
+        )[0]
+
+    def _zeros(self, name, arrays, shapes, dtypes):
+        zeros = [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        mx.eval(zeros)
+        self._leaves[f"{name}, {next(self._number)}"] = zeros[0]
+        return mx.depends(zeros, list(arrays))
+
+    def needed(self, *arrays: mx.array) -> Counter:
+        """Launches and MLX's own launching primitives from which arrays are computed, by name; then
+        forgets those of before."""
+        dot = io.StringIO()
+        mx.export_to_dot(dot, *arrays, **self._leaves)
+        names = set(re.findall(r'"([^"]+)" ->', dot.getvalue()))
+        launches = Counter(n.partition(",")[0] for n in self._leaves if n in names)
+        self._leaves.clear()
+        primitives = re.findall(r'label ="(\w+)"', dot.getvalue())
+        return launches + Counter(p for p in primitives if p not in _VIEWS)
