@@ -140,6 +140,14 @@ def test_head_sizes(dims, dtype):
 )
 def test_every_way_of_rotating(how):
     check(RAGGED, **how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"traditional": True, "rotated": 12}, {"freqs": True, "scale": 0.5}, {"norms": ""}],
+    ids=str,
+)
+def test_rotating_behind_a_prefix(how):
     check(RAGGED, prefix_len=70, **how)
 
 
@@ -181,7 +189,7 @@ def test_what_queries_see(how, plan):
     st.sampled_from([(1, 8), (2, 2), (64, 1)]),
     st.integers(0, 9),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_random_sequences(seq_lens, heads, block_size, window, sinks, plan, seed):
     check(seq_lens, heads=heads, block_size=block_size, window=window, sinks=sinks, plan=plan,
           seed=seed)  # fmt: skip

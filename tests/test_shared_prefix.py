@@ -155,7 +155,7 @@ def test_any_number_of_query_heads_a_kv_head(heads):
     st.sampled_from([(1, 4), (2, 2), (64, 1)]),
     st.integers(0, 9),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_random_rows(own, prefix_len, block_size, splits, plan, seed):
     check(own, prefix_len, block_size=block_size, splits=splits, plan=plan, seed=seed, sinks=True)
 

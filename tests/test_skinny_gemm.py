@@ -88,7 +88,7 @@ def check(
     st.sampled_from(DTYPES),
     st.integers(0, 99),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_random_shapes(rows, outputs, chunks, dtype, seed):
     check(*draw(rows, outputs, 32 * chunks, dtype, seed))
 
@@ -109,7 +109,7 @@ def with_all(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0
     st.sets(st.sampled_from(["gain", "residual", "swiglu"]), min_size=1),
     st.integers(0, 99),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_what_comes_before_and_after(rows, outputs, chunks, dtype, what, seed):
     """A norm, a residual sum, SwiGLU, alone and together."""
     swiglu = "swiglu" in what

@@ -51,7 +51,7 @@ def hooks(
     attention: Attention,
     step: StepMetadata,
     transposed: Transposed,
-    activations: Collection[ModuleType],
+    activations: Collection[ModuleType] = (),
 ) -> Iterator[None]:
     """One thread at a time: the names are the whole process's.  transposed: kept by the caller.
     activations: the modules by whose name `swiglu` the model calls mlx-lm's.
