@@ -9,6 +9,7 @@ kept too (as in vLLM for top-k; there top-p cuts ties in an order of its own).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
+from math import isqrt
 
 import numpy as np
 
@@ -17,6 +18,11 @@ from vllm_metal_lite.backend import mx
 
 # Candidates for the k largest logits are looked for in blocks of this many tokens.
 _BLOCK = 64
+
+# Threadgroups that keep a device busy: with as many rows argmax needs no parts.
+_ENOUGH = 128
+# A row for which five launches are quicker than one threadgroup, and the parts that it takes.
+_LONG, _MIN_PARTS = 1 << 16, 16
 
 
 def column(values: np.ndarray) -> mx.array:
@@ -218,6 +224,47 @@ def perturb(x: mx.array, bits: mx.array, temperature: mx.array) -> mx.array:
 def perturb_above(x: mx.array, floor: mx.array, bits: mx.array, temperature: mx.array) -> mx.array:
     """`perturb`, with the tokens below `floor` (T, 1) left out."""
     return _perturb(mx.where(x < floor, -mx.inf, x), bits, temperature)
+
+
+def argmax(x: mx.array) -> mx.array:
+    """mx.argmax(x, -1) of logits (T, V) of any float type -> (T,) uint32, in parts where it pays.
+
+    MLX gives each row to one threadgroup, and most of a GPU waits for a few long ones: 90 us of an
+    H200 for 16 rows of 151,936 in bfloat16, of a decode step of 2 ms.
+    """
+    parts = 1 if backend.is_cpu() else num_parts(*x.shape)
+    return mx.argmax(x, -1) if parts == 1 else argmax_in_parts(x, parts)
+
+
+@cache
+def num_parts(rows: int, vocab_size: int) -> int:
+    """In how many equal parts a GPU's `argmax` takes each row; 1: it does not.
+
+    As near to the square root as V can be divided: both argmax are then about equally long.
+    """
+    if rows >= _ENOUGH or vocab_size < _LONG:
+        return 1
+    parts = next(p for p in range(isqrt(vocab_size), 0, -1) if vocab_size % p == 0)
+    return parts if parts >= _MIN_PARTS else 1
+
+
+def argmax_in_parts(x: mx.array, parts: int) -> mx.array:
+    """`argmax`, from the best token of each part; `parts` divides V.
+
+    Five launches on a GPU.  Each argmax takes the first of those that tie, so the lowest id wins.
+    NaN is passed over as by mx.argmax on a GPU, which begins with -inf; on a CPU, where it begins
+    with the first value, so is all of a part that begins with NaN.
+    """
+    x = x.reshape(len(x), parts, -1)
+    ids = mx.argmax(x, -1, keepdims=True)
+    part = mx.argmax(mx.take_along_axis(x, ids, -1).squeeze(-1), -1, keepdims=True)
+    best = mx.take_along_axis(ids.squeeze(-1), part, -1)
+    return _token(part, best, x.shape[-1]).squeeze(-1)
+
+
+@_fused
+def _token(part: mx.array, token: mx.array, size: int) -> mx.array:
+    return part * size + token
 
 
 @dataclass

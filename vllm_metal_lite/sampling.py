@@ -271,7 +271,7 @@ class Sampler:
                 x = ops.perturb_above(x, floor, bits, plan.temperature)
             else:
                 x = ops.perturb(x, bits, plan.temperature)
-        token_ids = mx.argmax(x, -1).view(mx.int32)
+        token_ids = ops.argmax(x).view(mx.int32)
         if plan.slots is not None:
             drawn = token_ids if plan.penalty_rows is None else token_ids[plan.penalty_rows]
             self._seen = self._seen.at[plan.slots, drawn].add(2)
