@@ -1,5 +1,7 @@
 """Attention that the seam cannot carry: a segment at a time, with mlx-lm's own caches rebuilt."""
 
+import math
+
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -7,9 +9,12 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from test_runner import PROMPTS, check_that_decodes_copy_less_than
 from test_runner import Bench as RunnerBench
 
+from vllm_metal_lite.attention import reference
 from vllm_metal_lite.attention.choose import choose
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import fit, loader
@@ -30,18 +35,52 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_who_needs_it_and_what_follows(name, monkeypatch):
     packed = tiny.packed(name).packed
-    assert packed.reads_store
+    assert packed.by_segment
     assert packed.no_prefix_cache
     store = PagedStore(packed.attention_specs, 4, 8)
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
-    assert choose("auto", store, [], packed.reads_store)[0].name == "reference"
+    attention, reason = choose("auto", store, [], packed.by_segment)
+    assert attention.name == "reference"
+    assert reason.endswith(f"a segment at a time: {packed.by_segment}")
     with pytest.raises(ConfigError, match="a segment at a time"):
-        choose("kernels", store, [], packed.reads_store)
+        choose("kernels", store, [], packed.by_segment)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "llama4", "deepseek_v3", "qwen3_next"])
 def test_who_does_not(name):
     assert not tiny.packed(name).packed.reads_store
+    assert "segment" not in tiny.engine(name).attention_reason
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_warning_where_it_is_how_the_model_is_written(name, recwarn):
+    config = tiny.config_of(name)
+    assert loader.from_model(tiny.build(config), None, config, name).packed.by_segment
+    assert not [w for w in recwarn if "segment" in str(w.message)]
+
+
+@pytest.mark.parametrize("option", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("where", "what"), [(reference, "_sdpa"), (mx, "eval")], ids=["call", "evaluation"]
+)
+def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, option, where, what):
+    """As if a backend lacked what only packed attention needs: MLX raises, and so does sqrt."""
+    config = tiny.config_of("llama")
+    trial = fit._trial
+
+    def failing(packed, *args):
+        with monkeypatch.context() as patch:
+            if packed.by_segment is None:
+                patch.setattr(where, what, math.sqrt)
+            return trial(packed, *args)
+
+    monkeypatch.setattr(fit, "_trial", failing)
+    with pytest.warns(UserWarning, match=r"llama failed .*: TypeError: .*sqrt\(\)") as caught:
+        model = loader.from_model(tiny.build(config), None, config, "the-model")
+    assert len(caught) == 1
+    assert model.packed.by_segment.startswith("TypeError: math.sqrt() takes")
+    engine = LLMEngine(model, EngineConfig(attention=option, num_blocks=8, max_num_seqs=1))
+    assert engine.attention_reason.endswith(f"a segment at a time: {model.packed.by_segment}")
 
 
 @pytest.mark.parametrize("start", [3, 9, 21])

@@ -19,21 +19,25 @@ def choose(
     option: str,
     store: PagedStore,
     shapes: Sequence[AttentionShape],
-    reads_store: bool = False,
+    by_segment: str | None = None,
 ) -> tuple[Attention, str]:
     """The path for a model that attends with `shapes`, and the reason in a few words.
 
     option: "reference", "kernels" or "auto".  Under "auto" kernels that cannot run here, or that
     disagree with the reference, give way to it, the latter with a warning; under "kernels" that
-    raises ConfigError.  reads_store: the model reads K and V by MLX operations too, which must not
-    touch a store that kernels write.  Products of few rows all go through `skinny_gemm` if it is
-    right: whether that is faster `tune_products` finds out.
+    raises ConfigError.  by_segment: why the model attends a segment at a time, None if it does
+    not: it then reads K and V by MLX operations, which must not touch a store that kernels write.
+    Products of few rows all go through `skinny_gemm` if it is right: whether that is faster
+    `tune_products` finds out.
     """
     if option not in ATTENTION:
         raise ConfigError(f"attention must be one of {list(ATTENTION)}, got {option!r}")
+    if by_segment is not None:
+        by_segment = f"this model's attention runs a segment at a time: {by_segment}"
     if option == "reference":
-        return ReferenceAttention(store), "asked for"
-    reason = _unsupported(option, shapes, reads_store)
+        reason = "asked for" if by_segment is None else f"asked for; {by_segment}"
+        return ReferenceAttention(store), reason
+    reason = by_segment or _unsupported(option, shapes)
     if reason is None:
         verdicts = [selfcheck.verdict(shape, store.block_size) for shape in shapes]
         failures = [f for v in verdicts for f in v.failures]
@@ -73,9 +77,7 @@ def choose(
     return ReferenceAttention(store), reason
 
 
-def _unsupported(option: str, shapes: Sequence[AttentionShape], reads_store: bool) -> str | None:
-    if reads_store:
-        return "this model's attention runs a segment at a time"
+def _unsupported(option: str, shapes: Sequence[AttentionShape]) -> str | None:
     if not shapes:
         return "no layer of this model attends"
     if option == "auto" and backend.is_cpu():

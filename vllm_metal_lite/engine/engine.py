@@ -66,7 +66,7 @@ class LLMEngine:
         self.sampler = Sampler(seats, model.vocab_size)
         packed = model.packed
         attention, reason = choose(
-            self.config.attention, store, model.attention_shapes, packed.reads_store
+            self.config.attention, store, model.attention_shapes, packed.by_segment
         )
         check_fusing(packed, attention)
         self.attention_reason = reason + tune_products(packed, attention)

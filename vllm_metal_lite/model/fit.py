@@ -6,8 +6,10 @@
 3. Where that fails as well the model is refused, by name and with the reason.
 """
 
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import mlx.nn as nn
 import numpy as np
@@ -19,8 +21,9 @@ from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import Attention, AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import InputBatch
-from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model import handles, hooks, seam
 from vllm_metal_lite.model.joined import Product
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
@@ -37,6 +40,9 @@ _BLOCK = 8
 # so there the median counts.
 _16_BIT = (mx.float16, mx.bfloat16)
 _LIMIT, _LIMIT_16_BIT = 0.05, 0.25
+
+# Where a model comes that uses K and V, or a mask, as arrays.
+_SEAM = tuple(module.__name__ for module in (handles, hooks, seam))
 
 
 class _Observer(ReferenceAttention):
@@ -56,6 +62,13 @@ class _Observer(ReferenceAttention):
         return super().attend(layer, q, step, **how)
 
 
+class _Problem(NamedTuple):
+    """text: one line.  is_unexpected: an exception that is not due to how the model is written."""
+
+    text: str
+    is_unexpected: bool = False
+
+
 class _Trial:
     """A model's own logits of two sequences, and how far packed ones may be from them."""
 
@@ -66,7 +79,7 @@ class _Trial:
         exact = all(w.dtype not in _16_BIT for _, w in tree_flatten(model.parameters()))
         self.limit, self.statistic = (_LIMIT, np.max) if exact else (_LIMIT_16_BIT, np.median)
 
-    def problem(self, packed: PackedModel, attention: ReferenceAttention) -> str | None:
+    def problem(self, packed: PackedModel, attention: ReferenceAttention) -> _Problem | None:
         """Why a packed model does not fit, None if it does.
 
         attention: over an unused store of 4 blocks.
@@ -74,10 +87,10 @@ class _Trial:
         try:
             error = _trial(packed, attention, self.sequences, self.own, self.statistic)
         except Exception as e:
-            return f"{type(e).__name__}: {_one_line(e)}"
+            return _Problem(f"{type(e).__name__}: {one_line(e)}", _is_unexpected(e))
         if not error > self.limit:  # NaN: the model's own
             return None
-        return f"its packed logits are {error:.2g} of their spread away from mlx-lm's own"
+        return _Problem(f"its packed logits are {error:.2g} of their spread away from mlx-lm's own")
 
 
 def fit(
@@ -91,15 +104,30 @@ def fit(
     try:
         trial = _Trial(model, layout.vocab_size)
     except Exception as e:
-        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {_one_line(e)}") from e
-    reason = ""
-    for by_segment in (False, True):
-        packed = PackedModel(model, layout, by_segment, products)
+        raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
+    last = None  # what is wrong with the form before
+    for _ in ("packed", "by segment"):
+        packed = PackedModel(model, layout, last and last.text, products)
         attention = _Observer(PagedStore(layout.specs, 4, _BLOCK))
-        reason = trial.problem(packed, attention)
-        if reason is None:
+        problem = trial.problem(packed, attention)
+        if problem is None:
+            if last and last.is_unexpected:
+                warnings.warn(
+                    f"attention of this {model_type} failed unexpectedly, and now runs a segment "
+                    f"at a time, which is slower: {last.text}. Please report this.",
+                    stacklevel=2,
+                )
             return packed, list(attention.shapes)
-    raise ModelLoadError(f"the architecture {model_type} is not supported: {reason}")
+        last = problem
+    raise ModelLoadError(f"the architecture {model_type} is not supported: {last.text}")
+
+
+def _is_unexpected(e: Exception) -> bool:
+    """Whether our code, or MLX called from there, raised it, not a model (or the seam in its place)
+    that uses what stands for K and V in a way that was not foreseen."""
+    *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+    name = frame.f_globals["__name__"]
+    return name.startswith("vllm_metal_lite.") and name not in _SEAM
 
 
 def check_fusing(packed: PackedModel, attention: Attention) -> None:
@@ -112,17 +140,18 @@ def check_fusing(packed: PackedModel, attention: Attention) -> None:
         return
     trial = _Trial(packed.model, packed.layout.vocab_size)
 
-    def problem(skinny_rows: range) -> str | None:
+    def problem(skinny_rows: range) -> _Problem | None:
         store = PagedStore(packed.attention_specs, 4, attention.store.block_size)
         like = KernelAttention(store, attention.prefill, skinny_rows=skinny_rows)
         return trial.problem(packed, like)
 
     if wrong := problem(range(0)):
         attention.fuses, attention.skinny_rows = False, range(0)
-        warnings.warn(f"fused launches do not suit this model: {wrong}", stacklevel=2)
+        warnings.warn(f"fused launches do not suit this model: {wrong.text}", stacklevel=2)
     elif attention.skinny_rows and (wrong := problem(attention.skinny_rows)):
         attention.skinny_rows = range(0)
-        warnings.warn(f"products by skinny_gemm do not suit this model: {wrong}", stacklevel=2)
+        message = f"products by skinny_gemm do not suit this model: {wrong.text}"
+        warnings.warn(message, stacklevel=2)
 
 
 def _trial(
@@ -164,7 +193,3 @@ def _distance(got: np.ndarray, expected: np.ndarray) -> float:
 def _native(model: nn.Module, tokens: np.ndarray) -> np.ndarray:
     logits = model(mx.array(tokens)[None], cache=make_prompt_cache(model))[0]
     return np.array(logits.astype(mx.float32))
-
-
-def _one_line(e: Exception) -> str:
-    return " ".join(str(e).split())[:200]

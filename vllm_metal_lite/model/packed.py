@@ -59,7 +59,8 @@ def _activations(model: nn.Module) -> list[ModuleType]:
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
-    by_segment: attention modules see sequences too, a segment at a time (sequences.py).
+    by_segment: why attention modules see sequences too, a segment at a time (sequences.py), in one
+    line; None if they do not have to.
     products: the model's joined projections.
     """
 
@@ -67,15 +68,17 @@ class PackedModel:
         self,
         model: nn.Module,
         layout: Layout,
-        by_segment: bool = False,
+        by_segment: str | None = None,
         products: Sequence[Product] = (),
     ) -> None:
         self.model, self.layout, self.products = model, layout, products
         users = outermost({**layout.state_users, **(layout.kv_users if by_segment else {})})
         for module in users.values():
             show_sequences(module)
-        # Whether one of them uses K and V: then it can only see a segment at a time.
-        self.reads_store = any(is_part(kv, path) for path in users for kv in layout.kv_users)
+        # Where one of them uses K and V it can only see a segment at a time.
+        self.by_segment: str | None = None
+        if any(is_part(kv, path) for path in users for kv in layout.kv_users):
+            self.by_segment = by_segment or "modules that keep K and V keep a state too"
         self._transposed: Transposed = {}
         self._activations = _activations(model)
         self._rows = _Rows()
@@ -87,6 +90,11 @@ class PackedModel:
     def sees_sequences(self) -> bool:
         """Whether some modules are called a run of segments at a time."""
         return bool(self.layout.num_states) or self.reads_store
+
+    @property
+    def reads_store(self) -> bool:
+        """Whether attention is a segment at a time: K and V are read by MLX operations."""
+        return self.by_segment is not None
 
     @property
     def no_prefix_cache(self) -> str | None:

@@ -201,7 +201,7 @@ class MetalLiteWorker(WorkerBase):
     def _choose(self, store: PagedStore) -> tuple[Attention, str]:
         option = os.environ.get("METAL_LITE_ATTENTION", "auto")
         packed, shapes = self.model.packed, self.model.attention_shapes
-        return choose(option, store, shapes, packed.reads_store)
+        return choose(option, store, shapes, packed.by_segment)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run one token, so that the first request does not pay for what is made once."""
