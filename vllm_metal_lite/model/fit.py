@@ -28,10 +28,18 @@ from vllm_metal_lite.model.joined import Product
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
 
-# Two requests, of 7 and 11 tokens: (computed before, computed now) in the steps of the trial.
-# Prompts, then a decode beside a chunk, then decodes.
-_LENGTHS = (7, 11)
-_STEPS = (((0, 0), (4, 3)), ((4, 3), (1, 6)), ((5, 9), (1, 1)), ((6, 10), (1, 1)))
+# Two requests, of 9 and 14 tokens: (computed before, computed now) in the steps of the trial.
+# Prompts, then a decode beside a chunk, then decodes, then one decode and no other, for a step of
+# one row may take kernels of its own.
+_LENGTHS = (9, 14)
+_STEPS = (
+    ((0, 0), (4, 3)),
+    ((4, 3), (1, 6)),
+    ((5, 9), (1, 1)),
+    ((6, 10), (1, 1)),
+    *(((7, n), (0, 1)) for n in (11, 12, 13)),
+    *(((n, 14), (1, 0)) for n in (7, 8)),
+)
 _BLOCK = 8
 
 # How far the logits may be from the model's own, relative to their spread.  What goes wrong with
@@ -163,7 +171,8 @@ def _trial(
 ) -> float:
     """Difference of the packed logits to the model's own, relative to their spread.
 
-    Of the worst kind of segment: prompt, chunk or decode.  statistic: what counts of its rows.
+    Of the worst kind of segment: prompt, chunk, decode, or decode in a step of one row.  statistic:
+    what counts of its rows.
     """
     size = attention.store.block_size
     inputs = InputBatch(2, 2 * size, size, len(attention.store.num_blocks))
@@ -172,13 +181,16 @@ def _trial(
         inputs.append_blocks(row, [2 * row + 1, 2 * row])
     errors: dict[str, list[float]] = {}
     for computed, scheduled in _STEPS:
-        batch = inputs.pack(rows, np.array(computed), np.array(scheduled))
+        counts = np.array(scheduled)
+        now = counts > 0
+        batch = inputs.pack(rows[now], np.array(computed)[now], counts[now])
         step = attention.prepare(batch, batch.num_tokens)
         logits = packed(step, attention, mx.arange(batch.num_tokens)).astype(mx.float32)
         mx.eval(logits, attention.state, attention.store.states.arrays)
         row = iter(np.array(logits))
         for expected, start, count in zip(own, computed, scheduled, strict=True):
             kind = "prompt" if start == 0 else "chunk" if count > 1 else "decode"
+            kind = "one row" if batch.num_tokens == 1 else kind
             for position in range(start, start + count):
                 errors.setdefault(kind, []).append(_distance(next(row), expected[position]))
     return float(max(statistic(e) for e in errors.values()))
