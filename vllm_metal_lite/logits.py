@@ -240,9 +240,10 @@ def argmax(x: mx.array) -> mx.array:
 def num_parts(rows: int, vocab_size: int) -> int:
     """In how many equal parts a GPU's `argmax` takes each row; 1: it does not.
 
-    As near to the square root as V can be divided: both argmax are then about equally long.
+    As near to the square root as V can be divided: both argmax are then about equally long.  A step
+    of one row waits for the host, which four launches more would keep longer.
     """
-    if rows >= _ENOUGH or vocab_size < _LONG:
+    if rows == 1 or rows >= _ENOUGH or vocab_size < _LONG:
         return 1
     parts = next(p for p in range(isqrt(vocab_size), 0, -1) if vocab_size % p == 0)
     return parts if parts >= _MIN_PARTS else 1
