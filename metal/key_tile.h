@@ -74,15 +74,7 @@ METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, cons
   }
 #pragma unroll
   for (int d = 0; d < K_PARTS; d++) {
-    // Apple's compiler must not fetch all of the matrices before the first product.
-    simdgroup_barrier(mem_flags::mem_none);
-#pragma unroll
-    for (int j = 0; j < KEY_PARTS; j++) {
-      metal::simdgroup_matrix<T, 8, 8> key;
-      key.thread_elements()[0] = k[(j * 8 + col) * K_STRIDE + d * 8 + row];
-      key.thread_elements()[1] = k[(j * 8 + col + 1) * K_STRIDE + d * 8 + row];
-      metal::simdgroup_multiply_accumulate(score[j], query[d], key, score[j]);
-    }
+    multiply_each_transposed<KEY_PARTS, 8 * K_STRIDE, K_STRIDE>(score, query[d], k + d * 8, row, col);
   }
 
   float top = m;
@@ -119,13 +111,6 @@ METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, cons
       l += w;
       weight.thread_elements()[e] = T(w);
     }
-    simdgroup_barrier(mem_flags::mem_none);
-#pragma unroll
-    for (int d = 0; d < V_PARTS; d++) {
-      metal::simdgroup_matrix<T, 8, 8> value;
-      value.thread_elements()[0] = v[(j * 8 + row) * V_STRIDE + d * 8 + col];
-      value.thread_elements()[1] = v[(j * 8 + row) * V_STRIDE + d * 8 + col + 1];
-      metal::simdgroup_multiply_accumulate(o[d], weight, value, o[d]);
-    }
+    multiply_each<V_PARTS, 8, V_STRIDE>(o, weight, v + j * 8 * V_STRIDE, row, col);
   }
 }

@@ -303,3 +303,9 @@ def test_a_plan_is_a_power_of_two_within_its_limits(batch, kv_heads, max_seq_len
     assert plan.splits in (1, 2, 4, 8, 16, 32, 64)
     assert plan.splits == 1 or max_seq_len / plan.splits >= 256
     assert plan.simdgroups in (4, 8)
+
+
+def test_many_sequences_are_attended_to_by_smaller_threadgroups(monkeypatch):
+    monkeypatch.setattr(ops.backend, "name", lambda: "cuda")
+    assert ops.decode_plan(32, 8, 700) == (1, 8)
+    assert ops.decode_plan(64, 8, 700) == ops.decode_plan(64, 8, 4096) == (1, 4)

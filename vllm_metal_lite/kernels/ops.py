@@ -69,12 +69,15 @@ class DecodePlan(NamedTuple):
 
 
 def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
-    """Enough threadgroups to fill the device, not more: merging costs a launch."""
-    splits = 1
+    """Enough threadgroups to fill the device, not more: merging costs a launch.
+
+    Many threadgroups are smaller ones, so that more of them run side by side.
+    """
+    splits, groups, fill = 1, batch * num_kv_heads, _FILL[backend.name()]
     if max_seq_len >= _MIN_CONTEXT:
-        fill = _FILL[backend.name()] // (batch * num_kv_heads)
-        splits = num_splits(fill, max_seq_len, _MIN_SPLIT)
-    return DecodePlan(splits, 4 if splits > 1 and max_seq_len // splits <= 512 else 8)
+        splits = num_splits(fill // groups, max_seq_len, _MIN_SPLIT)
+    small = groups >= 2 * fill if splits == 1 else max_seq_len // splits <= 512
+    return DecodePlan(splits, 4 if small else 8)
 
 
 def num_splits(most: int, num_keys: int, min_keys: int) -> int:

@@ -11,7 +11,7 @@ struct simdgroup_matrix {
   T elements[2];
 };
 
-// By definition, for types without a matrix unit of their precision (float).
+// By definition.  What our kernels do with 16-bit types is faster, below.
 template <typename T>
 METAL_FUNC void simdgroup_multiply_accumulate(
     simdgroup_matrix<float, 8, 8>& d, simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b,
@@ -28,27 +28,6 @@ METAL_FUNC void simdgroup_multiply_accumulate(
   d = c;
 }
 
-// On the tensor cores, which take 16 rows of a: the lower 8 are zeros.  They want b by columns, so
-// it is transposed across the lanes first.
-#define METAL_TENSOR_CORE_MULTIPLY(T, TYPE)                                                        \
-  METAL_FUNC void simdgroup_multiply_accumulate(                                                   \
-      simdgroup_matrix<float, 8, 8>& d, simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b,  \
-      simdgroup_matrix<float, 8, 8> c) {                                                           \
-    uint rows, cols;                                                                               \
-    memcpy(&rows, a.elements, 4);                                                                  \
-    memcpy(&cols, b.elements, 4);                                                                  \
-    float none0 = 0.0f, none1 = 0.0f;                                                              \
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(cols));                    \
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                             \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                        \
-                 : "+f"(c.elements[0]), "+f"(c.elements[1]), "+f"(none0), "+f"(none1)              \
-                 : "r"(rows), "r"(0), "r"(cols));                                                  \
-    d = c;                                                                                         \
-  }
-METAL_TENSOR_CORE_MULTIPLY(float16_t, "f16")
-METAL_TENSOR_CORE_MULTIPLY(bfloat16_t, "bf16")
-#undef METAL_TENSOR_CORE_MULTIPLY
-
 }  // namespace metal
 
 #define FAR_MATE 2
@@ -58,6 +37,39 @@ METAL_FUNC I matrix_row(I lane) { return lane / 4; }
 
 template <typename I>
 METAL_FUNC I matrix_col(I lane) { return lane % 4 * 2; }
+
+// For matrix.h, of 16-bit types.  The tensor cores take 16 rows of the left side, of which the lower 8
+// are zeros here, and want the right side by columns: a lane holds elements (lane % 4 * 2, lane / 4) and
+// the one below it.  `ldmatrix` brings four matrices at once, each row by the lane that names where it
+// lies; as they lie, they are their transposes by columns.
+#define METAL_MULTIPLY_EACH(NAME, TRANS, T, TYPE)                                                  \
+  template <int COUNT, int NEXT, int STRIDE>                                                       \
+  METAL_FUNC void NAME(metal::simdgroup_matrix<float, 8, 8>* sums,                                 \
+                       metal::simdgroup_matrix<T, 8, 8>& left, const T* from, int, int) {          \
+    const int lane = threadIdx.x % 32;                                                             \
+    uint rows;                                                                                     \
+    memcpy(&rows, left.elements, 4);                                                               \
+    _Pragma("unroll") for (int i = 0; i < COUNT; i += 4) {                                         \
+      uint cols[4];                                                                                \
+      const int of = metal::min(i + lane / 8, COUNT - 1);                                          \
+      const uint at = uint(__cvta_generic_to_shared(from + of * NEXT + lane % 8 * STRIDE));        \
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANS ".shared.b16 {%0, %1, %2, %3}, [%4];"     \
+                   : "=r"(cols[0]), "=r"(cols[1]), "=r"(cols[2]), "=r"(cols[3])                    \
+                   : "r"(at));                                                                     \
+      _Pragma("unroll") for (int n = i; n < metal::min(i + 4, COUNT); n++) {                       \
+        float none0 = 0.0f, none1 = 0.0f;                                                          \
+        asm("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                                  \
+            ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                             \
+            : "+f"(sums[n].elements[0]), "+f"(sums[n].elements[1]), "+f"(none0), "+f"(none1)       \
+            : "r"(rows), "r"(0), "r"(cols[n - i]));                                                \
+      }                                                                                            \
+    }                                                                                              \
+  }
+METAL_MULTIPLY_EACH(multiply_each, ".trans", float16_t, "f16")
+METAL_MULTIPLY_EACH(multiply_each, ".trans", bfloat16_t, "bf16")
+METAL_MULTIPLY_EACH(multiply_each_transposed, "", float16_t, "f16")
+METAL_MULTIPLY_EACH(multiply_each_transposed, "", bfloat16_t, "bf16")
+#undef METAL_MULTIPLY_EACH
 
 // For row_products.h.  The tensor cores take 16 rows of the left side at once, and want the right side
 // by columns: 8 rows across are rows as they lie.
