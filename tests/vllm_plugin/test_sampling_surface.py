@@ -18,6 +18,9 @@ from vllm_metal_lite import SamplingParams as OurParams
 PROMPTS = tiny.prompts(6, 3, 40, seed=5)
 
 
+pytestmark = pytest.mark.xdist_group("sampling")  # of one worker: they share an engine
+
+
 @pytest.fixture(scope="module")
 def llm():
     with kit.engine(max_num_batched_tokens=16, max_logprobs=-1) as llm:

@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 import kit
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
+pytestmark = pytest.mark.xdist_group("server")  # of one worker: they share a server
 VLLM = Path(sys.executable).with_name("vllm")
 NUM_BLOCKS = 120
 
