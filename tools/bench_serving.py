@@ -52,7 +52,7 @@ NEWCOMER: Columns = (
     ("busy_gap_median", "gap meanwhile, median", 1e3, ".2f", None),
     ("busy_gap_worst", "worst", 1e3, ".2f", None),
 )
-STEPS = (32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
+STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
 
 
 def peers(letter: str, load: Load, model: LoadedModel, quick: bool) -> list[Engine]:
