@@ -24,6 +24,10 @@ evaluated is safe, since it reads nothing that evaluation changes, but for three
   So what the host reads is never an input of a step: it is `alone` too, by itself.
 - The code of a model may evaluate something.  It runs while the thread is idle (`idle`); steps that
   are compiled run none of it.
+
+**Errors** are raised where a step's result is waited for.  By then the next step may be built on
+what was never computed, so both are dropped, and the runner comes back to what the last good step
+left (`ModelRunner.forget`).
 """
 
 import atexit
@@ -152,7 +156,8 @@ def choose(overlaps: bool) -> Submitter:
     """How an engine submits.  overlaps: a step may be submitted while the one before it runs.
 
     By the thread on CUDA, unless VARIABLE, "on" or "off", says otherwise.  Raises ConfigError if it
-    says neither.
+    says neither.  With an attention that does not overlap, "on" is for tests: the store is copied,
+    for what the last good step left is kept.
     """
     global _thread
     wanted = os.environ.get(VARIABLE, "")
