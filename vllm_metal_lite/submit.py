@@ -114,7 +114,6 @@ class SubmitThread(Submitter):
         self.stream = mx.new_thread_unsafe_stream(mx.default_device())
         self._queue: queue.SimpleQueue[Submission] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of several engines one submits, or evaluates by itself
-        self._last: Submission | None = None
         threading.Thread(target=self._run, name="vllm-metal-lite-submit", daemon=True).start()
         atexit.register(self._drain)
 
@@ -124,8 +123,9 @@ class SubmitThread(Submitter):
     @contextmanager
     def idle(self) -> Iterator[None]:
         with self._lock:
-            if self._last is not None:
-                self._last.ended.wait()
+            last = Submission(lambda: None)
+            self._queue.put(last)
+            last.ended.wait()
             yield
 
     def submit(self, arrays: Any, *alive: Any) -> Submission:
@@ -133,7 +133,6 @@ class SubmitThread(Submitter):
 
     def _put(self, submission: Submission) -> Submission:
         with self._lock:
-            self._last = submission
             self._queue.put(submission)
             submission.taken.wait()
         return submission
