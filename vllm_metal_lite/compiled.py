@@ -9,6 +9,7 @@ Tracing costs more than building the graph once.  A step of decodes is followed 
 is traced at once; a variant with prompts when it comes a second time.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -48,12 +49,12 @@ class CompiledSteps:
         """Logits (R, vocab_size) of the step's `logits_indices`; None: run it uncompiled."""
         if self.reason is not None or step.variant is None:
             return None
-        forward = self._variants.get(step.variant)
+        forward = self._variants.get(_key(step))
         if forward is None:
             if self._waits(step):
                 return None
             forward = self._compile(step)
-        _keep(self._variants, step.variant, forward)
+        _keep(self._variants, _key(step), forward)
         arrays = [getattr(step, name) for name in step.arrays]
         try:
             logits, self.attention.state = forward(arrays, self.attention.state)
@@ -63,6 +64,10 @@ class CompiledSteps:
             return None
         self.num_steps += 1
         return logits
+
+    def has(self, step: StepMetadata) -> bool:
+        """Whether this step runs without any of the model's own code."""
+        return self.reason is None and _key(step) in self._variants
 
     def _waits(self, step: StepMetadata) -> bool:
         """Whether a variant that is not compiled is to come once more before it is."""
@@ -86,6 +91,11 @@ class CompiledSteps:
                 self.attention.state = kept
 
         return mx.compile(forward)
+
+
+def _key(step: StepMetadata) -> tuple:
+    """MLX keeps what it has traced for each thread by itself."""
+    return threading.get_ident(), step.variant
 
 
 def _keep(entries: OrderedDict, key: tuple, value: Forward | None) -> None:

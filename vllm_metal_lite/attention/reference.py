@@ -199,6 +199,11 @@ class ReferenceAttention:
     def state(self) -> list[mx.array]:
         return self.store.arrays
 
+    @state.setter
+    def state(self, state: list[mx.array]) -> None:
+        half = len(state) // 2
+        self.store.keys, self.store.values = list(state[:half]), list(state[half:])
+
     def prepare(self, batch: ForwardBatch, num_rows: int) -> ReferenceStep:
         for keeper, group in zip(self._kept, batch.by_group, strict=True):
             if keeper is not None:

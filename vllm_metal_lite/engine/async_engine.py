@@ -140,6 +140,8 @@ class AsyncEngine:
         try:
             self._loop()
         finally:
+            with suppress(Exception):  # of a step that nobody waits for any more
+                self._engine.runner.synchronize()
             # Streams of a thread that are still there when the process ends abort it.
             mx.synchronize()
             mx.clear_streams()

@@ -246,6 +246,7 @@ class LLMEngine:
         except BaseException:
             outputs = [s.output for s in self._steps]
             self._steps.clear()
+            self.runner.forget()
             for segment in itertools.chain.from_iterable(o.segments for o in outputs):
                 self._unseat(segment.request)
             self.scheduler.rollback(*outputs)

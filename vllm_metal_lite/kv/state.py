@@ -44,6 +44,15 @@ class SeatStates:
         return [a for g in self._groups for a in g.arrays.values()]
 
     @property
+    def groups(self) -> list[StateRows]:
+        """All there is, to come back to it when a step fails after its `commit`."""
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: list[StateRows]) -> None:
+        self._groups = groups
+
+    @property
     def num_rows(self) -> int:
         return sum(len(g.seats) for g in self._groups)
 

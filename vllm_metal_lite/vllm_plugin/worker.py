@@ -237,6 +237,7 @@ class MetalLiteWorker(WorkerBase):
     # Sleep: K and V are given back; at level 2 the weights too.
 
     def sleep(self, level: int = 1) -> None:
+        self.synchronize_device()  # what is under way holds K and V
         before = mx.get_active_memory()
         self.runner = None
         if level >= 2:
@@ -259,6 +260,8 @@ class MetalLiteWorker(WorkerBase):
         return str(self.get_model())
 
     def synchronize_device(self) -> None:
+        if self.runner is not None:
+            self.runner.synchronize()
         mx.synchronize()
 
     def reset_mm_cache(self) -> None:
