@@ -207,6 +207,22 @@ def test_one_evaluates_while_the_thread_is_idle():
             mx.eval(other)
 
 
+def test_a_model_waits_for_the_thread_until_it_was_traced(monkeypatch):
+    engine, waits = make_engine(compiles=True), []
+    idle = engine.runner.submitter.idle
+    monkeypatch.setattr(engine.runner.submitter, "idle", lambda: waits.append(1) or idle())
+    answers(engine, prompts=PROMPTS[:1])
+    # Its prompt, and a decode of each shape, which was traced.
+    before = 1 + len(engine.runner.compiled._variants)
+    assert len(waits) == before
+    one_step = SamplingParams(temperature=0, max_tokens=1)
+    answers(engine, one_step, PROMPTS[1:2])
+    assert len(waits) == before
+    engine.runner.compiled.reason = "it cannot be traced"
+    answers(engine, one_step, PROMPTS[2:3])
+    assert len(waits) == before + 1
+
+
 def test_what_a_step_made_is_held_until_its_submission_has_ended():
     class Made:
         dropped = False

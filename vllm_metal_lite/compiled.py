@@ -51,8 +51,10 @@ class CompiledSteps:
             return None
         forward = self._variants.get(_key(step))
         if forward is None:
-            if self._waits(step):
+            if not self._is_due(step):
+                _keep(self._seen, step.variant, None)
                 return None
+            self._seen.pop(step.variant, None)
             forward = self._compile(step)
         _keep(self._variants, _key(step), forward)
         arrays = [getattr(step, name) for name in step.arrays]
@@ -65,17 +67,21 @@ class CompiledSteps:
         self.num_steps += 1
         return logits
 
-    def has(self, step: StepMetadata) -> bool:
-        """Whether this step runs without any of the model's own code."""
-        return self.reason is None and _key(step) in self._variants
-
-    def _waits(self, step: StepMetadata) -> bool:
-        """Whether a variant that is not compiled is to come once more before it is."""
-        if step.batch.num_decodes == step.batch.num_segments or step.variant in self._seen:
-            self._seen.pop(step.variant, None)
+    def evaluates_nothing(self, step: StepMetadata) -> bool:
+        """Whether building this step surely evaluates no array: none of the model's own code runs,
+        or it runs as it did when it was traced, where it could not have."""
+        if self.reason is not None:
             return False
-        _keep(self._seen, step.variant, None)
-        return True
+        if step.variant is not None and _key(step) in self._variants:
+            return True
+        return self.num_steps > 0 and not self._is_due(step)
+
+    def _is_due(self, step: StepMetadata) -> bool:
+        """Whether a step whose variant is not compiled yet is the one to compile it for."""
+        if step.variant is None:
+            return False
+        decodes_only = step.batch.num_decodes == step.batch.num_segments
+        return decodes_only or step.variant in self._seen
 
     def _compile(self, step: StepMetadata) -> Forward:
         like = step.with_arrays(None)  # holds on to nothing

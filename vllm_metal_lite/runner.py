@@ -3,6 +3,7 @@
 Nothing below knows about requests; nothing above touches an `mx.array` of the model.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -210,12 +211,11 @@ class ModelRunner:
 
     def _forward(self, step: StepMetadata) -> mx.array:
         """Logits of the batch's `logits_indices`, in order; perhaps more behind them."""
-        logits = self.compiled(step) if self.compiled.has(step) else None
-        if logits is None:
-            with self.submitter.idle():
-                logits = self.compiled(step)
-                if logits is None:
-                    logits = self.model(step, self.attention, step.logits_indices)
+        safe = self.compiled.evaluates_nothing(step)
+        with nullcontext() if safe else self.submitter.idle():
+            logits = self.compiled(step)
+            if logits is None:
+                logits = self.model(step, self.attention, step.logits_indices)
         return logits
 
 

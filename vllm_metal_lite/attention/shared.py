@@ -9,7 +9,7 @@ from vllm_metal_lite import backend
 
 # Fewest tokens that need not be read again for which a prefix is attended to on its own: that costs
 # a launch a layer.  Measured on an H200 (docs/benchmarks.md), a guess elsewhere.
-MIN_SAVED_TOKENS = 1 << 15 if backend.name() == "cuda" else 8192
+MIN_SAVED_TOKENS = 1 << 14 if backend.name() == "cuda" else 8192
 # The same for rows of prompts, of which it makes decodes.
 MIN_SAVED_FOR_PROMPTS = 8192
 # What a row costs there, whether it has the prefix or not: products, and keys from the cache.  As a
