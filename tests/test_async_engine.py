@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import tiny_models as tiny
@@ -169,6 +170,34 @@ def test_a_failing_step_ends_its_streams_with_the_error_and_serving_goes_on():
         assert [str(r) for r in results] == ["the device is gone"] * 3
         assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
         await idle(engine)
+
+    serve(test)
+
+
+def test_an_error_reaches_who_has_not_read_all_that_came_before_it():
+    async def test(engine):
+        runner, broken = engine._engine.runner, threading.Event()
+        execute, abort = runner.execute, engine._engine.abort
+
+        def fail(*args):
+            if broken.is_set():
+                raise RuntimeError("the device is gone")
+            return execute(*args)
+
+        def aborted(request_ids):
+            outputs = abort(request_ids)
+            time.sleep(0.2)  # the reader sees the request aborted
+            return outputs
+
+        async def read_slowly():
+            async for _ in engine.generate(PROMPTS[0], greedy(100)):
+                await asyncio.sleep(0.02)
+                broken.set()
+                await asyncio.sleep(0.05)
+
+        runner.execute, engine._engine.abort = fail, aborted
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await read_slowly()
 
     serve(test)
 

@@ -27,18 +27,28 @@ class _Stream:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+        self._error: Exception | None = None
 
-    def put(self, item: RequestOutput | Exception) -> None:
+    def put(self, item: RequestOutput | None) -> None:
         with suppress(RuntimeError):  # its event loop is closed: nobody listens
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
-    async def get(self) -> RequestOutput | Exception:
-        """The newest state; older ones are skipped, since a state holds all that came before."""
+    def fail(self, error: Exception) -> None:
+        """Before its request is aborted, which states not read yet show at once."""
+        self._error = error
+        self.put(None)
+
+    async def get(self) -> tuple[RequestOutput, bool]:
+        """The newest state, and whether it is the last; older ones are skipped, since a state holds
+        all that came before.  Raises what the stream failed with."""
         item = await self._queue.get()
         while not self._queue.empty():
             item = self._queue.get_nowait()
-        return item
+        finished = item is not None and item.finished
+        if self._error is not None:
+            raise self._error
+        return item, finished
 
 
 class AsyncEngine:
@@ -83,11 +93,8 @@ class AsyncEngine:
             await asyncio.wrap_future(adding)
             finished = False
             while not finished:
-                item = await stream.get()
-                if isinstance(item, Exception):
-                    raise item
-                finished = item.finished
-                yield item
+                output, finished = await stream.get()
+                yield output
         finally:
             if not (adding.done() and not adding.cancelled() and adding.exception()):
                 self._submit(lambda: self._abort(request_id, stream))
@@ -132,8 +139,8 @@ class AsyncEngine:
 
     def _fail_all(self, error: Exception) -> None:
         for request_id, stream in list(self._streams.items()):
+            stream.fail(error)
             self._engine.abort(request_id)
-            stream.put(error)
         self._streams.clear()
 
     def _run(self) -> None:
