@@ -51,12 +51,12 @@ GENERATED = 20  # tokens by the engine
 
 
 class Bench:
-    """Requests stepped by hand through one store."""
+    """Requests stepped by hand through one store; the runner's sampler, too."""
 
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
         self.groups = [replace(g, num_blocks=BLOCKS) for g in kv_groups(model.kv_specs)]
         self.store = PagedStore(model.kv_specs, self.groups, BLOCK_SIZE)
-        self.runner = runner.ModelRunner(model.packed, ReferenceAttention(self.store), self._sample)
+        self.runner = runner.ModelRunner(model.packed, ReferenceAttention(self.store), self)
         self.inputs = InputBatch(6, 64, BLOCK_SIZE, len(self.groups))
         rng = np.random.default_rng(seed)
         self.free = [rng.permutation(BLOCKS).tolist() for _ in self.groups]
@@ -106,7 +106,8 @@ class Bench:
         logits = [] if self.logits is None else np.array(self.logits.astype(mx.float32))
         return {(r, self.computed[r]): x for r, x in zip(terminal, logits, strict=True)}
 
-    def _sample(self, logits: mx.array, *_: object) -> SamplerOutput:
+    def __call__(self, logits: mx.array, *_: object) -> SamplerOutput:
+        """As the runner's sampler: greedy, and notes the logits."""
         self.logits = logits
         return SamplerOutput(mx.argmax(logits, axis=-1), None)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import tiny_models as tiny
 from array_attention import compile_on_cpu
@@ -221,6 +222,25 @@ def test_a_model_waits_for_the_thread_until_it_was_traced(monkeypatch):
     engine.runner.compiled.reason = "it cannot be traced"
     answers(engine, one_step, PROMPTS[2:3])
     assert len(waits) == before + 1
+
+
+def test_what_the_host_reads_is_not_what_the_next_step_is_built_on(monkeypatch):
+    """On CUDA reading an array moves it."""
+    engine, results = make_engine(), []
+    execute = engine.runner.execute
+    monkeypatch.setattr(
+        engine.runner, "execute", lambda *a: results.append(execute(*a)) or results[-1]
+    )
+    answers(engine, prompts=PROMPTS[:1])
+
+    def address(array):
+        return np.asarray(array).__array_interface__["data"][0]
+
+    sampled = [r for r in results if r.arrays and r._sampled is not None]
+    assert len(sampled) >= GREEDY.max_tokens
+    for result in sampled:
+        assert address(result.arrays[0]) != address(result._sampled)
+        assert mx.array_equal(result.arrays[0], result._sampled)
 
 
 def test_what_a_step_made_is_held_until_its_submission_has_ended():

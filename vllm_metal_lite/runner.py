@@ -35,8 +35,8 @@ class StepResult:
     """A step that was submitted: reading what it gives waits for its end.
 
     token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None.
-    arrays: what to wait for, none of it an input of another step (see submit.py); if there is
-    nothing (all is in the store), for all that was submitted.
+    for_host: a copy of the sampled tokens, if the host must not read those of the next step.
+    arrays: what to wait for; if there is nothing (all is in the store), for all that was submitted.
     submission: the step's way through the thread, if it goes that way.
     """
 
@@ -46,10 +46,11 @@ class StepResult:
         sampled: mx.array | None,
         logprobs: LogprobArrays | None,
         prompt_logprobs: LogprobArrays | None,
+        for_host: mx.array | None = None,
     ) -> None:
         self._req_indices, self._sampled = req_indices, sampled
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
-        self.arrays = [] if sampled is None else submit.alone([sampled])
+        self.arrays = [] if sampled is None else [sampled if for_host is None else for_host]
         for a in (logprobs, prompt_logprobs):
             self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
         self.submission: submit.Submission | None = None
@@ -154,17 +155,18 @@ class ModelRunner:
         num_sampled = len(batch.sample_segments)
         logits = self._forward(step)
 
-        sampled = logprobs = scored = None
+        sampled = for_host = logprobs = scored = None
         if num_sampled:
             output = self.sampler(logits[:num_sampled], req_indices, grammar)
             sampled, logprobs = output.token_ids, output.logprobs
             if self.submitter.threaded:
+                for_host = sampled + 0
                 [sampled] = submit.alone([sampled])
         if len(batch.prompt_targets):
             targets = mx.array(batch.prompt_targets)
             rows = logits[num_sampled : num_sampled + len(targets)]
             scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
-        result = StepResult(req_indices, sampled, logprobs, scored)
+        result = StepResult(req_indices, sampled, logprobs, scored, for_host)
         self._submit(result, step, logits)
         return result
 

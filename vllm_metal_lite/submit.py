@@ -20,8 +20,9 @@ evaluated is safe, since it reads nothing that evaluation changes, but for three
   that is an atomic count, but outputs of one kernel look at each other.  So what the next step is
   built on passes through `alone`, and all else that a step made is held here (`alive`) until its
   submission has ended.
-- Waiting for an array changes its event, and so does the launch of a step that reads the array.
-  So what the host reads is never an input of a step: it is `alone` too, by itself.
+- Waiting for an array changes its event, and so does the launch of a step that reads the array; and
+  on CUDA reading one moves it to other memory.  So what the host reads is never an input of a step:
+  of the sampled tokens it gets a copy.
 - The code of a model may evaluate something.  It runs while the thread is idle (`idle`), until it
   has been traced, where it could not have (`CompiledSteps.evaluates_nothing`).
 
