@@ -67,19 +67,12 @@ class CompiledSteps:
         self.num_steps += 1
         return logits
 
-    def evaluates_nothing(self, step: StepMetadata) -> bool:
-        """Whether building this step surely evaluates no array: none of the model's own code runs,
-        or it runs as it did when it was traced, where it could not have."""
-        if self.reason is not None:
-            return False
-        if step.variant is not None and _key(step) in self._variants:
-            return True
-        return self.num_steps > 0 and not self._is_due(step)
+    def has(self, step: StepMetadata) -> bool:
+        """Whether this step runs without any of the model's own code."""
+        return self.reason is None and _key(step) in self._variants
 
     def _is_due(self, step: StepMetadata) -> bool:
         """Whether a step whose variant is not compiled yet is the one to compile it for."""
-        if step.variant is None:
-            return False
         decodes_only = step.batch.num_decodes == step.batch.num_segments
         return decodes_only or step.variant in self._seen
 

@@ -213,8 +213,7 @@ class ModelRunner:
 
     def _forward(self, step: StepMetadata) -> mx.array:
         """Logits of the batch's `logits_indices`, in order; perhaps more behind them."""
-        safe = self.compiled.evaluates_nothing(step)
-        with nullcontext() if safe else self.submitter.idle():
+        with nullcontext() if self.compiled.has(step) else self.submitter.idle():
             logits = self.compiled(step)
             if logits is None:
                 logits = self.model(step, self.attention, step.logits_indices)

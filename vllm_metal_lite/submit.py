@@ -23,8 +23,8 @@ evaluated is safe, since it reads nothing that evaluation changes, but for three
 - Waiting for an array changes its event, and so does the launch of a step that reads the array; and
   on CUDA reading one moves it to other memory.  So what the host reads is never an input of a step:
   of the sampled tokens it gets a copy.
-- The code of a model may evaluate something.  It runs while the thread is idle (`idle`), until it
-  has been traced, where it could not have (`CompiledSteps.evaluates_nothing`).
+- The code of a model may evaluate something.  It runs while the thread is idle (`idle`); steps that
+  are compiled run none of it.
 
 **Errors** are raised where a step's result is waited for.  By then the next step may be built on
 what was never computed, so both are dropped, and the runner comes back to what the last good step
