@@ -74,7 +74,7 @@ METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, cons
   }
 #pragma unroll
   for (int d = 0; d < K_PARTS; d++) {
-    multiply_each_transposed<KEY_PARTS, 8 * K_STRIDE, K_STRIDE>(score, query[d], k + d * 8, row, col);
+    multiply_each<KEY_PARTS, 8 * K_STRIDE, K_STRIDE, true>(score, query[d], k + d * 8, row, col);
   }
 
   float top = m;
@@ -111,6 +111,6 @@ METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, cons
       l += w;
       weight.thread_elements()[e] = T(w);
     }
-    multiply_each<V_PARTS, 8, V_STRIDE>(o, weight, v + j * 8 * V_STRIDE, row, col);
+    multiply_each<V_PARTS, 8, V_STRIDE, false>(o, weight, v + j * 8 * V_STRIDE, row, col);
   }
 }

@@ -45,33 +45,20 @@ METAL_FUNC X row_sum(X x) {
 }
 
 // sums[i] += left * right[i], for COUNT matrices right[i] in threadgroup memory: the first at `from`, each
-// NEXT elements behind the one before, their rows STRIDE elements apart.
-template <int COUNT, int NEXT, int STRIDE, typename T>
+// NEXT elements behind the one before, their rows STRIDE elements apart (TRANSPOSED: their columns).
+template <int COUNT, int NEXT, int STRIDE, bool TRANSPOSED, typename T>
 METAL_FUNC void multiply_each(thread metal::simdgroup_matrix<float, 8, 8>* sums,
                               thread metal::simdgroup_matrix<T, 8, 8>& left,
                               const threadgroup T* from, int row, int col) {
+  constexpr int DOWN = TRANSPOSED ? 1 : STRIDE;
+  constexpr int ACROSS = TRANSPOSED ? STRIDE : 1;
   // Apple's compiler must not fetch all of the matrices before the first product.
   simdgroup_barrier(mem_flags::mem_none);
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     metal::simdgroup_matrix<T, 8, 8> right;
-    right.thread_elements()[0] = from[i * NEXT + row * STRIDE + col];
-    right.thread_elements()[1] = from[i * NEXT + row * STRIDE + col + 1];
-    metal::simdgroup_multiply_accumulate(sums[i], left, right, sums[i]);
-  }
-}
-
-// The same by the transposes of these matrices.
-template <int COUNT, int NEXT, int STRIDE, typename T>
-METAL_FUNC void multiply_each_transposed(thread metal::simdgroup_matrix<float, 8, 8>* sums,
-                                         thread metal::simdgroup_matrix<T, 8, 8>& left,
-                                         const threadgroup T* from, int row, int col) {
-  simdgroup_barrier(mem_flags::mem_none);
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    metal::simdgroup_matrix<T, 8, 8> right;
-    right.thread_elements()[0] = from[i * NEXT + col * STRIDE + row];
-    right.thread_elements()[1] = from[i * NEXT + (col + 1) * STRIDE + row];
+    right.thread_elements()[0] = from[i * NEXT + row * DOWN + col * ACROSS];
+    right.thread_elements()[1] = from[i * NEXT + row * DOWN + (col + 1) * ACROSS];
     metal::simdgroup_multiply_accumulate(sums[i], left, right, sums[i]);
   }
 }

@@ -42,10 +42,14 @@ METAL_FUNC I matrix_col(I lane) { return lane % 4 * 2; }
 // are zeros here, and want the right side by columns: a lane holds elements (lane % 4 * 2, lane / 4) and
 // the one below it.  `ldmatrix` brings four matrices at once, each row by the lane that names where it
 // lies; as they lie, they are their transposes by columns.
-#define METAL_MULTIPLY_EACH(NAME, TRANS, T, TYPE)                                                  \
-  template <int COUNT, int NEXT, int STRIDE>                                                       \
-  METAL_FUNC void NAME(metal::simdgroup_matrix<float, 8, 8>* sums,                                 \
-                       metal::simdgroup_matrix<T, 8, 8>& left, const T* from, int, int) {          \
+#define METAL_LOAD_FOUR(TRANS)                                                                     \
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANS ".shared.b16 {%0, %1, %2, %3}, [%4];"         \
+               : "=r"(cols[0]), "=r"(cols[1]), "=r"(cols[2]), "=r"(cols[3])                        \
+               : "r"(at))
+#define METAL_MULTIPLY_EACH(T, TYPE)                                                               \
+  template <int COUNT, int NEXT, int STRIDE, bool TRANSPOSED>                                      \
+  METAL_FUNC void multiply_each(metal::simdgroup_matrix<float, 8, 8>* sums,                        \
+                                metal::simdgroup_matrix<T, 8, 8>& left, const T* from, int, int) { \
     const int lane = threadIdx.x % 32;                                                             \
     uint rows;                                                                                     \
     memcpy(&rows, left.elements, 4);                                                               \
@@ -53,9 +57,11 @@ METAL_FUNC I matrix_col(I lane) { return lane % 4 * 2; }
       uint cols[4];                                                                                \
       const int of = metal::min(i + lane / 8, COUNT - 1);                                          \
       const uint at = uint(__cvta_generic_to_shared(from + of * NEXT + lane % 8 * STRIDE));        \
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANS ".shared.b16 {%0, %1, %2, %3}, [%4];"     \
-                   : "=r"(cols[0]), "=r"(cols[1]), "=r"(cols[2]), "=r"(cols[3])                    \
-                   : "r"(at));                                                                     \
+      if (TRANSPOSED) {                                                                            \
+        METAL_LOAD_FOUR("");                                                                       \
+      } else {                                                                                     \
+        METAL_LOAD_FOUR(".trans");                                                                 \
+      }                                                                                            \
       _Pragma("unroll") for (int n = i; n < metal::min(i + 4, COUNT); n++) {                       \
         float none0 = 0.0f, none1 = 0.0f;                                                          \
         asm("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE                                  \
@@ -65,11 +71,10 @@ METAL_FUNC I matrix_col(I lane) { return lane % 4 * 2; }
       }                                                                                            \
     }                                                                                              \
   }
-METAL_MULTIPLY_EACH(multiply_each, ".trans", float16_t, "f16")
-METAL_MULTIPLY_EACH(multiply_each, ".trans", bfloat16_t, "bf16")
-METAL_MULTIPLY_EACH(multiply_each_transposed, "", float16_t, "f16")
-METAL_MULTIPLY_EACH(multiply_each_transposed, "", bfloat16_t, "bf16")
+METAL_MULTIPLY_EACH(float16_t, "f16")
+METAL_MULTIPLY_EACH(bfloat16_t, "bf16")
 #undef METAL_MULTIPLY_EACH
+#undef METAL_LOAD_FOUR
 
 // For row_products.h.  The tensor cores take 16 rows of the left side at once, and want the right side
 // by columns: 8 rows across are rows as they lie.
