@@ -88,6 +88,15 @@ def no_such_stream() -> mx.array:
     return made[0]
 
 
+def results_of(monkeypatch, engine):
+    """What its runner gives from now on."""
+    execute, results = engine.runner.execute, []
+    monkeypatch.setattr(
+        engine.runner, "execute", lambda *a: results.append(execute(*a)) or results[-1]
+    )
+    return results
+
+
 def fail_in(monkeypatch, engine, steps):
     """Some forwards give logits that cannot be evaluated; returns how many there were."""
     forward, calls = engine.runner._forward, []
@@ -137,10 +146,7 @@ def test_an_error_that_nobody_waits_for_is_told_at_the_next_submission(monkeypat
 def test_results_are_read_late_never_or_by_another_thread(monkeypatch):
     expected = answers(make_engine())
     engine = make_engine()
-    execute, results = engine.runner.execute, []
-    monkeypatch.setattr(
-        engine.runner, "execute", lambda *a: results.append(execute(*a)) or results[-1]
-    )
+    results = results_of(monkeypatch, engine)
     # The host's copies: the engine itself waits, and reads what another thread has read.
     finish, read = engine._finish, []
 
@@ -223,11 +229,8 @@ def test_a_model_s_own_code_waits_for_the_thread(monkeypatch, compiles):
 
 def test_what_the_host_reads_is_not_what_the_next_step_is_built_on(monkeypatch):
     """On CUDA reading an array moves it."""
-    engine, results = make_engine(), []
-    execute = engine.runner.execute
-    monkeypatch.setattr(
-        engine.runner, "execute", lambda *a: results.append(execute(*a)) or results[-1]
-    )
+    engine = make_engine()
+    results = results_of(monkeypatch, engine)
     answers(engine, prompts=PROMPTS[:1])
 
     def address(array):

@@ -51,10 +51,8 @@ class CompiledSteps:
             return None
         forward = self._variants.get(_key(step))
         if forward is None:
-            if not self._is_due(step):
-                _keep(self._seen, step.variant, None)
+            if self._waits(step):
                 return None
-            self._seen.pop(step.variant, None)
             forward = self._compile(step)
         _keep(self._variants, _key(step), forward)
         arrays = [getattr(step, name) for name in step.arrays]
@@ -71,10 +69,13 @@ class CompiledSteps:
         """Whether this step runs without any of the model's own code."""
         return self.reason is None and _key(step) in self._variants
 
-    def _is_due(self, step: StepMetadata) -> bool:
-        """Whether a step whose variant is not compiled yet is the one to compile it for."""
-        decodes_only = step.batch.num_decodes == step.batch.num_segments
-        return decodes_only or step.variant in self._seen
+    def _waits(self, step: StepMetadata) -> bool:
+        """Whether a variant that is not compiled is to come once more before it is."""
+        if step.batch.num_decodes == step.batch.num_segments or step.variant in self._seen:
+            self._seen.pop(step.variant, None)
+            return False
+        _keep(self._seen, step.variant, None)
+        return True
 
     def _compile(self, step: StepMetadata) -> Forward:
         like = step.with_arrays(None)  # holds on to nothing

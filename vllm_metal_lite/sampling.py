@@ -179,11 +179,10 @@ class Sampler:
         row["repetition"] = min(max(params.repetition_penalty, 1 / _LARGE), _LARGE)
         row["frequency"] = params.frequency_penalty
         row["presence"] = params.presence_penalty
-        if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
-            with self.building():
-                row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
         self._add_edits(req_index, params, eos_token_ids)
         with self.building():
+            if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
+                row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
             self._bad_words.add(req_index, bad_words, np.asarray(token_ids)[num_prompt_tokens:])
         if params.allowed_token_ids is not None:
             self._allowed[req_index] = pack_mask(params.allowed_token_ids, self.vocab_size)

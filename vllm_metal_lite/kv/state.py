@@ -34,27 +34,21 @@ class StateRows:
 
 
 class SeatStates:
-    """The states of all seats; a step reads and replaces some of them through `begin`."""
+    """The states of all seats; a step reads and replaces some of them through `begin`.
+
+    groups: all there is, to come back to it when a step fails after its `commit`.
+    """
 
     def __init__(self) -> None:
-        self._groups: list[StateRows] = []
+        self.groups: list[StateRows] = []
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [a for g in self._groups for a in g.arrays.values()]
-
-    @property
-    def groups(self) -> list[StateRows]:
-        """All there is, to come back to it when a step fails after its `commit`."""
-        return self._groups
-
-    @groups.setter
-    def groups(self, groups: list[StateRows]) -> None:
-        self._groups = groups
+        return [a for g in self.groups for a in g.arrays.values()]
 
     @property
     def num_rows(self) -> int:
-        return sum(len(g.seats) for g in self._groups)
+        return sum(len(g.seats) for g in self.groups)
 
     def begin(self, runs: Sequence[tuple[tuple[int, ...], bool]]) -> "StateStep":
         """A step in which the seats of each run go on together.
@@ -73,7 +67,7 @@ class StateStep:
 
     def __init__(self, states: SeatStates, runs: Sequence[tuple[tuple[int, ...], bool]]) -> None:
         self._states = states
-        self._at = {s: (g, r) for g in states._groups for r, s in enumerate(g.seats)}
+        self._at = {s: (g, r) for g in states.groups for r, s in enumerate(g.seats)}
         self._new = [StateRows(seats) for seats, _ in runs]
         self._sources = [([], None) if fresh else self._locate(seats) for seats, fresh in runs]
 
@@ -110,8 +104,8 @@ class StateStep:
     def commit(self) -> None:
         ran = {seat for rows in self._new for seat in rows.seats}
         groups = list(self._new)
-        for group in self._states._groups:
+        for group in self._states.groups:
             left = [r for r, seat in enumerate(group.seats) if seat not in ran]
             if left:
                 groups.append(group if len(left) == len(group.seats) else group.take(left))
-        self._states._groups = groups
+        self._states.groups = groups
