@@ -65,10 +65,6 @@ class CompiledSteps:
         self.num_steps += 1
         return logits
 
-    def has(self, step: StepMetadata) -> bool:
-        """Whether this step runs without any of the model's own code."""
-        return self.reason is None and _key(step) in self._variants
-
     def _waits(self, step: StepMetadata) -> bool:
         """Whether a variant that is not compiled is to come once more before it is."""
         if step.batch.num_decodes == step.batch.num_segments or step.variant in self._seen:

@@ -100,7 +100,7 @@ class BadWords:
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.max_num_seqs, self.vocab_size = max_num_seqs, vocab_size
         self._words: dict[int, list[list[int]]] = {}
-        # Not lazy: it would belong to the stream of whoever makes it (submit.py).
+        # Not lazy: a lazy array belongs to the thread that made it.
         self._recent = mx.array(np.full((max_num_seqs, 1), _NOTHING, np.int32))
 
     def add(self, req_index: int, words: Sequence[Sequence[int]], generated: np.ndarray) -> None:

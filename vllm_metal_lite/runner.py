@@ -3,21 +3,18 @@
 Nothing below knows about requests; nothing above touches an `mx.array` of the model.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite import backend, submit
+from vllm_metal_lite import backend
 from vllm_metal_lite.attention.plan import power_of_two
 from vllm_metal_lite.attention.step import Attention, StepMetadata, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.compiled import CompiledSteps
 from vllm_metal_lite.constraints import TokenMasks
-from vllm_metal_lite.kv.state import StateRows
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.sampling import LogprobArrays, Sampler, prompt_logprobs
 
@@ -32,12 +29,11 @@ class Logprobs:
 
 
 class StepResult:
-    """A step that was submitted: reading what it gives waits for its end.
+    """A step that was submitted: reading its values waits for its end.
 
     token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None.
-    for_host: a copy of the sampled tokens, if the host must not read those of the next step.
-    arrays: what to wait for; if there is nothing (all is in the store), for all that was submitted.
-    submission: the step's way through the thread, if it goes that way.
+    arrays: the arrays to wait for; if there are none (the step only writes to the store), waiting
+    is for everything that was submitted.
     """
 
     def __init__(
@@ -46,28 +42,18 @@ class StepResult:
         sampled: mx.array | None,
         logprobs: LogprobArrays | None,
         prompt_logprobs: LogprobArrays | None,
-        for_host: mx.array | None = None,
     ) -> None:
         self._req_indices, self._sampled = req_indices, sampled
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
-        self.arrays = [] if sampled is None else [sampled if for_host is None else for_host]
+        self.arrays = [] if sampled is None else [sampled]
         for a in (logprobs, prompt_logprobs):
             self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
-        self.submission: submit.Submission | None = None
-        self.state: Any = None  # see ModelRunner
         self._done = False
 
-    @property
-    def failed(self) -> bool:
-        """Whether somebody has been told that it was not launched."""
-        return self.submission is not None and self.submission.reported
-
     def wait(self) -> None:
-        """Until the step has run; raises what went wrong."""
+        """Return when the step has run; raise the error if it failed."""
         if self._done:
             return
-        if self.submission is not None:
-            self.submission.wait()
         if self.arrays:
             mx.eval(self.arrays)
         else:
@@ -115,11 +101,8 @@ class ModelRunner:
     def __init__(self, model: PackedModel, attention: Attention, sampler: Sampler) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
         self.compiled = CompiledSteps(model, attention)
-        self.submitter = submit.choose(attention.overlaps)
-        sampler.building = self.submitter.building
-        mx.eval(attention.state)  # steps may be submitted by another thread
+        mx.eval(attention.state)  # lazy arrays belong to the thread that made them
         self._last: StepResult | None = None
-        self._launched = self._state()  # as the last step left it that is known to be launched
 
     def execute(
         self,
@@ -131,79 +114,43 @@ class ModelRunner:
     ) -> StepResult:
         """Submit a step; req_indices (T,): the table rows of the terminal segments.
 
-        grammar: what some of these T may say.  after: the step before, which gives this one the
-        tokens that are not known on the host.  Raises what went wrong with this step, or with the
-        one before it if nobody waited for that.
+        grammar: which tokens some of these T may be.  after: the previous step, which holds the
+        tokens that the host does not know yet.  Raises if this step is invalid, or if the previous
+        one failed and nobody waited for it.
         """
         batch.validate(*self.attention.store.num_blocks)
-        if self._last is not None and self._last.failed:
-            self.forget()
-        with self.submitter.building():
-            return self._execute(batch, req_indices, num_prompt_logprobs, grammar, after)
-
-    def _execute(
-        self,
-        batch: ForwardBatch,
-        req_indices: np.ndarray,
-        num_prompt_logprobs: int,
-        grammar: TokenMasks | None,
-        after: StepResult | None,
-    ) -> StepResult:
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
         if after is not None:
             step.token_ids = after.complete(step)
         num_sampled = len(batch.sample_segments)
         logits = self._forward(step)
 
-        sampled = for_host = logprobs = scored = None
+        sampled = logprobs = scored = None
         if num_sampled:
             output = self.sampler(logits[:num_sampled], req_indices, grammar)
             sampled, logprobs = output.token_ids, output.logprobs
-            if self.submitter.threaded:
-                for_host = sampled + 0
-                [sampled] = submit.alone([sampled])
         if len(batch.prompt_targets):
             targets = mx.array(batch.prompt_targets)
             rows = logits[num_sampled : num_sampled + len(targets)]
             scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
-        result = StepResult(req_indices, sampled, logprobs, scored, for_host)
-        self._submit(result, step, logits)
+        result = StepResult(req_indices, sampled, logprobs, scored)
+        self._submit(result)
         return result
 
-    def _submit(self, result: StepResult, *made: Any) -> None:
+    def _submit(self, result: StepResult) -> None:
         last, self._last = self._last, None
         if last is not None and not self.attention.overlaps:
             last.wait()
-        attention = self.attention
-        if self.submitter.threaded:
-            attention.state = submit.alone(attention.state)
-        result.state = self._state()
-        state = [*attention.state, *attention.store.states.arrays]
-        # Nothing is sampled, and the next step may be under way when this one is waited for.
-        if not result.arrays and (attention.overlaps or self.submitter.threaded):
-            result.arrays = submit.alone(state[:1])
-        result.submission = self.submitter.submit([result.arrays, state], result, made)
+        state = [*self.attention.state, *self.attention.store.states.arrays]
+        if not result.arrays and self.attention.overlaps:
+            # Nothing is sampled, and the next step may run when this one is waited for.
+            result.arrays = state[:1]
+        mx.async_eval(result.arrays, state)
         self._last = result
-        if last is not None and last.submission is not None:
-            last.submission.report()  # which has ended
-            self._launched = last.state
-
-    def _state(self) -> tuple[list[mx.array], list[StateRows]] | None:
-        """What the next step goes on with, to come back to it when that is not launched."""
-        if not self.submitter.threaded:
-            return None
-        with self.submitter.building():
-            return submit.alone(self.attention.state), self.attention.store.states.groups
 
     def forget(self) -> None:
-        """The steps under way were taken back: nobody wants to hear of them.
-
-        If the last was not launched, the next one must not go on with what it left.
-        """
-        last, self._last = self._last, None
-        if last is not None and last.submission is not None and not last.submission.succeeds():
-            self.attention.state, self.attention.store.states.groups = self._launched
-            self._launched = self._state()
+        """Drop the steps under way: nobody will read their results."""
+        self._last = None
 
     def synchronize(self) -> None:
         """Wait for the end of the steps that were submitted."""
@@ -213,10 +160,9 @@ class ModelRunner:
 
     def _forward(self, step: StepMetadata) -> mx.array:
         """Logits of the batch's `logits_indices`, in order; perhaps more behind them."""
-        with nullcontext() if self.compiled.has(step) else self.submitter.idle():
-            logits = self.compiled(step)
-            if logits is None:
-                logits = self.model(step, self.attention, step.logits_indices)
+        logits = self.compiled(step)
+        if logits is None:
+            logits = self.model(step, self.attention, step.logits_indices)
         return logits
 
 

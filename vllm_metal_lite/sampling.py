@@ -11,8 +11,7 @@ A row of nothing but -inf or NaN gives token 0; one with a NaN among others give
 not -inf; of several +inf the lowest id wins.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
 
@@ -144,8 +143,6 @@ class Sampler:
         self._seen: mx.array | None = None
         self._version = 0  # of the tables
         self._plan: _Plan | None = None
-        # Where steps are built that go on with what `add` leaves on the device, see submit.py.
-        self.building: Callable[[], AbstractContextManager] = nullcontext
 
     def add(
         self,
@@ -180,10 +177,9 @@ class Sampler:
         row["frequency"] = params.frequency_penalty
         row["presence"] = params.presence_penalty
         self._add_edits(req_index, params, eos_token_ids)
-        with self.building():
-            if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
-                row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
-            self._bad_words.add(req_index, bad_words, np.asarray(token_ids)[num_prompt_tokens:])
+        if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
+            row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
+        self._bad_words.add(req_index, bad_words, np.asarray(token_ids)[num_prompt_tokens:])
         if params.allowed_token_ids is not None:
             self._allowed[req_index] = pack_mask(params.allowed_token_ids, self.vocab_size)
 

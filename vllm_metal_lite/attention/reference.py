@@ -7,13 +7,11 @@ written to it: a segment may share blocks that another segment of the same step 
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import zip_longest
 from math import prod
 
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.kept import KeptDecodes, KeptGroup
 from vllm_metal_lite.attention.plan import (
     MAX_GATHERED_KEYS,
     Group,
@@ -39,15 +37,10 @@ _sdpa = mx.fast.scaled_dot_product_attention
 
 
 class DeviceGroup:
-    """A Group's indices on the device, and its mask once it was asked for.
+    """A Group's indices on the device, and its mask once it was asked for."""
 
-    kept: what has the group's keys and values from the step before, if anything.
-    """
-
-    def __init__(
-        self, group: Group, window: int | None = None, kept: KeptGroup | None = None
-    ) -> None:
-        self.group, self.window, self.kept = group, window, kept
+    def __init__(self, group: Group, window: int | None = None) -> None:
+        self.group, self.window = group, window
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -141,8 +134,8 @@ class SdpaCalls:
 class SdpaPlan:
     """A batch cut into SDPA calls, once a step for each window or chunk that a layer asks for."""
 
-    def __init__(self, batch: ForwardBatch, num_rows: int, kept: KeptDecodes | None = None) -> None:
-        self.batch, self.num_rows, self.kept = batch, num_rows, kept
+    def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
+        self.batch, self.num_rows = batch, num_rows
         self._plans: dict[tuple, SdpaCalls] = {}
 
     def calls(self, window: int | None, chunk: int | None = None) -> SdpaCalls:
@@ -151,15 +144,9 @@ class SdpaPlan:
         chunk = None if chunk is not None and chunk >= longest else chunk
         if (window, chunk) not in self._plans:
             costs = _COSTS.get(backend.name(), _FUSED_COSTS)
-            keeper = self.kept if window is chunk is None else None
-            kept = keeper.go_on(self.batch) if keeper else []
-            groups = [k.columns for k in kept]
-            if not kept:
-                groups = plan_groups(self.batch, window, chunk=chunk, **costs)
-                if keeper:
-                    keeper.begin(self.batch, groups)
+            groups = plan_groups(self.batch, window, chunk=chunk, **costs)
             rows, place = places(groups, self.num_rows)
-            on_device = [DeviceGroup(g, window, k) for g, k in zip_longest(groups, kept)]
+            on_device = [DeviceGroup(g, window) for g in groups]
             self._plans[window, chunk] = SdpaCalls(on_device, *upload([rows, place]))
         return self._plans[window, chunk]
 
@@ -167,16 +154,9 @@ class SdpaPlan:
 class ReferenceStep(StepMetadata):
     """A step whose rows all go through SDPA.  sdpa: a plan a KV group."""
 
-    def __init__(
-        self,
-        batch: ForwardBatch,
-        num_rows: int,
-        padding_slots: Sequence[int],
-        kept: Sequence[KeptDecodes | None],
-    ) -> None:
+    def __init__(self, batch: ForwardBatch, num_rows: int, padding_slots: Sequence[int]) -> None:
         super().__init__(batch, num_rows, padding_slots)
-        groups = zip(batch.by_group, kept, strict=True)
-        self.sdpa = [SdpaPlan(b, num_rows, keeper) for b, keeper in groups]
+        self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
 
 
 class ReferenceAttention:
@@ -189,11 +169,6 @@ class ReferenceAttention:
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store
-        # Elsewhere memory is dear, and copying is not.
-        self._kept = [
-            KeptDecodes(slot + store.block_size) if backend.is_cpu() else None
-            for slot in store.padding_slots
-        ]
 
     @property
     def state(self) -> list[mx.array]:
@@ -205,26 +180,21 @@ class ReferenceAttention:
         self.store.keys, self.store.values = list(state[:half]), list(state[half:])
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> ReferenceStep:
-        for keeper, group in zip(self._kept, batch.by_group, strict=True):
-            if keeper is not None:
-                keeper.note_writes(group.slot_mapping)
-        return ReferenceStep(batch, num_rows, self.store.padding_slots, self._kept).on_device()
+        return ReferenceStep(batch, num_rows, self.store.padding_slots).on_device()
 
     def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
         self.store.write(layer, k, v, step.slot_mapping[self.store.group_of[layer]])
 
     def gather(self, layer: int, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         """Each call's keys and values, (B, num_kv_heads, Lk, head_dim)."""
-        for g in calls.groups:
-            if g.kept is None:
-                yield self._gather_group(layer, g)
-            else:
-                yield g.kept.gather(layer, DeviceGroup, self._gather_group)
-
-    def _gather_group(self, layer: int, group: DeviceGroup) -> tuple[mx.array, mx.array]:
-        spec = self.store.specs[layer]
-        k, v = group.gather(self.store.keys[layer]), group.gather(self.store.values[layer])
-        return spec.k_row.unpack(k), spec.v_row.unpack(v)
+        spec, keys, values = (
+            self.store.specs[layer],
+            self.store.keys[layer],
+            self.store.values[layer],
+        )
+        for group in calls.groups:
+            k, v = group.gather(keys), group.gather(values)
+            yield spec.k_row.unpack(k), spec.v_row.unpack(v)
 
     def attend(
         self,
