@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 # Before anything imports MLX: tests run where mlx-lm's own CPU answers are the oracle, and never
 # ask a network for a model.
@@ -10,7 +9,6 @@ os.environ.setdefault("METAL_LITE_DEVICE", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Kernels on the CPU host count which of their lines run.
 os.environ.setdefault("METAL_LITE_HOST_COVERAGE", "1")
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 from hypothesis import settings

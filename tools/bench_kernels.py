@@ -20,16 +20,19 @@ from bench_products import products  # noqa: F401 (a section)
 from run_main import run_main
 
 from vllm_metal_lite import MetalLiteError, backend
-from vllm_metal_lite.attention.kernels import KernelAttention
-from vllm_metal_lite.attention.step import AttentionShape
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch import ForwardBatch, InputBatch
-from vllm_metal_lite.kernels import fusedcheck, measure, ops, selfcheck
-from vllm_metal_lite.kernels.norm import add_rms_norm
-from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.rope import Columns, HeadNorm, NewRows, Rope, rope_write
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
+from vllm_metal_lite.kernels import common as ops
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits
+from vllm_metal_lite.kernels.varlen_prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.specs import AttentionShape
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
 SECTIONS = (

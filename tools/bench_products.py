@@ -6,8 +6,8 @@ A section of bench_kernels.py.
 from collections.abc import Callable
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import measure
-from vllm_metal_lite.kernels.products import skinny_gemm
+from vllm_metal_lite.checks import measure
+from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 
 # (outputs, depth) of q, k and v; o; gate and up; down.
 LAYERS = {

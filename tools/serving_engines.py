@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from serving_loads import Load
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
-from vllm_metal_lite.model.joined import Part
+from vllm_metal_lite.fusion.joined import Part
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split

@@ -17,9 +17,9 @@ from serving_loads import SHAPES, Load, Wave, random_config, random_model
 from serving_metrics import measure
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
-from vllm_metal_lite.kernels.measure import copy_bandwidth
+from vllm_metal_lite.checks.measure import copy_bandwidth
 from vllm_metal_lite.model.loader import LoadedModel, load
-from vllm_metal_lite.runner import StepResult
+from vllm_metal_lite.runner.result import StepResult
 
 # isort: split
 from mlx.utils import tree_flatten

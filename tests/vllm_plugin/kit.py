@@ -10,10 +10,10 @@ from typing import Any
 
 import mlx_lm
 import pytest
-import tiny_models as tiny
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.support import tiny_models as tiny
 from vllm_metal_lite.model.loader import DEMO_PATH
 
 # Our tiny model -> the name of its architecture in vLLM.

@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import pytest
-import tiny_models as tiny
+
+from tests.support import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 
-import kit
 from vllm import SamplingParams
+
+from tests.vllm_plugin import kit
 
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
 

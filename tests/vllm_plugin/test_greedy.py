@@ -6,14 +6,15 @@ import subprocess
 import sys
 
 import pytest
-import tiny_models as tiny
+
+from tests.support import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 
-import kit
 import vllm.config.vllm
 from vllm.triton_utils import HAS_TRITON
 
+from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams
 
 NUM_TOKENS = 40
@@ -105,7 +106,7 @@ def test_both_dialects_of_the_scheduler_with_and_without_async_scheduling(
 def test_the_engine_in_a_process_of_its_own(executor):
     """`LLM` as users call it: the engine (and with "mp" also the worker) is another process."""
     script = f"""
-import kit
+from tests.vllm_plugin import kit
 def main():
     llm = kit.LLM({str(kit.folder("llama"))!r}, max_model_len=128, num_gpu_blocks_override=40,
                   distributed_executor_backend={executor!r})

@@ -4,11 +4,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 
-import kit
-from test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, check
-
 from metal.host import compiler_available, installed
-from vllm_metal_lite.kernels import selfcheck
+from tests.vllm_plugin import kit
+from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, check
+from vllm_metal_lite.checks import selfcheck
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
 # A request takes 13 blocks of the full group; of two others, what a window and a step touch.

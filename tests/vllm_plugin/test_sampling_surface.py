@@ -4,15 +4,16 @@ import json
 
 import numpy as np
 import pytest
-import tiny_models as tiny
+
+from tests.support import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 
-import kit
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams as OurParams
 
 PROMPTS = tiny.prompts(6, 3, 40, seed=5)

@@ -17,8 +17,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 
-import kit
 from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from tests.vllm_plugin import kit
 
 pytestmark = pytest.mark.xdist_group("server")  # of one worker: they share a server
 VLLM = Path(sys.executable).with_name("vllm")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_metal_lite.kernels.rope import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def examine(quick: bool, quiet: bool) -> dict[str, Any]:
 
 
 def _check(quick: bool, quiet: bool) -> list:
-    from vllm_metal_lite.kernels import fusedcheck, selfcheck
+    from vllm_metal_lite.checks import fusedcheck, selfcheck
 
     number = 1 if quick else None
     checks = [partial(selfcheck.check, *case) for case in selfcheck.full_list()[:number]]
@@ -75,8 +75,8 @@ def _as_json(result: Any) -> dict[str, Any]:
 
 def _bandwidth() -> dict[str, float]:
     """Bytes a second: of a copy, and of decoding from the store beside MLX's SDPA."""
-    from vllm_metal_lite.attention.step import AttentionShape
-    from vllm_metal_lite.kernels import measure
+    from vllm_metal_lite.checks import measure
+    from vllm_metal_lite.specs import AttentionShape
 
     load = measure.Workload(
         AttentionShape(16, 8, 128, 128, mx.float16), _BANDWIDTH_BATCH, _BANDWIDTH_CONTEXT

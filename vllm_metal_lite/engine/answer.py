@@ -9,8 +9,8 @@ from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from vllm_metal_lite.engine.request import Request
-    from vllm_metal_lite.runner import Logprobs
+    from vllm_metal_lite.runner.result import Logprobs
+    from vllm_metal_lite.scheduler.request import Request
 
 
 class Answer:

@@ -8,24 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.choose import choose
-from vllm_metal_lite.batch import UNKNOWN_TOKEN, ForwardBatch, InputBatch
+from vllm_metal_lite.attention.select import choose
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.constraints import bad_word_ids
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.request import Request, RequestStatus
-from vllm_metal_lite.engine.scheduler import Scheduler
-from vllm_metal_lite.engine.scheduler_output import SchedulerOutput
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.kv.sizing import limit_buffer_cache, size_store
+from vllm_metal_lite.fusion.tune import tune_products
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.fit import check_fusing
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
-from vllm_metal_lite.runner import ModelRunner, StepResult
-from vllm_metal_lite.sampling import Sampler, validate
+from vllm_metal_lite.runner.memory import limit_buffer_cache, size_store
+from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.sampling.masks import bad_word_ids
+from vllm_metal_lite.sampling.sampler import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.tune import tune_products
+from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.scheduler import Scheduler
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 Prompt = str | list[int] | Mapping[str, Any]
 

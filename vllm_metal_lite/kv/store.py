@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.groups import KVGroup
-from vllm_metal_lite.kv.quantised import RowFormat
-from vllm_metal_lite.kv.state import SeatStates
+from vllm_metal_lite.kv.recurrent_state import SeatStates
+from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 
 @dataclass(frozen=True, slots=True)

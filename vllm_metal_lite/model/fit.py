@@ -16,17 +16,20 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from vllm_metal_lite.attention.kernels import KernelAttention
-from vllm_metal_lite.attention.reference import ReferenceAttention
-from vllm_metal_lite.attention.step import Attention, AttentionShape
+from vllm_metal_lite.attention.base import Attention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.errors import ModelLoadError, one_line
+from vllm_metal_lite.fusion import hooks
+from vllm_metal_lite.fusion.joined import Product
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import handles, hooks, seam
-from vllm_metal_lite.model.joined import Product
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.seam import layer_cache as seam
+from vllm_metal_lite.model.seam import placeholders as handles
+from vllm_metal_lite.specs import AttentionShape
 
 # Two requests, of 9 and 14 tokens: (computed before, computed now) in the steps of the trial.
 # Prompts, then a decode beside a chunk, then decodes, then one decode and no other, for a step of

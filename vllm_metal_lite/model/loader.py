@@ -16,15 +16,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, one_line
+from vllm_metal_lite.fusion.joined import join_projections
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.adapters import adapt
+from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.fit import fit
-from vllm_metal_lite.model.joined import join_projections
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.specs import AttentionShape
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 

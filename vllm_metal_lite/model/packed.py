@@ -8,15 +8,15 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import activations
 
-from vllm_metal_lite.attention.step import Attention, StepMetadata
+from vllm_metal_lite.attention.base import Attention, StepMetadata
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.hooks import Transposed, hooks
+from vllm_metal_lite.fusion.joined import Product
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.hooks import Transposed, hooks
-from vllm_metal_lite.model.joined import Product
 from vllm_metal_lite.model.layout import Layout, Node, StateLayer, is_part, outermost
-from vllm_metal_lite.model.recurrent import StateCache
-from vllm_metal_lite.model.seam import PagedLayerCache
-from vllm_metal_lite.model.sequences import CacheMembers, SequenceStep, show_sequences
+from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
+from vllm_metal_lite.model.sequences.recurrent import StateCache
+from vllm_metal_lite.model.sequences.runs import CacheMembers, SequenceStep, show_sequences
 
 
 class _Rows:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.runner import Logprobs
+from vllm_metal_lite.runner.result import Logprobs
 
 
 class PromptLogprobs:

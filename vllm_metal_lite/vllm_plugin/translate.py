@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from vllm_metal_lite.batch import ForwardBatch, InputBatch
-from vllm_metal_lite.constraints import TokenMasks
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
@@ -22,8 +23,8 @@ from vllm_metal_lite.vllm_plugin.sampling import translate_params
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 
-    from vllm_metal_lite.runner import Logprobs, StepResult
-    from vllm_metal_lite.sampling import Sampler
+    from vllm_metal_lite.runner.result import Logprobs, StepResult
+    from vllm_metal_lite.sampling.sampler import Sampler
 
 
 @dataclass(slots=True)

@@ -12,20 +12,20 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.choose import choose
-from vllm_metal_lite.attention.step import Attention
+from vllm_metal_lite.attention.base import Attention
+from vllm_metal_lite.attention.select import choose
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch import InputBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import KV_BITS, EngineConfig
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
-from vllm_metal_lite.kv import sizing
-from vllm_metal_lite.kv.groups import KVGroup, kv_groups
+from vllm_metal_lite.fusion.tune import tune_products
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.fit import check_fusing
 from vllm_metal_lite.model.loader import LoadedModel, load
-from vllm_metal_lite.runner import ModelRunner
-from vllm_metal_lite.sampling import Sampler
-from vllm_metal_lite.tune import tune_products
+from vllm_metal_lite.runner import memory as sizing
+from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.sampling.sampler import Sampler
+from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 

@@ -1,0 +1,330 @@
+"""Which decodes share a prefix, and whole engines whose decodes do."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metal.host import compiler_available, installed
+from tests.support import tiny_models as tiny
+from tests.support.array_attention import compile_on_cpu
+from tests.support.attention_oracle import paged_attention
+from tests.support.declared_order import recording
+from vllm_metal_lite import SamplingParams, backend
+from vllm_metal_lite.attention.paged import attention as kernels
+from vllm_metal_lite.attention.paged import common_prefix as shared
+from vllm_metal_lite.attention.paged.common_prefix import PrefixSearch, common_prefix
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.runner import runner
+
+BLOCK_SIZE = 8
+
+needs_kernels = pytest.mark.skipif(
+    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
+)
+
+
+# Rows are words of few letters, so that many begin alike; a letter is a block.
+@given(
+    st.lists(st.tuples(st.text("ab", min_size=1, max_size=6), st.integers(1, 8)), max_size=9),
+    st.integers(1, 4),
+    st.integers(1, 2),
+)
+def test_the_prefix_that_saves_most_is_found(rows, fewest, groups):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "_ROW_COST", 0)
+        # A block's number tells what is before it too, as in a cache of prefixes.
+        names = {word[:i] for word, _ in rows for i in range(1, len(word) + 1)}
+        blocks = {name: i for i, name in enumerate(sorted(names))}
+        tables = np.full((len(rows), 6), -1, np.int32)
+        for table, (word, _) in zip(tables, rows, strict=True):
+            table[: len(word)] = [blocks[word[:i]] for i in range(1, len(word) + 1)]
+        least = fewest * BLOCK_SIZE
+        lens = [(len(word) - 1) * BLOCK_SIZE + n for word, n in rows]
+        found = common_prefix([tables] * groups, np.array(lens, np.int32), BLOCK_SIZE, least)
+
+    own = [word[:-1] for word, _ in rows]  # the last block is written to
+    saved = {
+        name: (sum(word.startswith(name) for word in own) - 1) * len(name)
+        for word in own
+        for name in (word[:i] for i in range(1, len(word) + 1))
+    }
+    if found is None:
+        assert max(saved.values(), default=0) < fewest
+        return
+    length = found.lens[found.leader] // BLOCK_SIZE
+    prefix = own[found.leader][:length]
+    assert saved[prefix] >= fewest
+    assert found.lens.tolist() == [
+        length * BLOCK_SIZE if word.startswith(prefix) else 0 for word in own
+    ]
+
+
+def tables_of(*rows):
+    return [np.array(rows, np.int32)]
+
+
+def test_a_prefix_is_as_long_as_the_groups_of_layers_agree():
+    tables = tables_of([1, 2, 3, 4], [1, 2, 3, 5]) + tables_of([6, 7, 8, 9], [6, 7, 5, 4])
+    found = common_prefix(tables, np.array([30, 30]), BLOCK_SIZE, 8)
+    assert (found.leader, found.lens.tolist()) == (0, [16, 16])
+
+
+def test_rows_that_do_not_have_the_prefix_cost_something():
+    tables = np.arange(48, dtype=np.int32).reshape(16, 3)
+    tables[3, :2] = tables[9, :2]
+    lens = np.full(16, 20)
+    assert common_prefix([tables], lens, BLOCK_SIZE, 8) is None
+    tables[[5, 7, 11], :2] = tables[9, :2]
+    found = common_prefix([tables], lens, BLOCK_SIZE, 8)
+    assert np.flatnonzero(found.lens).tolist() == [3, 5, 7, 9, 11]
+    assert found.leader == 3
+
+
+STEP = st.one_of(
+    st.just("decode"),
+    st.tuples(st.just("add"), st.text("ab", min_size=1, max_size=5)),
+    st.tuples(st.just("remove"), st.integers(0, 9)),
+)
+
+
+@given(st.lists(STEP, max_size=30), st.integers(1, 3))
+def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
+    """Rows come, go and grow, a token or a block at a time; tables have stale blocks behind."""
+    search, rows, least = PrefixSearch(), [], fewest * BLOCK_SIZE
+    names: dict[str, int] = {}
+    for change in changes:
+        if change == "decode":
+            for row in rows:
+                row[1] += 5
+                row[0] += "c" * (-(-row[1] // BLOCK_SIZE) - len(row[0]))
+        elif change[0] == "add":
+            rows.append([change[1], len(change[1]) * BLOCK_SIZE - 2])
+        elif rows:
+            rows.pop(change[1] % len(rows))
+        if not rows:
+            continue
+        tables = np.full((len(rows), max(len(word) for word, _ in rows) + 1), -1, np.int32)
+        for i, (word, _) in enumerate(rows):
+            for at in range(len(word)):  # what is generated is nobody else's
+                key = word[: at + 1] + str(i) * ("c" in word[: at + 1])
+                tables[i, at] = names.setdefault(key, len(names))
+        lens = np.array([n for _, n in rows], np.int32)
+        found = search([tables], lens, BLOCK_SIZE, least)
+        if change != "decode":
+            assert (found is None) == (common_prefix([tables], lens, BLOCK_SIZE, least) is None)
+        if found is None:
+            continue
+        blocks = int(found.lens.max()) // BLOCK_SIZE
+        having = np.flatnonzero(found.lens)
+        assert blocks >= 1
+        assert found.leader in having
+        assert len(having) > 1
+        assert (found.lens[having] == blocks * BLOCK_SIZE).all()
+        assert (found.lens <= (lens - 1) // BLOCK_SIZE * BLOCK_SIZE).all()
+        assert (tables[having, :blocks] == tables[found.leader, :blocks]).all()
+
+
+def test_a_prefix_is_searched_for_once(monkeypatch):
+    """Until a row comes, goes or begins otherwise, or more is to be saved."""
+    searched, search = [], PrefixSearch()
+
+    def noting(*args):
+        searched.append(args)
+        return common_prefix(*args)
+
+    monkeypatch.setattr(shared, "common_prefix", noting)
+    first, second, other = [1, 2, 3, 4, 0], [1, 2, 5, 6, 0], [7, 8, 9, 10, 0]
+    lens = np.array([30, 31, 25])
+
+    def step(*rows, lens=lens, least=8):
+        before = len(searched)
+        found = search(tables_of(*rows), lens[: len(rows)], BLOCK_SIZE, least)
+        return found and found.lens.tolist(), len(searched) - before
+
+    assert step(first, second, other) == ([16, 16, 0], 1)
+    assert step(first, second, other) == ([16, 16, 0], 0)
+    assert step([1, 2, 3, 4, 11], second, other, lens=lens + 8) == ([16, 16, 0], 0)
+    assert step(first, second, other, least=9) == ([16, 16, 0], 1)
+    assert step(first, second, least=9) == ([16, 16], 1)
+    assert step(second, [1, 2, 9, 9, 9], least=9) == ([16, 16], 0)
+    assert step(first, other, least=9) == (None, 1)
+    assert step(first, second, least=2) == ([16, 16], 1)
+    assert step(first, second, lens=np.array([16, 31]), least=2) == ([8, 8], 1)
+
+
+# The order of launches
+
+
+def array_of(rng, *shape):
+    return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+
+@needs_kernels
+@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
+@pytest.mark.parametrize("order", [min, max])
+def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order):
+    """The first key of the prefix is another one in each of two steps."""
+    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", 1)
+    rng = np.random.default_rng(0)
+    store = PagedStore([LayerSpec(2, 32, 32, mx.float32)], 4, BLOCK_SIZE)
+    for arrays in (store.keys, store.values):
+        arrays[:] = [array_of(rng, *a.shape) for a in arrays]
+    inputs = InputBatch(2, 16, BLOCK_SIZE)
+    lens = np.array([12, 14])
+    rows = np.array([inputs.add([0] * n, n) for n in lens])
+    for row, block in zip(rows, (2, 3), strict=True):
+        inputs.append_blocks(row, [1, block])
+    batch = inputs.pack(rows, lens - 1, np.ones(2, int))
+    q, keys, values = array_of(rng, 2, 4, 32), np.array(store.keys[0]), np.array(store.values[0])
+    expected = []
+    with recording() as launches:
+        attention = kernels.KernelAttention(store, "varlen")
+        step = attention.prepare(batch, 2)
+        for _ in range(2):
+            k, v = array_of(rng, 1, 2, 32), array_of(rng, 1, 2, 32)
+            mx.eval(k, v, q, store.keys, store.values)
+            arrays = mx.array([BLOCK_SIZE], mx.int32), *store.arrays
+            attention.token = ops.kv_write(k, v, *arrays, attention.token)
+            attention.attend(0, q, step, scale=0.2)
+            keys[BLOCK_SIZE], values[BLOCK_SIZE] = np.array(k[0]), np.array(v[0])
+            expected.append(paged_attention(
+                np.array(q), keys, values, batch.block_tables, batch.cu_seqlens_q, lens,
+                block_size=BLOCK_SIZE, scale=0.2,
+            ))  # fmt: skip
+    assert len(launches.outputs_of("shared_prefix")) == 2
+    results = launches.run(order)
+    for got, wanted in zip(launches.outputs_of("paged_decode"), expected, strict=True):
+        np.testing.assert_allclose(np.array(results[id(got)]), wanted, 1e-5, 1e-5)
+
+
+# Whole engines
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_verdicts(tmp_path_factory):
+    """The kernels check themselves once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Of every step, the prefix of its decodes or None; any that can be is shared."""
+    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", BLOCK_SIZE)
+    found = []
+
+    class Recording(PrefixSearch):
+        def __call__(self, *args):
+            found.append(super().__call__(*args))
+            return found[-1]
+
+    monkeypatch.setattr(kernels, "PrefixSearch", Recording)
+    return found
+
+
+@pytest.fixture
+def on_kernels():
+    with installed() if backend.is_cpu() else nullcontext():
+        yield
+
+
+def tokens_of(engine, prompts, max_tokens=10):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    done = tiny.run(engine)
+    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+
+
+def engine_of(name, attention="kernels", **options):
+    return tiny.engine(name, attention=attention, block_size=BLOCK_SIZE, **options)
+
+
+PREFIX = tiny.prompts(1, 40, 40, seed=3)[0]
+OTHERS = tiny.prompts(4, 1, 20, seed=4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("length", [7, 8, 9, 23, 24, 25])
+def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length):
+    """Rows with the prefix, and one without."""
+    prompts = [PREFIX[:length] + rest for rest in OTHERS[:3]] + [OTHERS[3]]
+    got = tokens_of(engine_of("llama"), prompts)
+    lens = {int(s.lens.max()) for s in steps if s}
+    assert lens == ({length // 8 * 8} if length >= 8 else set())
+    assert all(np.count_nonzero(s.lens) <= 3 for s in steps if s)
+    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", 1 << 30)
+    steps.clear()
+    assert tokens_of(engine_of("llama"), prompts) == got
+    assert not any(steps)
+    assert tokens_of(engine_of("llama", "reference"), prompts) == got
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3", {}), ("gemma2", {}), ("llama/window", {}), ("gpt_oss", {}),
+     ("llama", {"kv_bits": 8}), ("qwen3", {"num_blocks": 14, "max_num_batched_tokens": 16})],
+    ids=str,
+)  # fmt: skip
+def test_other_layers(on_kernels, steps, name, options):
+    """Norms and rotations in kernels, softcaps, windows, sinks, quantised stores; chunks, mixed
+    steps and preemptions."""
+    prompts = [PREFIX[:26] + rest for rest in OTHERS]
+    expected = tokens_of(engine_of(name, "reference", **options), prompts)
+    assert tokens_of(engine_of(name, **options), prompts) == expected
+    assert any(steps) == ("kv_bits" not in options)
+
+
+@needs_kernels
+def test_a_newcomer_without_the_prefix_reads_its_own_keys(on_kernels, steps):
+    prompts = [PREFIX[:34] + rest for rest in OTHERS[:3]]
+    engine = engine_of("llama")
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12))
+    for _ in range(4):
+        engine.step()
+    assert set(steps[-1].lens.tolist()) == {32}
+    engine.add_request("x", OTHERS[3], SamplingParams(temperature=0, max_tokens=4))
+    done = tiny.run(engine)
+    assert any(s and sorted(set(s.lens.tolist())) == [0, 32] for s in steps)
+    for i, prompt in enumerate(prompts):
+        expected = tiny.alone(tiny.native("llama"), prompt, 12)
+        assert done[str(i)].outputs[0].token_ids == expected
+
+
+# Compiled
+
+
+def test_compiled_steps_that_share(steps, monkeypatch):
+    """By ArrayAttention, which takes the blocks of the prefix from the leader."""
+    monkeypatch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
+    prompts = [PREFIX[:26] + rest for rest in OTHERS] + [OTHERS[3]]
+    options = {"max_num_batched_tokens": 24, "block_size": BLOCK_SIZE}
+    expected = tokens_of(tiny.engine("qwen3", **options), prompts, 24)
+    engine = compile_on_cpu(tiny.engine("qwen3", **options))
+    assert tokens_of(engine, prompts, 24) == expected
+    assert engine.metrics()["compiled_steps"] > 10
+    assert any(steps)
+    assert not all(steps)
+    assert engine.runner.compiled.reason is None
+
+
+def test_a_step_without_its_arrays_holds_none(steps):
+    """What a compiled step would keep of the one that it was made of."""
+    engine = compile_on_cpu(tiny.engine("qwen3", block_size=BLOCK_SIZE))
+    prepared, prepare = [], engine.runner.attention.prepare
+    engine.runner.attention.prepare = lambda *args: prepared.append(prepare(*args)) or prepared[-1]
+    tokens_of(engine, [PREFIX[:20] + rest for rest in OTHERS[:2]], 4)
+    step = prepared[-1]
+    assert step.prefix_len == 16
+    assert step.prefix_len in step.variant
+    left = vars(step.with_arrays(None)).values()
+    assert not [value for value in left if isinstance(value, mx.array)]

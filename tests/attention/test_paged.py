@@ -1,0 +1,221 @@
+"""KernelAttention on the CPU host: whole steps, the order of launches, and whole engines."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from metal.host import compiler_available, installed
+from tests.attention.test_sdpa import RAGGED, Case, check
+from tests.support import tiny_models as tiny
+from tests.support.arch_configs import config_of
+from tests.support.declared_order import Launches, recording
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from vllm_metal_lite.attention.paged import attention as kernels_of_steps
+from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
+from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import selfcheck
+from vllm_metal_lite.kernels import common as ops
+from vllm_metal_lite.kernels.launch import Kernel
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with installed():
+        yield
+
+
+class KernelCase(Case):
+    """A case of the reference's own tests, through kernels; the window is the layer's own."""
+
+    def __init__(self, *args, prefill, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.prefill = prefill
+
+    def run(self, padding=0, **how):
+        self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
+        self.attention = KernelAttention(self.store, self.prefill)
+        return super().run(padding, **how)
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize(
+    "how", [{}, {"window": 11}, {"softcap": 2.0}, {"window": 5, "softcap": 2.0}], ids=str
+)
+@pytest.mark.parametrize("segments", [RAGGED, RAGGED[:3], RAGGED[3:]], ids=len)
+def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
+    check(KernelCase(segments, prefill=prefill, sinks=True), padding=3, **how)
+
+
+def test_a_large_step_is_cut_into_calls(monkeypatch):
+    monkeypatch.setattr(kernels_of_steps, "SMALL_ROWS", 1)
+    check(KernelCase(RAGGED, prefill="gather", sinks=True), padding=3, window=5)
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 11}, {"softcap": 2.0}], ids=str)
+def test_prompts_of_like_lengths_are_one_batch(monkeypatch, how):
+    """A step that repeats, of decodes and of chunks that end to end would see each other's keys."""
+    monkeypatch.setattr(prompts_of_steps, "_MIN_ROWS", 1)
+    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 16)
+    batches = []
+    made = prompts_of_steps.in_one_batch
+    monkeypatch.setattr(
+        prompts_of_steps, "in_one_batch", lambda *a: batches.append(made(*a)) or batches[-1]
+    )
+    segments = [(5, 1), (9, 1), (20, 6), (18, 7), (22, 5)]
+    check(KernelCase(segments, prefill="gather", sinks=True), padding=3, **how)
+    assert [g.q_rows.shape for g in batches] == [(4, 7)]
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_narrow_types_and_unlike_head_sizes(dtype, prefill):
+    check(KernelCase(RAGGED, dim=96, v_dim=64, dtype=dtype, prefill=prefill), window=11)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_a_quantised_store(dtype, bits):
+    case = KernelCase(RAGGED, dim=96, v_dim=80, dtype=dtype, bits=bits, prefill="gather")
+    check(case, padding=3, window=11)
+
+
+# The order of launches
+
+
+def two_steps(attention_of) -> tuple[Launches, list[mx.array], list[np.ndarray]]:
+    """One decode twice, the second time into the slot that the first one read: the launches, what
+    the two attended to, and what that should be."""
+    case = Case([(17, 1)], seed=1)
+    attention = attention_of(case.store)
+    rng = np.random.default_rng(0)
+    keys, values = (np.array(a[0]) for a in (case.store.keys, case.store.values))
+    expected = []
+    with recording() as launches:
+        for _ in range(2):
+            k, v, q = (mx.array(rng.standard_normal(shape).astype(np.float32))
+                       for shape in (keys[:1].shape, values[:1].shape, case.q.shape))  # fmt: skip
+            step = attention.prepare(case.batch, 1)
+            mx.eval(k, v, q)
+            attention.write(0, k, v, step)
+            attention.attend(0, q, step, scale=case.scale)
+            slot = int(case.batch.slot_mapping[0])
+            keys[slot], values[slot] = np.array(k[0]), np.array(v[0])
+            case.q, case.k, case.v = q, mx.array(keys), mx.array(values)
+            expected.append(case.expected())
+    return launches, launches.outputs_of("paged_decode"), expected
+
+
+ORDERS = {
+    "first": min,
+    "last": max,
+    **{str(seed): random.Random(seed).choice for seed in range(3)},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_that_is_declared_gives_the_same_result(order):
+    launches, outputs, expected = two_steps(lambda store: KernelAttention(store, "varlen"))
+    results = launches.run(ORDERS[order])
+    for got, wanted in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(np.array(results[id(got)]), wanted, 1e-5, 1e-5)
+
+
+class _NeverTakesAToken(KernelAttention):
+    """Drops every token: each launch is given a fresh one."""
+
+    def _store(self, layer):
+        return *super()._store(layer)[:2], ops.new_token()
+
+
+class _ForgetsTheReader(KernelAttention):
+    """Drops the reader's token: a later write does not wait for it."""
+
+    def attend(self, layer, q, step, **how):
+        token = self.token
+        out = super().attend(layer, q, step, **how)
+        self.token = token
+        return out
+
+
+@pytest.mark.parametrize("attention", [_NeverTakesAToken, _ForgetsTheReader])
+def test_a_dropped_token_is_noticed(attention):
+    launches, outputs, expected = two_steps(lambda store: attention(store, "varlen"))
+    results = launches.run(max)  # the latest first: a write overtakes the read before it
+    wrong = [
+        not np.allclose(np.array(results[id(got)]), wanted, 1e-3, 1e-3)
+        for got, wanted in zip(outputs, expected, strict=True)
+    ]
+    assert any(wrong)
+
+
+# Whole engines
+
+
+def tokens(model, prompts, **config):
+    engine = LLMEngine(model, EngineConfig(max_model_len=64, block_size=8, **config))
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=20))
+    done = {}
+    while len(done) < len(prompts):
+        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    return done, engine
+
+
+def test_a_decode_may_read_what_another_one_writes_in_the_same_step(monkeypatch):
+    """The second prompt ends behind a block that the first request completes in this very step."""
+    fused, launch = [], Kernel.__call__
+
+    def watching(self, arrays, template, *args):
+        if self.name == "paged_decode":
+            fused.append(template["FUSED"])
+        return launch(self, arrays, template, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", watching)
+    model, greedy = tiny.build(config_of("qwen3")), SamplingParams(temperature=0, max_tokens=5)
+    first = tiny.prompts(1, 15, 15)[0]
+    second = [*first, tiny.alone(model, first, 1)[0], 7]
+    with installed(schedule="reverse"):  # the reader comes first, if it may
+        engine = tiny.engine("qwen3", attention="kernels")
+        engine.async_scheduling = False  # or the block has no name until the step after
+        store = engine.runner.attention.store
+        for arrays in (store.keys, store.values):  # what is read before it is written is NaN
+            arrays[:] = [mx.full(a.shape, float("nan"), a.dtype) for a in arrays]
+        engine.add_request("0", first, greedy)
+        done = {o.request_id: o for o in engine.step()}
+        engine.add_request("1", second, greedy)
+        fused.clear()
+        while len(done) < 2 or not all(o.finished for o in done.values()):
+            done |= {o.request_id: o for o in engine.step()}
+    assert done["1"].num_cached_tokens == 16
+    layers = len(store.keys)
+    assert fused[: 2 * layers] == [False] * layers + [True] * layers
+    for name, prompt in (("0", first), ("1", second)):
+        assert done[name].outputs[0].token_ids == tiny.alone(model, prompt, 5)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "kv_bits"), [("varlen", None), ("gather", None), ("gather", 8), ("gather", 4)]
+)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llama/window"])
+def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(
+    monkeypatch, name, prefill, kv_bits
+):
+    """Chunks, mixed steps, cached prefixes and preemptions."""
+    monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), prefill))
+    model = tiny.packed(name)
+    prompts = tiny.prompts(4, 9, 16, seed=5)
+    prompts.append(prompts[1][:8] + prompts[2])
+    how = {
+        "num_blocks": 9, "max_num_batched_tokens": 12, "max_num_seqs": 3, "kv_bits": kv_bits
+    }  # fmt: skip
+    expected, _ = tokens(model, prompts, attention="reference", **how)
+    got, engine = tokens(model, prompts, attention="kernels", **how)
+    assert engine.runner.attention.name == "kernels"
+    assert engine.metrics()["preemptions"] > 0
+    assert got == expected

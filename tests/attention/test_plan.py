@@ -1,0 +1,276 @@
+"""How the reference attention cuts a step into calls of SDPA."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_metal_lite.attention.sdpa.plan import (
+    NEVER,
+    Group,
+    _alike,
+    _tiles,
+    batch_shape,
+    cost,
+    in_one_batch,
+    in_one_call,
+    places,
+    plan_groups,
+    quarter_power,
+    split_packs,
+)
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
+
+BLOCK_SIZE = 8
+
+
+def make_batch(segments: list[tuple[int, int]], seed: int = 0) -> ForwardBatch:
+    """(tokens computed before, tokens of this step) a segment; block tables are a permutation."""
+    segments = sorted(segments, key=lambda s: s[1] > 1)
+    longest = max(before + count for before, count in segments)
+    inputs = InputBatch(len(segments), longest, BLOCK_SIZE)
+    counts = [-(-(before + count) // BLOCK_SIZE) for before, count in segments]
+    blocks = np.random.default_rng(seed).permutation(sum(counts)).tolist()
+    rows = []
+    for (before, count), num_blocks in zip(segments, counts, strict=True):
+        rows.append(inputs.add([0] * (before + count), before + count))
+        inputs.append_blocks(rows[-1], [blocks.pop() for _ in range(num_blocks)])
+    before, count = np.array(segments).T
+    batch = inputs.pack(np.array(rows), before, count)
+    batch.validate(sum(counts))
+    return batch
+
+
+def expected_pairs(
+    batch: ForwardBatch, window: int | None, chunk: int | None = None
+) -> dict[int, list[int]]:
+    """By definition: the slots that each row sees, in order of position."""
+    seen = {}
+    for s, length in enumerate(batch.seq_lens.tolist()):
+        table = batch.block_tables[s]
+        for row in range(batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]):
+            position = int(batch.positions[row])
+            start = 0 if window is None else max(0, position - window + 1)
+            start = start if chunk is None else max(start, position // chunk * chunk)
+            assert position < length
+            at = np.arange(start, position + 1)
+            seen[row] = (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).tolist()
+    return seen
+
+
+def visible(group: Group, window: int | None) -> np.ndarray:
+    """(B, Lq, Lk) bool: what SDPA under this group's mask lets a query see."""
+    shape = (*group.q_pos.shape, group.kv_slots.shape[1])
+    if group.mask is None:
+        return np.ones(shape, bool)
+    if group.mask == "causal":
+        lower_right = np.tri(shape[1], shape[2], shape[2] - shape[1], dtype=bool)
+        return np.broadcast_to(lower_right, shape)
+    q_pos, kv_pos = group.q_pos[:, :, None], group.kv_pos[:, None, :]
+    out = kv_pos <= q_pos
+    if window is not None:
+        out &= kv_pos > q_pos - window
+    if group.segments is not None:
+        out &= group.segments[:, :, None] == group.kv_segments[:, None, :]
+    return out
+
+
+def seen_pairs(groups: list[Group], window: int | None) -> dict[int, list[int]]:
+    """The slots that each row sees at its first place, which is the one that counts."""
+    seen: dict[int, list[int]] = {}
+    for g in groups:
+        mask = visible(g, window)
+        for b in range(len(g.q_rows)):
+            for i, row in enumerate(g.q_rows[b].tolist()):
+                if row not in seen:
+                    seen[row] = g.kv_slots[b][mask[b, i]].tolist()
+    return seen
+
+
+segment = st.tuples(st.integers(0, 30), st.integers(1, 24))
+whole = st.tuples(st.just(0), st.integers(1, 24))
+
+
+@given(
+    st.lists(st.one_of(segment, whole), min_size=1, max_size=7),
+    st.none() | st.integers(1, 20),
+    st.none() | st.integers(1, 20),
+    st.sampled_from([1, 3, 8, 1 << 30]),
+    st.sampled_from([0, 30, 500, 1 << 20]),
+)
+@settings(max_examples=400)
+def test_every_row_sees_exactly_what_the_definition_says(segments, window, chunk, tile, call_cost):
+    batch = make_batch(segments)
+    if window is not None and window >= int(batch.seq_lens.max()):
+        window = None  # as SdpaPlan.calls does
+    groups = plan_groups(batch, window, chunk=chunk, tile=tile, call_cost=call_cost)
+    seen = seen_pairs(groups, window)
+    expected = expected_pairs(batch, window, chunk)
+    assert {r: sorted(s) for r, s in seen.items()} == {r: sorted(s) for r, s in expected.items()}
+    tiles = [np.unique(rows) for g in groups for rows in g.q_rows]  # padding repeats a row
+    computed = np.sort(np.concatenate(tiles))
+    assert computed.tolist() == list(range(batch.num_tokens)), "a row is computed twice"
+    for g in groups:
+        assert (np.diff(g.q_rows, axis=1) >= 0).all()
+        assert g.q_rows.shape[1] <= max(tile, 1) or g.segments is not None
+        assert (g.kv_pos[:, 0] < NEVER).all()
+
+
+@given(
+    st.lists(segment, min_size=1, max_size=5),
+    st.none() | st.integers(1, 20),
+    st.integers(0, 9),
+    st.sampled_from([1, 64]),
+)
+@settings(max_examples=200)
+def test_one_call_for_all_segments_shows_each_row_its_own_and_gathers_no_more(
+    segments, window, padding, min_keys
+):
+    batch = make_batch(segments)
+    n = batch.num_tokens
+    group = in_one_call(batch, n + padding, min_keys, window)
+    mask, slots = visible(group, window)[0], group.kv_slots[0]
+    expected = expected_pairs(batch, window)
+    assert {row: slots[mask[row]].tolist() for row in range(n)} == expected
+    assert mask.shape == (n + padding, len(slots))
+    assert (mask[n:] == mask[n - 1]).all()
+    needed = {slot for seen in expected.values() for slot in seen}
+    assert set(slots.tolist()) == needed
+    assert len(slots) == max(min_keys, 1 << (len(needed) - 1).bit_length())
+
+
+@given(
+    st.lists(segment, min_size=1, max_size=5),
+    st.none() | st.integers(1, 20),
+    st.integers(0, 9),
+    st.sampled_from([1, 32]),
+)
+@settings(max_examples=200)
+def test_one_batch_of_all_segments_shows_each_row_its_own_and_gathers_no_more(
+    segments, window, padding, least
+):
+    batch = make_batch(segments)
+    n = batch.num_tokens
+    group = in_one_batch(batch, least, least, window)
+    expected = expected_pairs(batch, window)
+    assert seen_pairs([group], window) == expected
+    rows, place = places([group], n + padding)
+    rows = np.arange(n) if rows is None else rows
+    assert rows[np.arange(n) if place is None else place[:n]].tolist() == list(range(n))
+    assert place is None or len(place) == n + padding
+    assert visible(group, window).any(axis=2).all(), "a row that sees nothing is NaN"
+    assert set(group.kv_slots.ravel().tolist()) == {
+        slot for seen in expected.values() for slot in seen
+    }
+    assert (*group.q_rows.shape, group.kv_slots.shape[1]) == batch_shape(
+        batch, least, least, window
+    )
+
+
+def test_sizes_that_come_again():
+    assert [quarter_power(n) for n in (1, 2, 3, 5, 8, 9, 64, 65, 72, 81, 4672)] == [
+        1, 2, 3, 5, 8, 10, 64, 80, 80, 96, 5120,
+    ]  # fmt: skip
+
+
+@given(
+    st.lists(st.one_of(segment, whole), min_size=1, max_size=7),
+    st.sampled_from([0, 30, 500, 5000, 1 << 20]),
+)
+@settings(max_examples=100)
+def test_no_other_way_to_cut_neighbours_costs_less(segments, call_cost):
+    batch = make_batch(segments)
+    count, tiles = len(segments), _tiles(batch, np.arange(len(segments)), None, None, 1 << 30)
+    order = np.lexsort((-tiles.kv_end, -tiles.q_len))
+
+    def cost_of(batches):
+        return sum(
+            call_cost + len(b) * cost(int(tiles.q_len[b].max()), int(tiles.kv_end[b].max()))
+            for b in batches
+        )
+
+    found, batches = _alike(tiles, call_cost)
+    assert np.concatenate(batches).tolist() == order.tolist()
+    ways = [
+        np.split(order, [i + 1 for i in range(count - 1) if cuts >> i & 1])
+        for cuts in range(1 << (count - 1))
+    ]
+    assert found == cost_of(batches) == min(map(cost_of, ways))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60))
+def test_packs_hold_at_most_the_cap_in_order_and_oversized_prompts_are_alone(lengths, cap):
+    q_lens = np.array(lengths)
+    packs = split_packs(np.arange(len(q_lens)), q_lens, cap)
+    assert np.concatenate(packs).tolist() == list(range(len(q_lens)))
+    for pack, following in zip(packs, [*packs[1:], None], strict=True):
+        rows = q_lens[pack].sum()
+        assert rows <= cap or len(pack) == 1
+        if following is not None:
+            assert rows + q_lens[following[0]] > cap, "split too early"
+
+
+def test_the_default_cap_is_the_documented_one():
+    lengths = np.array([3000, 1096, 1, 5000, 10])
+    packs = split_packs(np.arange(5), lengths)
+    assert MAX_PACKED_PREFILL_TOKENS == 4096
+    assert [p.tolist() for p in packs] == [[0, 1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("call_cost", [0, 1 << 20])
+def test_an_oversized_prompt_runs_alone_and_needs_no_mask(call_cost):
+    batch = make_batch([(0, 5000), (0, 40), (0, 30)])
+    groups = plan_groups(batch, None, tile=1 << 30, call_cost=call_cost)
+    oversized = [g for g in groups if 4999 in g.q_rows]
+    assert len(oversized) == 1
+    assert oversized[0].q_rows.shape == (1, 5000)
+    assert oversized[0].mask == "causal"
+
+
+def test_prompts_of_unlike_lengths_are_packed_where_calls_are_dear():
+    """At a GPU's call cost: one block-diagonal call, not a padded batch four times its size."""
+    batch = make_batch([(0, 60), (0, 3), (0, 5), (0, 2)])
+    groups = plan_groups(batch, None, tile=1 << 30, call_cost=1 << 20)
+    assert len(groups) == 1
+    assert groups[0].segments is not None
+    assert groups[0].q_rows.shape == (1, 70)
+
+
+@pytest.mark.parametrize("context", [0, 13])
+def test_like_segments_share_one_causal_call_without_a_mask(context):
+    batch = make_batch([(context, 20)] * 4)
+    (group,) = plan_groups(batch, None, tile=1 << 30, call_cost=1000)
+    assert group.mask == "causal"
+    assert group.q_rows.shape == (4, 20)
+
+
+def test_decodes_of_equal_context_need_no_mask_at_all():
+    (group,) = plan_groups(make_batch([(9, 1)] * 3), None, tile=256, call_cost=0)
+    assert group.mask is None
+    (group,) = plan_groups(make_batch([(20, 1), (30, 1)]), 4, tile=256, call_cost=0)
+    assert group.mask is None, "beyond the window they are equal too"
+    assert group.kv_slots.shape == (2, 4)
+
+
+def test_padding_never_costs_more_than_another_call():
+    """A short decode is not padded to a long one's context, unless that is cheap."""
+    batch = make_batch([(4000, 1), (3, 1), (3900, 1)])
+    groups = plan_groups(batch, None, tile=256, call_cost=10_000)
+    assert [g.q_rows.ravel().tolist() for g in groups] == [[0, 2], [1]]
+    assert len(plan_groups(batch, None, tile=256, call_cost=1 << 20)) == 1
+
+
+@pytest.mark.parametrize("call_cost", [1 << 12, 1 << 20], ids=["cpu", "gpu"])
+def test_short_decodes_are_not_padded_to_a_long_neighbour(call_cost):
+    batch = make_batch([(60, 1)] * 63 + [(32_000, 1)])
+    groups = plan_groups(batch, None, tile=256, call_cost=call_cost)
+    assert sum(g.kv_slots.size for g in groups) < 1.5 * batch.seq_lens.sum()
+
+
+def test_one_call_gathers_a_bounded_number_of_keys():
+    batch = make_batch([(999, 1)] * 300)
+    groups = plan_groups(batch, None, tile=256, call_cost=1 << 20)
+    assert sorted(len(g.kv_slots) for g in groups) == [38, 131, 131]
+    assert {g.kv_slots.shape[1] for g in groups} == {1000}

@@ -1,0 +1,174 @@
+"""Rows of prompts in small steps, attended to as decodes that share what is before their chunk."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal.host import compiler_available, installed
+from tests.attention.test_plan import BLOCK_SIZE, expected_pairs, make_batch
+from tests.attention.test_sdpa import RAGGED, Case, check
+from tests.support import tiny_models as tiny
+from tests.support.array_attention import compile_on_cpu
+from vllm_metal_lite import SamplingParams, backend
+from vllm_metal_lite.attention.paged import attention as kernels
+from vllm_metal_lite.attention.paged import common_prefix as shared
+from vllm_metal_lite.attention.paged.attention import ROWS_AS_DECODES, KernelAttention
+from vllm_metal_lite.runner import runner
+
+needs_host = pytest.mark.skipif(
+    not backend.is_cpu() or not compiler_available(), reason="for the CPU host"
+)
+
+SEGMENTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=6)
+
+
+@given(SEGMENTS)
+def test_every_row_sees_what_it_saw(segments):
+    batch = make_batch(segments)
+    rows = batch.as_decodes()
+    rows.validate(int(batch.block_tables.max()) + 1)
+    assert rows.num_decodes == rows.num_segments == batch.num_tokens
+    assert expected_pairs(rows, None) == expected_pairs(batch, None)
+
+
+# Attention
+
+
+class DecodesCase(Case):
+    """A case of the reference's own tests, all of its rows as decodes."""
+
+    def run(self, padding=0, **how):
+        self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
+        self.attention = KernelAttention(self.store, "gather", rows_as_decodes=ROWS_AS_DECODES)
+        step = self.attention.prepare(self.batch, self.batch.num_tokens)
+        assert step.prompts is None
+        assert step.num_decodes == self.batch.num_tokens
+        self.prefix_len = step.prefix_len
+        return super().run(padding, **how)
+
+
+@needs_host
+@pytest.mark.parametrize(
+    "how", [{}, {"window": 11}, {"softcap": 2.0}, {"window": 5, "softcap": 2.0}], ids=str
+)
+@pytest.mark.parametrize("segments", [RAGGED[:3] + RAGGED[6:], RAGGED[:4], [(40, 13)]], ids=str)
+def test_decodes_prompts_and_chunks(monkeypatch, segments, how):
+    monkeypatch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", BLOCK_SIZE)
+    case = DecodesCase(segments, sinks=True)
+    with installed():
+        check(case, padding=3, **how)
+    # Rows of a chunk share what is before it, and some their own first blocks, if layers see all.
+    assert (case.prefix_len > 0) == ("window" not in how)
+
+
+@needs_host
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_store(bits):
+    with installed():
+        check(DecodesCase([(9, 1), (21, 9)], dim=96, v_dim=80, bits=bits), window=11)
+
+
+def prepared(segments, padding=0, limit=ROWS_AS_DECODES):
+    case = Case(segments)
+    attention = KernelAttention(case.store, "gather", rows_as_decodes=limit)
+    return attention.prepare(case.batch, case.batch.num_tokens + padding)
+
+
+def test_only_small_steps(monkeypatch):
+    chunk = [(17, 1), (8, 25)]
+    assert prepared(chunk).prompts is None
+    assert prepared(chunk, padding=ROWS_AS_DECODES - 26).prompts is None
+    assert prepared(chunk, padding=ROWS_AS_DECODES - 25).prompts is not None
+    assert prepared(chunk, limit=0).prompts is not None
+    # Rows that would read too much, each for itself; what decodes read counts for nothing.
+    keys = sum(range(9, 34))
+    monkeypatch.setattr(kernels, "_MAX_OWN_KEYS", keys)
+    assert prepared(chunk).prompts is None
+    assert prepared([(300, 1), (8, 25)]).prompts is None
+    monkeypatch.setattr(kernels, "_MAX_OWN_KEYS", keys - 1)
+    assert prepared(chunk).prompts is not None
+    monkeypatch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", 8 // BLOCK_SIZE * BLOCK_SIZE)
+    assert prepared(chunk).prompts is None
+
+
+def test_decodes_alone_are_what_they_were():
+    """One launch writes their rows and reads them, and rows of a chunk see each other's."""
+    assert prepared([(17, 1), (30, 1)]).writes_late
+    assert not prepared([(17, 1), (0, 2)]).writes_late
+
+
+# Whole engines, compiled
+
+
+@settings(max_examples=12)
+@given(st.integers(3, 24), st.integers(0, 3), st.booleans())
+def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
+    """By ArrayAttention: chunks beside decodes and alone, of a few sizes; scored prompts."""
+    prompts = tiny.prompts(5, 3, 40, seed=seed)
+    options = {"max_num_batched_tokens": budget, "block_size": 8}
+    params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0 if scored else None)
+
+    def answers(engine):
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, params)
+        done = tiny.run(engine)
+        scores = [
+            [next(iter(p.values())).logprob for p in done[str(i)].prompt_logprobs[1:]]
+            for i in range(len(prompts))
+            if scored
+        ]
+        return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))], scores
+
+    expected, expected_scores = answers(tiny.engine("qwen3", **options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
+        patch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", 8)
+        engine = compile_on_cpu(tiny.engine("qwen3", **options), rows_as_decodes=ROWS_AS_DECODES)
+        steps, prepare = [], engine.runner.attention.prepare
+        engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
+        got, scores = answers(engine)
+    assert got == expected
+    for ours, wanted in zip(scores, expected_scores, strict=True):
+        np.testing.assert_allclose(ours, wanted, 1e-4, 1e-4)
+    assert engine.runner.compiled.reason is None
+    assert all(step.prompts is None for step in steps)
+    assert any(step.prefix_len for step in steps)
+    assert engine.metrics()["compiled_steps"] > 0
+
+
+def test_a_prompt_alone_waits_to_be_compiled():
+    """A chunk is not followed by its like as surely as a decode is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
+        engine = compile_on_cpu(tiny.engine("qwen3"), rows_as_decodes=ROWS_AS_DECODES)
+        compiled = []
+        for i, prompt in enumerate(tiny.prompts(3, 20, 30, seed=1)):
+            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=1))
+            tiny.run(engine)
+            compiled.append(engine.metrics()["compiled_steps"])
+    assert compiled == [0, 1, 2]
+
+
+@needs_host
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "llama/window"])
+def test_tokens_through_kernels(monkeypatch, tmp_path, name):
+    """A pool that makes requests give way, chunks of unlike size, and a newcomer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", 8)
+    prompts = tiny.prompts(4, 10, 40, seed=7)
+    params = SamplingParams(temperature=0, max_tokens=16)
+    with installed():
+        engine = tiny.engine(
+            name, attention="kernels", block_size=8, num_blocks=10, max_num_batched_tokens=19
+        )
+        assert engine.runner.attention.rows_as_decodes == ROWS_AS_DECODES
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, params)
+        done = tiny.run(engine)
+    assert engine.metrics()["preemptions"] > 0
+    for i, prompt in enumerate(prompts):
+        expected = tiny.alone(tiny.native(name), prompt, 16)
+        assert done[str(i)].outputs[0].token_ids == expected

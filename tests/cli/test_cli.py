@@ -1,0 +1,129 @@
+"""The command line's front door: help, errors of one line, exit codes, closed streams."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.cli_kit import COMMAND, model_folder, pipe
+from vllm_metal_lite import __version__
+from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.cli.options import sampling_fields
+from vllm_metal_lite.errors import SamplingError
+
+# As ("chat", ...) or ("generate", ...) each of these is one line on stderr and exit code 2.
+USAGE = [
+    [],
+    ["--bogus"],
+    ["bogus"],
+    ["chat", "--bogus"],
+    ["chat", "--block-size", "7"],
+    ["chat", "--block-size", "many"],
+    ["chat", "--num-blocks", "0"],
+    ["chat", "--dtype", "int4"],
+    ["chat", "--prefill-policy", "never"],
+    ["chat", "--memory-fraction", "nan"],
+    ["chat", "--temperature", "-1"],
+    ["chat", "--top-p", "0"],
+    ["chat", "--stop", ""],
+    ["chat", "--max-tokens", "0"],
+    ["generate"],
+    ["generate", "/nowhere/in.jsonl"],
+    ["generate", "/"],
+    ["generate", "/dev/null", "-o", "/nowhere/out.jsonl"],
+]
+
+
+def test_help_is_instant_and_shows_examples():
+    script = (
+        "import sys; from vllm_metal_lite.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as e: assert not e.code\n"
+        "assert not {'mlx', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    for command in (), ("chat",), ("generate",):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *command, "--help"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "examples:" in done.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["--version"])
+    assert e.value.code == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", USAGE, ids=" ".join)
+def test_a_bad_command_line_is_one_line_and_2(argv, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_a_bad_model_is_one_line_and_1(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "in.jsonl").touch()
+    # The last one is on the Hub, where no network leads: the tests set HF_HUB_OFFLINE.
+    for name in (tmp_path / "none", tmp_path / "empty", tmp_path / "file", "some-org/some-model"):
+        out_file = tmp_path / "out.jsonl"
+        argv = ["generate", str(tmp_path / "in.jsonl"), "-o", str(out_file), "--model", str(name)]
+        assert main(argv) == 1
+        out, err = capsys.readouterr()
+        lines = err.splitlines()
+        assert out == ""
+        assert len(lines) == 2, err  # "Loading ..." and the error
+        assert lines[1].startswith("error: ")
+        assert str(name) in lines[1]
+        assert not out_file.exists()
+
+
+def test_a_pipe_gets_the_error_and_nothing_else(tmp_path, capsys, monkeypatch):
+    for model, words in (tmp_path, "no config.json"), (model_folder(template=False), "generate"):
+        monkeypatch.setattr(sys, "stdin", pipe("hi"))
+        assert main(["chat", str(model)]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert words in err
+        assert err.count("\n") == 1
+
+
+def test_closed_streams_and_broken_pipes(tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "x", "max_tokens": 4}\n' * 300)
+    command = " ".join(COMMAND)
+    script = f"""
+        {command} chat <&-; echo "closed stdin: $?"
+        echo '{{"prompt": "x"}}' | {command} generate - --max-tokens 2 \
+            --model {model_folder()} >&- 2>&-; echo "closed outputs: $?"
+        {command} generate {prompts} --max-num-seqs 2 --model {model_folder()} 2>{tmp_path}/err |
+            head -1; echo "no reader: ${{PIPESTATUS[0]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["closed stdin: 1", "closed outputs: 0"]
+    assert lines[2].startswith('{"id": 1, ')
+    assert lines[3] == "no reader: 141"
+    assert done.stderr == "error: there is no message on stdin\n"
+    assert "Traceback" not in (tmp_path / "err").read_text()
+    assert "Exception" not in (tmp_path / "err").read_text()
+
+
+def test_whose_sampling_parameters_win():
+    model = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "other": 1}
+    assert sampling_fields({}, {}, 9) == {"temperature": 0.7, "max_tokens": 9}
+    assert sampling_fields(model, {"top_k": 5, "max_tokens": 3}, None) == {
+        "temperature": 0.6,
+        "top_k": 5,
+        "max_tokens": 3,
+    }
+    assert sampling_fields({"do_sample": False, "temperature": 0.6}, {}, 1)["temperature"] == 0
+    assert sampling_fields({"do_sample": False}, {"temperature": 1.0}, 1)["temperature"] == 1
+    with pytest.raises(SamplingError, match=r"generation_config.json: top_p"):
+        sampling_fields({"top_p": 7}, {}, 1)

@@ -1,0 +1,178 @@
+"""`vllm-metal-lite chat`: as a person at a terminal meets it, and in a pipe."""
+
+import re
+import sys
+
+import pytest
+
+from tests.support.cli_kit import CONTEXT, Typist, model_folder, pipe
+from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.engine.llm import LLM
+from vllm_metal_lite.sampling_params import SamplingParams
+
+PROMPT = r">>> "
+ANSI = "\x1b"
+
+
+@pytest.fixture
+def typist():
+    """Starts the chat at a terminal; greedy, and without colours."""
+    people = []
+
+    def start(*flags: str, colour: bool = False) -> Typist:
+        env = {"NO_COLOR": "" if colour else "1"}
+        people.append(Typist("chat", model_folder(), "--temperature", "0", *flags, env=env))
+        return people[-1]
+
+    yield start
+    for person in people:
+        person.close()
+
+
+def _status(text: str) -> dict[str, int]:
+    match = re.search(r"\[(\d+) prompt tokens, (\d+) of them cached, (\d+) new", text)
+    assert match, text
+    return dict(zip(("prompt", "cached", "new"), map(int, match.groups()), strict=True))
+
+
+def test_a_conversation(typist):
+    me = typist("--max-tokens", "20")
+    start = me.wait(PROMPT)
+    for word in ("qwen3", "CPU cores", f"{CONTEXT:,} tokens", "blocks of 16", "reference"):
+        assert word in start
+
+    me.type("hello 🎉 " + "x" * 60)
+    first = me.wait(PROMPT)
+    status = _status(first)
+    assert status == {"prompt": 74, "cached": 0, "new": 20}
+    assert "cut: max_tokens" in first
+    assert "tokens/s" in first
+
+    me.type("and\\")
+    me.wait(r"\.\.\. ")
+    me.type("more")
+    second = _status(me.wait(PROMPT))
+    assert second["cached"] >= 64
+    assert second["prompt"] >= status["prompt"] + len("and\nmore")
+
+    me.type("/stats")
+    stats = me.wait(PROMPT)
+    assert re.search(r"cache +\d+ of \d+ prompt tokens found", stats)
+    assert re.search(r"0 owned", stats)
+
+    me.type("/nonsense")
+    assert "no command /nonsense" in me.wait(PROMPT)
+    me.type("/help")
+    assert "/system TEXT" in me.wait(PROMPT)
+    for nothing in ("", "   "):
+        me.type(nothing)
+        assert "[" not in me.wait(PROMPT)
+
+    me.type("/reset")
+    me.wait(PROMPT)
+    me.type("hello 🎉 " + "x" * 60)
+    again = me.wait(PROMPT)
+    assert _status(again) == {"prompt": 74, "cached": 64, "new": 20}  # the same blocks, found again
+
+    me.type("/system be kind")
+    me.wait(PROMPT)
+    me.type("/system")
+    assert "be kind" in me.wait(PROMPT)
+    me.type("x")
+    assert _status(me.wait(PROMPT))["prompt"] == 1 + 7 + 1 + 4
+
+    me.type("y" * CONTEXT)
+    refused = me.wait(PROMPT)
+    assert f"the context holds {CONTEXT}" in refused
+    assert "taken back" in refused
+    me.type("x")  # the conversation is unharmed
+    assert _status(me.wait(PROMPT))["prompt"] < 80
+
+    me.press("\x04")
+    assert me.leave() == 0
+    assert ANSI + "[2m" not in me.seen
+    assert "Traceback" not in me.seen
+
+
+def test_control_c(typist):
+    me = typist(colour=True)
+    me.wait(PROMPT)
+    me.type("speak")
+    me.wait(r"speak\r\n.{10}")
+    me.interrupt()
+    stopped = me.wait(PROMPT)
+    assert "] stopped" in stopped
+    said = _status(stopped)
+    assert 0 < said["new"] < CONTEXT - said["prompt"]
+    assert ANSI + "[2m[" in stopped
+
+    me.type("go on")  # with what was said so far
+    me.wait(r"go on\r\n.{10}")
+    me.interrupt()
+    after = _status(me.wait(PROMPT))
+    assert after["prompt"] > said["prompt"] + len("go on")
+    assert after["cached"] >= 16 * (said["prompt"] // 16)
+
+    me.press("half a line")
+    me.wait("half a line")
+    me.interrupt()
+    assert "again leaves" not in me.wait(PROMPT)
+    me.interrupt()
+    assert "again leaves" in me.wait(PROMPT)
+    me.type("/help")  # anything in between, and it takes two again
+    me.wait(PROMPT)
+    me.interrupt()
+    me.wait(PROMPT)
+    me.interrupt()
+    assert me.leave() == 130
+    assert "Traceback" not in me.seen
+
+
+def test_the_context_runs_full_in_an_answer(typist):
+    me = typist("--max-model-len", "64")
+    me.wait(PROMPT)
+    me.type("x")
+    assert "cut: the context of 64 tokens is full" in me.wait(PROMPT)
+    me.type("x")
+    assert "/reset" in me.wait(PROMPT)
+    me.type("/reset")
+    me.wait(PROMPT)
+    me.type("/quit")
+    assert me.leave() == 0
+
+
+def test_control_c_while_the_model_loads(typist):
+    me = typist()
+    me.wait("Loading")
+    me.press("\x03")
+    assert me.leave() == 130
+    assert "Traceback" not in me.seen
+
+
+def test_a_pipe_gets_only_the_answer(capsys, monkeypatch):
+    message = "hello\nwörld 🎉"
+    flags = ["--temperature", "0", "--max-tokens", "30", "--system", "be brief"]
+    monkeypatch.setattr(sys, "stdin", pipe(f"\n{message}\n\n"))
+    assert main(["chat", str(model_folder()), *flags]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": message},
+    ]
+    llm = LLM(str(model_folder()), max_num_seqs=1)
+    answer = llm.chat(messages, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0].text
+    assert out == answer + "\n"
+
+    monkeypatch.setattr(sys, "stdin", pipe(b"\xff\xfe no UTF-8"))
+    assert main(["chat", str(model_folder()), *flags, "--verbose"]) == 0
+    _, err = capsys.readouterr()
+    assert "Attention: reference" in err
+    assert _status(err)["new"] == 30
+    assert ANSI not in err
+
+    monkeypatch.setattr(sys, "stdin", pipe("x" * CONTEXT))
+    assert main(["chat", str(model_folder()), *flags]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"the context holds {CONTEXT}" in err

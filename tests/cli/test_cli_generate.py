@@ -1,0 +1,172 @@
+"""`vllm-metal-lite generate`: lines in, lines out."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_kit import COMMAND, CONTEXT, model_folder
+from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.engine.llm import LLM
+from vllm_metal_lite.sampling_params import SamplingParams
+
+GREEDY = ["--temperature", "0", "--max-tokens", "8", "--max-num-seqs", "2"]
+CHAT = [{"role": "user", "content": "héllo 🎉"}]
+
+
+@pytest.fixture
+def generate(tmp_path):
+    """Runs the command in this process on lines; returns (exit code, results)."""
+
+    def run(*lines: str | dict | bytes, flags: tuple = ()) -> tuple[int, list[dict]]:
+        source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_bytes(b"".join(_line(x) for x in lines))
+        target.write_text("the results of an earlier run")
+        files = [str(source), "-o", str(target), "--model", str(model_folder())]
+        code = main(["generate", *files, *GREEDY, *flags])
+        return code, [json.loads(x) for x in target.read_text().splitlines()]
+
+    return run
+
+
+def _line(x: str | dict | bytes) -> bytes:
+    if isinstance(x, bytes):
+        return x + b"\n"
+    return (x if isinstance(x, str) else json.dumps(x)).encode() + b"\n"
+
+
+def test_answers_are_the_engines_and_in_order(generate, capsys):
+    jobs = [
+        {"prompt": "abc"},
+        {"prompt": "abc", "id": "mine", "max_tokens": 60},
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 1, "priority": -1},
+        {"messages": CHAT},
+        *({"prompt": f"number {i} " * (i % 7 + 1), "max_tokens": i % 5 + 1} for i in range(20)),
+    ]
+    code, results = generate(*jobs)
+    assert code == 0
+    assert [r["id"] for r in results] == [1, "mine", *range(3, 25)]
+
+    llm = LLM(str(model_folder()), max_num_seqs=2)
+    for job, result in zip(jobs, results, strict=True):
+        params = SamplingParams(temperature=0, max_tokens=job.get("max_tokens", 8))
+        wanted = llm.chat(CHAT, params) if "messages" in job else llm.generate(job, params)
+        answer = wanted[0].outputs[0]
+        assert result["token_ids"] == answer.token_ids
+        assert result["text"] == answer.text
+        assert result["finish_reason"] == "length"
+        assert result["num_prompt_tokens"] == len(wanted[0].prompt_token_ids)
+        assert result["num_cached_tokens"] >= 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    new = sum(len(r["token_ids"]) for r in results)
+    assert last.startswith("24 requests: ")
+    assert f" {new} generated in " in last
+
+
+def test_bad_lines_hurt_nobody_else(generate, capsys):
+    good = {"prompt": "good"}
+    bad = [
+        "{bad",
+        b'{"prompt": "\xff"}',
+        "[1]",
+        "[" * 100_000,
+        {"prompt": ""},
+        {"prompt": 5},
+        {"messages": []},
+        {"messages": ["hi"]},
+        {"prompt_token_ids": [1.5]},
+        {"prompt_token_ids": [CONTEXT]},
+        {"prompt": "x", "messages": CHAT},
+        {},
+        {"prompt": "x", "max_tokenz": 3},
+        {"prompt": "x", "temperature": "hot"},
+        {"prompt": "x", "temperature": 10**400},
+        {"prompt": "x", "stop": 5},
+        {"prompt": "x", "logit_bias": [1]},
+        {"prompt": "x", "logit_bias": {"x": 1}},
+        {"prompt": "x", "priority": "high"},
+        {"prompt": "x" * CONTEXT},
+        '{"prompt": "\\ud800"}',
+    ]
+    code, results = generate(good, *bad, "", "  ", good)
+    assert code == 1
+    assert len(results) == len(bad) + 2
+    for number, (line, result) in enumerate(zip(bad, results[1:-1], strict=True), 2):
+        assert result.keys() == {"id", "error"}, line
+        assert result["id"] == number
+        assert result["error"].startswith(f"line {number}: ")
+    assert results[-1]["id"] == len(bad) + 4  # blank lines count, but have no result
+    assert results[0]["token_ids"] == results[-1]["token_ids"]
+    assert f"error: {len(bad)} of {len(results)} lines" in capsys.readouterr().err
+
+    code, results = generate({"prompt": "", "id": "a"}, {"prompt": "x", "id": {}})
+    assert [r["id"] for r in results] == ["a", 2]
+
+
+def test_sampling_parameters_of_a_line(generate):
+    code, results = generate(
+        {"prompt": "x", "n": 2, "temperature": 1, "seed": 4},
+        {"prompt": "x", "logprobs": 1, "prompt_logprobs": 0},
+        {"prompt": "x", "logit_bias": {"65": 100}, "max_tokens": 2},
+        flags=("--sample-seed", "7", "--frequency-penalty", "0.1"),
+    )
+    assert code == 0
+    assert [len(o["token_ids"]) for o in results[0]["outputs"]] == [8, 8]
+    assert results[0]["outputs"][0] != results[0]["outputs"][1]
+    assert len(results[1]["logprobs"]) == 8
+    assert results[1]["prompt_logprobs"] == [None]
+    assert results[2]["token_ids"] == [65, 65]
+
+
+def test_the_input_is_not_overwritten(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    assert main(["generate", str(source), "-o", str(source)]) == 2
+    assert source.read_text() == '{"prompt": "x"}\n'
+    assert "is the input" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x", "max_tokens": 1}\n')
+    argv = ["generate", str(source), "-o", "/dev/full", "--model", str(model_folder())]
+    assert main([*argv, *GREEDY]) == 1
+    assert capsys.readouterr().err.endswith("error: the output cannot be written: "
+                                            "No space left on device\n")  # fmt: skip
+
+
+def test_a_slow_pipe_streams_and_an_interrupt_keeps_what_is_done(tmp_path):
+    target = tmp_path / "out.jsonl"
+    argv = [*COMMAND, "generate", "-", "-o", target, "--model", model_folder(), *GREEDY]
+    process = subprocess.Popen(
+        list(map(str, argv)), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+    def send(*jobs: dict) -> None:
+        process.stdin.write("".join(json.dumps(job) + "\n" for job in jobs))
+        process.stdin.flush()
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + 20
+        while not target.exists() or target.read_text().count("\n") < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    send({"prompt": "a"})
+    wait_for(1)  # though the input goes on
+    send({"prompt": "b"}, {"prompt": "long", "max_tokens": CONTEXT}, {"prompt": "c"})
+    wait_for(2)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    results = [json.loads(x) for x in target.read_text().splitlines()]
+    assert {r["id"] for r in results} in ({1, 2, 4}, {1, 2})
+    err = process.stderr.read()
+    process.stdin.close()
+    assert "results are kept" in err
+    assert "Traceback" not in err
+    assert "Fatal" not in err

@@ -1,0 +1,269 @@
+"""The engine in a thread of its own: MLX runs there, streams are read here."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.support import tiny_models as tiny
+from vllm_metal_lite.engine.async_engine import AsyncEngine
+from vllm_metal_lite.errors import RequestError, SamplingError
+from vllm_metal_lite.sampling_params import SamplingParams
+
+PROMPTS = tiny.prompts(12, 3, 40, seed=31)
+
+
+def greedy(max_tokens: int = 12, **more) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+
+
+def expected(i: int, n: int = 12, name: str = "llama") -> list[int]:
+    return tiny.alone(tiny.native(name), PROMPTS[i], n)
+
+
+def serve(test, **options):
+    """Run an async test against a served engine, and stop its thread whatever happens."""
+    name = options.pop("name", "llama")
+    engine = AsyncEngine(tiny.engine(name, **options))
+    try:
+        return asyncio.run(asyncio.wait_for(test(engine), 60))
+    finally:
+        engine.shutdown()
+        assert not engine._thread.is_alive()
+
+
+async def collect(engine: AsyncEngine, prompt, params, **how) -> list[int]:
+    """The tokens of a stream, which must only ever grow."""
+    tokens: list[int] = []
+    async for output in engine.generate(prompt, params, **how):
+        now = list(output.outputs[0].token_ids)
+        assert now[: len(tokens)] == tokens
+        tokens = now
+    assert output.finished
+    return tokens
+
+
+async def idle(engine: AsyncEngine) -> dict[str, int]:
+    """Metrics once nothing runs; fails if something is never given back."""
+    for _ in range(500):
+        metrics = await engine.metrics()
+        if not (metrics["requests_running"] or metrics["requests_waiting"]):
+            assert metrics["blocks_owned"] == 0
+            assert not engine._streams
+            return metrics
+        await asyncio.sleep(0.01)
+    raise AssertionError(metrics)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama/llama3_rope", "gpt_oss", "mixtral"])
+def test_many_streams_at_once_equal_the_model_alone(name):
+    """A fresh model, so that whatever MLX left unevaluated was made in another thread."""
+    tiny._packed.cache_clear()
+
+    async def test(engine):
+        streams = [collect(engine, p, greedy()) for p in PROMPTS]
+        results = await asyncio.gather(*streams)
+        assert results == [expected(i, name=name) for i in range(len(PROMPTS))]
+        await idle(engine)
+
+    serve(test, name=name, num_blocks=24, max_model_len=100, max_num_seqs=5)
+
+
+def test_sampled_streams_equal_the_synchronous_engine():
+    params = [SamplingParams(seed=i, max_tokens=10, top_p=0.9) for i in range(len(PROMPTS))]
+    sync = tiny.engine()
+    for i, prompt in enumerate(PROMPTS):
+        sync.add_request(str(i), prompt, params[i])
+    plain = tiny.run(sync)
+
+    async def test(engine):
+        streams = [collect(engine, p, q) for p, q in zip(PROMPTS, params, strict=True)]
+        results = await asyncio.gather(*streams)
+        assert results == [plain[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))]
+
+    serve(test)
+
+
+def test_leaving_a_stream_gives_its_blocks_back():
+    async def test(engine):
+        stream = engine.generate(PROMPTS[0], greedy(80))
+        async for output in stream:
+            if len(output.outputs[0].token_ids) >= 3:
+                break
+        await stream.aclose()
+        metrics = await idle(engine)
+        assert metrics["decode_tokens"] < 79
+        assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
+
+    serve(test)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.002, 0.05])
+def test_a_cancelled_task_gives_its_blocks_back(after):
+    """Also when it is cancelled before the engine's thread has even seen it."""
+
+    async def test(engine):
+        other = asyncio.create_task(collect(engine, PROMPTS[2], greedy(30)))
+        tasks = [asyncio.create_task(collect(engine, p, greedy(80))) for p in PROMPTS[3:6]]
+        await asyncio.sleep(after)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(r, asyncio.CancelledError) for r in results)
+        assert await other == expected(2, 30)
+        await idle(engine)
+
+    serve(test)
+
+
+def test_abort_ends_the_stream_where_it_stands():
+    async def test(engine):
+        tokens, reason = [], None
+        async for output in engine.generate(PROMPTS[0], greedy(80), "mine"):
+            tokens = list(output.outputs[0].token_ids)
+            reason = output.outputs[0].finish_reason
+            if len(tokens) == 2:
+                await engine.abort("mine")
+        assert reason == "abort"
+        assert tokens == expected(0, 80)[: len(tokens)]
+        await engine.abort("mine")  # ended already: nothing happens
+        await engine.abort("nobody")
+        await idle(engine)
+
+    serve(test)
+
+
+def test_a_refused_request_raises_in_its_own_stream_only():
+    async def test(engine):
+        good = asyncio.create_task(collect(engine, PROMPTS[0], greedy(30), request_id="good"))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="empty"):
+            await collect(engine, [], greedy())
+        with pytest.raises(RequestError, match="outside the vocabulary"):
+            await collect(engine, [999], greedy())
+        with pytest.raises(SamplingError, match="logit_bias"):
+            await collect(engine, [1], SamplingParams(logit_bias={999: 1.0}))
+        with pytest.raises(RequestError, match="already in use"):
+            await collect(engine, PROMPTS[1], greedy(), request_id="good")
+        assert await good == expected(0, 30)
+
+    serve(test)
+
+
+def test_a_failing_step_ends_its_streams_with_the_error_and_serving_goes_on():
+    async def test(engine):
+        runner = engine._engine.runner
+        execute, broken = runner.execute, []
+
+        def fail(*args):
+            if len(engine._streams) == 3 and not broken:  # all of them are in
+                broken.append(True)
+                raise RuntimeError("the device is gone")
+            return execute(*args)
+
+        runner.execute = fail
+        streams = [collect(engine, p, greedy(40)) for p in PROMPTS[:3]]
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert [str(r) for r in results] == ["the device is gone"] * 3
+        assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
+        await idle(engine)
+
+    serve(test)
+
+
+def test_an_error_reaches_who_has_not_read_all_that_came_before_it():
+    async def test(engine):
+        runner, broken = engine._engine.runner, threading.Event()
+        execute, abort = runner.execute, engine._engine.abort
+
+        def fail(*args):
+            if broken.is_set():
+                raise RuntimeError("the device is gone")
+            return execute(*args)
+
+        def aborted(request_ids):
+            outputs = abort(request_ids)
+            time.sleep(0.2)  # the reader sees the request aborted
+            return outputs
+
+        async def read_slowly():
+            async for _ in engine.generate(PROMPTS[0], greedy(100)):
+                await asyncio.sleep(0.02)
+                broken.set()
+                await asyncio.sleep(0.05)
+
+        runner.execute, engine._engine.abort = fail, aborted
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await read_slowly()
+
+    serve(test)
+
+
+def test_shutdown_ends_open_streams_and_refuses_new_ones():
+    async def test(engine):
+        stream = asyncio.create_task(collect(engine, PROMPTS[0], greedy(100)))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.shutdown)
+        with pytest.raises(RuntimeError, match="shut down"):
+            await asyncio.wait_for(stream, 5)
+        for late in (collect(engine, [1], greedy()), engine.metrics(), engine.abort("x")):
+            with pytest.raises(RuntimeError, match="shut down"):
+                await asyncio.wait_for(late, 5)
+        engine.shutdown()  # a second time does nothing
+
+    serve(test)
+
+
+def test_calls_that_wait_in_line_when_the_engine_shuts_down_are_answered():
+    async def test(engine):
+        held, go = threading.Event(), threading.Event()
+        engine._submit(lambda: (held.set(), go.wait(10)))
+        await asyncio.to_thread(held.wait, 10)
+        stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(collect(engine, PROMPTS[0], greedy()))
+        await asyncio.sleep(0.05)
+        go.set()
+        with pytest.raises(RuntimeError, match="shut down"):
+            await asyncio.wait_for(late, 5)
+        await stopping
+
+    serve(test)
+
+
+def test_two_engines_in_two_threads():
+    """They share nothing but MLX and the hook in it."""
+    other = AsyncEngine(tiny.engine("gpt_oss"))
+
+    async def test(engine):
+        mine = [collect(engine, p, greedy(20)) for p in PROMPTS[:4]]
+        theirs = [collect(other, p, greedy(20)) for p in PROMPTS[:4]]
+        results = await asyncio.gather(*mine, *theirs)
+        assert results[:4] == [expected(i, 20) for i in range(4)]
+        assert results[4:] == [expected(i, 20, "gpt_oss") for i in range(4)]
+
+    try:
+        serve(test)
+    finally:
+        other.shutdown()
+
+
+@pytest.mark.parametrize("shutdown", [True, False])
+def test_a_process_that_used_the_engine_ends_well(tmp_path, shutdown):
+    folder = tiny.write_folder(tmp_path / "tiny")
+    script = f"""
+import asyncio
+from vllm_metal_lite import AsyncEngine, LLMEngine, SamplingParams
+async def main():
+    engine = AsyncEngine(LLMEngine.from_name({str(folder)!r}))
+    async for output in engine.generate([1, 2, 3], SamplingParams(max_tokens=3)):
+        pass
+    if {shutdown}:
+        engine.shutdown()
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

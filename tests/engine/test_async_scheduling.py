@@ -1,0 +1,493 @@
+"""One step ahead: whatever comes in between, nobody's tokens and no block's owner change."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests.scheduler.test_scheduler_properties import (
+    MAX_MODEL_LEN,
+    STEMS,
+    Workload,
+    make_config,
+    workloads,
+)
+from tests.support import tiny_models as tiny
+from tests.support.fakes import FakeEngine, FakeStep, expected, fake_config
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
+from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+
+# The scheduler, with a fake model
+
+
+class AsyncFakeEngine(FakeEngine):
+    """As the real engine does: a step ahead is packed, and run, before the host takes note of the
+    tokens of the step before."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.launched: list[FakeStep] = []
+        self.num_ahead = self.num_dropped = 0
+
+    def step(self, fail: bool = False) -> None:
+        if not self.launched:
+            self._start(self.schedule())
+        step = self.launched[0]
+        self._advance(step)
+        if not self.scheduler.may_preempt():
+            ahead = self.schedule()
+            if not ahead.is_empty:
+                self._start(ahead, step)
+                self.num_ahead += 1
+        if fail:
+            self._fail()
+            return
+        self.launched.pop(0)
+        self.num_dropped += sum(r.status is RequestStatus.FINISHED for r in step.out.terminal)
+        self._finish(step)
+
+    def _start(self, out: SchedulerOutput, after: FakeStep | None = None) -> None:
+        self.launched.append(self._launch(out, after))
+
+    def _fail(self) -> None:
+        """Nothing that is under way was written."""
+        for step in self.launched:
+            self.model.forget(step.batch)
+            for segment in step.out.segments:
+                self._unseat(segment.request)
+        self.scheduler.rollback(*(step.out for step in self.launched))
+        self.launched.clear()
+
+    def run(self) -> None:
+        while self.unfinished:
+            self.step()
+            self.check_blocks()
+
+
+class StoppingEngine(AsyncFakeEngine):
+    """An answer also ends at a token that nobody foresees."""
+
+    def _has_ended(self, request: Request) -> bool:
+        return super()._has_ended(request) or is_eos(request.token_ids[-1])
+
+    def expected(self, request: Request) -> list[int]:
+        tokens = expected(request, self.max_model_len, self.windows)
+        end = next((i for i, t in enumerate(tokens) if is_eos(t)), len(tokens) - 1)
+        return tokens[: end + 1]
+
+
+def is_eos(token: int) -> bool:
+    return token % 29 == 0
+
+
+def play(seed: int) -> StoppingEngine:
+    """Random requests, aborts and failures, under pressure of blocks or not."""
+    choose = Random(seed).choice
+    config = fake_config(
+        choose([1, 2, 4, 5]),
+        max_num_seqs=choose([1, 2, 4, 8]),
+        max_num_batched_tokens=choose([1, 3, 8, 21, 64]),
+        long_prefill_token_threshold=choose([0, 0, 2, 7]),
+        prefill_policy=choose(["mixed", "alternate", "whole"]),
+        enable_prefix_caching=choose([True, True, False]),
+    )
+    windows = choose([(None,), (None,), (None, 6), (None, 1), (9, 3)])
+    size = config.block_size
+    groups = []
+    for window in windows:
+        num_blocks = choose([40, 45, 60, 400]) // size
+        if window is not None:  # as few as let anybody finish
+            num_blocks = choose([KVGroup(window=window).most_blocks(40, 1, size), num_blocks])
+        groups.append(KVGroup(window=window, num_blocks=num_blocks))
+    engine = StoppingEngine(config, groups, 40)
+    stems = [[i * 50 + j for j in range(12)] for i in range(2)]
+    aborted: set[str] = set()
+    for now in range(600):
+        if now < 40 and choose([True, False]):
+            prompt = [
+                *choose(stems)[: choose(range(13))],
+                *[choose([200, 201])] * choose([1, 1, 9]),
+            ]
+            try:
+                engine.add(
+                    prompt, choose([1, 2, 5, 9, 17, 30]), priority=choose([0, 0, 1]),
+                    atomic=choose([False] * 5 + [True]), max_chunk=choose([0, 0, 0, 2]),
+                    skip_prefix_cache_read=choose([False] * 5 + [True]),
+                )  # fmt: skip
+            except RequestError:
+                continue
+        if engine.unfinished and choose([True] + [False] * 19):
+            request = choose(list(engine.unfinished.values()))
+            aborted.add(request.request_id)
+            engine.abort(request)
+        if engine.unfinished:
+            engine.step(fail=choose([True] + [False] * 29))
+            engine.check_blocks()
+        elif now >= 40:
+            break
+    assert not engine.unfinished, "a request does not finish"
+    for name, request in engine.requests.items():
+        answer, expected = request.output_token_ids, engine.expected(request)
+        assert answer == (expected[: len(answer)] if name in aborted else expected)
+    engine.scheduler.kv.check([])
+    return engine
+
+
+def test_any_workload_gives_every_request_its_own_tokens():
+    engines = [play(seed) for seed in range(200)]
+    assert sum(e.num_ahead for e in engines) > 9000
+    assert sum(e.num_dropped for e in engines) > 200
+    assert sum(e.scheduler.num_preemptions for e in engines) > 50
+    assert sum(e.scheduler.prefix_hit_tokens for e in engines) > 3000
+
+
+def steps_of(engine: FakeEngine, workload: Workload) -> list[list[tuple[str, int, int]]]:
+    """What each step computes.  Requests arrive when so many steps have been scheduled, which is
+    what an engine that is one step ahead and one that is not have in common."""
+    steps, schedule = [], engine.schedule
+
+    def arrive() -> None:
+        for i, a in enumerate(workload.arrivals):
+            if a.step <= len(steps) and str(i) not in engine.requests:
+                prompt = STEMS[a.stem][: a.shared] + [200 + i // 2] * a.own
+                options = {"priority": a.priority, "max_chunk": a.max_chunk, "request_id": str(i)}
+                engine.add(prompt, a.max_tokens, atomic=a.atomic, **options)
+
+    def scheduling() -> SchedulerOutput:
+        arrive()
+        out = schedule()
+        if not out.is_empty:
+            done = [(s.request.request_id, s.num_computed, s.num_scheduled) for s in out.segments]
+            steps.append(done)
+        return out
+
+    engine.schedule = scheduling
+    while len(engine.requests) < len(workload.arrivals) or engine.unfinished:
+        if not engine.unfinished:
+            steps.append([])  # nothing to do before the next one comes
+            arrive()
+            continue
+        engine.step()
+        engine.check_blocks()
+    return steps
+
+
+@given(workloads(calm=True))
+@settings(max_examples=150)
+def test_steps_are_those_of_an_engine_that_waits_for_tokens(workload):
+    """Chunks, mixed steps, preemptions, policies: where no answer ends before its length, nothing
+    is decided otherwise.  (A block that a step ahead completes is found one step later: no cache.)
+    """
+    config, groups = make_config(replace(workload, caching=False))
+    waiting, ahead = (kind(config, groups, MAX_MODEL_LEN) for kind in (FakeEngine, AsyncFakeEngine))
+    assert steps_of(ahead, workload) == steps_of(waiting, workload)
+    assert ahead.scheduler.num_preemptions == waiting.scheduler.num_preemptions
+    assert ahead.scheduler.num_recomputed_tokens == waiting.scheduler.num_recomputed_tokens
+    for request in ahead.requests.values():
+        assert request.output_token_ids == expected(request, MAX_MODEL_LEN, workload.windows)
+
+
+@pytest.mark.parametrize("policy", ["mixed", "alternate", "whole"])
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_in_a_load_of_prompts_only_the_first_step_is_not_ahead(policy, max_tokens):
+    """Whole prompts and chunks; with one token each, seats change hands in every step."""
+    config = fake_config(
+        max_num_seqs=4, max_num_batched_tokens=24, long_prefill_token_threshold=16,
+        prefill_policy=policy,
+    )  # fmt: skip
+    engine = AsyncFakeEngine(config, 100, 64)
+    for i in range(20):
+        engine.add([i] * (5 + 13 * i % 31), max_tokens)
+    starts = []
+    engine._launch = lambda out, after=None: (
+        starts.append(after is not None),
+        FakeEngine._launch(engine, out, after),
+    )[1]
+    engine.run()
+    assert starts == [False] + [True] * (len(starts) - 1)
+    for request in engine.requests.values():
+        assert request.output_token_ids == expected(request, 64)
+
+
+def running(num_blocks: int = 100, waiting: int = 0, max_tokens: int = 4, **options) -> tuple:
+    """Two requests that decode, and a step of theirs under way."""
+    config = fake_config(**{"max_num_batched_tokens": 64, "max_num_seqs": 2, **options})
+    engine = AsyncFakeEngine(config, num_blocks, 64)
+    requests = [engine.add([i] * 3, max_tokens + i) for i in range(2)]
+    FakeEngine.step(engine)
+    for i in range(waiting):
+        engine.add([9 + i], 4)
+    step = engine._launch(engine.schedule())
+    engine._advance(step)
+    return engine, requests, step
+
+
+def shape(out: SchedulerOutput) -> list[tuple[str, int, int]]:
+    return [(s.request.request_id, s.num_computed, s.num_scheduled) for s in out.segments]
+
+
+def test_decodes_go_on_with_tokens_that_are_not_known_yet():
+    engine, requests, _ = running()
+    assert [r.token_ids[-1] for r in requests] == [UNKNOWN_TOKEN] * 2
+    ahead = engine.schedule()
+    assert shape(ahead) == [("r0", 4, 1), ("r1", 4, 1)]
+    assert [len(s.new_block_ids[0]) for s in ahead.segments] == [1, 1]  # blocks of 4: a second
+    assert ahead.num_decodes == 2
+
+
+def test_a_chunk_goes_on_and_the_last_one_is_followed_by_a_decode():
+    engine = AsyncFakeEngine(fake_config(max_num_batched_tokens=4), 100, 64)
+    request = engine.add([7] * 6, 3)
+    shapes = []
+    schedule = engine.schedule
+    engine.schedule = lambda: (shapes.append(shape(out := schedule())), out)[1]
+    engine.step()
+    assert shapes == [[("r0", 0, 4)], [("r0", 4, 2)]]
+    engine.step()
+    assert shapes[2:] == [[("r0", 6, 1)]]
+    engine.run()
+    assert shapes[3:] == [[("r0", 7, 1)], []]
+    assert request.output_token_ids == expected(request, 64)
+
+
+def test_whose_last_token_is_under_way_leaves_its_seat_and_blocks_to_others():
+    engine, (first, second), _ = running(waiting=1, max_tokens=2)
+    assert (first.req_index, first.num_blocks, first.status) == (None, 0, RequestStatus.RUNNING)
+    ahead = engine.schedule()
+    assert shape(ahead) == [("r1", 4, 1), ("r2", 0, 1)]
+    newcomer = ahead.admitted[0]
+    assert newcomer.req_index not in (None, second.req_index)
+
+
+def test_a_waiting_request_joins_the_step_ahead():
+    engine, _, _ = running(waiting=2, max_num_seqs=3)
+    engine.abort(engine.unfinished["r2"])  # it was admitted, and its prompt is under way
+    assert shape(engine.schedule()) == [("r0", 4, 1), ("r1", 4, 1), ("r3", 0, 1)]
+
+
+def test_tokens_are_waited_for_when_somebody_must_give_way():
+    engine, _, step = running(num_blocks=5, max_tokens=9)
+    while step.out.segments[0].num_computed < 7:
+        assert not engine.scheduler.may_preempt()
+        engine._finish(step)
+        step = engine._launch(engine.schedule())
+        engine._advance(step)
+    assert engine.scheduler.kv.pools[0].num_available == 1  # and two want one
+    assert engine.scheduler.may_preempt()
+    assert engine.scheduler.kv.pools[0].num_available == 1
+
+
+def test_a_failure_takes_back_both_steps_and_loses_nothing():
+    """A decode, one whose last token was under way, and one admitted in the step ahead."""
+    engine, (first, second), step = running(waiting=1, max_tokens=2, enable_prefix_caching=True)
+    engine.launched.append(step)
+    engine._start(engine.schedule(), step)
+    assert shape(engine.launched[1].out) == [("r1", 4, 1), ("r2", 0, 1)]
+    engine._fail()
+    engine.check_blocks()
+    assert engine.scheduler.num_waiting == 3
+    assert [r.num_computed_before for r in (first, second)] == [3, 3]
+    assert UNKNOWN_TOKEN not in first.token_ids + second.token_ids
+    engine.run()
+    for request in engine.requests.values():
+        assert request.output_token_ids == expected(request, 64)
+
+
+# The engine
+
+
+VARIANTS = {
+    "greedy": {"temperature": 0.0},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "seeds": {"seed": 3, "top_p": 0.9, "min_p": 0.01},
+    "min_tokens": {"seed": 4, "min_tokens": 9, "logit_bias": {7: 2.0}},
+    "logprobs": {"seed": 5, "logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 0.5},
+    "allowed": {"seed": 6, "allowed_token_ids": list(range(0, 90, 2))},
+    "n": {"seed": 7, "n": 3},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "granitemoehybrid"])
+@pytest.mark.parametrize("budget", [48, 12])
+@pytest.mark.parametrize("how", VARIANTS)
+def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
+    """Chunks, ends that nobody foresees, arrivals, aborts, preemptions, prefix cache hits."""
+    answers, metrics = [], []
+    for ahead in (False, True):
+        engine = tiny.engine(name, num_blocks=24, max_num_batched_tokens=budget, max_num_seqs=5)
+        engine.async_scheduling = ahead
+        rng = np.random.default_rng(1)
+        done, prompts = {}, tiny.prompts(10, 3, 30, seed=2)
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(
+                max_tokens=int(rng.integers(9, 40)),
+                stop_token_ids=rng.integers(0, 101, 6).tolist(),
+                **VARIANTS[how],
+            )
+            engine.add_request(str(i), prompt, params)
+            for _ in range(rng.integers(0, 9)):
+                done |= {o.request_id: o for o in engine.step() if o.finished}
+                engine.scheduler.kv.check()
+            if i == 7:
+                engine.abort(str(i))
+        done |= tiny.run(engine)
+        assert engine.metrics()["blocks_owned"] == 0
+        outputs = [done[str(i)] for i in range(10) if i != 7]
+        answers.append([(o.token_ids, o.finish_reason, o.stop_reason, len(o.logprobs or ()))
+                        for r in outputs for o in r.outputs])  # fmt: skip
+        for i, output in zip([*range(7), 8, 9], outputs, strict=True):
+            scored = [next(iter(p)) for p in (output.prompt_logprobs or [None])[1:]]
+            assert scored == (prompts[i][1:] if output.prompt_logprobs else [])
+        metrics.append(engine.metrics())
+    assert answers[0] == answers[1]
+    assert {reason for _, reason, _, _ in answers[0]} == {"stop", "length"}
+    assert metrics[0]["steps_ahead"] == 0
+    assert metrics[1]["steps_ahead"] > 10
+    assert metrics[0]["decode_tokens"] <= metrics[1]["decode_tokens"] + 200
+
+
+def test_the_host_reads_a_steps_tokens_when_the_next_one_is_built(monkeypatch):
+    engine = tiny.engine()
+    order = []
+    execute, finish = engine.runner.execute, engine._finish
+    monkeypatch.setattr(engine.runner, "execute", lambda *a: (order.append("run"), execute(*a))[1])
+    monkeypatch.setattr(engine, "_finish", lambda *a: (order.append("read"), finish(*a))[1])
+    engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
+    tiny.run(engine)
+    assert order == ["run", *["run", "read"] * 2, "read"]  # a prompt and two decodes
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "granitemoehybrid", "gpt_oss"])
+def test_in_a_load_of_prompts_every_step_but_the_first_is_ahead(name):
+    """Chunks, mixed steps, fewer seats than prompts; nobody waits for a token."""
+    engine = tiny.engine(name, num_blocks=40, max_num_batched_tokens=24, max_num_seqs=3)
+    prompts = tiny.prompts(9, 3, 40, seed=5)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=1 + i % 4))
+    done, metrics = tiny.run(engine), engine.metrics()
+    for i, prompt in enumerate(prompts):
+        expected = tiny.alone(tiny.native(name), prompt, 1 + i % 4)
+        assert done[str(i)].outputs[0].token_ids == expected
+    assert metrics["steps_ahead"] == metrics["steps"] - 1
+    assert metrics["prefill_tokens"] == sum(map(len, prompts))
+
+
+def test_rows_for_nothing_are_not_counted():
+    engine = tiny.engine()
+    prompts = tiny.prompts(2, 10, 10, seed=8)
+    tokens = [tiny.alone(tiny.native("llama"), p, 12) for p in prompts]
+    stop = next(t for t in tokens[0] if t not in tokens[1])
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    engine.add_request("a", prompts[0], replace(greedy, stop_token_ids=[stop]))
+    engine.add_request("b", prompts[1], greedy)
+    done = tiny.run(engine)
+    a, b = (done[name].outputs[0].token_ids for name in "ab")
+    assert (a[-1], b) == (stop, tokens[1])
+    assert engine.metrics()["decode_tokens"] == len(a) + len(b) - 2
+
+
+def test_blocks_that_are_filled_ahead_are_found_by_others():
+    engine = tiny.engine()
+    greedy = SamplingParams(temperature=0, max_tokens=30)
+    prompt = tiny.prompts(1, 20, 20)[0]
+    engine.add_request("a", prompt, greedy)
+    answer = tiny.run(engine)["a"].outputs[0].token_ids
+    engine.add_request("b", prompt + answer, greedy)
+    assert tiny.run(engine)["b"].num_cached_tokens == 48  # of 49 in the store, in blocks of 8
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("length", [3, 90])
+def test_a_step_is_submitted_when_the_one_before_is_done_unless_they_may_overlap(
+    monkeypatch, overlaps, length
+):
+    """Steps that decode, and steps of nothing but a chunk, which sample nothing."""
+    engine = tiny.engine(attention="reference", max_num_batched_tokens=10)
+    monkeypatch.setattr(engine.runner.attention, "overlaps", overlaps, raising=False)
+    prompt = tiny.prompts(1, length, length)[0]
+    engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    order, wait, submit = [], StepResult.wait, mx.async_eval
+    monkeypatch.setattr(StepResult, "wait", lambda self: (order.append("wait"), wait(self)))
+    monkeypatch.setattr(mx, "async_eval", lambda *a: (order.append("submit"), submit(*a)))
+    engine.step()
+    expected = ["submit", "wait"] if overlaps else ["wait", "submit", "wait"]
+    assert order[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(("length", "budget"), [(20, 64), (90, 8)])
+def test_a_step_ahead_copies_no_store(length, budget):
+    """48 MiB of K and V: writes of a step that is built ahead, decodes or nothing but a chunk, are
+    in place too."""
+    engine = tiny.engine(
+        num_blocks=8192, attention="reference", max_num_batched_tokens=budget,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    layer = engine.runner.attention.store.keys[0].nbytes
+    for i, prompt in enumerate(tiny.prompts(3, length, length)):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(10):
+        engine.step()
+    assert engine.metrics()["steps_ahead"] > 10
+    assert mx.get_peak_memory() - before < layer // 8
+
+
+def test_a_process_may_end_while_a_step_is_under_way(tmp_path):
+    folder = tiny.write_folder(tmp_path / "tiny")
+    script = f"""
+from vllm_metal_lite import LLM, SamplingParams
+llm = LLM({str(folder)!r})
+llm.engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
+for _ in range(5):
+    llm.engine.step()
+assert llm.engine._steps
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_an_id_may_be_used_again_while_its_last_step_is_under_way():
+    engine = tiny.engine()
+    prompts = tiny.prompts(2, 20, 20, seed=6)
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    engine.add_request("a", prompts[0], greedy)
+    for _ in range(4):
+        engine.step()
+    assert engine._steps
+    engine.abort("a")
+    engine.add_request("a", prompts[1], greedy)
+    expected = tiny.alone(tiny.native("llama"), prompts[1], 12)
+    assert tiny.run(engine)["a"].outputs[0].token_ids == expected
+
+
+def test_what_an_aborted_prompt_scores_in_the_step_ahead_is_nobodys():
+    engine = tiny.engine(max_num_batched_tokens=32, long_prefill_token_threshold=16)
+    prompts = tiny.prompts(2, 60, 60, seed=6)
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0)
+    engine.add_request("a", prompts[0], params)
+    engine.add_request("b", prompts[1], params)
+    engine.step()
+    assert len(engine._steps[0].output.segments) == 2
+    engine.abort("a")
+    engine.add_request("a", prompts[1], params)
+    done = tiny.run(engine)
+    expected = tiny.alone(tiny.native("llama"), prompts[1], 3)
+    for name in "ab":
+        assert [next(iter(p)) for p in done[name].prompt_logprobs[1:]] == prompts[1][1:]
+        assert done[name].outputs[0].token_ids == expected

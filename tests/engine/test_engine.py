@@ -1,0 +1,291 @@
+"""The engine over real tiny models: what a user's requests get, whatever else happens."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from tests.support import tiny_models as tiny
+from vllm_metal_lite import LLM
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.sampling_params import SamplingParams
+
+
+def greedy(max_tokens: int, **more) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+
+
+def tokens_of(engine, prompts, params, **how) -> list[list[int]]:
+    """Add all prompts, run to the end; the tokens of each one's first answer."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params, **how)
+    done = tiny.run(engine)
+    engine.scheduler.kv.check([])
+    assert engine.metrics()["blocks_owned"] == 0
+    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+
+
+def expected(name, prompts, n):
+    return [tiny.alone(tiny.native(name), p, n) for p in prompts]
+
+
+PROMPTS = tiny.prompts(7, 1, 60, seed=5)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama/window", "mixtral", "gemma2"])
+@pytest.mark.parametrize("policy", ["mixed", "alternate", "whole"])
+def test_greedy_tokens_equal_the_model_alone(name, policy):
+    engine = tiny.engine(name, prefill_policy=policy, max_num_batched_tokens=24, max_num_seqs=4)
+    assert tokens_of(engine, PROMPTS, greedy(12)) == expected(name, PROMPTS, 12)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama/window", "mixtral"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_requests_get_the_same_tokens(name, caching):
+    engine = tiny.engine(name, num_blocks=13, max_model_len=100, enable_prefix_caching=caching)
+    prompts = tiny.prompts(6, 5, 30, seed=7)
+    assert tokens_of(engine, prompts, greedy(40)) == expected(name, prompts, 40)
+    assert engine.metrics()["preemptions"] > 2
+    assert engine.metrics()["recomputed_tokens"] > 0
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+def test_sampled_tokens_survive_preemption_and_neighbours(seed):
+    """The draw depends on the seed and on how many tokens came before, and on nothing else."""
+    prompts = tiny.prompts(5, 5, 30, seed=8)
+    params = SamplingParams(
+        temperature=0.9, top_p=0.95, seed=seed, max_tokens=30, presence_penalty=0.5,
+        frequency_penalty=0.4, repetition_penalty=1.2,
+    )  # fmt: skip
+    big = tokens_of(tiny.engine(num_blocks=200), prompts, params)
+    small_engine = tiny.engine(num_blocks=11, max_model_len=80, max_num_batched_tokens=16)
+    small = tokens_of(small_engine, prompts, params)
+    assert small_engine.metrics()["preemptions"] > 0
+    assert small == big
+    if seed is not None:
+        alone = [tokens_of(tiny.engine(), [p], params)[0] for p in prompts]
+        assert alone == big
+    assert len({tuple(t) for t in big}) == len(big)
+
+
+def test_a_shared_prefix_is_computed_once_and_changes_nothing():
+    stem = tiny.prompts(1, 40, 40, seed=9)[0]
+    prompts = [stem + tail for tail in ([1], [2, 3], [4] * 9, [])]
+    engine = tiny.engine(max_num_batched_tokens=200)
+    assert tokens_of(engine, prompts, greedy(10)) == expected("llama", prompts, 10)
+    first = engine.metrics()
+    # 40 tokens are 5 blocks; the last prompt must leave its last token to be computed.
+    assert first["prefix_cache_hit_tokens"] == 40 + 40 + 32
+    assert tokens_of(engine, prompts, greedy(10)) == expected("llama", prompts, 10)
+    again = engine.metrics()
+    assert again["prefill_tokens"] - first["prefill_tokens"] < sum(map(len, prompts)) // 4
+    engine.reset_prefix_cache()
+    assert engine.metrics()["blocks_cached"] == 0
+    assert tokens_of(engine, prompts, greedy(10)) == expected("llama", prompts, 10)
+
+
+def test_num_cached_tokens_is_reported():
+    engine = tiny.engine()
+    prompt = tiny.prompts(1, 40, 40, seed=9)[0]
+    for count in (0, 32):
+        engine.add_request("a", prompt, greedy(2))
+        assert tiny.run(engine)["a"].num_cached_tokens == count
+
+
+def test_n_answers_of_one_prompt():
+    engine = tiny.engine()
+    engine.add_request("four", PROMPTS[1], SamplingParams(n=4, seed=3, max_tokens=8))
+    done = tiny.run(engine)["four"]
+    assert [o.index for o in done.outputs] == [0, 1, 2, 3]
+    answers = [o.token_ids for o in done.outputs]
+    assert len({tuple(a) for a in answers}) == 4
+    for index in range(4):  # each as if asked for alone, with a seed of its own
+        engine.add_request("one", PROMPTS[1], SamplingParams(seed=3 + index, max_tokens=8))
+        assert tiny.run(engine)["one"].outputs[0].token_ids == answers[index]
+
+
+def test_the_names_of_answers_are_taken_too():
+    engine = tiny.engine()
+    engine.add_request("a", PROMPTS[0], greedy(4, n=2))
+    engine.add_request("b#1", PROMPTS[1], greedy(4))
+    for request_id, n in (("a#1", 1), ("b", 2), ("a", 1)):
+        with pytest.raises(RequestError, match="already in use"):
+            engine.add_request(request_id, PROMPTS[2], greedy(4, n=n))
+    done = tiny.run(engine)
+    for request_id, prompt in (("a", 0), ("b#1", 1)):
+        expected = tiny.alone(tiny.native("llama"), PROMPTS[prompt], 4)
+        assert [o.token_ids for o in done[request_id].outputs] == [expected] * len(
+            done[request_id].outputs
+        )
+
+
+def test_urgent_requests_go_first():
+    engine = tiny.engine(max_num_seqs=1)
+    for name, priority in (("late", 5), ("soon", 0), ("now", -3)):
+        engine.add_request(name, PROMPTS[0], greedy(2), priority=priority)
+    assert list(tiny.run(engine)) == ["now", "soon", "late"]
+
+
+def test_atomic_prompts_are_never_chunked():
+    engine = tiny.engine(max_num_batched_tokens=32, long_prefill_token_threshold=8)
+    prompts = tiny.prompts(3, 20, 24, seed=2)
+    scheduled = []
+    execute = engine.runner.execute
+
+    def record(batch, *args):
+        scheduled.extend(np.diff(batch.cu_seqlens_q).tolist())
+        return execute(batch, *args)
+
+    engine.runner.execute = record
+    assert tokens_of(engine, prompts, greedy(5), atomic=True) == expected("llama", prompts, 5)
+    assert sorted(s for s in scheduled if s > 1) == sorted(map(len, prompts))
+
+
+def test_the_budget_is_never_exceeded():
+    engine = tiny.engine(max_num_batched_tokens=10, max_num_seqs=3)
+    execute, seen = engine.runner.execute, []
+
+    def record(batch, *args):
+        seen.append((batch.num_tokens, batch.num_segments))
+        return execute(batch, *args)
+
+    engine.runner.execute = record
+    assert tokens_of(engine, PROMPTS, greedy(6)) == expected("llama", PROMPTS, 6)
+    assert max(tokens for tokens, _ in seen) == 10
+    assert max(segments for _, segments in seen) == 3
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1000])
+def test_an_answer_ends_where_the_context_does(max_tokens):
+    engine = tiny.engine(max_model_len=40)
+    prompt = tiny.prompts(1, 30, 30)[0]
+    engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
+    output = tiny.run(engine)["a"].outputs[0]
+    assert output.token_ids == tiny.alone(tiny.native("llama"), prompt, 10)
+    assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_fails_loses_nothing(monkeypatch, error, when):
+    """Whether it fails before the model ran or after: the next step starts afresh."""
+    engine = tiny.engine(num_blocks=14, max_num_batched_tokens=24)
+    prompts = tiny.prompts(5, 10, 30, seed=4)
+    stem = prompts[0][:16]
+    prompts += [[*stem, 7], [*stem, 8, 9]]
+    params = SamplingParams(temperature=0, max_tokens=20, frequency_penalty=0.3, logprobs=1)
+    plain = tokens_of(tiny.engine(num_blocks=200), prompts, params)
+    execute, calls = engine.runner.execute, []
+
+    def fails_often(*args):
+        calls.append(1)
+        if len(calls) % 3:
+            return execute(*args)
+        if when == "after":
+            execute(*args)
+        raise error
+
+    monkeypatch.setattr(engine.runner, "execute", fails_often)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    done, failures = {}, 0
+    for _ in range(1000):
+        if not engine.has_unfinished_requests():
+            break
+        try:
+            done |= {o.request_id: o for o in engine.step() if o.finished}
+        except type(error):
+            failures += 1
+        engine.scheduler.kv.check()
+    assert failures > 5
+    assert [done[str(i)].outputs[0].token_ids for i in range(len(prompts))] == plain
+    assert all(len(done[str(i)].outputs[0].logprobs) == 20 for i in range(len(prompts)))
+    assert engine.metrics()["blocks_owned"] == 0
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, layer):
+    """Some layers have their writes queued by then; blocks change hands before they happen."""
+    engine = tiny.engine(num_blocks=14)
+    attend, countdown = engine.runner.attention.attend, [4 * 3 + layer + 1]
+
+    def break_off(*args, **how):
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise MemoryError("no memory for this layer")
+        return attend(*args, **how)
+
+    monkeypatch.setattr(engine.runner.attention, "attend", break_off)
+    for i, prompt in enumerate(PROMPTS[:4]):
+        engine.add_request(str(i), prompt, greedy(12))
+    with pytest.raises(MemoryError):
+        tiny.run(engine)
+    done = tiny.run(engine)
+    for i, tokens in enumerate(expected("llama", PROMPTS[:4], 12)):
+        assert done[str(i)].outputs[0].token_ids == tokens
+
+
+def test_abort_gives_everything_back_and_disturbs_nobody():
+    engine = tiny.engine()
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, greedy(12, n=2 if i == 3 else 1))
+    for _ in range(3):
+        engine.step()
+    ended = engine.abort(["1", "3", "nobody"])
+    assert [o.request_id for o in ended] == ["1", "3"]
+    assert all(o.finish_reason == "abort" for e in ended for o in e.outputs)
+    assert engine.abort("1") == []
+    done = tiny.run(engine)
+    assert sorted(done) == ["0", "2", "4", "5", "6"]
+    for i in map(int, done):
+        assert done[str(i)].outputs[0].token_ids == expected("llama", [PROMPTS[i]], 12)[0]
+    assert engine.metrics()["blocks_owned"] == engine.metrics()["requests_running"] == 0
+    engine.add_request("1", PROMPTS[1], greedy(3))
+    assert tiny.run(engine)["1"].outputs[0].token_ids == expected("llama", [PROMPTS[1]], 3)[0]
+
+
+def test_an_id_in_use_is_refused_and_the_first_goes_on():
+    engine = tiny.engine()
+    engine.add_request("a", PROMPTS[0], greedy(3))
+    with pytest.raises(RequestError, match="'a' is already in use"):
+        engine.add_request("a", PROMPTS[1], greedy(3))
+    assert tiny.run(engine)["a"].outputs[0].token_ids == expected("llama", [PROMPTS[0]], 3)[0]
+
+
+def test_stepping_an_idle_engine_does_nothing():
+    engine = tiny.engine()
+    assert engine.step() == []
+    assert engine.metrics()["steps"] == 0
+
+
+@pytest.fixture
+def ctrl_c_works():
+    """As in a terminal: a background job, which a test run may be, is deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_works")
+def test_ctrl_c_ends_a_blocking_call_between_steps_and_the_engine_goes_on(tmp_path, monkeypatch):
+    llm = LLM(str(tiny.write_folder(tmp_path)), num_blocks=32, block_size=8)
+    step, calls, finished = llm.engine.step, [], []
+
+    def press_ctrl_c():
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        outputs = step()
+        finished.append(len(calls))  # the step under way is run to its end
+        return outputs
+
+    monkeypatch.setattr(llm.engine, "step", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[0], PROMPTS[1]], greedy(20, ignore_eos=True))
+    assert finished == [1, 2, 3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.metrics()["blocks_owned"] == 0
+    (output,) = llm.generate([PROMPTS[0]], greedy(12, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 12

@@ -1,0 +1,200 @@
+"""What goes wrong for a user: one line that names the value and the limit, nobody else harmed."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support import tiny_models as tiny
+from vllm_metal_lite import LLM
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.errors import (
+    ConfigError,
+    MetalLiteError,
+    ModelLoadError,
+    OutOfMemoryError,
+    RequestError,
+    SamplingError,
+)
+from vllm_metal_lite.model import loader
+from vllm_metal_lite.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+BAD_REQUESTS = {
+    "empty prompt": (([], GREEDY), {}, ["empty"]),
+    "longer than the context": (([1] * 65, GREEDY), {}, ["65", "64"]),
+    "as long as the context": (([1] * 64, GREEDY), {}, ["64"]),
+    "negative token": (([1, -1], GREEDY), {}, ["-1", "101"]),
+    "token beyond the vocabulary": (([1, 101], GREEDY), {}, ["101"]),
+    "token beyond int32": (([2**40], GREEDY), {}, [str(2**40), "101"]),
+    "token that is no integer": (([1, 2.0], GREEDY), {}, ["2.0"]),
+    "token that is a bool": (([True], GREEDY), {}, ["True"]),
+    "token that is a string": (([1, "a"], GREEDY), {}, ["'a'"]),
+    "a prompt of two dimensions": ((np.ones((2, 2), int), GREEDY), {}, ["integers"]),
+    "no prompt": ((None, GREEDY), {}, ["NoneType"]),
+    "a dict without a prompt": (({"text": "x"}, GREEDY), {}, ["prompt"]),
+    "text without a tokenizer": (("hello", GREEDY), {}, ["tokenizer"]),
+    "parameters of another type": (([1], {"temperature": 0}), {}, ["SamplingParams", "dict"]),
+    "bias beyond the vocabulary": (
+        ([1], SamplingParams(logit_bias={101: 1.0})), {}, ["logit_bias", "101"]),
+    "stop token beyond the vocabulary": (
+        ([1], SamplingParams(stop_token_ids=[500])), {}, ["stop_token_ids", "500"]),
+    "atomic beyond the budget": (([1] * 40, GREEDY), {"atomic": True}, ["atomic", "32"]),
+    "priority that is no number": (([1], GREEDY), {"priority": "high"}, ["priority", "'high'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD_REQUESTS)
+def test_a_bad_request_is_refused_and_others_go_on(fault):
+    engine = tiny.engine(max_model_len=64, max_num_batched_tokens=32)
+    prompt = tiny.prompts(1, 20, 20)[0]
+    engine.add_request("good", prompt, GREEDY)
+    engine.step()
+    (bad, params), how, words = BAD_REQUESTS[fault]
+    before = engine.metrics()
+    with pytest.raises((RequestError, SamplingError)) as error:
+        engine.add_request("bad", bad, params, **how)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(w in message for w in words), message
+    assert engine.metrics() == before
+    done = tiny.run(engine)
+    assert list(done) == ["good"]
+    assert done["good"].outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 8)
+    engine.add_request("bad", prompt, GREEDY)  # the name is still free
+    assert tiny.run(engine)["bad"].finished
+
+
+def test_a_request_that_the_pool_cannot_hold_is_refused_with_the_numbers():
+    engine = tiny.engine(num_blocks=4, max_model_len=32)
+    engine.scheduler.kv.pools[0].num_blocks = 3  # as if sizing had shrunk it
+    with pytest.raises(RequestError, match=r"needs 4 blocks of 8 tokens, the store has 3"):
+        engine.add_request("a", [1] * 20, GREEDY.__class__(temperature=0, max_tokens=9))
+
+
+def test_request_ids_are_strings():
+    engine = tiny.engine()
+    for bad in (None, 3, ["a"]):
+        with pytest.raises(RequestError, match="request_id"):
+            engine.add_request(bad, [1], GREEDY)
+
+
+# Model folders
+
+
+@pytest.fixture(scope="module")
+def good_folder(tmp_path_factory):
+    return tiny.write_folder(tmp_path_factory.mktemp("good") / "tiny")
+
+
+@pytest.fixture
+def folder(good_folder, tmp_path):
+    for file in good_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def edit_weights(folder, change):
+    path = str(folder / "model.safetensors")
+    weights = {k: mx.array(np.array(v)) for k, v in mx.load(path).items()}
+    change(weights)
+    mx.save_safetensors(path, weights, {"format": "mlx"})
+
+
+def truncate(folder, name, keep):
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: int(len(data) * keep)])
+
+
+KEY = "model.layers.0.self_attn.q_proj.weight"
+BROKEN_FOLDERS = {
+    "no config": lambda f: (f / "config.json").unlink(),
+    "bad JSON": lambda f: (f / "config.json").write_text('{"model_type": "llama",'),
+    "JSON that is a list": lambda f: (f / "config.json").write_text("[1]"),
+    "config that is not text": lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00{"),
+    "no model_type": lambda f: edit_config(f, model_type=...),
+    "unknown model_type": lambda f: edit_config(f, model_type="no_such_model"),
+    "an architecture that exits on import": lambda f: edit_config(f, model_type="olmo"),
+    "a config without its sizes": lambda f: edit_config(f, hidden_size=...),
+    "sizes that do not fit the weights": lambda f: edit_config(f, hidden_size=32),
+    "no weights": lambda f: (f / "model.safetensors").unlink(),
+    "truncated weights": lambda f: truncate(f, "model.safetensors", 0.5),
+    "truncated header": lambda f: truncate(f, "model.safetensors", 0.0001),
+    "empty weights": lambda f: (f / "model.safetensors").write_bytes(b""),
+    "weights that are text": lambda f: (f / "model.safetensors").write_text("version https://git-lfs"),
+    "a weight missing": lambda f: edit_weights(f, lambda w: w.pop(KEY)),
+    "a weight too many": lambda f: edit_weights(f, lambda w: w.update({"extra": mx.zeros(3)})),
+    "a weight of another shape": lambda f: edit_weights(
+        f, lambda w: w.update({KEY: mx.zeros((3, 3))})),
+    "no tokenizer": lambda f: [p.unlink() for p in f.glob("tokenizer*")],
+    "broken tokenizer": lambda f: truncate(f, "tokenizer.json", 0.5),
+    "broken generation config": lambda f: (f / "generation_config.json").write_text("{"),
+    "an architecture that is not trusted": lambda f: edit_config(f, model_type="plamo3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN_FOLDERS)
+def test_a_broken_model_folder_is_one_clear_line(folder, fault):
+    BROKEN_FOLDERS[fault](folder)
+    with pytest.raises(ModelLoadError) as error:
+        LLM(str(folder), num_blocks=8)
+    message = str(error.value)
+    assert "\n" not in message
+    assert str(folder) in message
+    assert len(message) < 500
+
+
+def test_what_is_not_a_folder(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for name, words in (
+        (str(tmp_path / "file"), "this is a file"),
+        (str(tmp_path / "nowhere"), "no such folder"),
+        ("nowhere", "no such folder"),
+        ("someone/some-model", "cannot be reached"),
+        ("", "no config.json"),
+    ):
+        with pytest.raises(ModelLoadError, match=words) as error:
+            loader.load(name)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"memory_fraction": 1e-9}, OutOfMemoryError),
+        ({"num_blocks": 10**15}, OutOfMemoryError),
+        ({"max_model_len": 10**6}, ConfigError),
+        ({"num_blocks": 1, "max_model_len": 500}, ConfigError),
+        ({"dtype": "int4"}, ConfigError),
+        ({"max_num_batched_tokens": -1}, ConfigError),
+    ],
+)
+def test_a_model_that_cannot_start_is_one_clear_line(folder, options, error):
+    with pytest.raises(error) as caught:
+        LLM(str(folder), **options)
+    assert isinstance(caught.value, MetalLiteError)
+    assert "\n" not in str(caught.value)
+
+
+def test_text_that_the_tokenizer_cannot_take_and_chats_that_the_template_refuses(folder):
+    llm = LLM(str(folder), num_blocks=8)
+    with pytest.raises(RequestError, match="tokenizer refuses"):
+        llm.generate("half a pair: \ud800")
+    for messages in ([], [{"role": "user"}], ["hello"], "hello"):
+        with pytest.raises(RequestError):
+            llm.chat(messages)
+    assert len(llm.generate("fine")) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_dtypes_load_and_answer(folder, dtype):
+    llm = LLM(str(folder), num_blocks=8, dtype=dtype)
+    assert llm.engine.runner.attention.store.keys[0].dtype == getattr(mx, dtype)
+    assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8

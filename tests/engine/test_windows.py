@@ -1,0 +1,248 @@
+"""A windowed layer costs its window: what is behind it is given back, and never read again."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import tiny_models as tiny
+from tests.support.fakes import FakeEngine, fake_config
+from tests.support.poison import poison_free_blocks
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.cli.startup import start_engine
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
+from vllm_metal_lite.scheduler.request import Request
+
+# Windows of 17 tokens (9 in /w9) beside all of the context; of 17 alone.
+NAMES = ["gemma3_text", "gpt_oss", "llama/window/w9", "llama4", "gemma4_text/shared_kv",
+         "baichuan_m1", "recurrent_gemma"]  # fmt: skip
+
+
+# Groups
+
+
+def spec(window=None, chunk=None):
+    return LayerSpec(1, 8, 8, mx.float32, window, chunk)
+
+
+def test_layers_that_see_equally_far_back_form_a_group():
+    specs = [spec(9), spec(), spec(17), spec(9), spec(chunk=17), spec()]
+    assert kv_groups(specs) == [KVGroup((1, 5)), KVGroup((2, 4), 17), KVGroup((0, 3), 9)]
+    assert kv_groups([spec(9)]) == [KVGroup((0,), 9)]
+    assert kv_groups([]) == [KVGroup()]
+
+
+@given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 30), st.integers(1, 9))
+@settings(max_examples=300)
+def test_most_blocks_is_the_most_that_a_chunk_can_see(window, start, chunk, block_size):
+    """By definition: all blocks with a token that a row of some chunk sees."""
+    group = KVGroup(window=window)
+    seen = {
+        at // block_size
+        for row in range(start, start + chunk)
+        for at in range(max(row - window + 1, 0), row + 1)
+    }
+    assert min(seen) == group.first_block(start, block_size)
+    assert len(seen) <= group.most_blocks(start + chunk, chunk, block_size)
+    reached = max(
+        -(-(begin + chunk) // block_size) - group.first_block(begin, block_size)
+        for begin in range(window, window + block_size)
+    )
+    assert reached == group.most_blocks(1 << 20, chunk, block_size)
+
+
+def test_groups_that_take_blocks_from_one_pool_share_arrays():
+    """vLLM's way: the layers at one place of their groups, in blocks of their own."""
+    groups = [KVGroup((1,), num_blocks=4), KVGroup((0, 2), 9, num_blocks=4)]
+    store = PagedStore([spec(9), spec(), spec(9)], groups, 8, shared=True)
+    assert store.keys[0] is store.keys[1] is not store.keys[2]
+    assert store.values[0] is store.values[1] is not store.values[2]
+    assert store.nbytes == 2 * 2 * 5 * 8 * 8 * 4  # arrays of K and V, slots, values of 4 bytes
+    for layer in range(3):
+        row = mx.full((1, 1, 8), layer + 1.0)
+        store.write(layer, row, row, mx.array([8 * layer]))
+    assert store.keys[0][mx.array([0, 8, 16]), 0, 0].tolist() == [1, 2, 0]
+    assert store.keys[2][mx.array([0, 8, 16]), 0, 0].tolist() == [0, 0, 3]
+
+
+# A request whose context grows
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_windowed_layer_costs_its_window_while_the_context_grows(name, ahead):
+    engine = tiny.engine(name, num_blocks=40, max_num_batched_tokens=24, max_model_len=256)
+    engine.async_scheduling = ahead
+    poison_free_blocks(engine)
+    prompt = tiny.prompts(1, 100, 100, seed=3)[0]
+    engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    request = engine.scheduler._requests["a"]
+    tokens, most = [], {}
+    while engine.has_unfinished_requests():
+        tokens = engine.step()[-1:] or tokens
+        engine.scheduler.kv.check(engine.scheduler._requests.values())
+        for group, table in zip(engine.kv_groups, request.block_tables, strict=False):
+            chunk = 24 if request.num_tokens == 100 else 1
+            assert table.num_owned <= group.most_blocks(160, chunk, 8)
+            if request.num_tokens > 110:
+                most[group.window] = max(most.get(group.window, 0), table.num_owned)
+    assert tokens[0].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 60)
+    # Of 159 tokens stored, 20 blocks: the full group has all, the others what their windows touch.
+    assert most == {g.window: 20 if g.window is None else -(-(g.window - 1) // 8) + 1
+                    for g in engine.kv_groups}  # fmt: skip
+
+
+def test_a_context_may_be_longer_than_all_blocks_where_every_layer_has_a_window():
+    name = "recurrent_gemma"
+    engine = tiny.engine(name, num_blocks=5, max_num_batched_tokens=16, max_model_len=200)
+    assert engine.max_model_len == 200
+    poison_free_blocks(engine)
+    prompts = tiny.prompts(2, 70, 90, seed=4)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=100))
+    done = tiny.run(engine)
+    for i, prompt in enumerate(prompts):
+        assert done[str(i)].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 100)
+    assert engine.metrics()["blocks_peak_owned"] <= 5
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("name", ["llama/window", "gemma3_text/w9", "llama4", "mimo_v2_flash"])
+def test_many_requests_over_few_blocks(name, caching):
+    """Chunks, mixed steps, preemptions and shared prefixes; what is free is NaN."""
+    engine = tiny.engine(
+        name, num_blocks=24, max_num_batched_tokens=20, max_num_seqs=4, max_model_len=128,
+        enable_prefix_caching=caching,
+    )  # fmt: skip
+    poison_free_blocks(engine)
+    stem = tiny.prompts(1, 60, 60, seed=8)[0]
+    prompts = tiny.prompts(4, 5, 70, seed=9)
+    prompts += [[*stem[:n], n] for n in (10, 33, 48, 60)]
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=40))
+    done = tiny.run(engine)
+    for i, prompt in enumerate(prompts):
+        assert done[str(i)].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 40)
+    metrics = engine.metrics()
+    assert metrics["preemptions"] > 0
+    assert (metrics["prefix_cache_hit_tokens"] > 0) == caching
+    window = engine.kv_groups[1].window
+    assert metrics[f"blocks_peak_owned_window_{window}"] < metrics["blocks_peak_owned"]
+
+
+# Prefixes
+
+
+def manager(*windows, num_blocks=40) -> KVCacheManager:
+    groups = [KVGroup(window=w, num_blocks=num_blocks) for w in windows]
+    return KVCacheManager(groups, 4, enable_caching=True)
+
+
+def stored(kv: KVCacheManager, num_tokens: int) -> Request:
+    """A request whose tokens were all computed in chunks of 4."""
+    request = Request("a", list(range(num_tokens)), 1)
+    kv.admit(request, kv.find_prefix(request))
+    for start in range(0, num_tokens, 4):
+        kv.allocate(request, start, start + 4)
+        kv.publish(request, start, start + 4)
+    return request
+
+
+def test_a_hit_owns_of_a_windowed_group_what_its_next_token_sees():
+    kv = manager(None, 6, 1)
+    kv.free(stored(kv, 40))
+    request = Request("b", [*range(30), 99], 1)
+    full, window, own = kv.find_prefix(request)
+    assert (len(full.block_ids), full.num_given_back) == (7, 0)  # 28 tokens
+    assert (len(window.block_ids), window.num_given_back) == (7, 5)  # tokens 23 to 27
+    assert (len(own.block_ids), own.num_given_back) == (7, 7)
+    kv.admit(request, [full, window, own])
+    assert [pool.num_owned for pool in kv.pools] == [7, 2, 0]
+    kv.check([request])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=12), st.integers(1, 30),
+    st.integers(1, 30),
+)  # fmt: skip
+@settings(max_examples=200)
+def test_the_longest_prefix_that_all_groups_hold_is_found(evicted, first, second):
+    windows = (None, first, second)
+    kv = manager(*windows)
+    request = stored(kv, 40)
+    held = [set(range(10)) for _ in windows]
+    blocks = [list(t.block_ids) for t in request.block_tables]
+    kv.free(request)
+    for group, i in evicted:
+        kv.unpublish([(group, blocks[group][i])])
+        held[group].discard(i)
+
+    def holds(length: int) -> bool:
+        return all(
+            set(range(0 if w is None else max(length * 4 - w + 1, 0) // 4, length)) <= blocks
+            for w, blocks in zip(windows, held, strict=True)
+        )
+
+    expected = max(length for length in range(11) if holds(length))
+    tables = kv.find_prefix(Request("b", [*range(40), 99], 1))
+    assert {len(t.block_ids) for t in tables} == {expected}
+
+
+def test_names_behind_a_window_are_found_until_they_are_needed():
+    config = fake_config(4, max_num_batched_tokens=32, max_num_seqs=4)
+    groups = [KVGroup(num_blocks=40), KVGroup(window=6, num_blocks=12)]
+    engine = FakeEngine(config, groups, 200)
+    stem = list(range(20))
+    engine.add(stem, max_tokens=8)
+    engine.run()
+    short = engine.add([*stem[:12], 99], max_tokens=1)
+    engine.run()
+    assert short.num_cached_tokens == 12
+    engine.add([500 + i for i in range(60)], max_tokens=4)  # evicts in the windowed group alone
+    engine.run()
+    again = engine.add([*stem[:12], 98], max_tokens=1)
+    engine.run()
+    assert again.num_cached_tokens == 0
+    assert all(pool.num_owned == 0 for pool in engine.scheduler.kv.pools)
+
+
+# What the user is told
+
+
+def test_the_start_up_lines_tell_what_windows_hold(tmp_path):
+    folder, lines = tiny.write_folder(tmp_path / "tiny", "gemma3_text"), []
+    config = EngineConfig(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=64, block_size=8)
+    start_engine(str(folder), config, lines.append, "")
+    assert any("store holds 800 (100 blocks of 8" in line for line in lines)
+    # 3 blocks a seat; 64 tokens of a step, and a block more a seat.
+    assert "Windows:   2 layers see 17 tokens; for them the store holds 192" in lines
+
+
+# What can never finish
+
+
+def test_what_a_window_cannot_take_is_refused():
+    config = fake_config(4, max_num_batched_tokens=32)
+    engine = FakeEngine(config, [KVGroup(num_blocks=40), KVGroup(window=9, num_blocks=3)], 120)
+    engine.add(list(range(50)), max_tokens=30)  # 3 blocks are what a window of 9 touches
+    with pytest.raises(RequestError, match="needs 5 blocks of 4 tokens, the store has 3"):
+        engine.add(list(range(15)), max_tokens=4, atomic=True)
+    engine.run()
+    engine = FakeEngine(config, [KVGroup(num_blocks=40), KVGroup(window=10, num_blocks=3)], 120)
+    with pytest.raises(RequestError, match="needs 4 blocks of 4 tokens, the store has 3"):
+        engine.add(list(range(50)), max_tokens=30)
+
+
+def test_a_prompts_blocks_are_given_back_before_its_first_decode():
+    """Or else whoever needs one would preempt it."""
+    config = fake_config(4, max_num_batched_tokens=32)
+    engine = FakeEngine(config, [KVGroup(num_blocks=40), KVGroup(window=5, num_blocks=12)], 120)
+    request = engine.add(list(range(30)), max_tokens=9)
+    engine.step()
+    assert [t.num_owned for t in request.block_tables] == [8, 2]
+    assert np.array_equal(engine.inputs.num_blocks[request.req_index], 8)

@@ -1,0 +1,198 @@
+"""Products that take along what is around them give what a model's own operations give."""
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from metal.host import compiler_available, installed
+from tests.support import tiny_models as tiny
+from tests.support.arch_configs import config_of
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.hooks import hooks
+from vllm_metal_lite.fusion.joined import Product, join_projections
+from vllm_metal_lite.fusion.traced import Multiplied, Normed, Traced, look, made_of
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model import fit
+from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.packed import PackedModel
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+# What is fused of each, of a norm, a residual sum and SwiGLU.
+FUSED = {
+    "qwen3": {"NORM", "RESIDUAL", "SWIGLU"},
+    "llama": {"NORM", "RESIDUAL", "SWIGLU"},
+    "qwen2": {"NORM", "RESIDUAL", "SWIGLU"},  # biased q, k and v
+    "gemma3_text": {"NORM"},
+    "mixtral": {"NORM", "RESIDUAL"},  # a router, and experts
+    "cohere": {"SWIGLU"},
+    "hunyuan_v1_dense": {"NORM", "RESIDUAL", "SWIGLU"},
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
+    """As near to its own logits as without; its steps have 2 to 7 rows."""
+    launch, fused = Kernel.__call__, set()
+
+    def noting(self, arrays, template, *args):
+        fused.update(what for what in ("NORM", "RESIDUAL", "SWIGLU") if template.get(what))
+        return launch(self, arrays, template, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", noting)
+    monkeypatch.setattr(mx, "gather_mm", _of_16_bits(mx.gather_mm))
+    model = tiny.build(config_of(name))
+    model.set_dtype(mx.float16)
+    layout = inspect(model, name)
+    sequences = [np.arange(n) * 7 % layout.vocab_size for n in fit._LENGTHS]
+    own = [fit._native(model, s) for s in sequences]
+    packed = PackedModel(model, layout, products=join_projections(model))
+    with installed():
+        for few in (range(0), range(1, 65)):
+            fused.clear()
+            attention = KernelAttention(PagedStore(layout.specs, 4, 8), "gather", skinny_rows=few)
+            error = fit._trial(packed, attention, sequences, own, np.median)
+            assert error < 0.02
+            assert fused == (FUSED[name] if few else set())
+
+
+def _of_16_bits(gather_mm):
+    """Which on a CPU multiplies float32 only."""
+
+    def call(a, b, *args, **how):
+        y = gather_mm(a.astype(mx.float32), b.astype(mx.float32), *args, **how)
+        return y.astype(a.dtype)
+
+    return call
+
+
+# Values that more than one thing uses
+
+
+DEPTH = 64
+
+
+@pytest.fixture
+def hooked():
+    """Hooks of a step in which products of all numbers of rows go through the kernel."""
+    model = tiny.build(config_of("llama"))
+    model.set_dtype(mx.float16)
+    layout = inspect(model, "llama")
+    attention = KernelAttention(PagedStore(layout.specs, 1, 8), "gather", skinny_rows=range(1, 65))
+    with installed(), hooks(attention, _Step(), {}, [_Activations]):
+        yield
+
+
+class _Step:
+    positions = mx.zeros((1,), mx.int32)
+
+
+class _Activations:
+    @staticmethod
+    def swiglu(gate, up):
+        return nn.silu(gate) * up
+
+
+def draw(*shape: int, seed: int = 0) -> mx.array:
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return mx.array(values).astype(mx.float16)
+
+
+def linear(outputs: int, seed: int = 1) -> nn.Linear:
+    layer = nn.Linear(DEPTH, outputs, bias=False)
+    layer.weight = draw(outputs, DEPTH, seed=seed) / 8
+    return layer
+
+
+def floats(x: mx.array) -> np.ndarray:
+    return np.array(x).astype(np.float64)
+
+
+def close(got: mx.array, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(floats(got), expected, rtol=4e-3, atol=4e-3)
+
+
+def rms(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+
+GAIN = mx.ones((DEPTH,), mx.float16)
+
+
+def test_a_product_that_is_used_beside_its_sum(hooked):
+    x, residual, o = draw(3, 1, DEPTH), draw(3, 1, DEPTH, seed=2), linear(DEPTH)
+    y = o(x)
+    total = residual + y
+    normed = mx.fast.rms_norm(total, GAIN, 1e-5)
+    expected = floats(x) @ floats(o.weight).T
+    close(y * 2, 2 * expected)
+    close(total, floats(residual) + expected)
+    close(normed, rms(floats(residual) + expected))
+    close(total + y, floats(residual) + 2 * expected)
+
+
+def test_a_sum_of_two_products_and_of_one_with_itself(hooked):
+    x, o, p = draw(2, 1, DEPTH), linear(DEPTH), linear(DEPTH, seed=3)
+    y, z = o(x), p(x)
+    of_y, of_z = (floats(x) @ floats(layer.weight).T for layer in (o, p))
+    close(mx.fast.rms_norm(y + z, GAIN, 1e-5), rms(of_y + of_z))
+    close(mx.fast.rms_norm(y + y, GAIN, 1e-5), rms(2 * of_y))
+
+
+def test_a_sum_whose_norm_is_taken_twice(hooked):
+    """By gains of their own, as in models with a branch."""
+    x, residual, o = draw(3, 1, DEPTH), draw(3, 1, DEPTH, seed=2), linear(DEPTH)
+    gain = draw(DEPTH, seed=5)
+    total = residual + o(x)
+    first, second = (mx.fast.rms_norm(total, g, 1e-5) for g in (GAIN, gain))
+    expected = rms(floats(residual) + floats(x) @ floats(o.weight).T)
+    close(first, expected)
+    close(second, expected * floats(gain))
+
+
+def test_a_norm_that_a_router_and_a_product_use(hooked):
+    x, router, o = draw(3, 1, DEPTH), draw(DEPTH, 4, seed=4) / 8, linear(24)
+    normed = mx.fast.rms_norm(x, GAIN, 1e-5)
+    assert isinstance(made_of(normed), Normed)
+    y, chosen = o(normed), normed @ router
+    assert isinstance(made_of(y), Multiplied)
+    close(y, rms(floats(x)) @ floats(o.weight).T)
+    close(chosen, rms(floats(x)) @ floats(router))
+    close(normed, rms(floats(x)))
+
+
+def test_a_norm_or_product_that_is_changed_in_place_is_computed_as_it_is(hooked):
+    x, o = draw(3, 1, DEPTH), linear(24)
+    normed = mx.fast.rms_norm(x, GAIN, 1e-5)
+    normed *= 2
+    assert made_of(normed) is None
+    y = o(normed)
+    expected = 2 * rms(floats(x)) @ floats(o.weight).T
+    close(y, expected)
+    y[..., 3] = 7.0
+    assert made_of(y) is None
+    expected[..., 3] = 7.0
+    total = y + look(mx.zeros((3, 24), mx.float16), (3, 1))
+    close(mx.fast.rms_norm(total, mx.ones((24,), mx.float16), 1e-5), rms(expected))
+
+
+def test_a_norm_with_a_gain_of_another_type_or_none_goes_by_itself(hooked):
+    x, o = draw(3, 1, DEPTH), linear(24)
+    for gain in (None, mx.ones((DEPTH,), mx.float32)):
+        normed = mx.fast.rms_norm(x, gain, 1e-5)
+        assert made_of(normed) is None
+        close(o(normed.astype(mx.float16)), rms(floats(x)) @ floats(o.weight).T)
+
+
+@pytest.mark.parametrize(("gate", "up"), [(0, 1), (1, 0)])
+def test_swiglu_of_the_product_only_if_gate_comes_first(hooked, gate, up):
+    parts = [linear(32), linear(32, seed=3)]
+    x, weights = draw(2, 1, DEPTH), [floats(part.weight) for part in parts]
+    product = Product(parts)
+    columns = [product.part(n, x) for n in range(2)]
+    got = _Activations.swiglu(columns[gate], columns[up])
+    of_gate, of_up = (floats(x) @ weights[n].T for n in (gate, up))
+    close(got, of_gate / (1 + np.exp(-of_gate)) * of_up)
+    assert (type(got) is Traced) is (gate < up)

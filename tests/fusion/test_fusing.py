@@ -1,0 +1,314 @@
+"""Joined projections and fused launches give what the model's own operations give."""
+
+import io
+import warnings
+from collections import Counter
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from metal.host import compiler_available, installed
+from tests.support import tiny_models as tiny
+from tests.support.arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
+from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import fusedcheck, selfcheck
+from vllm_metal_lite.fusion.joined import Part, join_projections
+from vllm_metal_lite.fusion.traced import Sum, Traced, look, made_of, rows_of, up_to_date
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model import fit
+from vllm_metal_lite.model.adapters.modules import adapt
+from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.sampling_params import SamplingParams
+
+TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
+
+
+def logits(model: nn.Module) -> np.ndarray:
+    return np.array(model(TOKENS).astype(mx.float32))
+
+
+# Joined projections
+
+
+# Their projections are one already, or their layers are used more than once.
+NOTHING_TO_JOIN = {
+    "gpt2", "gpt_bigcode", "gpt_neox", "nanbeige", "openelm", "phi3", "phi3small", "phixtral",
+    "iquestloopcoder", "plamo2", "plamo3", "mamba", "mamba2", "rwkv7",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n.partition("/")[0] not in CANNOT_RUN])
+def test_a_joined_model_computes_the_same(name):
+    """Every architecture, for on a GPU every one is joined."""
+    model = tiny.build(config_of(name))
+    adapt(model)
+    before = logits(model), sum(w.nbytes for _, w in tree_flatten(model.parameters()))
+    products = join_projections(model)
+    assert bool(products) is (name.partition("/")[0] not in NOTHING_TO_JOIN)
+    np.testing.assert_allclose(logits(model), before[0], rtol=1e-4, atol=1e-4)
+    assert sum(w.nbytes for _, w in tree_flatten(model.parameters())) == before[1]
+    for product in products:
+        assert product._x is product._y is None  # nothing of the forward is kept
+
+
+def test_what_is_joined():
+    """q, k, v and gate, up of each layer; not o and down, whose inputs are their own."""
+    model = tiny.build(config_of("qwen3"))
+    join_projections(model)
+    parts = {path for path, m in model.named_modules() if isinstance(m, Part)}
+    layer = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"}
+    layer |= {"mlp.up_proj"}
+    assert parts == {f"model.layers.{i}.{name}" for i in range(3) for name in layer}
+
+
+def test_projections_of_unlike_weights_stay_apart():
+    """8 bits for k: q goes alone, and so does v, for a group is what follows one another."""
+    model = tiny.build(config_of("llama"))
+    nn.quantize(model, 32, 4, class_predicate=lambda path, m: "self_attn.v_proj" in path)
+    products = join_projections(model)
+    sizes = {(p.linear.weight.shape[0], len(p.ends) - 1) for p in products}
+    assert sizes == {(96, 2), (192, 2)}  # q and k; gate and up
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama/q4"])
+def test_a_part_can_be_taken_out_again(name):
+    model = tiny.build(config_of(name))
+    expected = {p: m(mx.ones((1, 64))) for p, m in model.named_modules() if p.endswith("k_proj")}
+    join_projections(model)
+    for path, module in model.named_modules():
+        if path in expected:
+            apart = module.separate()
+            assert isinstance(apart, nn.Linear | nn.QuantizedLinear)
+            np.testing.assert_allclose(apart(mx.ones((1, 64))), expected[path], rtol=1e-5)
+
+
+# Traces
+
+
+def test_a_trace_is_an_array_of_the_right_value():
+    y = mx.arange(24, dtype=mx.float32).reshape(2, 1, 12)
+    q = Traced(y[..., 4:12], Columns(y, 4)).reshape(2, 1, 2, 4)
+    assert made_of(q) == Heads(Columns(y, 4), 2, 4)
+    turned = q.transpose(0, 2, 1, 3)
+    assert made_of(turned) is made_of(q)
+    np.testing.assert_array_equal(turned.squeeze(2), np.arange(24).reshape(2, 3, 4)[:, 1:])
+    assert made_of(q.transpose(0, 1, 3, 2)) is None
+    assert made_of(q * 2) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.__setitem__((..., slice(2)), 0.0),
+        lambda x: x.__imul__(2.0),
+        lambda x: x.__iadd__(mx.ones(x.shape)),
+    ],
+)
+def test_what_is_changed_in_place_is_forgotten(change):
+    y = mx.ones((2, 1, 8))
+    q = Traced(y[..., :8], Columns(y, 0)).reshape(2, 1, 2, 4)
+    change(q)
+    assert made_of(q) is None
+    assert not mx.array_equal(q.reshape(2, 1, 8), y)
+
+
+def test_rows_are_found_again():
+    rows = mx.arange(16, dtype=mx.float32).reshape(2, 8)
+    x = look(rows, (2, 1))
+    assert x.shape == (2, 1, 8)
+    assert rows_of(x) is rows_of(rows) is rows
+    np.testing.assert_array_equal(rows_of(x * 2), 2 * rows)
+    x[0] = 0.0
+    np.testing.assert_array_equal(rows_of(x), [[0.0] * 8, rows[1].tolist()])
+
+
+def test_a_sum_that_a_kernel_computed_is_used():
+    x, y = mx.ones((2, 1, 8)), mx.full((2, 1, 8), 2.0)
+    total = x + Traced(y, None)
+    assert isinstance(made_of(total), Sum)
+    made_of(total).total = mx.full((2, 1, 8), 3.0)
+    assert up_to_date(total) is made_of(total).total
+    assert mx.all((total + Traced(y, None)) == 5.0)
+    assert made_of(total + 1.0) is None
+    assert made_of(Traced(y, None) + mx.ones((8,))) is None
+
+
+def test_a_trace_costs_nothing():
+    """MLX would copy the array that one is made from."""
+    for shape in (2, 1, 8), (1, 1, 8), (1, 8), (3, 8):
+        dot = io.StringIO()
+        mx.export_to_dot(dot, Traced(mx.ones(shape).square(), None))
+        assert "Square" in dot.getvalue()
+        assert "AsType" not in dot.getvalue()
+
+
+def test_norms_and_rotations_come_once_and_in_order():
+    heads = Heads(Columns(mx.ones((2, 8)), 0), 2, 4)
+    norm, rope = HeadNorm(mx.ones(4), 1e-5), Rope(4, False, 1e4, 1.0, None)
+    assert heads.normed(HeadNorm(mx.ones(8), 1e-5)) is None
+    both = heads.normed(norm).rotated(rope)
+    assert (both.norm, both.rope) == (norm, rope)
+    assert both.rotated(rope) is both.normed(norm) is heads.rotated(rope).normed(norm) is None
+
+
+def test_rotations_are_compared_by_what_they_do():
+    heads, freqs = Heads(Columns(mx.ones((2, 8)), 0), 2, 4), mx.ones(2)
+    turned = [
+        heads.rotated(Rope(4, False, None, 1.0, freqs)),
+        heads.rotated(Rope(4, False, None, 1.0, mx.ones(2))),
+        heads.rotated(Rope(4, False, 1e4, 1.0, None)),
+        heads,
+    ]
+    for i, a in enumerate(turned):
+        assert [a.turns_like(b) for b in turned] == [i == j for j in range(4)]
+
+
+# Whole models on the CPU host.  Launches a layer of rope_write (in steps of decodes it is part of
+# attention), kv_write and add_rms_norm, as far as the architecture has what they
+# stand for: norms of heads, a rotation, plain residual sums.
+LAUNCHES = {
+    "qwen3": (1, 0, 2),
+    "llama": (1, 0, 2),
+    "llama/yarn": (1, 0, 2),
+    "llama/q4": (1, 0, 2),
+    "mixtral": (1, 0, 2),
+    "gemma3": (1, 0, 0),
+    "cohere": (1, 0, 0),
+    "hunyuan_v1_dense": (0, 1, 2),  # norms behind the rotation
+    "gpt2": (0, 1, 0),
+}
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_fused_model_computes_the_same(monkeypatch, name):
+    launches, original = Counter(), Kernel.__call__
+
+    def counting(self, arrays, template, *args):
+        launches["fused" if template.get("FUSED") else self.name] += 1
+        return original(self, arrays, template, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", counting)
+    config = config_of(name)
+    model = tiny.build(config)
+    layout = inspect(model, config["model_type"])
+    sequences = [np.arange(n) * 7 % layout.vocab_size for n in fit._LENGTHS]
+    own = [fit._native(model, s) for s in sequences]
+    packed = PackedModel(model, layout, products=join_projections(model))
+    attention = KernelAttention(PagedStore(layout.specs, 4, fit._BLOCK), "gather")
+    with installed():
+        assert fit._trial(packed, attention, sequences, own, np.max) < 1e-4
+    times = len(layout.specs) * len(fit._STEPS)
+    decodes = sum(max(scheduled) == 1 for _, scheduled in fit._STEPS)
+    rotations = LAUNCHES[name][0] * len(layout.specs)
+    assert launches["fused"] == rotations * decodes
+    counts = [launches["rope_write"] + launches["fused"], launches["kv_write"]]
+    counts.append(launches["add_rms_norm"])
+    assert counts == [n * times for n in LAUNCHES[name]]
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, recwarn, tmp_path, wrong):
+    """As if its rotation were read wrongly: the kernels are right, what they are told is not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if wrong:
+        rotated = Heads.rotated
+        monkeypatch.setattr(
+            Heads, "rotated", lambda self, rope: rotated(self, rope._replace(base=50.0))
+        )
+    prompts = tiny.prompts(3)
+    with installed():
+        engine = tiny.engine("qwen3", attention="kernels")
+        assert engine.runner.attention.fuses is not wrong
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=5))
+        done = tiny.run(engine)
+    messages = [str(w.message) for w in recwarn]
+    assert any("fused launches do not suit this model" in m for m in messages) is wrong
+    for i, prompt in enumerate(prompts):
+        assert done[str(i)].outputs[0].token_ids == tiny.alone(
+            tiny.build(config_of("qwen3")), prompt, 5
+        )
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
+    """Every one of every forward of so many rows, and the sums behind two of them; the tokens stay
+    the same.  The head of "qwen3" is its embedding, and that of "llama" sees other rows.
+
+    Launches run at once here, also those of products that then are computed with their sum.
+    """
+    launches, forwards = Counter(), Counter()
+    launch, forward = Kernel.__call__, PackedModel.__call__
+    layers = len(tiny.packed(name, mx.bfloat16).packed.attention_specs)
+
+    def counting(self, arrays, template, *args):
+        if self.name == "skinny_gemm" and len(arrays[1]) != VOCAB:
+            launches[len(arrays[0]), template["RESIDUAL"]] += 1
+        return launch(self, arrays, template, *args)
+
+    def noting(self, step, *args):
+        forwards[len(step.token_ids)] += 1
+        return forward(self, step, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", counting)
+    monkeypatch.setattr(PackedModel, "__call__", noting)
+    monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), "gather"))
+    monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
+    tokens = []
+    for few in (range(0), range(1, 5), range(2, 65)):
+        with installed():
+            engine = tiny.engine(name, mx.bfloat16, attention="kernels", max_num_batched_tokens=70)
+            assert engine.runner.attention.fuses
+            engine.runner.attention.skinny_rows = few
+            launches.clear(), forwards.clear()
+            for i, prompt in enumerate(tiny.prompts(5, 3, 20, seed=3)):
+                params = SamplingParams(temperature=0, max_tokens=4 + i)
+                engine.add_request(str(i), prompt, params)
+            done = tiny.run(engine)
+        tokens.append([done[str(i)].outputs[0].token_ids for i in range(5)])
+        assert {1, 2, 4, 5} <= set(forwards)
+        expected = Counter()
+        for rows, n in forwards.items():
+            if rows in few:
+                expected[rows, False] = 7 * layers * n
+            if rows in few and rows <= MAX_NORMED_ROWS:
+                expected[rows, True] = 2 * layers * n
+        assert launches == expected
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("wrong", [(), (1, 2, 7), (1,), (2,)])
+def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, wrong):
+    """Those of so many rows are wrong.  Fused launches stay: the model is tried both ways."""
+    launch, launches = Kernel.__call__, Counter()
+
+    def launching(self, arrays, *args):
+        launches[self.name] += 1
+        out = launch(self, arrays, *args)
+        is_wrong = self.name == "skinny_gemm" and len(arrays[0]) in wrong
+        return [y * 3 for y in out] if is_wrong else out
+
+    monkeypatch.setattr(Kernel, "__call__", launching)
+    packed = tiny.packed("qwen3", mx.bfloat16).packed
+    store = PagedStore(packed.attention_specs, 1, 8)
+    attention = KernelAttention(store, "gather", skinny_rows=range(1, 65))
+    with installed(), warnings.catch_warnings(record=True) as caught:
+        fit.check_fusing(packed, attention)
+    assert attention.fuses
+    assert attention.skinny_rows == (range(0) if wrong else range(1, 65))
+    assert ["products by skinny_gemm" in str(w.message) for w in caught] == [True] * bool(wrong)
+    layers = len(packed.attention_specs)
+    # Tried with MLX's products; with the kernel these few rows have their norms and sums in it.
+    assert launches["add_rms_norm"] == 2 * layers * len(fit._STEPS)

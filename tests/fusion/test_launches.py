@@ -1,0 +1,111 @@
+"""How many launches a layer of a decode step takes, counted in graphs: those of three layers less
+those of two."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.support import tiny_models as tiny
+from tests.support.arch_configs import config_of
+from tests.support.launches import Stubs
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.fusion.joined import join_projections
+from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.packed import PackedModel
+
+FEW = range(1, 65)
+
+
+def of_a_layer(monkeypatch, name: str, rows: int, skinny_rows: range, dtype=mx.bfloat16) -> Counter:
+    stubs = Stubs(monkeypatch)
+    two, three = (_of_a_step(stubs, name, n, rows, skinny_rows, dtype) for n in (2, 3))
+    three.subtract(two)
+    return Counter({launch: n for launch, n in three.items() if n})
+
+
+def _of_a_step(stubs, name, layers, rows, skinny_rows, dtype) -> Counter:
+    """A decode of one token a row; projections are joined."""
+    model = tiny.build(config_of(name, num_hidden_layers=layers))
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    layout = inspect(model, name)
+    packed = PackedModel(model, layout, products=join_projections(model))
+    attention = KernelAttention(
+        PagedStore(layout.specs, rows, 8), "gather", skinny_rows=skinny_rows
+    )
+    inputs = InputBatch(rows, 1, 8, len(attention.store.num_blocks))
+    added = np.array([inputs.add([0], 1) for _ in range(rows)])
+    for row in added:
+        inputs.append_blocks(row, [int(row)])
+    batch = inputs.pack(added, np.zeros_like(added), np.ones_like(added))
+    stubs.needed()  # what was built while the model was looked at
+    logits = packed(attention.prepare(batch, rows), attention, mx.arange(rows))
+    return stubs.needed(logits, *attention.state)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("rows", [1, 8, MAX_NORMED_ROWS])
+def test_five_with_a_norm_or_a_sum_or_swiglu_in_each_product(monkeypatch, name, rows):
+    assert of_a_layer(monkeypatch, name, rows, FEW) == {
+        "skinny_gemm NORM": 1,
+        "paged_decode FUSED": 1,
+        "skinny_gemm RESIDUAL": 2,
+        "skinny_gemm NORM SWIGLU": 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("rows", [MAX_NORMED_ROWS + 1, 64])
+def test_seven_where_norms_are_launches_of_their_own(monkeypatch, name, rows):
+    assert of_a_layer(monkeypatch, name, rows, FEW) == {
+        "skinny_gemm": 3,
+        "paged_decode FUSED": 1,
+        "add_rms_norm": 2,
+        "skinny_gemm SWIGLU": 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_eight_with_products_of_mlx(monkeypatch, name, rows):
+    """In float32, for a CPU multiplies others by way of it.  The eighth is SwiGLU."""
+    launches = of_a_layer(monkeypatch, name, rows, range(0), mx.float32)
+    (swiglu,) = (launch for launch in launches if launch.startswith("CompiledSigmoid"))
+    assert launches == {"Matmul": 4, "paged_decode FUSED": 1, "add_rms_norm": 2, swiglu: 1}
+
+
+def test_a_biased_product_is_mlx_s_and_so_is_the_norm_before_it(monkeypatch):
+    """q, k and v of qwen2: their norm takes a launch, but not the sum before it."""
+    assert of_a_layer(monkeypatch, "qwen2", 8, FEW) == {
+        "rms_norm": 1,
+        "AddMM": 1,
+        "paged_decode FUSED": 1,
+        "skinny_gemm RESIDUAL": 2,
+        "skinny_gemm NORM SWIGLU": 1,
+    }
+    assert of_a_layer(monkeypatch, "qwen2", 17, FEW) == {
+        "add_rms_norm": 2,
+        "AddMM": 1,
+        "paged_decode FUSED": 1,
+        "skinny_gemm": 2,
+        "skinny_gemm SWIGLU": 1,
+    }
+
+
+def test_what_is_fused_of_a_layer_with_norms_behind_products_and_gelu(monkeypatch):
+    """gemma3: norms go with the products behind them; those before a sum, sums and GELU do not."""
+    launches = of_a_layer(monkeypatch, "gemma3_text", 8, FEW)
+    ours = {name: n for name, n in launches.items() if name[0].islower()}
+    assert ours == {
+        "skinny_gemm NORM": 2,
+        "paged_decode FUSED": 1,
+        "skinny_gemm": 2,
+        "rms_norm": 2,
+    }
+    assert not any("Sigmoid" in name for name in launches)
+    assert sum(n for name, n in launches.items() if "Tanh" in name) == 1

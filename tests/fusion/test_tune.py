@@ -1,0 +1,236 @@
+"""Whether products go through skinny_gemm is decided by timed steps, which leave nothing behind."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from metal.host import compiler_available, installed
+from tests.support import tiny_models as tiny
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
+from vllm_metal_lite.engine import engine as engines
+from vllm_metal_lite.fusion import tune
+from vllm_metal_lite.fusion.tune import tune_products
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
+
+ALL_ROWS = range(1, 65)
+needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch, tmp_path):
+    """A machine that seems to have a GPU, and remembers nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(backend, "is_cpu", lambda: False)
+    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
+
+
+def model(name="qwen3", dtype=mx.bfloat16, skinny_rows=ALL_ROWS):
+    """A packed model, and attention that may use the kernel."""
+    packed = tiny.packed(name, dtype).packed
+    specs, groups = packed.attention_specs, {}
+    for layer, spec in enumerate(specs):
+        groups.setdefault(spec.window, []).append(layer)
+    blocks = [KVGroup(tuple(layers), num_blocks=4) for layers in groups.values()]
+    store = PagedStore(specs, blocks, 8)
+    return packed, KernelAttention(store, "gather", skinny_rows=skinny_rows)
+
+
+def timed(monkeypatch, *faster) -> list[int]:
+    """Steps of so many rows are faster by the kernel -> a list that grows by what is timed."""
+    sizes = []
+
+    def seconds(packed, attention, num_rows):
+        sizes.append(num_rows)
+        return (1.0, 1.1) if num_rows in faster else (1.0, 1.0)
+
+    monkeypatch.setattr(tune, "_seconds", seconds)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("faster", "rows", "count"),
+    [
+        ((1, 8, 16, 32, 64), range(1, 65), "1 to 64 rows"),
+        ((8, 16, 32, 64), range(2, 65), "2 to 64 rows"),
+        ((8, 16, 64), range(2, 17), "2 to 16 rows"),
+        ((1, 8), range(1, 9), "1 to 8 rows"),
+        ((1, 16, 32), range(1, 2), "one row"),
+        ((16, 32, 64), range(0), None),
+    ],
+)
+def test_as_many_rows_as_steps_are_faster_with(monkeypatch, faster, rows, count):
+    timed(monkeypatch, *faster)
+    packed, attention = model()
+    said = f"; products of {count} by skinny_gemm" if count else ""
+    for _ in ("measured", "remembered"):
+        assert tune_products(packed, attention) == said
+        assert attention.skinny_rows == rows
+        attention.skinny_rows = ALL_ROWS
+
+
+def test_a_model_s_weights_are_measured_once(monkeypatch):
+    """Those of another model, of which it has more or others, anew."""
+    sizes = timed(monkeypatch, 8)
+    tune_products(*model())
+    assert sizes == [1, 8, 16]
+    tune_products(*model())
+    assert len(sizes) == 3
+    for count, (name, dtype) in enumerate([("llama", mx.bfloat16), ("qwen3", mx.float16)], 2):
+        tune_products(*model(name, dtype))
+        assert len(sizes) == 3 * count
+
+
+def test_weights_count_by_how_many_there_are(monkeypatch):
+    sizes = timed(monkeypatch)
+    packed, attention = model()
+    tune_products(packed, attention)
+    weights = packed.linear_weights
+    monkeypatch.setattr(type(packed), "linear_weights", weights[::-1])
+    tune_products(*model())
+    assert sizes == [1, 8]
+    monkeypatch.setattr(type(packed), "linear_weights", [*weights, weights[0]])
+    tune_products(*model())
+    assert sizes == [1, 8] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "allowed"),
+    [
+        ("qwen3", mx.bfloat16, range(0)),  # the kernel is wrong, or fused launches are
+        ("qwen3", None, ALL_ROWS),  # float32
+        ("llama/q4", mx.bfloat16, ALL_ROWS),
+        ("falcon_h1", mx.bfloat16, ALL_ROWS),  # runs uncompiled
+    ],
+)
+def test_nothing_is_timed_where_the_kernel_cannot_help(monkeypatch, name, dtype, allowed):
+    sizes = timed(monkeypatch, 1, 8)
+    packed, attention = model(name, dtype, allowed)
+    assert tune_products(packed, attention) == ""
+    assert (attention.skinny_rows, sizes) == (range(0), [])
+
+
+def test_nothing_is_timed_on_a_cpu(monkeypatch):
+    sizes = timed(monkeypatch, 1, 8)
+    packed, attention = model()
+    monkeypatch.setattr(backend, "is_cpu", lambda: True)
+    assert tune_products(packed, attention) == ""
+    assert (attention.skinny_rows, sizes) == (range(0), [])
+
+
+def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, tmp_path):
+    """Though one row could; tried again at the next start.  Launches are stubs."""
+
+    def no_room_for_8(self, arrays, template, grid, threadgroup, shapes, dtypes):
+        if self.name == "skinny_gemm" and len(arrays[0]) == 8:
+            raise RuntimeError("[metal]\n no room")
+        return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+
+    monkeypatch.setattr(Kernel, "__call__", no_room_for_8)
+    for _ in range(2):
+        packed, attention = model()
+        attention.token = token = mx.array([7], attention.token.dtype)
+        with pytest.warns(UserWarning, match=r"skinny_gemm .* not used: .*\[metal\] no room$"):
+            assert tune_products(packed, attention) == ""
+        assert (attention.fuses, attention.skinny_rows) == (True, range(0))
+        assert mx.array_equal(attention.token, token)
+        assert not list(tmp_path.rglob("*.json"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9"])
+def test_timing_leaves_the_store_and_the_token_as_they_are(monkeypatch, name):
+    """Rows that attention would write, and such as kv_write would; two KV groups."""
+    monkeypatch.setattr(tune, "_SIZES", (8,))
+    monkeypatch.setattr(tune, "_ENOUGH", 0.0)
+    rows, launch = Counter(), Kernel.__call__
+
+    def counting(self, arrays, *args):
+        if self.name == "skinny_gemm":
+            rows[len(arrays[0])] += 1
+        return launch(self, arrays, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", counting)
+    packed, attention = model(name)
+    store, rng = attention.store, np.random.default_rng(0)
+    for arrays in (store.keys, store.values):
+        arrays[:] = [mx.array(rng.standard_normal(a.shape)).astype(a.dtype) for a in arrays]
+    attention.token = mx.array([7], attention.token.dtype)
+    held, token = store.arrays, attention.token
+    before = [np.array(a.astype(mx.float32)) for a in held]
+    assert all(np.isfinite(a).all() for a in before)
+    with installed():
+        tune_products(packed, attention)
+    assert all(a is b for a, b in zip(store.arrays, held, strict=True))
+    for array, expected in zip(held, before, strict=True):
+        np.testing.assert_array_equal(np.array(array.astype(mx.float32)), expected)
+    assert mx.array_equal(attention.token, token)
+    assert set(rows) == {1, 8}
+    assert rows[1] == rows[8] > 0
+
+
+class Clock:
+    """Steps that take so many seconds each, by the kernel and by MLX, and then ever more."""
+
+    def __init__(self, monkeypatch, by_kernel: float, by_mlx: float) -> None:
+        self.now, self.steps = 0.0, []
+        monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        clock = self
+
+        class Steps:
+            reason = None
+
+            def __init__(self, packed, attention) -> None:
+                self.attention = attention
+
+            def __call__(self, step) -> mx.array:
+                ours = len(self.attention.skinny_rows) > 0
+                clock.steps.append(ours)
+                clock.now += (by_kernel if ours else by_mlx) * (1 + 0.001 * len(clock.steps))
+                return mx.zeros(1)
+
+        monkeypatch.setattr(tune, "CompiledSteps", Steps)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "warm", "chains", "steps"),
+    [(0.002, 3, 5, 20), (0.0105, 3, 5, 9), (0.08, 3, 5, 1), (0.2, 3, 2, 1), (3.0, 3, 1, 1)],
+)
+def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, steps):
+    """In turns, so that a device that slows down does so for both."""
+    clock = Clock(monkeypatch, seconds, 1.005 * seconds)
+    by_kernel, by_mlx = tune._seconds(*model(), 8)
+    assert seconds < by_kernel < by_mlx < 2 * seconds
+    turns = clock.steps[2 * warm :]
+    assert turns == ([True] * steps + [False] * steps) * chains
+
+
+@needs_compiler
+@pytest.mark.parametrize("suits", [True, False])
+def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, suits):
+    order = []
+    sizes = timed(monkeypatch, 8, 16)
+
+    def check(packed, attention):
+        order.append((attention.skinny_rows, list(sizes)))
+        if not suits:
+            attention.skinny_rows = range(0)
+
+    monkeypatch.setattr(engines, "check_fusing", check)
+    monkeypatch.setattr(selfcheck, "check", lambda *_: [])
+    monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
+    monkeypatch.setattr(measure, "faster_prefill", lambda shape: "varlen")
+    with installed():
+        engine = tiny.engine("qwen3", mx.bfloat16, attention="kernels")
+    assert order == [(ALL_ROWS, [])]
+    assert engine.runner.attention.skinny_rows == (range(2, 17) if suits else range(0))
+    said = engine.attention_reason.rpartition(";")[2]
+    assert said == (
+        " products of 2 to 16 rows by skinny_gemm" if suits else " prompts by varlen_prefill"
+    )

@@ -1,0 +1,132 @@
+"""Faults seeded into kernels that are not ours: each barrier removed in turn, and a few others.
+
+Some barriers order nothing (nobody wrote before, or a later one does their work): they are named
+here, and removing them must not be reported, for the checker is exact in both directions.
+"""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal.host import HostOptions, KernelFault, compiler_available
+from tests.support import foreign_kernels as foreign
+from tests.support.foreign_attention import sdpa_vector, steel_attention, two_pass_second
+from tests.support.foreign_runs import Dispatch, random
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+
+
+def softmax(function, threads):
+    x, _ = random((2, 300), "float")
+    return Dispatch(
+        foreign.metal("softmax.h", before=("defines.h",)),
+        f"{function}<float, float>",
+        [x, (x.shape, x.dtype), np.int32(300)],
+        (2, 1, 1),
+        (threads, 1, 1),
+    )
+
+
+def sort():
+    x, _ = random((1, 250), "half")
+    return Dispatch(
+        foreign.metal("sort.h"),
+        "block_sort<half, half, false, 64, 4>",
+        [x, (x.shape, x.dtype), *(np.int32(n) for n in (250, 1, 1, 250, 250))],
+        (1, 1, 1),
+        (64, 1, 1),
+    )
+
+
+def second_pass():
+    partials = [random(shape, "float")[0] for shape in ((2, 1, 32, 64), (2, 1, 32), (2, 1, 32))]
+    return two_pass_second("float", partials[0], mx.abs(partials[1]) + 1, partials[2])
+
+
+# The call, which barriers of the text its kernel has, and which of them order nothing.
+CASES = {
+    "softmax": (lambda: softmax("softmax_single_row", 96), range(5), ()),
+    "softmax_looped": (lambda: softmax("softmax_looped", 1024), range(5, 7), ()),
+    "sdpa_vector": (lambda: sdpa_vector("float", "none", 1, 1, 1, 40, 64)[0], range(3), ()),
+    "second_pass": (second_pass, range(4, 6), ()),
+    "sort": (sort, range(5), ()),
+    "steel_attention": (
+        lambda: steel_attention("float", False, 1, 1, 33, 70, 64)[0],
+        (0, 1, 2, 5, 6),
+        (0,),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [(case, number) for case, (_, there, _) in CASES.items() for number in there],
+)
+def test_barrier_removed(case, number):
+    make, _, idle = CASES[case]
+    dispatch = make()
+    parts = dispatch.source.split(BARRIER)
+    assert number + 1 < len(parts)
+    source = BARRIER.join(parts[: number + 1]) + ";" + BARRIER.join(parts[number + 1 :])
+    for schedule in ("forward", 5):
+        way = HostOptions(checked=True, schedule=schedule)
+        dispatch.run(way)
+        if number in idle:
+            replace(dispatch, source=source).run(way)
+            continue
+        with pytest.raises(KernelFault) as raised:
+            replace(dispatch, source=source).run(way)
+        assert raised.value.kind in ("race", "uninitialised"), raised.value
+
+
+# What is replaced, by what, and what has to be reported.
+FAULTS = {
+    "flags_of_no_memory": ("softmax", "mem_threadgroup", "mem_none", ("race", "uninitialised")),
+    "flags_of_device_memory": ("sort", "mem_threadgroup", "mem_device", ("race", "uninitialised")),
+    "row_one_longer": (
+        "softmax",
+        "if ((lid * N_READS + i) < axis_size) {",
+        "if ((lid * N_READS + i) <= axis_size) {",
+        ("race", "out of bounds"),
+    ),
+    "one_key_more": ("sdpa_vector", "i < N; i += BN", "i <= N; i += BN", ("out of bounds",)),
+    "no_lane_writes": (
+        "sdpa_vector",
+        "if (simd_lid == 0) {\n    max_scores",
+        "if (simd_lid == 32) {\n    max_scores",
+        ("uninitialised",),
+    ),
+    "a_simdgroup_does_not_write": (
+        "sdpa_vector",
+        "if (simd_lid == 0) {\n    for",
+        "if (simd_lid == 0 && simd_gid != 3) {\n    for",
+        ("unwritten",),
+    ),
+    "ragged_keys_read_whole": (
+        "steel_attention",
+        "if (!align_K && kb == (params->NK_aligned)) {\n      loader_k",
+        "if (false) {\n      loader_k",
+        ("out of bounds",),
+    ),
+    "ragged_queries_written_whole": (
+        "steel_attention",
+        "if (!align_Q && int(tid.x) == (params->NQ_aligned)) {\n    auto",
+        "if (false) {\n    auto",
+        ("out of bounds",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_reported(name):
+    case, old, new, kinds = FAULTS[name]
+    dispatch = CASES[case][0]()
+    assert old in dispatch.source, f"{case} has no {old!r}: the fault is not seeded"
+    mutant = replace(dispatch, source=dispatch.source.replace(old, new))
+    with pytest.raises(KernelFault) as raised:
+        mutant.run(HostOptions(checked=True))
+    assert raised.value.kind in kinds, raised.value

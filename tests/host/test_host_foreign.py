@@ -1,0 +1,242 @@
+"""The host proves itself on kernels that are not ours: MLX's and mlx-lm's, against float64.
+
+Cases run plainly and, mostly, under the checker, each with threads in two orders: the results have
+to be the same to the bit, and right.  A report fails the test, for these kernels are correct.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal.host import compiler_available
+from tests.support import foreign_kernels as foreign
+from tests.support.foreign_runs import DTYPES, check_close, exact, in_every_way, random, run_mlx
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+# --- rows: softmax, logsumexp ---------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("width", [1, 33, 1000])
+def test_softmax(dtype, width):
+    source = foreign.metal("softmax.h", before=("defines.h",))
+    x, x64 = random((3, width), dtype)
+    threads = (-(-width // 128) * 32, 1, 1)
+    (y,) = run_mlx(
+        source,
+        f"softmax_single_row<{dtype}, float>",
+        [x, (x.shape, x.dtype), np.int32(width)],
+        (3, 1, 1),
+        threads,
+        checked=dtype == "float",
+    )
+    e = np.exp(x64 - x64.max(-1, keepdims=True))
+    check_close(y, e / e.sum(-1, keepdims=True), dtype)
+
+
+def test_softmax_looped():
+    source = foreign.metal("softmax.h", before=("defines.h",))
+    x, x64 = random((2, 5003), "float")
+    (y,) = run_mlx(
+        source,
+        "softmax_looped<float, float>",
+        [x, (x.shape, x.dtype), np.int32(5003)],
+        (2, 1, 1),
+        (1024, 1, 1),
+    )
+    e = np.exp(x64 - x64.max(-1, keepdims=True))
+    check_close(y, e / e.sum(-1, keepdims=True), "float")
+
+
+@dtypes
+def test_logsumexp(dtype):
+    x, x64 = random((3, 700), dtype)
+    (y,) = run_mlx(
+        foreign.metal("logsumexp.h"),
+        f"logsumexp<{dtype}, float>",
+        [x, ((3,), x.dtype), np.int32(700)],
+        (3, 1, 1),
+        (192, 1, 1),
+        checked=dtype == "float",
+    )
+    check_close(y, np.log(np.exp(x64).sum(-1)), dtype)
+
+
+# --- sort: merges in threadgroup memory -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [5, 200, 256])
+def test_sort(width):
+    x, x64 = random((3, width), "half")
+    (y,) = run_mlx(
+        foreign.metal("sort.h"),
+        "block_sort<half, half, false, 64, 4>",
+        [x, (x.shape, x.dtype), *(np.int32(n) for n in (width, 1, 1, width, width))],
+        (1, 3, 1),
+        (64, 1, 1),
+    )
+    assert np.array_equal(exact(y), np.sort(x64, -1))
+
+
+# --- affine quantised matrices --------------------------------------------------------------------
+
+
+def quantised(rows, columns, group, bits, dtype):
+    """Packed weights, scales and biases, and what they mean in float64."""
+    w = random((rows, columns), "float", 1)[0]
+    packed, scales, biases = mx.quantize(w, group_size=group, bits=bits)
+    scales, biases = scales.astype(DTYPES[dtype]), biases.astype(DTYPES[dtype])
+    one = mx.ones(scales.shape)
+    levels = exact(mx.dequantize(packed, one, 0 * one, group_size=group, bits=bits))
+    spread = [np.repeat(exact(a), group, -1) for a in (scales, biases)]
+    return (packed, scales, biases), levels * spread[0] + spread[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "rows", "columns", "kernel"),
+    [
+        ("float", 3, 16, 512, "affine_qmv_fast"),
+        ("half", 4, 16, 1024, "affine_qmv_fast"),
+        ("bfloat16_t", 6, 16, 512, "affine_qmv_fast"),
+        ("float", 8, 16, 512, "affine_qmv_fast"),
+        ("half", 3, 13, 192, "affine_qmv"),
+        ("bfloat16_t", 4, 13, 192, "affine_qmv"),
+        ("float", 6, 13, 192, "affine_qmv"),
+        ("bfloat16_t", 8, 13, 192, "affine_qmv"),
+    ],
+)
+def test_affine_matvec(dtype, bits, rows, columns, kernel):
+    group, batch = 64, 2
+    packed, w = quantised(rows, columns, group, bits, dtype)
+    x, x64 = random((batch, columns), dtype, 2)
+    (y,) = run_mlx(
+        foreign.metal("quantized.h", before=("steel/gemm/gemm.h", "quantized_utils.h")),
+        f"{kernel}<{dtype}, {group}, {bits}, false>",
+        [*packed, x, ((batch, rows), x.dtype), np.int32(columns), np.int32(rows)],
+        (batch, -(-rows // 8), 1),
+        (32, 2, 1),
+        # Without a multiple of 8 rows, two simdgroups compute and write the last ones.
+        settings={"same_value_writes": kernel == "affine_qmv"},
+    )
+    expected = x64 @ w.T
+    check_close(y / columns**0.5, expected / columns**0.5, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])
+def test_affine_matmul(dtype):
+    """Quantised weights in threadgroup memory, products by simdgroup matrices, ragged edges."""
+    group, bits, rows, columns, tokens = 64, 4, 40, 128, 37
+    packed, w = quantised(rows, columns, group, bits, dtype)
+    x, x64 = random((tokens, columns), dtype, 2)
+    (y,) = run_mlx(
+        foreign.metal("quantized.h", before=("steel/gemm/gemm.h", "quantized_utils.h")),
+        f"affine_qmm_t<{dtype}, {group}, {bits}, false, false>",
+        [*packed, x, ((tokens, rows), x.dtype), *(np.int32(n) for n in (columns, rows, tokens))],
+        (-(-rows // 32), -(-tokens // 32), 1),
+        (32, 2, 2),
+    )
+    expected = x64 @ w.T
+    check_close(y / columns**0.5, expected / columns**0.5, dtype)
+
+
+# --- norms and rotations: MLX's own (from a checkout) and mlx-lm's --------------------------------
+
+
+def rms_norm(x, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+def rotate(x, positions, base, *, interleaved):
+    """RoPE of (..., dim) at `positions`, which broadcasts against all but the last axis."""
+    half = x.shape[-1] // 2
+    angle = positions[..., None] * base ** (-np.arange(half) / half)
+    pairs = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    turned = (
+        pairs[0] * np.cos(angle) - pairs[1] * np.sin(angle),
+        pairs[0] * np.sin(angle) + pairs[1] * np.cos(angle),
+    )
+    out = np.stack(turned, -1) if interleaved else np.concatenate(turned, -1)
+    return out.reshape(x.shape)
+
+
+@dtypes
+@pytest.mark.parametrize("looped", [False, True])
+def test_rms_norm(dtype, looped):
+    source = foreign.text("rms_norm.metal")
+    width = 300
+    x, x64 = random((3, width), dtype)
+    w, w64 = random((width,), dtype, 1)
+    (y,) = run_mlx(
+        source,
+        f"{'rms_looped' if looped else 'rms_single_row'}<{dtype}>",
+        [x, w, (x.shape, x.dtype), np.float32(1e-5), np.uint32(width), np.uint32(1)],
+        (3, 1, 1),
+        (32 if looped else 96, 1, 1),
+        checked=dtype == "float",
+    )
+    check_close(y / 2, rms_norm(x64, 1e-5) * w64 / 2, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(dtype, interleaved):
+    source = foreign.text("rope.metal")
+    batch, heads, length, dim = 2, 3, 5, 64
+    x, x64 = random((batch, heads, length, dim), dtype)
+    offsets = np.array([3, 11], np.int32)
+    strides = np.array([length * dim, dim, 1], np.int64)
+    per_batch = 4 * -(-heads // 4)
+    (y,) = run_mlx(
+        source,
+        f"rope<{dtype}, int32_t>",
+        [
+            *(x, (x.shape, x.dtype), offsets, np.float32(1), strides, strides),
+            *(np.int64(1), np.int32(heads), None, None, np.float32(np.log2(1e4))),
+        ],
+        (1, length, batch * per_batch // 4),
+        (dim // 2, 1, 1),
+        constants={1: np.bool_(True), 2: np.bool_(interleaved), 3: np.bool_(False)},
+        checked=dtype == "float",
+    )
+    positions = offsets[:, None, None] + np.arange(length)
+    check_close(y, rotate(x64, positions, 1e4, interleaved=interleaved), dtype)
+
+
+def run_mlx_lm(name, dtype):
+    """Run one of mlx-lm's kernels in every way; its inputs in float64 and its outputs."""
+    call = foreign.mlx_lm_call(name, DTYPES[dtype])
+    outputs = in_every_way(lambda way: call.kernel(**call.arguments, options=way))
+    return [exact(a) for a in call.inputs], outputs
+
+
+@pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])
+def test_mlx_lm_qk_norm_rope(dtype):
+    (qkvg, scale, eps, offsets, *_), (q, k) = run_mlx_lm("qk_norm_rope", dtype)
+    heads = rms_norm(qkvg.reshape(2, 5, 12, 64)[:, :, :6], eps)
+    positions = (offsets[:, None] + np.arange(5))[..., None]
+    turned = rotate(heads, positions, 1e4, interleaved=True)
+    # The norm is rounded before it is scaled and turned, so an error of each adds.
+    check_close(q / 4, turned[:, :, :4] * scale / 4, dtype)
+    check_close(k / 2, turned[:, :, 4:] / 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])
+def test_mlx_lm_norm_add_norm(dtype):
+    inputs, (stream, normed) = run_mlx_lm("norm_add_norm", dtype)
+    branch, old, alpha, beta, post_weight, post_eps, pre_weight, pre_eps = inputs
+    expected = alpha * old + beta * rms_norm(post_weight * branch, post_eps)
+    check_close(stream / 4, expected / 4, dtype)
+    check_close(normed / 4, rms_norm(expected, pre_eps) * pre_weight / 4, dtype)
+
+
+def test_mlx_lm_expert_routing():
+    inputs, (experts, weights) = run_mlx_lm("expert_routing", "float")
+    logits, bias, multiplier, eps, scale = inputs
+    scores = 1 / (1 + np.exp(-multiplier * logits))
+    best = np.argsort(-(scores + bias), -1)[:, :6]
+    assert np.array_equal(np.array(experts), best)
+    chosen = np.take_along_axis(scores, best, -1)
+    check_close(weights, chosen / (chosen.sum(-1, keepdims=True) + eps) * scale, "float")

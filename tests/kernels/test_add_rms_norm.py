@@ -1,0 +1,103 @@
+"""add_rms_norm on the CPU host, under the checker, against MLX's own sum and norm and float64."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal.host import compiler_available, installed
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host():
+    with installed(checked=True, schedule=3):
+        yield
+
+
+def draw(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def floats(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
+def check(rows: int, dim: int, dtype: mx.Dtype, weight_dtype: mx.Dtype | None, seed: int = 0):
+    """The sum has the bits of MLX; so has the norm in 16 bits, and in float32 nearly so.
+
+    A different order of adding up squares moves a float32 by some 1e-7, and that moves a rare
+    element of 16 bits to the neighbouring number.  Rounding elsewhere would move a quarter.
+    """
+    rng = np.random.default_rng(seed)
+    x, y = (draw(rng, rows, dim, dtype=dtype) for _ in range(2))
+    weight = None if weight_dtype is None else draw(rng, dim, dtype=weight_dtype)
+    added, normed = add_rms_norm(x, y, weight, 1e-5)
+    np.testing.assert_array_equal(floats(added), floats(x + y))
+    theirs = mx.fast.rms_norm(x + y, weight, 1e-5)
+    assert normed.dtype == theirs.dtype
+    if theirs.dtype != mx.float32:
+        assert (floats(normed) != floats(theirs)).mean() <= 0.02
+    exact = floats(x + y).astype(np.float64)
+    exact /= np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
+    exact *= 1 if weight is None else floats(weight)
+    step = 2 * {mx.float32: 2**-22, mx.float16: 2**-11, mx.bfloat16: 2**-8}[theirs.dtype]
+    np.testing.assert_allclose(floats(normed), exact, step, 1e-6)
+
+
+@pytest.mark.parametrize("weight_dtype", [*DTYPES, None], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_types(dtype, weight_dtype):
+    check(3, 200, dtype, weight_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [8, 9, 31, 128, 130, 1024, 1025, 4096, 4100, 5120])
+def test_rows_shorter_and_longer_than_a_threadgroup(dim, dtype):
+    check(2, dim, dtype, dtype)
+
+
+@given(st.integers(1, 5), st.integers(8, 300), st.sampled_from(DTYPES), st.integers(0, 99))
+@settings(max_examples=30)
+def test_random_shapes(rows, dim, dtype, seed):
+    check(rows, dim, dtype, dtype, seed)
+
+
+def test_a_sequence_axis_is_kept():
+    rng = np.random.default_rng(0)
+    x, y = draw(rng, 3, 1, 64), draw(rng, 3, 1, 64)
+    for together, alone in zip(add_rms_norm(x, y, None, 0.1),
+                               add_rms_norm(x[:, 0], y[:, 0], None, 0.1), strict=True):  # fmt: skip
+        assert together.shape == (3, 1, 64)
+        np.testing.assert_array_equal(floats(together)[:, 0], floats(alone))
+
+
+def test_rows_do_not_touch_each_other():
+    """A row of NaN beside others, and one of zeros, which eps keeps finite."""
+    x = mx.array(np.array([[np.nan] * 40, [1.0] * 40, [0.0] * 40], np.float32))
+    added, normed = add_rms_norm(x, x, None, 0.0025)
+    assert mx.isnan(added[0]).all()
+    assert mx.isnan(normed[0]).all()
+    np.testing.assert_allclose(floats(normed[1]), 2 / np.sqrt(4.0025), 1e-6)
+    assert not floats(normed[2]).any()
+
+
+@pytest.mark.parametrize("schedule", ["reverse", 1])
+def test_the_order_in_which_threads_run_changes_nothing(schedule):
+    rng = np.random.default_rng(0)
+    x, y, weight = draw(rng, 2, 400), draw(rng, 2, 400), draw(rng, 400)
+    expected = add_rms_norm(x, y, weight, 1e-6)
+    with installed(schedule=schedule):
+        for got, wanted in zip(add_rms_norm(x, y, weight, 1e-6), expected, strict=True):
+            np.testing.assert_array_equal(floats(got), floats(wanted))
+
+
+@pytest.mark.parametrize("other", [mx.ones((2, 7)), mx.ones((2, 16), mx.float16)])
+def test_bad_input_is_named(other):
+    with pytest.raises(ValueError, match="of one shape and type, with at least 8"):
+        add_rms_norm(mx.ones((2, other.shape[1])), other, None, 1e-5)

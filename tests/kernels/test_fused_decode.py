@@ -1,0 +1,242 @@
+"""Decodes in one launch, with norm, rotation and K/V write, on the CPU host: against rope_write and
+paged_decode one after the other.
+
+The store must hold the same bits afterwards; attention differs by the order in which it adds up.
+NaN is in every slot that is neither read nor written, the new one before the write among them, and
+in the rows of padding.  The checker watches for races and for accesses out of bounds.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal.host import compiler_available, installed
+from tests.kernels.test_kernels import Case as Sequences
+from tests.kernels.test_kernels import raw
+from tests.kernels.test_rope_write import Case as Rows
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.paged_decode import DecodePlan, paged_decode
+from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.shared_prefix import shared_prefix
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+# Of fused and unfused to each other: rounding of the result, and of the order of float32 sums.
+TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (1e-3, 1e-3), mx.bfloat16: (8e-3, 8e-3)}
+STORE = ("keys", "values")
+SEQUENCE = ("window", "softcap", "sinks", "plan", "block_size")
+# The first token of all, an empty row, whole blocks, and the first token of a block.
+RAGGED = [1, 16, 0, 33, 7, 100]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host():
+    with installed(checked=True, schedule=3, writable_inputs=STORE):
+        yield
+
+
+class Case:
+    """Sequences whose newest tokens are not in the store, and the rows of those tokens."""
+
+    def __init__(self, seq_lens, *, heads=(4, 2), dims=(32, 32), dtype=mx.float32, seed=0, **how):
+        sequence = {name: how.pop(name) for name in SEQUENCE if name in how}
+        self.prefix_len = how.pop("prefix_len", 0)
+        self.sequences = Sequences(
+            seq_lens, heads=heads, dim=dims[0], v_dim=dims[1], dtype=dtype, seed=seed, **sequence
+        )
+        newest, size = np.maximum(np.array(seq_lens) - 1, 0), self.sequences.how["block_size"]
+        blocks = self.sequences.block_tables[np.arange(len(newest)), newest // size]
+        slots = np.where(np.array(seq_lens) > 0, blocks * size + newest % size, -1)
+        self.rows = Rows(
+            newest, heads=heads, dims=dims, dtype=dtype, seed=seed, slots=slots.astype(np.int32),
+            **{"rotated": dims[0], **how},
+        )  # fmt: skip
+
+    def run(self, fused: bool) -> list[mx.array]:
+        """Attention, and the keys and values in the store."""
+        s, rows = self.sequences, self.rows
+        empty = np.zeros(s.keys.shape[0], bool)
+        empty[rows.slots[rows.slots >= 0]] = True
+        store = [mx.where(mx.array(empty)[:, None, None], float("nan"), a).astype(a.dtype)
+                 for a in (s.keys, s.values)]  # fmt: skip
+        mx.eval(store)
+        q, token = rows.new_rows, new_token()
+        if not fused:
+            q, token = rope_write(
+                q, positions=mx.array(rows.positions), slot_mapping=mx.array(rows.slots),
+                keys=store[0], values=store[1], token=token,
+            )  # fmt: skip
+        where, prefix = (mx.array(s.block_tables), mx.array(s.seq_lens)), None
+        if self.prefix_len:  # of the longest sequence alone, for what is not shared is the same
+            leader, how = int(np.argmax(s.seq_lens)), {**s.how}
+            lens = np.zeros(len(s.seq_lens), np.int32)
+            lens[leader] = self.prefix_len
+            del how["window"]
+            prefix = shared_prefix(
+                q,
+                *where,
+                mx.array([leader], mx.int32),
+                mx.array(lens),
+                *store,
+                token,
+                splits=2,
+                **how,
+            )
+            token = prefix.lse
+        out, token = paged_decode(
+            q, *where, *store, token, plan=DecodePlan(*s.plan), prefix=prefix,
+            sinks=None if s.sinks is None else mx.array(s.sinks), **s.how,
+        )  # fmt: skip
+        mx.eval(out, token)
+        return [out, *store]
+
+    def check(self) -> None:
+        (got, *store), (expected, *wanted) = self.run(True), self.run(False)
+        for array, right in zip(store, wanted, strict=True):
+            np.testing.assert_array_equal(raw(array), raw(right))
+        assert got.dtype == expected.dtype == self.rows.dtype
+        got, expected = (np.array(a.astype(mx.float32)) for a in (got, expected))
+        assert np.isfinite(expected).all()
+        atol, rtol = TOLERANCE[self.rows.dtype]
+        np.testing.assert_allclose(got, expected, rtol, atol)
+
+
+def check(*args, **kwargs) -> None:
+    Case(*args, **kwargs).check()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("plan", [(1, 8), (4, 4)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (18, 1)], ids=str)
+def test_heads_and_splits(heads, plan, dtype):
+    """One tile a KV head, and two of nine heads."""
+    check(RAGGED, heads=heads, dims=(128, 128), plan=plan, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (72, 72), (80, 40), (64, 96), (192, 128), (256, 256), (576, 512)], ids=str
+)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_head_sizes(dims, dtype):
+    check(RAGGED, dims=dims, rotated=dims[0] // 4 * 2, plan=(2, 8), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"traditional": True, "rotated": 12},
+        {"rotated": 0},
+        {"freqs": True, "scale": 0.5},
+        {"rotated": 8, "freqs": True},  # fewer frequencies than MLX puts into device memory
+        {"norms": ""},
+        {"norms": "QK"},
+        {"norms": "k"},
+        {"weight_dtype": mx.float32, "dtype": mx.bfloat16},
+        {"joined": False},
+    ],
+    ids=str,
+)
+def test_every_way_of_rotating(how):
+    check(RAGGED, **how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"traditional": True, "rotated": 12}, {"freqs": True, "scale": 0.5}, {"norms": ""}],
+    ids=str,
+)
+def test_rotating_behind_a_prefix(how):
+    check(RAGGED, prefix_len=70, **how)
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "dtype"),
+    [((128, 128), (8, 2), mx.bfloat16), ((72, 40), (18, 1), mx.float16),
+     ((256, 256), (4, 4), mx.float32)],
+    ids=str,
+)  # fmt: skip
+def test_behind_a_prefix(dims, heads, dtype):
+    """The last turn of a split is not full; memory for 8, 8 and 2 queries of a simdgroup."""
+    check(
+        RAGGED, heads=heads, dims=dims, rotated=dims[0] // 4 * 2, dtype=dtype, prefix_len=70,
+        plan=(2, 4), sinks=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [(1, 4), (4, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"window": 1},
+        {"window": 17, "sinks": True},
+        {"softcap": 2.0},
+        {"window": 9, "softcap": 2.0, "sinks": True, "block_size": 8},
+    ],
+    ids=str,
+)
+def test_what_queries_see(how, plan):
+    check(RAGGED, plan=plan, **how)
+
+
+@given(
+    st.lists(st.integers(0, 90), min_size=1, max_size=5),
+    st.sampled_from([(1, 1), (6, 2), (24, 2)]),
+    st.sampled_from([8, 16]),
+    st.sampled_from([None, 13]),
+    st.booleans(),
+    st.sampled_from([(1, 8), (2, 2), (64, 1)]),
+    st.integers(0, 9),
+)
+@settings(max_examples=12)
+def test_random_sequences(seq_lens, heads, block_size, window, sinks, plan, seed):
+    check(seq_lens, heads=heads, block_size=block_size, window=window, sinks=sinks, plan=plan,
+          seed=seed)  # fmt: skip
+
+
+def test_rows_of_padding_give_zeros_and_write_nothing():
+    out, *store = Case([0, 0, 0], plan=(2, 4), sinks=True).run(True)
+    assert not np.array(out).any()
+    assert all(np.isnan(np.array(a)).all() for a in store)
+
+
+@pytest.mark.parametrize("schedule", ["forward", "reverse", 1])
+def test_the_order_in_which_threads_run_changes_nothing(schedule):
+    expected = Case(RAGGED, plan=(2, 4)).run(True)
+    with installed(schedule=schedule):
+        for got, wanted in zip(Case(RAGGED, plan=(2, 4)).run(True), expected, strict=True):
+            np.testing.assert_array_equal(np.array(got), np.array(wanted))
+
+
+# Steps in which a row sees another one's
+
+
+def pack(seq_lens, *tables, block_size=8):
+    """Decodes of so many keys with these block tables, one a KV group."""
+    inputs = InputBatch(len(seq_lens), 64, block_size, len(tables))
+    rows = np.array([inputs.add([0] * n, n) for n in seq_lens])
+    for row in rows:
+        inputs.append_blocks(row, *(table[row] for table in tables))
+    lengths = np.array(seq_lens)
+    return inputs.pack(rows, lengths - 1, np.ones_like(lengths))
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "tables", "reads"),
+    [
+        ((16, 17), ([0, 1], [0, 1, 2]), True),  # the block that the first completes
+        ((17, 16), ([0, 1, 2], [0, 1]), True),
+        ((16, 17), ([0, 1], [0, 3, 2]), False),
+        ((16, 16), ([0, 1], [0, 3]), False),
+        ((24, 17), ([0, 1, 2], [0, 1, 3]), False),  # a block completed before
+        ((15, 17), ([0, 1], [0, 3, 2]), False),
+        ((9,), ([0, 1],), False),
+    ],
+)
+def test_blocks_shared_at_once_are_seen(seq_lens, tables, reads):
+    assert pack(seq_lens, tables).reads_new_rows is reads
+    apart = [[10 * i + b for b in t] for i, t in enumerate(tables, 1)]
+    assert pack(seq_lens, apart).reads_new_rows is False
+    assert pack(seq_lens, apart, tables).reads_new_rows is reads

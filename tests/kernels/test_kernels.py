@@ -1,0 +1,313 @@
+"""The kernels that write, copy and decode, executed on the CPU host, against float64 and scatter.
+
+What runs is the source that MLX generates for a Mac.  Every slot that a kernel must not read holds
+NaN.  Measured: float32 at most 3e-7, float16 3e-4, bfloat16 3e-3.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal.host import compiler_available, installed
+from tests.support.attention_oracle import paged_attention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.gather_rows import gather_rows
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.paged_decode import DecodePlan, paged_decode
+from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.kv.store import LayerSpec
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
+STORE = ("keys", "values")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host():
+    with installed(writable_inputs=STORE):
+        yield
+
+
+def draw(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
+    """Normal floats that `dtype` holds exactly."""
+    drawn = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+    return np.array(drawn.astype(mx.float32))
+
+
+def raw(array: mx.array) -> np.ndarray:
+    """The bits of an array."""
+    return np.array(array.view({2: mx.uint16, 4: mx.uint32}[array.dtype.size]))
+
+
+# Decode
+
+
+class Case:
+    """Sequences of seq_lens keys, their blocks permuted over a store poisoned elsewhere."""
+
+    def __init__(
+        self, seq_lens, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,
+        window=None, softcap=None, sinks=False, plan=(1, 4), seed=0, bits=None,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        self.seq_lens, self.dtype, self.plan = np.array(seq_lens, np.int32), dtype, plan
+        self.how = {"block_size": block_size, "scale": dim**-0.5, "window": window,
+                    "softcap": softcap}  # fmt: skip
+        counts = -(-self.seq_lens // block_size)
+        free = rng.permutation(counts.sum() + 2)
+        self.block_tables = np.zeros((len(seq_lens), max(counts.max(), 1)), np.int32)
+        self.block_tables[np.arange(self.block_tables.shape[1]) < counts[:, None]] = free[:-2]
+        slots = len(free) * block_size
+        self.q = draw(rng, len(seq_lens), heads[0], dim, dtype=dtype)
+        self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
+        self.sinks = 2 * draw(rng, heads[0]) if sinks else None
+        readable = np.zeros(slots, bool)
+        for table, n in zip(self.block_tables, self.seq_lens, strict=True):
+            at = np.arange(max(0, n - window) if window else 0, n)
+            readable[table[at // block_size] * block_size + at % block_size] = True
+        self.keys, self.values = (
+            self._fill(row, draw(rng, slots, heads[1], row.dim, dtype=dtype), readable)
+            for row in (self.spec.k_row, self.spec.v_row)
+        )
+
+    def _fill(self, row: RowFormat, values: np.ndarray, readable: np.ndarray) -> mx.array:
+        """A store of these rows; where nothing may be read it holds NaN, or a scale that is NaN."""
+        kept = row.pack(mx.array(values).astype(self.dtype))
+        nan = float("nan") if row.bits is None else 0xFFFFFFFF
+        return mx.where(mx.array(readable)[:, None, None], kept, mx.array(nan, kept.dtype))
+
+    def run(self) -> np.ndarray:
+        q, keys, values = mx.array(self.q).astype(self.dtype), self.keys, self.values
+        sinks = None if self.sinks is None else mx.array(self.sinks)
+        tables, seq_lens = mx.array(self.block_tables), mx.array(self.seq_lens)
+        out, _ = paged_decode(
+            q, tables, seq_lens, keys, values, new_token(), plan=DecodePlan(*self.plan),
+            sinks=sinks, spec=self.spec, **self.how,
+        )  # fmt: skip
+        assert out.dtype == self.dtype
+        return np.array(out.astype(mx.float32))
+
+    def expected(self) -> np.ndarray:
+        rows = (self.seq_lens > 0).astype(int)
+        cu = np.append(0, np.cumsum(rows))
+        keys, values = (
+            np.array(row.unpack(a).astype(mx.float32))
+            for row, a in ((self.spec.k_row, self.keys), (self.spec.v_row, self.values))
+        )
+        out = np.zeros((*self.q.shape[:2], values.shape[2]))
+        out[rows > 0] = paged_attention(
+            self.q[rows > 0], keys, values, self.block_tables, cu, self.seq_lens,
+            sinks=self.sinks, **self.how,
+        )  # fmt: skip
+        return out
+
+
+def check(*args, **kwargs) -> None:
+    case = Case(*args, **kwargs)
+    atol, rtol = TOLERANCE[case.dtype]
+    np.testing.assert_allclose(case.run(), case.expected(), rtol, atol)
+
+
+RAGGED = [1, 16, 0, 33, 7, 100]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("window", [None, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1)], ids=str)
+def test_the_shapes_of_vllms_own_tests(heads, window, softcap, dtype):
+    how = {"heads": heads, "window": window, "softcap": softcap, "dtype": dtype, "dim": 128}
+    check([1328, 18, 463, 523, 37, 2011], plan=(4, 8), **how)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (192, 128), (192, 192),
+     (256, 256), (576, 512)],
+    ids=str,
+)  # fmt: skip
+def test_head_sizes_and_types(dims, dtype):
+    check(RAGGED, dim=dims[0], v_dim=dims[1], dtype=dtype, plan=(2, 4))
+
+
+@given(
+    st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    st.sampled_from([(1, 1), (4, 4), (6, 2), (7, 1), (24, 2)]),
+    st.sampled_from([8, 16, 32]),
+    st.sampled_from([None, 1, 13]),
+    st.none() | st.just(3.0),
+    st.booleans(),
+    st.sampled_from([(1, 4), (2, 2), (64, 1)]),
+    st.integers(0, 9),
+)
+@settings(max_examples=40)
+def test_random_sequences(seq_lens, heads, block_size, window, softcap, sinks, plan, seed):
+    check(seq_lens, heads=heads, block_size=block_size, window=window, softcap=softcap,
+          sinks=sinks, plan=plan, seed=seed)  # fmt: skip
+
+
+def test_rows_of_padding_give_zeros():
+    assert not Case([0, 0, 0], plan=(4, 4), sinks=True).run().any()
+
+
+def test_scores_far_apart_do_not_overflow():
+    case = Case(RAGGED, plan=(2, 4))
+    case.q *= 1e4
+    assert np.isfinite(case.run()).all()
+
+
+@pytest.mark.parametrize("schedule", ["reverse", 1])
+def test_the_order_in_which_threads_run_changes_nothing(schedule):
+    expected = Case(RAGGED, window=20, plan=(2, 4)).run()
+    with installed(schedule=schedule):
+        np.testing.assert_array_equal(Case(RAGGED, window=20, plan=(2, 4)).run(), expected)
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 9, "softcap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize("plan", [(1, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_no_race_and_no_access_out_of_bounds(dtype, plan, how):
+    with installed(checked=True, schedule=3):
+        check(RAGGED, dtype=dtype, plan=plan, heads=(6, 2), **how)
+
+
+# Merging
+
+
+@given(st.integers(0, 4), st.integers(1, 40), st.integers(0, 9))
+@settings(max_examples=30)
+def test_merging_parts_is_attending_to_the_whole(empty, splits, seed):
+    rng = np.random.default_rng(seed)
+    scores, values = (
+        rng.standard_normal((3, splits, 5)) * 5,
+        rng.standard_normal((3, splits, 5, 16)),
+    )
+    weights = np.exp2(scores)
+    partial = (weights[..., None] * values).sum(2) / weights.sum(2)[..., None]
+    lse = np.log2(weights.sum(2))
+    keep = np.ones(splits)
+    keep[rng.permutation(splits)[:empty]] = 0
+    lse[:, keep == 0], partial[:, keep == 0] = -1e30, 0
+    total = (weights * keep[:, None]).sum((1, 2))
+    expected = (weights[..., None] * values * keep[:, None, None]).sum((1, 2))
+    expected = np.divide(expected, total[:, None], where=total[:, None] > 0, out=np.zeros((3, 16)))
+    out = ops.merge_partitions(
+        mx.array(partial[None].astype(np.float32)), mx.array(lse[None].astype(np.float32)),
+        mx.float32,
+    )  # fmt: skip
+    np.testing.assert_allclose(np.array(out)[0], expected, 1e-5, 1e-5)
+
+
+# Writing and copying
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["plain", "checked"])
+@pytest.mark.parametrize("dims", [(32, 32), (80, 80), (192, 128)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_kv_write_puts_the_bytes_that_scatter_puts(dtype, dims, checked):
+    rng = np.random.default_rng(0)
+    slots = np.append(rng.permutation(64)[:20], [-1, -1, -7]).astype(np.int32)
+    rng.shuffle(slots)
+    store, rows = (
+        [mx.array(draw(rng, n, 3, d)).astype(dtype) for d in dims] for n in (64, len(slots))
+    )
+    rows[0][0, 0, 0], rows[1][1, 1, 1] = float("nan"), float("inf")
+    expected = [mx.array(s) for s in store]
+    for array, new in zip(expected, rows, strict=True):
+        array[mx.array(slots[slots >= 0])] = new[mx.array(np.flatnonzero(slots >= 0))]
+    mx.eval(store, rows, expected)
+    with installed(checked=checked, schedule=5, writable_inputs=STORE):
+        mx.eval(kv_write(*rows, mx.array(slots), *store, new_token()))
+    for got, wanted in zip(store, expected, strict=True):
+        np.testing.assert_array_equal(raw(got), raw(wanted))
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["plain", "checked"])
+@pytest.mark.parametrize("dims", [(32, 32), (80, 80), (192, 128)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_kv_gather_copies_the_bytes(dtype, dims, checked):
+    rng = np.random.default_rng(0)
+    store = [mx.array(draw(rng, 64, 3, d)).astype(dtype) for d in dims]
+    slots = rng.integers(0, 64, (2, 37)).astype(np.int32)
+    mx.eval(store)
+    with installed(checked=checked, schedule=5):
+        got = kv_gather(mx.array(slots), *store, new_token())[:2]
+    for copy, array in zip(got, store, strict=True):
+        np.testing.assert_array_equal(raw(copy), raw(array)[slots])
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["plain", "checked"])
+@pytest.mark.parametrize("shape", [(8,), (3, 10), (71, 64), (300,)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gather_rows_copies_the_bytes(dtype, shape, checked):
+    rng = np.random.default_rng(0)
+    rows = mx.array(draw(rng, 20, *shape)).astype(dtype)
+    index = rng.integers(0, 20, (2, 13)).astype(np.int32)
+    mx.eval(rows)
+    with installed(checked=checked, schedule=5):
+        got = gather_rows(rows, mx.array(index))
+    assert got.shape == (2, 13, *shape)
+    np.testing.assert_array_equal(raw(got), raw(rows)[index])
+
+
+def test_more_rows_than_a_grid_of_cuda_has_in_y(monkeypatch):
+    """65,535; only x may be longer."""
+    grids, launch = [], Kernel.__call__
+
+    def noting(self, arrays, template, grid, *args):
+        grids.append(grid)
+        return launch(self, arrays, template, grid, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", noting)
+    rows = mx.arange(80, dtype=mx.float32).reshape(10, 1, 8)
+    index = mx.arange(70_000, dtype=mx.int32) % 10
+    with installed():
+        got = [gather_rows(rows, index), *ops.kv_gather(index, rows, -rows, ops.new_token())[:2]]
+        for out, of in zip(got, (rows, rows, -rows), strict=True):
+            assert mx.array_equal(out, of[index])
+    assert [grid[1:] for grid in grids] == [(1, 1)] * 2
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(mx.float32, 7), (mx.float16, 9)])
+def test_rows_that_are_not_whole_words_are_refused(dtype, width):
+    with pytest.raises(ValueError, match=f"rows of {width} elements"):
+        gather_rows(mx.zeros((4, width), dtype), mx.array([0, 1]))
+
+
+# What a launch is made of
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_lanes_cover_a_row_in_whole_loads(size):
+    for dim in range(8, 577, 8):
+        words = dim * size // 4
+        lanes, k_width, v_width = ops._lanes(words, words)
+        assert words % (lanes * k_width) == 0 == words % (lanes * v_width)
+        assert lanes in (1, 2, 4, 8, 16, 32)
+
+
+@given(
+    st.integers(1, 1024),
+    st.sampled_from([1, 2, 8, 71]),
+    st.integers(1, 1 << 17),
+    st.sampled_from(["cpu", "metal", "cuda"]),
+)
+def test_a_plan_is_a_power_of_two_within_its_limits(batch, kv_heads, max_seq_len, where):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops.backend, "name", lambda: where)
+        plan = ops.decode_plan(batch, kv_heads, max_seq_len)
+    assert plan.splits in (1, 2, 4, 8, 16, 32, 64)
+    assert plan.splits == 1 or max_seq_len / plan.splits >= 256
+    assert plan.simdgroups in (4, 8)
+
+
+def test_many_sequences_are_attended_to_by_smaller_threadgroups(monkeypatch):
+    monkeypatch.setattr(ops.backend, "name", lambda: "cuda")
+    assert ops.decode_plan(32, 8, 700) == (1, 8)
+    assert ops.decode_plan(64, 8, 700) == ops.decode_plan(64, 8, 4096) == (1, 4)

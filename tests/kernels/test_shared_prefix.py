@@ -1,0 +1,202 @@
+"""shared_prefix and what paged_decode makes of it, executed on the CPU host, against attention by
+definition in float64.
+
+The host watches for races and for accesses out of bounds, and each slot that no row may read holds
+NaN.  With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
+"""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal.host import compiler_available, installed
+from tests.support.attention_oracle import paged_attention
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import ops, shared_prefix
+
+pytestmark = pytest.mark.skipif(
+    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
+)
+
+TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
+
+
+def host(schedule="forward"):
+    return installed(checked=True, schedule=schedule) if backend.is_cpu() else nullcontext()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_host():
+    with host():
+        yield
+
+
+class Case:
+    """Rows of `own` keys each behind a prefix, which is in the same blocks; where `own` is negative
+    the row has -own keys and no prefix, where it is 0 the row is padding.  Blocks are permuted."""
+
+    def __init__(
+        self, own, prefix_len, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,
+        softcap=None, sinks=False, splits=4, plan=(1, 4), seed=0,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        own = np.array(own, np.int32)
+        self.dtype, self.splits, self.plan = dtype, splits, plan
+        self.how = {"block_size": block_size, "scale": dim**-0.5, "softcap": softcap}
+        self.prefix_lens = np.where(own > 0, prefix_len, 0).astype(np.int32)
+        self.leader = int(np.argmax(self.prefix_lens))
+        self.seq_lens = abs(own) + self.prefix_lens
+
+        counts = -(-self.seq_lens // block_size)
+        free = rng.permutation(counts.sum() + 2).astype(np.int32)
+        self.block_tables = np.zeros((len(own), counts.max(initial=1)), np.int32)
+        self.block_tables[np.arange(self.block_tables.shape[1]) < counts[:, None]] = free[:-2]
+        # Whole blocks, as in a step; a prefix that ends within one leaves the rest of it unread.
+        blocks = -(-prefix_len // block_size)
+        own_blocks = self.block_tables[self.prefix_lens > 0, :blocks]
+        self.block_tables[self.prefix_lens > 0, :blocks] = own_blocks[:1]
+
+        def draw(*shape: int) -> np.ndarray:
+            drawn = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+            return np.array(drawn.astype(mx.float32))
+
+        self.q = draw(len(own), heads[0], dim)
+        self.keys = draw(len(free) * block_size, heads[1], dim)
+        self.values = draw(len(free) * block_size, heads[1], v_dim or dim)
+        self.sinks = 2 * draw(heads[0]) if sinks else None
+        readable = np.zeros(len(self.keys), bool)
+        for table, n in zip(self.block_tables, self.seq_lens, strict=True):
+            at = np.arange(n)
+            readable[table[at // block_size] * block_size + at % block_size] = True
+        self.keys[~readable] = self.values[~readable] = np.nan
+
+    def attend_to_prefix(self) -> shared_prefix.SharedPrefix:
+        self.arrays = [mx.array(a).astype(self.dtype) for a in (self.q, self.keys, self.values)]
+        q, *store = self.arrays
+        leader, lens = mx.array([self.leader], mx.int32), mx.array(self.prefix_lens)
+        return shared_prefix.shared_prefix(
+            q, mx.array(self.block_tables), mx.array(self.seq_lens), leader, lens, *store,
+            ops.new_token(), splits=self.splits, **self.how,
+        )  # fmt: skip
+
+    def run(self) -> np.ndarray:
+        prefix = self.attend_to_prefix()
+        q, *store = self.arrays
+        out, _ = ops.paged_decode(
+            q, mx.array(self.block_tables), mx.array(self.seq_lens), *store, prefix.lse,
+            plan=ops.DecodePlan(*self.plan), prefix=prefix,
+            sinks=None if self.sinks is None else mx.array(self.sinks), **self.how,
+        )  # fmt: skip
+        assert out.dtype == self.dtype
+        return np.array(out.astype(mx.float32))
+
+    def expected(self, seq_lens=None, tables=None, sinks=None) -> np.ndarray:
+        seq_lens = self.seq_lens if seq_lens is None else seq_lens
+        tables = self.block_tables if tables is None else tables
+        real = seq_lens > 0
+        out = np.zeros((*self.q.shape[:2], self.values.shape[2]))
+        out[real] = paged_attention(
+            self.q[real], self.keys, self.values, tables[real], np.arange(real.sum() + 1),
+            seq_lens[real], sinks=sinks, **self.how,
+        )  # fmt: skip
+        return out
+
+
+def check(*args, **kwargs) -> None:
+    case = Case(*args, **kwargs)
+    atol, rtol = TOLERANCE[case.dtype]
+    np.testing.assert_allclose(case.run(), case.expected(sinks=case.sinks), rtol, atol)
+
+
+# A newcomer and a row of padding before the first that has the prefix; more keys of its own than
+# the others together.
+ROWS = [-9, 0, 1, 16, 5, -40, 130, 0]
+
+
+def test_attention_to_the_prefix_alone():
+    case = Case(ROWS, 100, heads=(18, 2), splits=4)
+    prefix = case.attend_to_prefix()
+    got = np.array(ops.merge_partitions(prefix.partial, prefix.lse, mx.float32))
+    lens, tables = np.full(len(ROWS), 100), np.tile(case.block_tables[case.leader], (len(ROWS), 1))
+    np.testing.assert_allclose(got, case.expected(lens, tables), 1e-5, 1e-5)
+    assert prefix.partial.shape == (*case.q.shape[:2], 4, 32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("how", [{}, {"softcap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize("plan", [(1, 4), (4, 2)])
+def test_prefix_and_own_keys_are_all_keys(plan, how, dtype):
+    check(ROWS, 160, dtype=dtype, plan=plan, **how)
+
+
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "dtype"),
+    [(64, 64, mx.bfloat16), (72, 72, mx.float16), (80, 80, mx.float32), (128, 64, mx.bfloat16),
+     (192, 128, mx.float32), (256, 256, mx.float16), (256, 256, mx.float32)],
+)  # fmt: skip
+def test_head_dims(dim, v_dim, dtype):
+    check(ROWS[:5], 40, dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), splits=2)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (7, 1), (71, 1)], ids=str)
+def test_any_number_of_query_heads_a_kv_head(heads):
+    check(ROWS, 70, heads=heads)
+
+
+@given(
+    st.lists(st.integers(-60, 60), max_size=12).map(lambda own: [*own, 3]),
+    st.integers(1, 150),
+    st.sampled_from([8, 16, 32]),
+    st.sampled_from([1, 2, 8, 64]),
+    st.sampled_from([(1, 4), (2, 2), (64, 1)]),
+    st.integers(0, 9),
+)
+@settings(max_examples=15)
+def test_random_rows(own, prefix_len, block_size, splits, plan, seed):
+    check(own, prefix_len, block_size=block_size, splits=splits, plan=plan, seed=seed, sinks=True)
+
+
+@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
+@pytest.mark.parametrize("schedule", ["reverse", 1])
+def test_the_order_in_which_threads_run_changes_nothing(schedule):
+    expected = Case(ROWS, 100, plan=(2, 4)).run()
+    with host(schedule):
+        np.testing.assert_array_equal(Case(ROWS, 100, plan=(2, 4)).run(), expected)
+
+
+def test_scores_far_apart_do_not_overflow():
+    case = Case(ROWS, 100, plan=(2, 4))
+    case.q *= 1e4
+    assert np.isfinite(case.run()).all()
+
+
+def test_what_the_kernels_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="head size 264"):
+        Case([2, 2], 16, v_dim=264).run()
+    case = Case([2, 2], 16)
+    case.how["window"] = 9
+    prefix = shared_prefix.SharedPrefix(*map(mx.zeros, ((2, 4, 1, 32), (2, 4, 1), (2,))))
+    with pytest.raises(ValueError, match="with a window"):
+        ops.paged_decode(
+            mx.zeros((2, 4, 32)), mx.array(case.block_tables), mx.array(case.seq_lens),
+            mx.array(case.keys), mx.array(case.values), ops.new_token(),
+            plan=ops.DecodePlan(1, 4), prefix=prefix, **case.how,
+        )  # fmt: skip
+
+
+@given(
+    st.integers(1, 1024),
+    st.sampled_from([(8, 8), (16, 8), (71, 1)]),
+    st.integers(1, 1 << 17),
+    st.sampled_from(["cpu", "metal", "cuda"]),
+)
+def test_splits_are_a_power_of_two_within_their_limits(num_rows, heads, prefix_len, where):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_prefix.backend, "name", lambda: where)
+        splits = shared_prefix.prefix_splits(num_rows, *heads, prefix_len)
+    assert splits in (1, 2, 4, 8, 16, 32, 64)
+    assert splits == 1 or prefix_len / splits >= 128

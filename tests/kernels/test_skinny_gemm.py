@@ -1,0 +1,229 @@
+"""skinny_gemm on the CPU host, under the checker, against products in float64, rounded where MLX's
+own operations round."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal.host import compiler_available, installed
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.skinny_gemm import (
+    MAX_ROWS,
+    GemmPlan,
+    RowNorm,
+    fits,
+    gemm_plan,
+    skinny_gemm,
+)
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+DTYPES = [mx.float16, mx.bfloat16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host():
+    with installed(checked=True, schedule=3):
+        yield
+
+
+def draw(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) -> list[mx.array]:
+    """x (rows, depth) and weight (outputs, depth)."""
+    rng = np.random.default_rng(seed)
+    shapes = (rows, depth), (outputs, depth)
+    return [mx.array(rng.standard_normal(s).astype(np.float32)).astype(dtype) for s in shapes]
+
+
+def floats(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+HALF_A_STEP = {mx.float16: 2**-11, mx.bfloat16: 2**-8}
+EPS = 1e-5
+
+
+def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    return floats(mx.array(values.astype(np.float32)).astype(dtype))
+
+
+def check(
+    x: mx.array,
+    weight: mx.array,
+    plan: GemmPlan | None = None,
+    gain: mx.array | None = None,
+    residual: mx.array | None = None,
+    swiglu: bool = False,
+) -> None:
+    """Of each rounding half a step, and a little for sums in float32."""
+    norm = None if gain is None else RowNorm(gain, EPS)
+    got = skinny_gemm(x, weight, norm=norm, residual=residual, swiglu=swiglu, plan=plan)
+    assert got.dtype == x.dtype
+    step, rows, w = HALF_A_STEP[x.dtype], floats(x), floats(weight)
+    loose = np.zeros((len(rows), 1))  # what a normalised element that rounds the other way moves
+    if gain is not None:
+        exact = rows / np.sqrt((rows**2).mean(1, keepdims=True) + EPS)
+        rows = rounded(rounded(exact, x.dtype) * floats(gain), x.dtype)
+        loose = 2 * step * np.abs(rows).max(1, keepdims=True) * np.abs(w).max()
+    expected = rows @ w.T
+    allowed = 1e-4 + loose + step * np.abs(expected)
+    if swiglu:
+        gate, up = np.split(expected, 2, axis=1)
+        expected = gate / (1 + np.exp(-gate)) * up
+        # silu is at most 1.1 times as steep as its argument.
+        of_gate, of_up = np.split(allowed, 2, axis=1)
+        allowed = 1.1 * of_gate * (np.abs(up) + of_up) + np.abs(gate) * of_up
+        allowed += 3 * step * np.abs(expected)
+    if residual is not None:
+        expected = expected + floats(residual)
+        allowed = allowed + step * np.abs(expected)
+    error = np.abs(floats(got) - expected)
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@given(
+    st.integers(1, MAX_ROWS),
+    st.integers(1, 70),
+    st.integers(1, 40),
+    st.sampled_from(DTYPES),
+    st.integers(0, 99),
+)
+@settings(max_examples=20)
+def test_random_shapes(rows, outputs, chunks, dtype, seed):
+    check(*draw(rows, outputs, 32 * chunks, dtype, seed))
+
+
+def with_all(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) -> dict:
+    """gain, and a residual of so many columns."""
+    rng = np.random.default_rng(seed + 1000)
+    gain, residual = rng.standard_normal(depth), rng.standard_normal((rows, outputs))
+    arrays = {"gain": 1 + 0.3 * gain, "residual": 10 * residual}
+    return {k: mx.array(v.astype(np.float32)).astype(dtype) for k, v in arrays.items()}
+
+
+@given(
+    st.integers(1, MAX_ROWS),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from(DTYPES),
+    st.sets(st.sampled_from(["gain", "residual", "swiglu"]), min_size=1),
+    st.integers(0, 99),
+)
+@settings(max_examples=20)
+def test_what_comes_before_and_after(rows, outputs, chunks, dtype, what, seed):
+    """A norm, a residual sum, SwiGLU, alone and together."""
+    swiglu = "swiglu" in what
+    x, weight = draw(rows, outputs * (2 if swiglu else 1), 32 * chunks, dtype, seed)
+    arrays = with_all(rows, outputs, 32 * chunks, dtype, seed)
+    given = {name: array for name, array in arrays.items() if name in what}
+    check(x, (weight / chunks**0.5).astype(dtype), swiglu=swiglu, **given)
+
+
+# Those of gemm_plan; fewer rows held than there are, and one simdgroup.
+PLANS = [
+    GemmPlan(8, 1), GemmPlan(8, 2), GemmPlan(8, 4), GemmPlan(16, 2), GemmPlan(16, 1),
+    GemmPlan(1, 2), GemmPlan(3, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("rows", [5, 64])
+def test_plans(rows, plan):
+    check(*draw(rows, 150, 1120, mx.bfloat16), plan)
+    x, weight = draw(rows, 150, 1120, mx.bfloat16)
+    check(x, weight / 32, plan, **with_all(rows, 75, 1120, mx.bfloat16), swiglu=True)
+
+
+def test_a_norm_is_the_one_that_mlx_computes():
+    """The same bits as normalised by itself, for what is rounded is the same."""
+    x, weight = draw(9, 40, 512, mx.bfloat16)
+    gain = with_all(9, 40, 512, mx.bfloat16)["gain"]
+    normed = mx.fast.rms_norm(x, gain, EPS)
+    got = skinny_gemm(x, weight, norm=RowNorm(gain, EPS))
+    np.testing.assert_array_equal(floats(got), floats(skinny_gemm(normed, weight)))
+
+
+def test_swiglu_is_the_one_that_mlx_computes():
+    """To a step of the result.  (In float16 MLX's own loses small results on a CPU.)"""
+    x, weight = draw(9, 80, 512, mx.bfloat16)
+    gate, up = mx.split(skinny_gemm(x, weight), 2, axis=1)
+    got = floats(skinny_gemm(x, weight, swiglu=True))
+    np.testing.assert_allclose(got, floats(gate * mx.sigmoid(gate) * up), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_whose_exponentials_overflow(dtype):
+    x, weight = mx.ones((2, 32), dtype), mx.full((4, 32), 5.0, dtype)
+    weight[0] = -5.0
+    got = floats(skinny_gemm(x, weight, swiglu=True))
+    np.testing.assert_array_equal(got, [[0.0, 160.0**2]] * 2)
+
+
+def test_the_plans_that_are_used_are_tried_here():
+    used = {gemm_plan(rows, outputs) for rows in range(1, 65) for outputs in (100, 4096, 10**5)}
+    assert used <= set(PLANS)
+
+
+def test_a_weight_of_many_rows():
+    """By the plan for it, the last threadgroup not full."""
+    check(*draw(17, 4100, 64, mx.bfloat16))
+
+
+@pytest.mark.parametrize("schedule", ["reverse", 1])
+def test_the_order_in_which_threads_run_changes_nothing(schedule):
+    """With sums of some rows, then of others."""
+    x, weight = draw(60, 40, 640, mx.bfloat16)
+    expected = floats(skinny_gemm(x, weight, plan=GemmPlan(8, 1)))
+    with installed(schedule=schedule):
+        got = floats(skinny_gemm(x, weight, plan=GemmPlan(8, 1)))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_rows_do_not_touch_each_other():
+    """NaN in a row of x and in one of the weight, and infinity in the row that padding repeats."""
+    x, weight = draw(11, 21, 96, mx.float16)
+    expected = floats(skinny_gemm(x, weight))
+    x[3, 7], x[10, 0], weight[18, 95] = np.nan, np.inf, np.nan
+    got = floats(skinny_gemm(x, weight))
+    wrong = np.zeros((11, 21), bool)
+    wrong[3] = wrong[:, 18] = True
+    np.testing.assert_array_equal(np.isnan(got), wrong)
+    assert np.isinf(got[10, :18]).all()
+    wrong[10] = True
+    np.testing.assert_array_equal(got[~wrong], expected[~wrong])
+
+
+def test_rows_of_a_larger_array():
+    """What lies behind them, and behind the weight, is NaN."""
+    x, weight = draw(16, 24, 64, mx.bfloat16)
+    expected = floats(skinny_gemm(x[4:9], weight[8:21]))
+    x[:4] = x[9:] = weight[:8] = weight[21:] = np.nan
+    np.testing.assert_array_equal(floats(skinny_gemm(x[4:9], weight[8:21])), expected)
+
+
+BAD = {
+    "more rows than 64": ((65, 32), (8, 32), mx.float16, mx.float16),
+    "half a chunk": ((2, 48), (8, 48), mx.float16, mx.float16),
+    "float32": ((2, 32), (8, 32), mx.float32, mx.float32),
+    "unlike types": ((2, 32), (8, 32), mx.float16, mx.bfloat16),
+    "unlike depths": ((2, 32), (8, 64), mx.float16, mx.float16),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_named(bad):
+    *shapes, dtype, other = BAD[bad]
+    x, weight = mx.zeros(shapes[0], dtype), mx.zeros(shapes[1], other)
+    assert fits(x, weight) is (bad == "unlike depths")  # which no layer has
+    with pytest.raises(ValueError, match=r"x \(.* must be of one 16-bit .* at most 64 rows"):
+        skinny_gemm(x, weight)
+
+
+def test_bad_company_is_named():
+    x, weight, gain = mx.zeros((2, 32), mx.float16), mx.zeros((8, 32), mx.float16), mx.zeros(32)
+    with pytest.raises(ValueError, match=r"norm's weight must be \(32,\) mlx.core.float16, not"):
+        skinny_gemm(x, weight, norm=RowNorm(gain, EPS))
+    with pytest.raises(ValueError, match=r"residual must be \(2, 4\) .* not \(2, 8\)"):
+        skinny_gemm(x, weight, residual=mx.zeros((2, 8), mx.float16), swiglu=True)
+    with pytest.raises(ValueError, match="as many weights for gate as for up"):
+        skinny_gemm(x, weight[:7], swiglu=True)

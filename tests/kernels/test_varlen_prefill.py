@@ -1,0 +1,270 @@
+"""varlen_prefill, executed on the CPU host, against attention by definition in float64.
+
+In every case the host watches for races and for accesses out of bounds, and each slot that no row
+of the step may read holds NaN, as do the rows of padding.
+
+Largest error measured, of results up to about 4: float32 2e-6, float16 1.4e-3, bfloat16 1.0e-2.  In
+the two narrow types the result and the weights are rounded to 2^-11 and 2^-8.
+
+With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
+"""
+
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal.host import compiler_available, installed
+from tests.support.attention_oracle import paged_attention
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import prefill
+from vllm_metal_lite.kernels.launch import Kernel
+
+needs_compiler = pytest.mark.skipif(
+    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
+)
+
+TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
+DTYPES = list(TOLERANCE)
+
+
+@contextmanager
+def on_host(schedule="forward"):
+    """What is launched is made by the host, which runs threads in this order."""
+    kernel = prefill._VARLEN_PREFILL
+    with installed(checked=True, schedule=schedule), pytest.MonkeyPatch.context() as patch:
+        fresh = Kernel(kernel.name, kernel.inputs, kernel.outputs)
+        patch.setattr(prefill, "_VARLEN_PREFILL", fresh)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host():
+    with on_host() if backend.is_cpu() else nullcontext():
+        yield
+
+
+class Case:
+    """Segments (rows of this step, keys) packed, `padding` rows after them, blocks permuted."""
+
+    def __init__(
+        self, segments, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,
+        window=None, softcap=None, sinks=False, padding=3, seed=0,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        q_lens, self.seq_lens = np.array(segments, np.int32).reshape(-1, 2).T
+        self.cu_seqlens_q = np.append(0, np.cumsum(q_lens)).astype(np.int32)
+        self.dtype, self.heads, self.padding = dtype, heads, padding
+        self.how = {"block_size": block_size, "scale": dim**-0.5, "window": window,
+                    "softcap": softcap}  # fmt: skip
+
+        counts = -(-self.seq_lens // block_size)
+        free = rng.permutation(counts.sum() + 2)
+        self.block_tables = np.zeros((len(segments), counts.max(initial=1)), np.int32)
+        used = np.arange(self.block_tables.shape[1]) < counts[:, None]
+        self.block_tables[used] = free[: counts.sum()]
+
+        def draw(*shape: int) -> np.ndarray:
+            drawn = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+            return np.array(drawn.astype(mx.float32))
+
+        self.q = draw(q_lens.sum() + padding, heads[0], dim)
+        self.keys = draw(len(free) * block_size, heads[1], dim)
+        self.values = draw(len(free) * block_size, heads[1], v_dim or dim)
+        self.sinks = 2 * draw(heads[0]) if sinks else None
+        readable = np.zeros(len(self.keys), bool)
+        for table, q_len, seq_len in zip(self.block_tables, q_lens, self.seq_lens, strict=True):
+            at = np.arange(max(0, seq_len - q_len - window + 1) if window else 0, seq_len)
+            readable[table[at // block_size] * block_size + at % block_size] = True
+        self.keys[~readable] = self.values[~readable] = np.nan
+        self.q[q_lens.sum() :] = np.nan
+
+    def run(self) -> np.ndarray:
+        def array(a: np.ndarray) -> mx.array:
+            return mx.array(a).astype(self.dtype)
+
+        tiles = prefill.plan_tiles(self.cu_seqlens_q, len(self.q), self.heads[0] // self.heads[1])
+        metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
+        out, token = prefill.varlen_prefill(
+            array(self.q), *map(mx.array, metadata), array(self.keys), array(self.values),
+            mx.array([41], mx.int32), sinks=None if self.sinks is None else mx.array(self.sinks),
+            **self.how,
+        )  # fmt: skip
+        assert (out.dtype, token.tolist()) == (self.dtype, [41])
+        return np.array(out.astype(mx.float32))
+
+    def expected(self) -> np.ndarray:
+        return paged_attention(
+            self.q, self.keys, self.values, self.block_tables, self.cu_seqlens_q, self.seq_lens,
+            sinks=self.sinks, **self.how,
+        )  # fmt: skip
+
+
+def check(*args, **kwargs) -> None:
+    case = Case(*args, **kwargs)
+    got, (atol, rtol) = case.run(), TOLERANCE[case.dtype]
+    np.testing.assert_allclose(got, case.expected(), rtol, atol)
+    assert not got[len(got) - case.padding :].any()
+
+
+# One row, less than a tile of keys, whole tiles, contexts before the rows, more than one tile.
+RAGGED = [(1, 1), (1, 40), (5, 18), (13, 13), (32, 64), (40, 57)]
+VLLM_SHAPES = [[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]]
+
+
+@needs_compiler
+@pytest.mark.parametrize("segments", VLLM_SHAPES, ids=["mixed", "decodes"])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "window", "softcap"),
+    [(mx.float32, (8, 2), 256, None), (mx.float32, (5, 1), None, 50.0),
+     (mx.float16, (8, 2), 256, 50.0), (mx.bfloat16, (4, 4), None, None)],
+)  # fmt: skip
+def test_the_shapes_of_vllms_own_test(segments, dtype, heads, window, softcap):
+    check(segments, dtype=dtype, heads=heads, window=window, softcap=softcap, dim=128, padding=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "dtype"),
+    [(32, 32, mx.float16), (64, 64, mx.bfloat16), (72, 72, mx.float16), (80, 80, mx.float32),
+     (96, 96, mx.bfloat16), (112, 112, mx.float16), (128, 64, mx.bfloat16), (192, 128, mx.float32),
+     (256, 256, mx.float16), (256, 256, mx.float32)],
+)  # fmt: skip
+def test_head_dims(dim, v_dim, dtype):
+    check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), window=11)
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (71, 1)])
+def test_any_number_of_query_heads_a_kv_head(heads):
+    check(RAGGED, heads=heads)
+
+
+@needs_compiler
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_block_sizes(block_size):
+    check(RAGGED, block_size=block_size)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_window_softcap_and_sinks_together(dtype):
+    check(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True)
+
+
+@needs_compiler
+def test_a_sink_of_minus_infinity_is_no_sink():
+    case = Case(RAGGED, sinks=True, window=7)
+    case.sinks[:] = -np.inf
+    np.testing.assert_allclose(case.run(), case.expected(), 1e-5, 1e-5)
+
+
+segment = st.tuples(st.integers(1, 40), st.integers(0, 90) | st.just(0)).map(
+    lambda s: (s[0], s[0] + s[1])
+)
+
+
+@needs_compiler
+@given(
+    st.lists(segment, min_size=1, max_size=5),
+    st.sampled_from([{}, {"window": 7}, {"softcap": 2.0, "sinks": True}]),
+    st.integers(0, 40),
+    st.integers(0, 99),
+)
+@settings(max_examples=40)
+def test_random_segments(segments, how, padding, seed):
+    check(segments, padding=padding, seed=seed, **how)
+
+
+@needs_compiler
+@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
+@pytest.mark.parametrize("schedule", ["reverse", 1, 2])
+def test_the_order_in_which_threads_run_changes_nothing(schedule):
+    case = Case(RAGGED, window=7)
+    expected = case.run()
+    with on_host(schedule=schedule):
+        np.testing.assert_array_equal(case.run(), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("split", [1, 7, 32, 70])
+def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split, window):
+    whole = Case([(77, 77)], window=window, padding=0)
+    expected = whole.run()
+    chunks = Case([(split, split)], window=window), Case([(77 - split, 77)], window=window)
+    for chunk, rows in zip(chunks, (slice(0, split), slice(split, 77)), strict=True):
+        chunk.q, chunk.keys, chunk.values = whole.q[rows], whole.keys, whole.values
+        chunk.block_tables = whole.block_tables
+        np.testing.assert_array_equal(chunk.run(), expected[rows])
+
+
+@needs_compiler
+def test_scores_far_apart_do_not_overflow():
+    case = Case(RAGGED, window=7)
+    case.q *= 1e4
+    assert np.isfinite(case.run()).all()
+
+
+@needs_compiler
+def test_padded_segments_and_a_batch_of_nothing_but_padding():
+    """A step's arrays are padded to buckets: segments without rows, rows without a segment."""
+    case = Case([(5, 18), (13, 13)], padding=30)
+    case.cu_seqlens_q = np.pad(case.cu_seqlens_q, (0, 3), mode="edge")
+    case.seq_lens, case.block_tables = (
+        np.pad(case.seq_lens, (0, 3)),
+        np.pad(case.block_tables, ((0, 3), (0, 0))),
+    )
+    np.testing.assert_allclose(case.run(), case.expected(), 1e-5, 1e-5)
+    case.cu_seqlens_q[:] = 0
+    assert not case.run().any()
+
+
+@needs_compiler
+def test_a_head_size_that_matrices_cannot_cover_is_refused():
+    with pytest.raises(ValueError, match="head size 36"):
+        Case([(2, 2)], dim=36).run()
+    with pytest.raises(ValueError, match="head size 264"):
+        Case([(2, 2)], v_dim=264).run()
+
+
+# plan_tiles
+
+
+@given(
+    st.lists(st.integers(0, 100), max_size=8), st.integers(0, 70), st.sampled_from([1, 3, 4, 71])
+)
+def test_every_pair_of_every_row_is_in_one_tile(q_lens, padding, group):
+    cu = np.append(0, np.cumsum(q_lens, dtype=np.int32)).astype(np.int32)
+    num_rows = int(cu[-1]) + padding
+    covered = np.zeros(num_rows * group, int)
+    tiles = prefill.plan_tiles(cu, num_rows, group)
+    for s, first in tiles.tolist():
+        start, stop = (0, num_rows) if s < 0 else cu[s : s + 2]
+        assert s < 0 or first < (stop - start) * group
+        begin = start * group + first
+        covered[begin : min(begin + prefill.TILE_ROWS, stop * group)] += 1
+    assert (covered == 1).all()
+
+
+def test_the_number_of_tiles_depends_on_shapes_only():
+    plans = [
+        prefill.plan_tiles(np.array(cu, np.int32), 256, 4)
+        for cu in ([0, 1, 2, 3], [0, 100, 200, 256], [0, 256, 256, 256], [0, 0, 0, 0])
+    ]
+    assert len({p.shape for p in plans}) == 1
+
+
+def test_more_rows_than_there_are_cannot_be_planned():
+    with pytest.raises(ValueError, match="ends at 9, beyond the 8 rows"):
+        prefill.plan_tiles(np.array([0, 9], np.int32), 8, 1)
+
+
+def test_tiles_of_keys_fit_threadgroup_memory_at_every_head_size():
+    for k_dim in range(8, 257, 8):
+        for v_dim in range(8, 257, 8):
+            for itemsize in (2, 4):
+                assert prefill.keys_at_once(k_dim, v_dim, itemsize) in (8, 16, 32)

@@ -1,0 +1,149 @@
+"""Attention that the seam cannot carry: a segment at a time, with mlx-lm's own caches rebuilt."""
+
+import math
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+
+from tests.runner.test_runner import PROMPTS, check_that_decodes_copy_less_than
+from tests.runner.test_runner import Bench as RunnerBench
+from tests.support import tiny_models as tiny
+from vllm_metal_lite.attention.sdpa import attention as reference
+from vllm_metal_lite.attention.select import choose
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.errors import ConfigError, ModelLoadError
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.model import fit, loader
+from vllm_metal_lite.model.sequences.kv_segments import rebuild
+from vllm_metal_lite.model.sequences.runs import plan_runs
+
+# What makes each of them need it.
+NAMES = {
+    "gpt_bigcode": "looks up positions by number",
+    "plamo": "tiles its keys",
+    "gear/softcap": "caps its scores by hand",
+    "deepseek_v32": "selects keys",
+    "minimax_m3_vl/sparse": "selects blocks of keys",
+    "baichuan_m1": "convolves keys and values",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_who_needs_it_and_what_follows(name, monkeypatch):
+    packed = tiny.packed(name).packed
+    assert packed.by_segment
+    assert packed.no_prefix_cache
+    store = PagedStore(packed.attention_specs, 4, 8)
+    monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
+    attention, reason = choose("auto", store, [], packed.by_segment)
+    assert attention.name == "reference"
+    assert reason.endswith(f"a segment at a time: {packed.by_segment}")
+    with pytest.raises(ConfigError, match="a segment at a time"):
+        choose("kernels", store, [], packed.by_segment)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "llama4", "deepseek_v3", "qwen3_next"])
+def test_who_does_not(name):
+    assert not tiny.packed(name).packed.reads_store
+    assert "segment" not in tiny.engine(name).attention_reason
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_warning_where_it_is_how_the_model_is_written(name, recwarn):
+    config = tiny.config_of(name)
+    assert loader.from_model(tiny.build(config), None, config, name).packed.by_segment
+    assert not [w for w in recwarn if "segment" in str(w.message)]
+
+
+@pytest.mark.parametrize("option", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("where", "what"), [(reference, "_sdpa"), (mx, "eval")], ids=["call", "evaluation"]
+)
+def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, option, where, what):
+    """As if a backend lacked what only packed attention needs: MLX raises, and so does sqrt."""
+    config = tiny.config_of("llama")
+    trial = fit._trial
+
+    def failing(packed, *args):
+        with monkeypatch.context() as patch:
+            if packed.by_segment is None:
+                patch.setattr(where, what, math.sqrt)
+            return trial(packed, *args)
+
+    monkeypatch.setattr(fit, "_trial", failing)
+    with pytest.warns(UserWarning, match=r"llama failed .*: TypeError: .*sqrt\(\)") as caught:
+        model = loader.from_model(tiny.build(config), None, config, "the-model")
+    assert len(caught) == 1
+    assert model.packed.by_segment.startswith("TypeError: math.sqrt() takes")
+    engine = LLMEngine(model, EngineConfig(attention=option, num_blocks=8, max_num_seqs=1))
+    assert engine.attention_reason.endswith(f"a segment at a time: {model.packed.by_segment}")
+
+
+@pytest.mark.parametrize("start", [3, 9, 21])
+@pytest.mark.parametrize(
+    "template", [KVCache(), RotatingKVCache(max_size=9), ChunkedKVCache(chunk_size=9)]
+)
+def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
+    rng = np.random.default_rng(1)
+    k, v = (mx.array(rng.standard_normal((1, 2, start + 6, 4)), mx.float32) for _ in range(2))
+    if start >= 9:  # the oldest token of a full window is kept, and never seen
+        k[:, :, start - 9], v[:, :, start - 9] = k[:, :, start - 8], v[:, :, start - 8]
+    native = type(template)(*[a for a in (getattr(template, "max_size", None),
+                                          getattr(template, "chunk_size", None)) if a])  # fmt: skip
+    native.update_and_fetch(k[:, :, :start], v[:, :, :start])
+    if isinstance(native, ChunkedKVCache):
+        native.maybe_trim_front()
+
+    store = PagedStore([LayerSpec(2, 4, 4, mx.float32)], 6, 8)
+    nan = mx.full((max(start - 8, 0), 2, 4), mx.nan)
+    inputs = InputBatch(1, 48, 8)
+    row = np.array([inputs.add([0] * 40, 40)])
+    inputs.append_blocks(0, [4, 1, 5, 0, 2])
+    slots = inputs.pack(row, np.array([0]), np.array([start])).slot_mapping
+    store.write(0, k[0, :, :start].swapaxes(0, 1), v[0, :, :start].swapaxes(0, 1), mx.array(slots))
+    if not isinstance(template, KVCache) and start >= 9:  # behind the window
+        store.write(0, nan, nan, mx.array(slots[: start - 8]))
+    batch = inputs.pack(row, np.array([start]), np.array([6]))
+    rebuilt = rebuild(template, 0, store, batch, plan_runs(batch, alone=True)[0])
+
+    assert rebuilt.offset == native.offset == start
+    for first, last in ((0, 4), (4, 5), (5, 6)):  # a chunk, then single tokens
+        rows = slice(start + first, start + last)
+        if hasattr(native, "make_mask"):
+            how = {"return_array": True, "window_size": None}
+            masks = [c.make_mask(last - first, **how) for c in (rebuilt, native)]
+            assert (masks[0] is None) == (masks[1] is None)
+            assert masks[0] is None or mx.array_equal(*masks)
+        rebuilt.written = None
+        got, expected = (c.update_and_fetch(k[:, :, rows], v[:, :, rows])
+                         for c in (rebuilt, native))  # fmt: skip
+        for a, b in zip(got, expected, strict=True):
+            # A ring may be turned: attention does not mind.
+            a, b = (np.array(x)[:, :, np.lexsort(np.array(x[0, 0]).T)] for x in (a, b))
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["gpt_bigcode", "plamo", "deepseek_v32"])
+def test_a_decode_step_copies_no_store(name):
+    """Executed on the CPU: K and V are read before they are written, so MLX writes in place."""
+    bench = RunnerBench(PROMPTS, num_blocks=8192, name=name)
+    layer = max(k.nbytes for k in bench.runner.attention.store.keys)
+    check_that_decodes_copy_less_than(bench, layer // 8)
+
+
+def test_a_model_whose_logits_come_out_wrong_is_refused_by_name(monkeypatch):
+    config = tiny.config_of("llama")
+    native = fit._native
+    monkeypatch.setattr(fit, "_native", lambda model, tokens: native(model, tokens[::-1].copy()))
+    with pytest.raises(ModelLoadError, match=r"llama is not supported.*away from mlx-lm's own"):
+        loader.from_model(tiny.build(config), None, config, "the-model")
+
+
+def test_a_model_whose_own_cache_is_unknown_is_refused_by_name():
+    config = tiny.config_of("deepseek_v41")
+    with pytest.raises(ModelLoadError, match=r"deepseek_v41 is not supported.*LayerCache"):
+        loader.from_model(tiny.build(config), None, config, "the-model")

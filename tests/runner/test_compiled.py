@@ -1,0 +1,410 @@
+"""Compiled steps give what uncompiled ones give, are few, and leave nothing behind.
+
+On a CPU through ArrayAttention; on a GPU (METAL_LITE_DEVICE=gpu) through the kernels.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import tiny_models as tiny
+from tests.support.array_attention import compile_on_cpu
+from tests.support.launches import Stubs
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.paged import attention as kernels_of_steps
+from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
+from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.runner import compiled, runner
+from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.sampling_params import SamplingParams
+
+PROMPTS = tiny.prompts(6, 3, 40, seed=17)
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+SAMPLED = SamplingParams(seed=5, max_tokens=24, top_k=20, frequency_penalty=0.3, logprobs=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_verdicts(tmp_path_factory):
+    """The kernels check themselves once for all tests."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def power_of_two_rows(monkeypatch):
+    """As on a GPU; on a CPU steps are not padded."""
+    monkeypatch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
+
+
+def make_engine(name="qwen3", prefill="gather", **options):
+    if backend.is_cpu():
+        return compile_on_cpu(tiny.engine(name, **options), prefill)
+    engine = tiny.engine(name, attention="kernels", **options)
+    engine.runner.attention.prefill = prefill
+    return engine
+
+
+def uncompiled(engine):
+    engine.runner.compiled.reason = "not wanted"
+    return engine
+
+
+def tokens_of(engine, params=GREEDY, prompts=PROMPTS):
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    done = tiny.run(engine)
+    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama/window", "mixtral"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_tokens_equal_those_of_uncompiled_steps(name, params):
+    """Chunks, mixed steps, shared prefixes and preemptions in between."""
+    options = {"num_blocks": 16, "max_num_batched_tokens": 24, "max_model_len": 100}
+    prompts = [*PROMPTS, PROMPTS[1] + [5, 6]]
+    engine = make_engine(name, **options)
+    assert engine.runner.compiled.reason is None
+    expected = tokens_of(uncompiled(make_engine(name, **options)), params, prompts)
+    assert tokens_of(engine, params, prompts) == expected
+    metrics = engine.metrics()
+    assert metrics["preemptions"] > 0
+    assert engine.runner.compiled.reason is None
+    assert metrics["steps"] > metrics["compiled_steps"] > metrics["steps"] // 2
+
+
+def count_traces(engine, monkeypatch) -> list[bool]:
+    """A list that grows by one a forward that is built; True: to be compiled."""
+    traced, call = [], type(engine.runner.model).__call__
+
+    def counting(self, step, attention, wanted):
+        traced.append(step.batch is None)
+        return call(self, step, attention, wanted)
+
+    monkeypatch.setattr(type(engine.runner.model), "__call__", counting)
+    return traced
+
+
+def test_a_shape_is_traced_once(monkeypatch):
+    engine = make_engine()
+    traced = count_traces(engine, monkeypatch)
+    first = tokens_of(engine)
+    times, engine.runner.compiled.num_steps = sum(traced), 0
+    assert 0 < times == len(engine.runner.compiled._variants) < 12
+    assert tokens_of(engine) == first
+    assert sum(traced) == times
+    assert engine.runner.compiled.num_steps > 20
+
+
+def launch_nothing(self, arrays, template, grid, threadgroup, shapes, dtypes):
+    """A stub of a launch, which gives zeros."""
+    zeros = [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    mx.eval(zeros)
+    return mx.depends(zeros, list(arrays))
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
+    """Tokens have the shapes of many kernels; launches are stubs here."""
+    monkeypatch.setattr(Kernel, "__call__", launch_nothing)
+    engine = tiny.engine("qwen3", max_num_batched_tokens=24)
+    groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
+    attention = KernelAttention(engine.runner.attention.store, prefill, groups=groups)
+    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.runner.compiled.reason = None
+    traced = count_traces(engine, monkeypatch)
+    tokens_of(engine)
+    assert sum(traced) == len(engine.runner.compiled._variants) > 2
+
+
+def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch):
+    """All seven of a layer, of forwards of 2 to 8 rows, compiled or not; launches are stubs."""
+    stubs, products = Stubs(monkeypatch), Counter()
+    call = PackedModel.__call__
+
+    def noting(self, step, attention, wanted):
+        stubs.needed()
+        logits = call(self, step, attention, wanted)
+        needed = stubs.needed(logits, *attention.state)
+        skinny = sum(n for launch, n in needed.items() if launch.startswith("skinny_gemm"))
+        products[step.batch is None, len(step.token_ids), skinny] += 1
+        return logits
+
+    engine = tiny.engine("qwen3", mx.bfloat16, max_num_batched_tokens=24)
+    monkeypatch.setattr(PackedModel, "__call__", noting)
+    attention = KernelAttention(engine.runner.attention.store, "gather", skinny_rows=range(2, 9))
+    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.runner.compiled.reason = None
+    tokens_of(engine)
+    all_seven = 7 * len(attention.store.specs)
+    assert {(how, rows) for how, rows, _ in products} >= {
+        (True, 1), (True, 2), (True, 8), (False, 8), (False, 32)
+    }  # fmt: skip
+    for _, rows, skinny in products:
+        assert skinny == (all_seven if 2 <= rows <= 8 else 0)
+
+
+# Prompts
+
+
+def arriving(engine, num_decodes, prompts, params=GREEDY):
+    """All outputs by request: num_decodes run when the prompts come, one every other step."""
+    for i in range(num_decodes):
+        engine.add_request(f"decode {i}", PROMPTS[i], replace(params, max_tokens=24))
+    for _ in range(6 if num_decodes else 0):
+        engine.step()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"prompt {i}", prompt, params)
+        for _ in range(2):
+            engine.step()
+    return tiny.run(engine)
+
+
+def pass_by(engine, *prompts):
+    """Prompts that end with their first token, while what runs goes on."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"passing {i}", prompt, SamplingParams(temperature=0, max_tokens=1))
+    while any(name.startswith("passing") for name in engine._requests):
+        engine.step()
+
+
+def compiled_with_prompts(engine, monkeypatch) -> list:
+    """A list that grows by the steps that are run compiled and are not all decodes."""
+    steps, call = [], CompiledSteps.__call__
+
+    def noting(self, step):
+        logits = call(self, step)
+        if logits is not None and step.prompts:
+            steps.append(step)
+        return logits
+
+    monkeypatch.setattr(CompiledSteps, "__call__", noting)
+    return steps
+
+
+@given(
+    st.sampled_from(["qwen3", "llama/window", "gemma3_text/w9"]),
+    st.sampled_from([("varlen", None), ("gather", None), ("gather", 8)]),
+    st.integers(0, 4),
+    st.integers(6, 40),
+    st.lists(st.integers(2, 90), min_size=1, max_size=3),
+)
+@settings(max_examples=10)
+def test_chunks_beside_decodes_give_the_same_tokens(name, how, decodes, budget, lengths):
+    """Uncompiled, traced, and then with arrays that were not there when it was traced."""
+    prefill, bits = how
+    options = {"max_num_batched_tokens": budget, "kv_bits": bits, "enable_prefix_caching": False}
+    plain = uncompiled(make_engine(name, prefill, **options))
+    engine = make_engine(name, prefill, **options)
+    for seed in range(3):
+        prompts = [tiny.prompts(1, n, n, seed=n + seed)[0] for n in lengths]
+        expected, done = (arriving(e, decodes, prompts) for e in (plain, engine))
+        for request, output in expected.items():
+            assert done[request].outputs[0].token_ids == output.outputs[0].token_ids
+            if bits is None:
+                alone = tiny.alone(tiny.native(name), output.prompt_token_ids, 24)
+                assert output.outputs[0].token_ids == alone
+    assert engine.runner.compiled.reason is None
+    assert engine.metrics()["compiled_steps"] > engine.metrics()["steps"] // 2
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_log_probabilities_of_prompts(prefill, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=2)
+    prompts = tiny.prompts(3, 50, 70, seed=2)
+    options = {"max_num_batched_tokens": 24}
+    expected = arriving(uncompiled(make_engine(**options)), 2, prompts, params)
+    engine = make_engine(prefill=prefill, **options)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    got = arriving(engine, 2, prompts, params)
+    assert len(steps) > 4
+    assert {len(step.logits_indices) for step in steps} <= {3, 4, 16, 32}  # 1 or 2 prompts; scored
+    for name, output in expected.items():
+        for theirs, ours in (
+            (output.prompt_logprobs[1:], got[name].prompt_logprobs[1:]),
+            (output.outputs[0].logprobs, got[name].outputs[0].logprobs),
+        ):
+            assert [list(p) for p in theirs] == [list(p) for p in ours]
+            np.testing.assert_allclose(
+                [x.logprob for p in theirs for x in p.values()],
+                [x.logprob for p in ours for x in p.values()],
+                1e-4, 1e-4,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, monkeypatch):
+    """One a number of keys, from 128 to 512, one more where the decodes' tables grow, and the step
+    of decodes that follows, one ahead."""
+    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 128)
+    engine = make_engine(
+        prefill=prefill, max_num_batched_tokens=20, num_blocks=200, max_model_len=512,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS[:4]):
+        engine.add_request(str(i), prompt, params)
+    while engine.metrics()["decode_tokens"] < 8:
+        engine.step()
+    traced, steps = count_traces(engine, monkeypatch), compiled_with_prompts(engine, monkeypatch)
+    for i, limit in enumerate((9, 5)):  # forwards built, compiled or not
+        del traced[:], steps[:]
+        prompt = tiny.prompts(1, 480, 480, seed=i)[0]  # 30 chunks of 16
+        engine.add_request(f"long {i}", prompt, SamplingParams(max_tokens=1))
+        while "long" in str(list(engine._requests)):
+            engine.step()
+        assert len(traced) <= limit
+        assert len(steps) >= 30 - limit // 2
+    assert engine.metrics()["requests_running"] == 4
+
+
+def test_a_variant_with_prompts_is_compiled_when_it_comes_again(monkeypatch):
+    """Beside a decode: prompts alone are not compiled."""
+    engine = make_engine(enable_prefix_caching=False)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    prompts = tiny.prompts(3, 20, 20)
+    for _ in range(3):
+        pass_by(engine, prompts[0])
+    assert not steps
+    engine.add_request("decode", tiny.prompts(1, 17, 17)[0], GREEDY)
+    engine.step()
+    for compiled_steps in (0, 1, 2):
+        pass_by(engine, prompts[0])
+        assert len(steps) == compiled_steps
+    pass_by(engine, *prompts)
+    assert len(steps) == 2, "more segments are another variant"
+    assert "decode" in engine._requests
+
+
+def test_a_wave_of_like_prompts_behind_a_cached_prefix_is_compiled(monkeypatch):
+    """Its mask would be too large end to end; a batch of its segments is not."""
+    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 16)
+    monkeypatch.setattr(prompts_of_steps, "_MIN_ROWS", 4)
+    monkeypatch.setattr(prompts_of_steps, "_SMALL_MASK", 4 * 8 * 80)
+    prefix = tiny.prompts(1, 64, 64)[0]
+    waves = [[prefix + tail for tail in tiny.prompts(4, 5, 8, seed=n)] for n in range(3)]
+    waves = [[*wave[:3], prefix + [7] * 8] for wave in waves]  # the longest of each of 8 rows
+    options = {"max_num_batched_tokens": 128, "max_num_seqs": 8, "num_blocks": 64}
+    answers = []
+    for engine in (uncompiled(make_engine(**options)), make_engine(**options)):
+        steps = compiled_with_prompts(engine, monkeypatch)
+        engine.add_request("decode", prefix, replace(GREEDY, max_tokens=60))
+        for _ in range(3):
+            engine.step()
+        done = {}
+        for n, wave in enumerate(waves):
+            for i, prompt in enumerate(wave):
+                engine.add_request(f"{n} {i}", prompt, replace(GREEDY, max_tokens=3))
+            while len(done) < 4 * (n + 1):
+                done |= {o.request_id: o for o in engine.step() if o.finished}
+        assert "decode" in engine._requests
+        answers.append({name: o.outputs[0].token_ids for name, o in done.items()})
+    assert answers[0] == answers[1]
+    shapes = {step.prompts.sdpa[0].arrays[0].shape for step in steps}
+    assert len(steps) >= 1
+    assert shapes == {(4, 8)}
+
+
+def test_variants_seen_once_do_not_displace_compiled_ones(monkeypatch):
+    monkeypatch.setattr(compiled, "_MAX_VARIANTS", 8)
+    engine = make_engine(max_num_batched_tokens=64, enable_prefix_caching=False)
+    tokens_of(engine)
+    kept = list(engine.runner.compiled._variants)
+    engine.add_request("decode", tiny.prompts(1, 17, 17)[0], GREEDY)
+    engine.step()
+    for n in range(1, 7):
+        pass_by(engine, *tiny.prompts(n, 2, 9, seed=n))
+    assert "decode" in engine._requests
+    assert set(kept) <= set(engine.runner.compiled._variants)
+    assert 1 <= len(engine.runner.compiled._seen) <= 8
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_large_steps_are_not_compiled(prefill, monkeypatch):
+    monkeypatch.setattr(kernels_of_steps, "SMALL_ROWS", 20)
+    engine = make_engine(prefill=prefill, enable_prefix_caching=False)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    engine.add_request("decode", tiny.prompts(1, 17, 17)[0], GREEDY)
+    engine.step()
+    for _ in range(3):
+        pass_by(engine, PROMPTS[0] * 2)
+    assert len(PROMPTS[0]) * 2 > 20
+    assert "decode" in engine._requests
+    assert not steps
+
+
+def test_variants_that_are_long_unused_are_forgotten(monkeypatch):
+    monkeypatch.setattr(compiled, "_MAX_VARIANTS", 2)
+    engine = make_engine()
+    expected = tokens_of(uncompiled(make_engine()))
+    assert tokens_of(engine) == expected
+    assert len(engine.runner.compiled._variants) == 2
+
+
+def test_a_model_that_cannot_be_traced_runs_uncompiled(monkeypatch):
+    engine = make_engine()
+    expected = tokens_of(uncompiled(make_engine()))
+    norm = type(engine.model.packed.model.model.norm)
+    call, calls = norm.__call__, []
+
+    def needs_values(self, x):
+        calls.append(x.sum().item())
+        return call(self, x)
+
+    monkeypatch.setattr(norm, "__call__", needs_values)
+    assert tokens_of(engine) == expected
+    assert "eval" in engine.runner.compiled.reason
+    assert engine.metrics()["compiled_steps"] == 0
+
+
+def test_a_step_with_prompts_that_cannot_be_traced_ends_it_too(monkeypatch):
+    """After decodes were compiled, and with a step of decodes one ahead."""
+    engine = make_engine(max_num_batched_tokens=20, enable_prefix_caching=False)
+    expected = arriving(uncompiled(make_engine(max_num_batched_tokens=20)), 3, PROMPTS[3:])
+    norm = type(engine.model.packed.model.model.norm)
+    call = norm.__call__
+
+    def needs_values(self, x):
+        if len(x) > 8:
+            x.sum().item()
+        return call(self, x)
+
+    monkeypatch.setattr(norm, "__call__", needs_values)
+    steps = compiled_with_prompts(engine, monkeypatch)
+    for _ in range(2):
+        done = arriving(engine, 3, PROMPTS[3:])
+        for request, output in expected.items():
+            assert done[request].outputs[0].token_ids == output.outputs[0].token_ids
+    assert "eval" in engine.runner.compiled.reason
+    assert engine.metrics()["compiled_steps"] > 0
+    assert all(len(step.batch.token_ids) <= 8 for step in steps)
+
+
+def test_weights_are_not_copied():
+    engine = make_engine(max_num_seqs=1)
+    tokens_of(engine, prompts=PROMPTS[:1])
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    engine.runner.compiled = CompiledSteps(engine.model.packed, engine.runner.attention)
+    engine.runner.compiled.reason = None
+    tokens_of(engine, prompts=PROMPTS[:1])
+    mx.synchronize()
+    mx.clear_cache()
+    assert engine.runner.compiled.num_steps > 0
+    assert mx.get_active_memory() - before < engine.model.weight_bytes // 8
+
+
+def test_the_reference_attention_is_not_compiled():
+    engine = tiny.engine(attention="reference")
+    assert engine.runner.compiled.reason
+    assert tokens_of(engine)[0] == tiny.alone(tiny.native("llama"), PROMPTS[0], 24)
+    assert engine.metrics()["compiled_steps"] == 0

@@ -1,0 +1,175 @@
+"""How many blocks the memory holds."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support import tiny_models as tiny
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
+from vllm_metal_lite.model.loader import load
+from vllm_metal_lite.runner import memory as sizing
+from vllm_metal_lite.runner.memory import size_store, step_peak_bytes
+
+BYTES_PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, KV heads, K and V, float32
+
+
+def sizes(*args) -> tuple[int, int]:
+    """(num_blocks, max_model_len) of a model whose layers form one KV group."""
+    (group,), max_model_len = size_store(*args)
+    return group.num_blocks, max_model_len
+
+
+@pytest.fixture
+def model():
+    return tiny.packed("llama")
+
+
+def test_the_numbers_add_up(model, monkeypatch):
+    config = EngineConfig(block_size=8, memory_fraction=0.5, max_num_batched_tokens=64)
+    assert model.kv_bytes_per_token == BYTES_PER_TOKEN
+    peak, room = 10**7, 100 * 8 * BYTES_PER_TOKEN + 1000  # a hundred blocks and a bit
+    limit = 2 * (model.weight_bytes + peak + room)
+    monkeypatch.setattr(sizing, "step_peak_bytes", lambda *_: peak)
+    monkeypatch.setattr(backend, "memory_limit", lambda: limit)
+    assert sizes(model, config) == (100, 512)
+
+
+def test_no_more_blocks_than_all_seats_at_full_length_can_own(model):
+    config = EngineConfig(max_num_seqs=3, max_model_len=100)
+    assert sizes(model, config) == (3 * 7, 100)
+
+
+def test_a_store_of_the_size_asked_for_shortens_the_context(model):
+    assert sizes(model, EngineConfig(num_blocks=10)) == (10, 160)
+    assert sizes(model, EngineConfig(num_blocks=1000)) == (1000, 512)
+    assert sizes(model, EngineConfig(num_blocks=10, max_model_len=160)) == (10, 160)
+    assert sizes(model, EngineConfig(num_blocks=10, max_model_len=7)) == (10, 7)
+
+
+def test_the_peak_of_a_step_is_plausible(model):
+    """It holds at least the logits of every seat and their softmax, and grows with the step."""
+    small = step_peak_bytes(model, EngineConfig(max_num_batched_tokens=64), 512)
+    large = step_peak_bytes(model, EngineConfig(max_num_batched_tokens=512), 512)
+    assert small >= 2 * 64 * tiny.VOCAB * 4
+    assert small < 64 << 20
+    assert 4 * small < large < 16 * small
+
+
+def test_a_real_full_step_stays_within_the_measured_peak(model):
+    config = EngineConfig(
+        block_size=8, num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256
+    )
+    peak = step_peak_bytes(model, config, 256)
+    engine = LLMEngine(model, config)
+    for i, prompt in enumerate(tiny.prompts(6, 30, 60)):
+        engine.add_request(str(i), prompt)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    tiny.run(engine)
+    assert mx.get_peak_memory() - before <= peak
+
+
+def test_profiling_leaves_no_memory_behind(model):
+    config = EngineConfig(max_num_batched_tokens=64)
+    step_peak_bytes(model, config, 512)
+    before = mx.get_active_memory()
+    step_peak_bytes(model, config, 512)
+    assert mx.get_active_memory() <= before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"memory_fraction": 1e-9}, OutOfMemoryError, ["llama", "memory_fraction 1e-09"]),
+        ({"num_blocks": 10**12}, OutOfMemoryError, ["1000000000000", "GiB"]),
+        ({"num_blocks": 2, "max_model_len": 33}, ConfigError, ["33", "32 tokens", "2 blocks"]),
+        ({"max_model_len": 513}, ConfigError, ["513", "512"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line_with_the_numbers(model, options, error, words):
+    with pytest.raises(error) as caught:
+        LLMEngine(model, EngineConfig(**options))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_weights_larger_than_the_memory(model, monkeypatch):
+    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
+    with pytest.raises(OutOfMemoryError, match=r"does not fit: weights 8\.00 GiB"):
+        size_store(replace(model, weight_bytes=8 << 30), EngineConfig())
+
+
+# Layers with a window beside layers without
+
+
+def windowed(**changes):
+    """Six layers of one size, every second one with a window of 64 tokens."""
+    model = tiny.packed("llama")
+    wide = replace(model.kv_specs[0], window=64)
+    specs = [wide, replace(wide, window=None)] * 3
+    return replace(model, kv_specs=specs, max_position=100_000, **changes)
+
+
+def fitting(monkeypatch, num_bytes: int, **options):
+    """The groups that fit into so many bytes beside weights and a step."""
+    model = windowed()
+    monkeypatch.setattr(sizing, "step_peak_bytes", lambda *_: 0)
+    monkeypatch.setattr(backend, "memory_limit", lambda: model.weight_bytes + num_bytes)
+    config = EngineConfig(block_size=8, memory_fraction=1.0, **options)
+    groups, max_model_len = size_store(model, config)
+    assert sizing.store_bytes(model, groups, 8) <= num_bytes
+    return [g.num_blocks for g in groups], max_model_len
+
+
+GROUP_BLOCK = 3 * 8 * BYTES_PER_TOKEN // 3  # bytes of one block of either group
+
+
+def test_a_window_gets_what_all_seats_can_need_and_the_context_the_rest(monkeypatch):
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    # 9 blocks a window of 64 touches; a step's 64 tokens, and a block more in each seat.
+    assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([952, 48], 952 * 8)
+
+
+def test_a_crowd_shares_as_if_its_requests_were_four_windows_long(monkeypatch):
+    options = {"max_num_seqs": 1000, "max_num_batched_tokens": 64}
+    (full, window), max_model_len = fitting(monkeypatch, 1000 * GROUP_BLOCK, **options)
+    assert full + window == 1000
+    assert window == pytest.approx(full * 9 / 32, abs=1)  # 9 blocks of 256 tokens' 32
+    assert max_model_len == full * 8
+    # Where contexts are no longer than two windows, all layers get the same.
+    options["max_model_len"] = 128
+    assert fitting(monkeypatch, 1000 * GROUP_BLOCK, **options) == ([500, 500], 128)
+
+
+def test_one_request_and_a_step_always_fit_a_window(monkeypatch):
+    for num_bytes in range(2 * GROUP_BLOCK, 200 * GROUP_BLOCK, 3 * GROUP_BLOCK):
+        options = {"max_num_seqs": 100, "max_num_batched_tokens": 256}
+        (full, window), max_model_len = fitting(monkeypatch, num_bytes, **options)
+        assert full * 8 == max_model_len
+        assert window == full or window >= -(-(64 + 256) // 8)
+
+
+def test_num_blocks_counts_the_blocks_of_all_of_the_context():
+    config = EngineConfig(block_size=8, num_blocks=1000, max_num_seqs=2, max_num_batched_tokens=16)
+    groups, max_model_len = size_store(windowed(), config)
+    assert ([g.num_blocks for g in groups], max_model_len) == ([1000, 22], 8000)
+    groups, _ = size_store(windowed(), replace(config, num_blocks=12))
+    assert [g.num_blocks for g in groups] == [12, 12]
+
+
+def test_a_model_of_windows_alone_may_see_a_context_longer_than_its_store():
+    model = tiny.packed("recurrent_gemma")
+    assert sizes(model, EngineConfig(block_size=8, num_blocks=3)) == (3, model.max_position)
+    assert sizes(model, EngineConfig(block_size=8, num_blocks=2)) == (2, 16)
+
+
+def test_the_demo_starts_with_its_defaults_on_a_small_machine(monkeypatch):
+    monkeypatch.setattr(backend, "memory_limit", lambda: 4 << 30)
+    num_blocks, max_model_len = sizes(load("demo"), EngineConfig())
+    assert (num_blocks * 16 >= 4 * max_model_len, max_model_len) == (True, 4608)

@@ -1,0 +1,581 @@
+"""The scheduler's invariants, under workloads that nobody thought of.
+
+`run` plays a workload through scheduler, InputBatch and FakeModel.  Every function of STEP_CHECKS
+looks at each step between `schedule` and `update`, every one of END_CHECKS at the whole.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.fakes import FakeEngine, StepFailed, alone, expected, fake_config
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
+from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
+from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+
+MAX_MODEL_LEN = 32
+Choose = Callable[[Sequence], Any]
+# Prompts start with one of these, so that they share prefixes of any length.
+STEMS = [[i * 50 + j for j in range(20)] for i in range(2)]
+# The KV groups of most models; of those with some windows, and with nothing else.
+WINDOWS = [(None,)] * 3 + [(None, 1), (None, 3), (None, 4), (None, 7), (None, 13, 5), (6,), (9, 2)]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: when it comes, what it asks, and (abort_at) in which step it is taken back."""
+
+    step: int
+    stem: int
+    shared: int
+    own: int
+    max_tokens: int
+    priority: int
+    atomic: bool
+    skip_read: bool
+    max_chunk: int
+    abort_at: int | None
+
+    @property
+    def num_stored(self) -> int:
+        return min(self.shared + self.own + self.max_tokens, MAX_MODEL_LEN) - 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """extra_blocks: beyond what the largest request needs, of each KV group.  failures: steps that
+    fail."""
+
+    arrivals: tuple[Arrival, ...]
+    block_size: int
+    extra_blocks: int
+    budget: int
+    threshold: int
+    max_num_seqs: int
+    policy: str
+    caching: bool
+    failures: frozenset[int]
+    windows: tuple[int | None, ...]  # of the KV groups
+
+
+def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> Workload:
+    """calm: nobody aborts and nothing fails.  pressed: many want more blocks than there are."""
+
+    def arrival() -> Arrival:
+        return Arrival(
+            step=choose([0, 0, 0, 1, 2, 4, 8, 12]),
+            stem=choose([0, 0, 0, 1]),
+            shared=choose(range(17)),
+            own=choose(range(1, 7)),
+            max_tokens=choose([1, 2, 3, 5, 8, 11, 14]),
+            priority=choose(range(3)),
+            atomic=not calm and choose([False, False, False, True]),
+            skip_read=choose([False, False, False, True]),
+            max_chunk=choose([0, 0, 0, 1, 3]),
+            abort_at=None if calm else choose([None] * 20 + list(range(20))),
+        )
+
+    return Workload(
+        arrivals=tuple(arrival() for _ in range(choose(range(4 if pressed else 1, 9)))),
+        block_size=choose([1, 2, 3] if pressed else [1, 2, 3, 4, 5]),
+        extra_blocks=choose([0, 1, 2, 3] if pressed else [0, 0, 1, 2, 3, 5, 8, 100]),
+        budget=choose([1, 2, 3, 5, 8, 8, 13, 21, 40, 64]),
+        threshold=choose([0, 0, 1, 4, 9]),
+        max_num_seqs=choose(range(3 if pressed else 1, 7)),
+        policy=choose(["mixed", "alternate", "whole"]),
+        caching=choose([True, True, False]),
+        failures=frozenset(() if calm else (choose(range(16)) for _ in range(choose(range(4))))),
+        windows=choose(WINDOWS),
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn, **kind: bool) -> Workload:
+    """Workloads that hypothesis can make smaller."""
+    return make_workload(lambda options: draw(st.sampled_from(options)), **kind)
+
+
+def seeded_workload(seed: int, **kind: bool) -> Workload:
+    """Workloads that are less alike, and cheaper."""
+    return make_workload(Random(seed).choice, **kind)
+
+
+@dataclass
+class Play:
+    """A workload being played, and an account of it that does not ask the scheduler."""
+
+    workload: Workload
+    engine: FakeEngine
+    refused: set[int] = field(default_factory=set)
+    aborted: set[str] = field(default_factory=set)
+    computed: Counter = field(default_factory=Counter)  # tokens in the store, by request id
+    lost: Counter = field(default_factory=Counter)  # the most it had when it lost its blocks
+    work: Counter = field(default_factory=Counter)  # tokens computed in steps that did not fail
+    num_again: int = 0  # of these, the ones that were computed before
+    decoding: set[str] = field(default_factory=set)  # sampled something since they were admitted
+    steps: list[SchedulerOutput] = field(default_factory=list)
+    # Before the step: decodes, partial prefills, and those of them that had blocks to go on.
+    decodes: list[Request] = field(default_factory=list)
+    partials: list[Request] = field(default_factory=list)
+    movable: list[Request] = field(default_factory=list)
+    num_available: list[int] = field(default_factory=list)  # blocks of each KV group
+    seen: Counter = field(default_factory=Counter)  # how often a workload reached a hard case
+
+    def running(self) -> list[Request]:
+        running = [r for r in self.engine.unfinished.values() if r.status is RequestStatus.RUNNING]
+        return sorted(running, key=lambda r: r.rank)
+
+    def waiting(self) -> list[Request]:
+        return [r for r in self.engine.unfinished.values() if r.status is not RequestStatus.RUNNING]
+
+    def answers(self) -> dict[str, list[int]]:
+        return {i: r.output_token_ids for i, r in self.engine.requests.items()}
+
+
+def make_config(workload: Workload) -> tuple[EngineConfig, list[KVGroup]]:
+    config = fake_config(
+        workload.block_size,
+        max_num_seqs=workload.max_num_seqs,
+        max_num_batched_tokens=workload.budget,
+        long_prefill_token_threshold=workload.threshold,
+        prefill_policy=workload.policy,
+        enable_prefix_caching=workload.caching,
+    )
+    groups = []
+    for window in workload.windows:
+        group = KVGroup(window=window)
+        needs = [
+            group.most_blocks(a.num_stored, a.num_stored if a.atomic else 1, workload.block_size)
+            for a in workload.arrivals
+        ]
+        groups.append(replace(group, num_blocks=max(needs) + workload.extra_blocks))
+    return config, groups
+
+
+def run(workload: Workload) -> Play:
+    """Play a workload to its end, with all checks."""
+    config, groups = make_config(workload)
+    play = Play(workload, FakeEngine(config, groups, MAX_MODEL_LEN))
+    engine, scheduler = play.engine, play.engine.scheduler
+    tokens = sum(a.num_stored for a in workload.arrivals)
+    limit = 50 + tokens * (1 + len(workload.arrivals) + len(workload.failures))
+    now, last_arrival = 0, max(a.step for a in workload.arrivals)
+    while now <= last_arrival or scheduler.has_unfinished():
+        for number, arrival in enumerate(workload.arrivals):
+            if arrival.step == now:
+                _add(play, number, arrival)
+            if arrival.abort_at == now and (request := engine.unfinished.get(str(number))):
+                play.seen[f"aborted while {request.status.name}"] += 1
+                play.aborted.add(request.request_id)
+                engine.abort(request)
+        if scheduler.has_unfinished():
+            _step(play)
+        now += 1
+        assert now < limit, "a request does not finish"
+    for check in END_CHECKS:
+        check(play)
+    return play
+
+
+def _add(play: Play, number: int, a: Arrival) -> None:
+    waiting = play.engine.scheduler.num_waiting
+    prompt = (
+        STEMS[a.stem][: a.shared] + [200 + number // 2] * a.own
+    )  # two by two, some are alike to the end
+    try:
+        play.engine.add(
+            prompt, a.max_tokens, request_id=str(number), arrival=number // 2, priority=a.priority,
+            atomic=a.atomic, skip_prefix_cache_read=a.skip_read, max_chunk=a.max_chunk,
+        )  # fmt: skip
+    except RequestError:
+        assert a.atomic, "the store was made for the largest request"
+        assert a.num_stored > play.workload.budget
+        assert play.engine.scheduler.num_waiting == waiting
+        play.refused.add(number)
+
+
+def _step(play: Play) -> None:
+    engine, block_size = play.engine, play.workload.block_size
+    running = play.running()
+    play.num_available = [pool.num_available for pool in engine.scheduler.kv.pools]
+    play.decoding &= {r.request_id for r in running}
+    play.decodes = [r for r in running if r.request_id in play.decoding]
+    play.partials = [r for r in running if r.request_id not in play.decoding]
+    play.movable = [
+        r
+        for r in play.partials
+        if (r.num_blocks + min(play.num_available)) * block_size > r.num_computed_tokens
+    ]
+    out = engine.schedule()
+    for request in out.preempted:
+        _lose(play, request)
+    for request in out.admitted:
+        play.computed[request.request_id] = request.num_computed_tokens
+    for check in STEP_CHECKS:
+        check(play, out)
+    _look(play, out)
+    play.steps.append(out)
+
+    ends = {s.request.request_id for s in out.segments if _end(s) == s.request.num_tokens}
+    try:
+        engine.execute(out, fail=len(play.steps) - 1 in play.workload.failures)
+    except StepFailed:
+        for request in out.admitted:
+            play.computed[request.request_id] = 0
+        for segment in out.segments:
+            _lose(play, segment.request)
+    else:
+        for s in out.segments:
+            name, end = s.request.request_id, _end(s)
+            play.num_again += max(min(end, play.lost[name]) - s.num_computed, 0)
+            play.computed[name] = end
+            play.work[name] += s.num_scheduled
+        play.decoding |= ends
+
+
+def _end(segment) -> int:
+    return segment.num_computed + segment.num_scheduled
+
+
+def _lose(play: Play, request: Request) -> None:
+    name = request.request_id
+    play.lost[name] = max(play.lost[name], play.computed[name])
+    play.computed[name] = 0
+    play.decoding.discard(name)
+
+
+# Checks of one step, between schedule and update
+
+
+def check_every_free_cached_and_owned_block_is_counted(play: Play, out: SchedulerOutput) -> None:
+    play.engine.check_blocks()
+
+
+def check_somebody_gets_a_token(play: Play, out: SchedulerOutput) -> None:
+    assert out.segments, "every request waits"
+
+
+def check_budget_and_seats_hold(play: Play, out: SchedulerOutput) -> None:
+    scheduled = [s.num_scheduled for s in out.segments]
+    assert out.total_num_scheduled_tokens == sum(scheduled) <= play.workload.budget
+    assert min(scheduled) > 0
+    running, waiting = play.running(), play.waiting()
+    assert len(running) == play.engine.scheduler.num_running <= play.workload.max_num_seqs
+    assert len(waiting) == play.engine.scheduler.num_waiting
+
+
+def check_each_request_has_one_segment_and_one_token_ones_come_first(
+    play: Play, out: SchedulerOutput
+) -> None:
+    scheduled = [s.num_scheduled > 1 for s in out.segments]
+    assert scheduled == sorted(scheduled)
+    names = [s.request.request_id for s in out.segments]
+    assert len(set(names)) == len(names)
+    assert {r.request_id for r in out.admitted} <= set(names)
+    assert all(s.request.status is RequestStatus.RUNNING for s in out.segments)
+
+
+def check_every_token_is_computed_exactly_once(play: Play, out: SchedulerOutput) -> None:
+    """Unless preempted or rolled back: then, and at first, it starts after what the cache holds."""
+    for s in out.segments:
+        assert s.num_computed == play.computed[s.request.request_id]
+        assert _end(s) <= s.request.num_tokens
+    for request in out.admitted:
+        hit = play.computed[request.request_id]
+        assert hit % play.workload.block_size == 0
+        assert hit == 0 or (play.workload.caching and not request.skip_prefix_cache_read)
+
+
+def check_chunks_obey_their_limits(play: Play, out: SchedulerOutput) -> None:
+    for s in out.segments:
+        if s.request.atomic:
+            assert _end(s) == s.request.num_tokens, "an atomic request was chunked"
+        else:
+            assert s.num_scheduled <= (play.workload.threshold or s.num_scheduled)
+            assert s.num_scheduled <= (s.request.max_chunk or s.num_scheduled)
+
+
+def check_blocks_are_reserved_to_the_chunks_end_only(play: Play, out: SchedulerOutput) -> None:
+    for s in out.segments:
+        assert s.request.num_blocks == -(-_end(s) // play.workload.block_size)
+
+
+def check_what_is_behind_a_window_is_given_back(play: Play, out: SchedulerOutput) -> None:
+    """When a request takes blocks, and after each of its chunks."""
+    scheduled = {s.request.request_id: s for s in out.segments}
+    for request in play.running():
+        segment = scheduled.get(request.request_id)
+        chunk = segment.num_scheduled if segment else 1
+        for group, table in zip(play.engine.model.groups, request.block_tables, strict=True):
+            most = group.most_blocks(request.num_tokens, chunk, play.workload.block_size)
+            assert table.num_owned <= most
+
+
+def check_full_blocks_and_no_others_have_names(play: Play, out: SchedulerOutput) -> None:
+    block_size = play.workload.block_size
+    scheduled = {s.request.request_id: s for s in out.segments}
+    for request in play.running():
+        segment = scheduled.get(request.request_id)
+        full = (_end(segment) if segment else request.num_computed_tokens) // block_size
+        names: list[bytes] = []
+        extend_block_hashes(names, request.token_ids, block_size, full)
+        for pool, table in zip(play.engine.scheduler.kv.pools, request.block_tables, strict=True):
+            first = table.num_given_back
+            for block, name in zip(table.owned, names[first:], strict=False):
+                assert pool._name[block] in (None, name), "a block has another's name"
+            assert all(pool._name[b] is None for b in table.block_ids[max(full, first) :])
+            # A free block is left: so nothing was evicted, and what this step completes is found.
+            if segment and play.workload.caching and pool.num_free:
+                completed = names[segment.num_computed // block_size :]
+                assert all(pool.lookup(name) is not None for name in completed)
+
+
+def check_decodes_are_served_in_order_of_rank(play: Play, out: SchedulerOutput) -> None:
+    decodes = [r for r in play.decodes if r.status is RequestStatus.RUNNING]
+    if play.workload.policy == "mixed" or out.num_decodes:
+        served = [s.request for s in out.segments[: out.num_decodes]]
+        assert served == decodes[: play.workload.budget]
+
+
+def check_the_queue_is_served_in_order_of_rank(play: Play, out: SchedulerOutput) -> None:
+    blocking = [r.rank for r in play.waiting() if not r.atomic]
+    assert all(a.rank < w for a in out.admitted for w in blocking)
+
+
+def check_admission_leaves_all_who_run_a_block_to_go_on(play: Play, out: SchedulerOutput) -> None:
+    """They can compute all tokens they know, and one block more unless they end before."""
+    if not out.admitted:
+        return
+    for g, (group, pool) in enumerate(
+        zip(play.engine.model.groups, play.engine.scheduler.kv.pools, strict=True)
+    ):
+        promised = 0
+        for request in play.running():
+            size = request.num_prompt_tokens + request.max_tokens
+            tokens = min(request.num_tokens + play.workload.block_size, size - 1, MAX_MODEL_LEN - 1)
+            wanted = group.most_blocks(tokens, 1, play.workload.block_size)
+            promised += max(wanted - request.block_tables[g].num_owned, 0)
+        assert promised <= pool.num_available
+
+
+def check_who_gives_way_ranks_below_all_who_stay(play: Play, out: SchedulerOutput) -> None:
+    assert all(r.rank < v.rank for v in out.preempted for r in play.running())
+    assert not (out.preempted and out.admitted)
+
+
+def check_nobody_gives_way_without_need(play: Play, out: SchedulerOutput) -> None:
+    """Only for want of blocks, and for a partial prefill only if nobody can go on."""
+    if out.preempted:
+        taken = [0] * len(play.num_available)
+        for segment in out.segments:
+            for g, blocks in enumerate(segment.new_block_ids):
+                taken[g] += len(blocks)
+        assert any(t >= n for t, n in zip(taken, play.num_available, strict=True))
+        assert play.decodes or not play.movable
+
+
+def check_policies_keep_their_promise(play: Play, out: SchedulerOutput) -> None:
+    policy = play.workload.policy
+    if policy == "mixed":
+        return
+    assert out.num_decodes in (0, len(out.segments)), "a step mixes decodes and prefills"
+    decoded_last = bool(play.steps) and play.steps[-1].num_decodes > 0
+    if out.num_decodes and (decoded_last or policy == "whole"):
+        assert not play.movable, "decodes go twice, or between a prompt's chunks"
+    if not out.num_decodes and play.steps and not decoded_last and not out.preempted:
+        assert not play.decodes or (policy == "whole" and play.partials), "prefills go twice"
+    if policy == "whole" and not out.num_decodes and not out.preempted:
+        # Each of them, unless those before it took the last blocks.
+        served = {s.request.request_id for s in out.segments}
+        left_out = [r for r in play.movable if r.request_id not in served]
+        assert not left_out or play.engine.scheduler.kv.num_available == 0
+
+
+STEP_CHECKS = [f for name, f in sorted(globals().items()) if name.startswith("check_")]
+
+
+# Checks at the end
+
+
+def check_end_tokens_equal_those_of_the_request_alone(play: Play) -> None:
+    for name, request in play.engine.requests.items():
+        want = expected(request, MAX_MODEL_LEN, play.workload.windows)
+        if name in play.aborted:
+            want = want[: len(request.output_token_ids)]
+        assert request.output_token_ids == want
+
+
+def check_end_every_block_is_free_or_cached(play: Play) -> None:
+    for pool in play.engine.scheduler.kv.pools:
+        pool.check([])
+        assert pool.num_available == pool.num_blocks
+        assert play.workload.caching or pool.num_cached == 0
+
+
+def check_end_nothing_is_left(play: Play) -> None:
+    scheduler = play.engine.scheduler
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    assert len(play.engine.inputs._free_rows) == play.workload.max_num_seqs
+
+
+def check_end_counters(play: Play) -> None:
+    scheduler, requests = play.engine.scheduler, play.engine.requests.values()
+    assert scheduler.num_preemptions == sum(r.num_preemptions for r in requests)
+    assert scheduler.num_preemptions == sum(len(out.preempted) for out in play.steps)
+    assert scheduler.num_recomputed_tokens == play.num_again
+    assert scheduler.prefix_hit_tokens <= scheduler.prefix_queried_tokens
+    for name, request in play.engine.requests.items():
+        assert request.num_cached_tokens < request.num_prompt_tokens
+        if not play.lost[name] and name not in play.aborted:
+            done = request.num_cached_tokens + play.work[name]
+            assert done == request.num_tokens - 1
+
+
+END_CHECKS = [f for name, f in sorted(globals().items()) if name.startswith("check_end_")]
+
+
+def _hits(request: Request, block_size: int) -> set[tuple[int, int]]:
+    """(KV group, block) of an admitted request's cached prefix."""
+    length = request.num_computed_tokens // block_size
+    return {
+        (g, block)
+        for g, table in enumerate(request.block_tables)
+        for block in table.block_ids[table.num_given_back : length]
+    }
+
+
+def _look(play: Play, out: SchedulerOutput) -> None:
+    """Count the hard cases, to know that the workloads are worth something."""
+    seen, published = play.seen, set(out.published)
+    moved = {s.request.request_id for s in out.segments}
+    block_size = play.workload.block_size
+    for request in out.admitted:
+        hits = _hits(request, block_size)
+        seen["hit"] += bool(hits)
+        seen["hit behind a window"] += any(t.num_given_back for t in request.block_tables)
+        seen["hit on a block of the same step"] += bool(published & hits)
+        seen["hit on its own blocks after preemption"] += bool(
+            hits and play.lost[request.request_id]
+        )
+        passed = [r for r in play.waiting() if r.atomic and r.rank < request.rank]
+        seen["atomic passed over"] += bool(passed)
+    if len(play.steps) in play.workload.failures:
+        seen["failure"] += 1
+        seen["failure of a step with a shared block"] += any(
+            published & _hits(r, block_size) for r in out.admitted
+        )
+    for victim in out.preempted:
+        seen["partial gave way"] += victim in play.partials
+        seen["decode gave way"] += victim in play.decodes
+        seen["gave way for a partial"] += not out.num_decodes and len(moved) > 0
+    seen["partial blocked"] += bool(out.num_decodes and set(play.partials) - set(play.movable))
+    seen["store exhausted"] += play.engine.scheduler.kv.num_available == 0
+    seen["only a window exhausted"] += (
+        play.engine.scheduler.kv.pools[0].num_available > 0
+        and play.engine.scheduler.kv.num_available == 0
+    )
+
+
+# The tests
+
+
+@given(workloads())
+@settings(max_examples=300)
+def test_invariants(workload):
+    run(workload)
+
+
+@pytest.mark.parametrize("pressed", [False, True])
+def test_invariants_of_many_workloads(pressed):
+    seen: Counter = Counter()
+    for seed in range(700):
+        workload = seeded_workload(seed, pressed=pressed)
+        try:
+            seen.update(run(workload).seen)
+        except BaseException:
+            print(workload)
+            raise
+    never = {name: count for name, count in seen.items() if count < 3}
+    assert not never, f"the workloads hardly reach {never}"
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("caching", "windows"), [
+    (False, (None,)), (True, (None,)), (False, (None, 3)), (True, (4,)),
+])  # fmt: skip
+def test_chunked_is_single_shot_for_every_split(block_size, caching, windows):
+    """A prompt of 8 tokens in all 128 ways, beside a decode, a twin and in mixed steps."""
+    prompt = STEMS[0][:8]
+    for cuts in product([False, True], repeat=7):
+        ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [8]
+        config = fake_config(block_size, enable_prefix_caching=caching)
+        groups = [KVGroup(window=w, num_blocks=64) for w in windows]
+        engine = FakeEngine(config, groups, max_model_len=32)
+        other = engine.add([7], max_tokens=12)
+        engine.step()
+        request = engine.add(prompt, max_tokens=3)
+        twin = engine.add(prompt, max_tokens=3)
+        for end in ends:
+            request.max_chunk = end - request.num_computed_tokens
+            engine.step()
+            assert request.num_computed_tokens == end
+        engine.run()
+        for r in (other, request, twin):
+            assert r.output_token_ids == alone(tuple(r.prompt_token_ids), r.max_tokens, windows)
+
+
+@given(workloads(calm=True), st.sampled_from([1, 2, 5]), st.sampled_from([0, 1, 4]))
+@settings(max_examples=60)
+def test_chunked_is_single_shot(workload, budget, threshold):
+    chunked = run(replace(workload, budget=budget, threshold=threshold))
+    single = run(replace(workload, budget=1000, threshold=0))
+    assert chunked.answers() == single.answers()
+
+
+@given(workloads(calm=True, pressed=True))
+@settings(max_examples=60)
+def test_cache_on_is_cache_off(workload):
+    on, off = run(replace(workload, caching=True)), run(replace(workload, caching=False))
+    assert on.answers() == off.answers()
+    assert off.engine.scheduler.prefix_hit_tokens == 0
+
+
+def test_preempted_is_never_preempted():
+    num_preemptions = 0
+    for seed in range(80):
+        workload = seeded_workload(seed, calm=True, pressed=True)
+        pressed, roomy = run(workload), run(replace(workload, extra_blocks=1000))
+        assert pressed.answers() == roomy.answers()
+        assert roomy.engine.scheduler.num_preemptions == 0
+        num_preemptions += pressed.engine.scheduler.num_preemptions
+    assert num_preemptions > 10
+
+
+@given(workloads(calm=True))
+@settings(max_examples=40)
+def test_policies_agree(workload):
+    first, *others = (
+        run(replace(workload, policy=policy)).answers()
+        for policy in ("mixed", "alternate", "whole")
+    )
+    assert all(other == first for other in others)
+
+
+@given(workloads())
+@settings(max_examples=40)
+def test_a_failure_changes_no_answer(workload):
+    """Even if every second step fails."""
+    arrivals = tuple(replace(a, abort_at=None) for a in workload.arrivals)
+    never = replace(workload, arrivals=arrivals, failures=frozenset())
+    often = replace(never, failures=frozenset(range(0, 60, 2)))
+    assert run(often).answers() == run(never).answers()

@@ -1,0 +1,92 @@
+"""Running foreign kernels: in every way, and compared with float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from metal.host import HostOptions, run_metal
+from tests.support.foreign_kernels import INCLUDE, normal
+
+DTYPES = {"float": mx.float32, "half": mx.float16, "bfloat16_t": mx.bfloat16}
+# (atol, rtol) of values around 1.
+TOLERANCES = {"float": (2e-6, 2e-6), "half": (1e-3, 1e-3), "bfloat16_t": (8e-3, 8e-3)}
+PLAIN = (HostOptions(), HostOptions(schedule="reverse"))
+CHECKED = (HostOptions(checked=True, schedule=7), HostOptions(checked=True, schedule="reverse"))
+
+
+def random(shape: tuple[int, ...], dtype: str, seed: int = 0) -> tuple[mx.array, np.ndarray]:
+    """Normal values that `dtype` can hold, as an MLX array and in float64."""
+    array = normal(*shape, seed=seed, dtype=DTYPES[dtype])
+    return array, exact(array)
+
+
+def exact(array: mx.array) -> np.ndarray:
+    """An array's values in float64."""
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def check_close(array: mx.array, expected: np.ndarray, dtype: str) -> None:
+    atol, rtol = TOLERANCES[dtype]
+    np.testing.assert_allclose(exact(array), expected, atol=atol, rtol=rtol)
+
+
+def in_every_way(
+    run: Callable[[HostOptions], list[mx.array]], *, checked: bool = True
+) -> list[mx.array]:
+    """What `run` returns, which has to be the same to the bit in each way of running.
+
+    `checked`: also under the checker, for which the kernel is compiled once more.
+    """
+    first = None
+    for way in PLAIN + CHECKED if checked else PLAIN:
+        outputs = run(way)
+        bits = [bytes(memoryview(array.view(mx.uint8))) for array in outputs]
+        first = first or bits
+        assert bits == first, f"another result with {way}"
+    return outputs
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A call of one of MLX's kernels.
+
+    `buffers`: as for `run_metal`, but an output is given as (shape, dtype).  `groups`: how many
+    threadgroups, each of `threads`.  `settings`: fields of HostOptions that it needs.
+    """
+
+    source: str
+    function: str
+    buffers: Sequence[Any]
+    groups: Sequence[int]
+    threads: Sequence[int]
+    constants: Mapping[int, np.generic] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, way: HostOptions) -> list[mx.array]:
+        """The outputs of one run."""
+        places = [i for i, buffer in enumerate(self.buffers) if isinstance(buffer, tuple)]
+        made = {i: mx.zeros(*self.buffers[i]) for i in places}
+        mx.eval(list(made.values()))
+        run_metal(
+            self.source,
+            self.function,
+            {**dict(enumerate(self.buffers)), **made},
+            [g * t for g, t in zip(self.groups, self.threads, strict=True)],
+            self.threads,
+            constants=self.constants,
+            include_dirs=[INCLUDE],
+            outputs=places,
+            options=replace(way, **self.settings),
+            name="mlx",
+        )
+        return list(made.values())
+
+
+def run_mlx(*arguments: Any, checked: bool = True, **named: Any) -> list[mx.array]:
+    """Run a Dispatch of these arguments in every way."""
+    return in_every_way(Dispatch(*arguments, **named).run, checked=checked)

@@ -1,0 +1,190 @@
+"""A launch of every kernel, small and with something of everything in it."""
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.gather_rows import gather_rows
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
+from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, RowNorm, skinny_gemm
+from vllm_metal_lite.kernels.varlen_prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kv.store import LayerSpec
+
+STORE = ("keys", "values")
+KV_HEADS, GROUP, DIM, BLOCK_SIZE, SLOTS = 2, 9, 72, 8, 96
+
+
+def draw(*shape, seed, dtype=mx.float32):
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return mx.array(values).astype(dtype)
+
+
+def store(dtype, dim=DIM):
+    return [draw(SLOTS, KV_HEADS, dim, seed=seed, dtype=dtype) for seed in (1, 2)]
+
+
+def quantised(dtype):
+    """A store of 4 bits a value, and its spec: rows of three groups of 24."""
+    spec = LayerSpec(KV_HEADS, DIM, DIM, dtype, bits=4)
+    return [spec.k_row.pack(rows) for rows in store(dtype)], spec
+
+
+def kv_write(dtype, written=None, spec=None):
+    rows = [draw(5, KV_HEADS, DIM, seed=seed, dtype=dtype) for seed in (3, 4)]
+    written = written or store(dtype)
+    # The slots 94 and 95 are the last two: what goes beyond a row goes beyond the store.
+    slots = mx.array([7, 94, -1, 95, 40], mx.int32)
+    return [*written, ops.kv_write(*rows, slots, *written, ops.new_token(), spec)]
+
+
+def kv_gather(dtype, kept=None, spec=None):
+    slots = mx.array([[95, 3, 4], [0, 94, 95]], mx.int32)
+    return list(ops.kv_gather(slots, *(kept or store(dtype)), ops.new_token(), spec))
+
+
+def paged_decode(dtype, kept=None, spec=None, prefix=None):
+    """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
+    tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
+    q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
+    out, _ = ops.paged_decode(
+        q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), ops.new_token(),
+        plan=ops.DecodePlan(1, 2), block_size=BLOCK_SIZE, scale=0.2, spec=spec, prefix=prefix,
+    )  # fmt: skip
+    return [out]
+
+
+def fused_decode(dtype):
+    """As above, in two splits; the newest rows are not in the store yet.  Two tiles a KV head."""
+    tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
+    heads = KV_HEADS * GROUP
+    rows = draw(3, (heads + 2 * KV_HEADS) * DIM, seed=13, dtype=dtype)
+    columns = [Columns(rows, n * DIM) for n in (0, heads, heads + KV_HEADS)]
+    norm, written = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5), store(dtype)
+    new = NewRows(*columns, heads, Rope(40, False, 1e4, 1.0, None), norm, norm)
+    out, _ = ops.paged_decode(
+        new, tables, mx.array([21, 0, 9], mx.int32), *written, ops.new_token(),
+        plan=ops.DecodePlan(2, 2), block_size=BLOCK_SIZE, scale=0.2,
+    )  # fmt: skip
+    return [*written, out]
+
+
+def shared_prefix_rows(dtype, q=None, dim=DIM):
+    """The second row's first 45 keys in two splits, the last one short, as is the tile of 27
+    pairs."""
+    blocks = [10, 2, 11, 5, 3, 0]
+    tables = mx.array([[4] * 6, blocks, blocks], mx.int32)
+    lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
+    q = draw(3, KV_HEADS * GROUP, dim, seed=5, dtype=dtype) if q is None else q
+    partial, lse, _ = shared_prefix(
+        q, tables, *lens, *store(dtype, dim), ops.new_token(), block_size=BLOCK_SIZE, scale=0.2,
+        splits=2,
+    )  # fmt: skip
+    return [partial, lse]
+
+
+def shared_prefix_of_new_rows(dtype):
+    """The same, of queries that are still to be normalised and turned, and so large that a
+    simdgroup does it in turns."""
+    heads, dim = KV_HEADS * GROUP, 136
+    rows = draw(3, (heads + 2 * KV_HEADS) * dim, seed=13, dtype=dtype)
+    columns = [Columns(rows, n * dim) for n in (0, heads, heads + KV_HEADS)]
+    norm = HeadNorm(draw(dim, seed=10, dtype=dtype), 1e-5)
+    rope = Rope(40, False, 1e4, 1.0, None)
+    return shared_prefix_rows(dtype, NewRows(*columns, heads, rope, norm, norm), dim)
+
+
+def decode_behind_a_prefix(dtype):
+    """The sequences of `paged_decode`, of which the first has its 8 first keys in common."""
+    parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((3, DIM), (3,)))
+    return paged_decode(dtype, prefix=SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32)))
+
+
+def merge_partitions(dtype):
+    """Two rows of 40 splits."""
+    return [ops.merge_partitions(draw(1, 2, 40, DIM, seed=7), draw(1, 2, 40, seed=8), dtype)]
+
+
+def varlen_prefill_rows(dtype):
+    """Whole prompts of 1 and 22 rows and a chunk of 5 behind 40 keys, then two rows of padding."""
+    tables = mx.array([[11, 0, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 10, 2]], mx.int32)
+    cu_seqlens_q = np.array([0, 1, 23, 28], np.int32)
+    tiles = mx.array(plan_tiles(cu_seqlens_q, 30, GROUP))
+    q = draw(30, KV_HEADS * GROUP, DIM, seed=6, dtype=dtype)
+    out, _ = varlen_prefill(
+        q, tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles, *store(dtype),
+        ops.new_token(), block_size=BLOCK_SIZE, scale=0.2,
+    )  # fmt: skip
+    return [out]
+
+
+def rope_write_rows(dtype):
+    """Rows joined, not a head for every simdgroup, the last slot of the store among the written."""
+    rows = draw(5, (6 + 2 * KV_HEADS) * DIM, seed=9, dtype=dtype)
+    written = store(dtype)
+    norm = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5)
+    columns = [Columns(rows, heads * DIM) for heads in (0, 6, 6 + KV_HEADS)]
+    q, _ = rope_write(
+        NewRows(*columns, 6, Rope(40, False, 1e4, 1.0, None), norm, norm),
+        positions=mx.array([0, 3, 4, 9, 50], mx.int32),
+        slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
+        keys=written[0], values=written[1], token=ops.new_token(),
+    )  # fmt: skip
+    return [*written, q]
+
+
+def add_rms_norm_rows(dtype):
+    """Rows of more than one simdgroup, the last of which has idle threads."""
+    x, y, weight = (draw(*shape, seed=11, dtype=dtype) for shape in ((3, 200), (3, 200), (200,)))
+    return list(add_rms_norm(x, y, weight, 1e-5))
+
+
+def gathered_rows(dtype):
+    return [gather_rows(draw(7, 40, seed=12, dtype=dtype), mx.array([[6, 0], [6, 3]], mx.int32))]
+
+
+def skinny_gemm_rows(dtype):
+    """Of 16 bits.  Sums of some rows and then of others, the last tiles of both sides not full, and
+    simdgroups with unlike numbers of chunks."""
+    dtype = mx.bfloat16 if dtype == mx.float32 else dtype
+    x, weight = (draw(rows, 928, seed=14, dtype=dtype) for rows in (53, 40))
+    return [skinny_gemm(x, weight, plan=GemmPlan(8, 2)).astype(mx.float32)]
+
+
+def skinny_gemm_with_all(dtype):
+    """A norm before the product, SwiGLU and a residual sum after it: of few rows, and of so many
+    that sums are held in turns.  Rows are of unlike size."""
+    dtype = mx.bfloat16 if dtype == mx.float32 else dtype
+    weight, gain = draw(42, 928, seed=14, dtype=dtype) / 30, draw(928, seed=15, dtype=dtype)
+    results = []
+    for rows in (11, 53):
+        sizes = mx.arange(1, rows + 1)[:, None].astype(dtype)
+        x, residual = draw(rows, 928, seed=16, dtype=dtype) * sizes, draw(rows, 21, seed=17)
+        results.append(skinny_gemm(
+            x, weight, norm=RowNorm(gain, 1e-5), residual=residual.astype(dtype), swiglu=True,
+            plan=GemmPlan(8, 2),
+        ).astype(mx.float32))  # fmt: skip
+    return results
+
+
+RUN = {
+    "gather_rows": gathered_rows,
+    "kv_write": kv_write,
+    "kv_gather": kv_gather,
+    "paged_decode": paged_decode,
+    "merge_partitions": merge_partitions,
+    "varlen_prefill": varlen_prefill_rows,
+    "kv_write_quantised": lambda dtype: kv_write(dtype, *quantised(dtype)),
+    "kv_gather_quantised": lambda dtype: kv_gather(dtype, *quantised(dtype)),
+    "paged_decode/quantised": lambda dtype: paged_decode(dtype, *quantised(dtype)),
+    "paged_decode/fused": fused_decode,
+    "shared_prefix": shared_prefix_rows,
+    "shared_prefix/fused": shared_prefix_of_new_rows,
+    "paged_decode/prefix": decode_behind_a_prefix,
+    "rope_write": rope_write_rows,
+    "add_rms_norm": add_rms_norm_rows,
+    "skinny_gemm": skinny_gemm_rows,
+    "skinny_gemm/all": skinny_gemm_with_all,
+}

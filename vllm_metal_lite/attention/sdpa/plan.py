@@ -1,0 +1,297 @@
+"""How the reference attention cuts a step into calls of SDPA (host side, numpy).
+
+A segment's queries are cut into tiles; a tile sees the keys up to its own end.  Tiles of like shape
+run as one right-padded batch: padding at the end is never seen by earlier rows, so complete prompts
+need plain "causal" and no mask.  Short prompts of unlike lengths may instead be laid end to end
+under one block-diagonal causal mask ("packed").  What costs least is taken, counted in scores
+computed, keys gathered and calls.  Everything a mask must know is positions and segment numbers, so
+one formula serves every group:  key visible = same segment and k_pos <= q_pos (and in the window).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
+
+# What a call costs is counted in scores.  A key costs as many again, for it is copied out of the
+# store: on the CPU 1.3 us against 13 ns a score.
+KEY_COST = 64
+# Most keys that one call gathers, so that its copy of K and V stays small beside the store.
+MAX_GATHERED_KEYS = 1 << 17
+
+NEVER = np.iinfo(np.int32).max  # position of a padding key: behind every query
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one that is at least n, for n of at least 1."""
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One call of SDPA: B rows of Lq queries over Lk keys.
+
+    q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, as they are.
+    kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
+    "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
+    segments of rows and keys).  The arrays may be on the device already.
+    """
+
+    q_rows: np.ndarray | None
+    kv_slots: np.ndarray
+    q_pos: np.ndarray
+    kv_pos: np.ndarray
+    mask: str | None
+    segments: np.ndarray | None = None
+    kv_segments: np.ndarray | None = None
+
+
+def cost(q_len: int, kv_len: int) -> int:
+    """What attention of q_len queries to kv_len keys costs, in scores."""
+    return (q_len + KEY_COST) * kv_len
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Query tiles, one entry each: segment, first row, rows, first and one past last key."""
+
+    segment: np.ndarray
+    row: np.ndarray
+    q_len: np.ndarray
+    kv_start: np.ndarray
+    kv_end: np.ndarray
+
+    def __getitem__(self, index: np.ndarray) -> "Tiles":
+        return Tiles(*(getattr(self, f)[index] for f in self.__slots__))
+
+    def __len__(self) -> int:
+        return len(self.segment)
+
+
+def plan_groups(
+    batch: ForwardBatch, window: int | None, *, chunk: int | None = None, tile: int, call_cost: int
+) -> list[Group]:
+    """Cut a step into SDPA calls that together cover every row of the batch once.
+
+    chunk: rows see only the keys of their own chunk of so many positions (Llama 4).
+    tile: most query rows in one tile (what a backend without a fused causal kernel saves on).
+    """
+    if chunk is not None:
+        batch = split_at_chunks(batch, chunk)
+    q_lens = np.diff(batch.cu_seqlens_q)
+    groups: list[Group] = []
+    complete = (q_lens == batch.seq_lens) & (q_lens > 1)
+    loose: list[np.ndarray] = []
+    for pack in split_packs(np.flatnonzero(complete), q_lens):
+        rows, longest = int(q_lens[pack].sum()), int(q_lens[pack].max())
+        packed = cost(rows, rows)
+        # At most what one padded batch costs, which is soon known.
+        if packed < len(pack) * cost(longest, longest):
+            padded, _ = _alike(_tiles(batch, pack, window, chunk, tile), call_cost)
+            if packed + call_cost < padded:
+                groups.append(_packed(batch, pack))
+                continue
+        loose.append(pack)
+    for segments in (loose and np.concatenate(loose), np.flatnonzero(~complete)):
+        if len(segments):
+            tiles = _tiles(batch, segments, window, chunk, tile)
+            groups += [_padded(batch, tiles[i], window) for i in _alike(tiles, call_cost)[1]]
+    return groups
+
+
+def split_packs(
+    segments: np.ndarray, q_lens: np.ndarray, cap: int = MAX_PACKED_PREFILL_TOKENS
+) -> list[np.ndarray]:
+    """Split segments, in order, into packs of at most `cap` rows; a longer one is alone in its."""
+    packs: list[list[int]] = []
+    rows = cap
+    for s in segments.tolist():
+        rows += int(q_lens[s])
+        if rows > cap:
+            packs.append([])
+            rows = int(q_lens[s])
+        packs[-1].append(s)
+    return [np.array(p) for p in packs]
+
+
+def split_at_chunks(batch: ForwardBatch, chunk: int) -> ForwardBatch:
+    """The same rows, with segments cut where positions pass a multiple of `chunk`."""
+    starts = np.zeros(batch.num_tokens, bool)
+    starts[batch.cu_seqlens_q[:-1]] = True
+    starts |= batch.positions % chunk == 0
+    first = np.flatnonzero(starts)
+    cu = np.append(first, batch.num_tokens).astype(np.int32)
+    segment = np.searchsorted(batch.cu_seqlens_q, first, side="right") - 1
+    return replace(
+        batch,
+        cu_seqlens_q=cu,
+        seq_lens=batch.positions[cu[1:] - 1] + 1,
+        block_tables=batch.block_tables[segment],
+        req_indices=batch.req_indices[segment],
+    )
+
+
+def _tiles(
+    batch: ForwardBatch, segments: np.ndarray, window: int | None, chunk: int | None, tile: int
+) -> Tiles:
+    start = batch.cu_seqlens_q[segments]
+    q_len = batch.cu_seqlens_q[segments + 1] - start
+    count = -(-q_len // tile)
+    index = np.repeat(np.arange(len(segments)), count)
+    nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+    first = nth * tile
+    rows = np.minimum(q_len[index] - first, tile)
+    context = batch.seq_lens[segments][index] - q_len[index]
+    kv_end = context + first + rows
+    kv_start = np.zeros_like(kv_end)
+    if window is not None:
+        kv_start = np.maximum(kv_end - rows + 1 - window, 0)
+    if chunk is not None:
+        kv_start = np.maximum(kv_start, (kv_end - 1) // chunk * chunk)
+    return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
+
+
+def _alike(tiles: Tiles, call_cost: int) -> tuple[int, list[np.ndarray]]:
+    """What tiles cost as padded batches, and which tiles each of these takes.
+
+    Tiles in a batch are neighbours in the order from longest to shortest, so the cheapest way to
+    cut the first n of them is found from those for fewer.
+    """
+    kv_len = tiles.kv_end - tiles.kv_start
+    order = np.lexsort((-kv_len, -tiles.q_len))
+    q_len, kv_len = tiles.q_len[order].astype(np.int64), kv_len[order].astype(np.int64)
+    least = np.zeros(len(tiles) + 1, np.int64)  # cost of the first n
+    begins = np.zeros(len(tiles) + 1, np.int64)  # where the last batch of the first n begins
+    for end in range(1, len(tiles) + 1):
+        most = max(1, MAX_GATHERED_KEYS // int(kv_len[end - 1]))
+        first = max(0, end - most)
+        longest = np.maximum.accumulate(kv_len[first:end][::-1])[::-1]
+        count = np.arange(end - first, 0, -1)
+        total = least[first:end] + count * cost(q_len[first:end], longest) + call_cost
+        total[(count > 1) & (count * longest > MAX_GATHERED_KEYS)] = np.iinfo(np.int64).max
+        at = int(total.argmin())
+        begins[end], least[end] = first + at, total[at]
+    batches, end = [], len(tiles)
+    while end:
+        batches.append(order[begins[end] : end])
+        end = int(begins[end])
+    return int(least[-1]), batches[::-1]
+
+
+def _padded(
+    batch: ForwardBatch, tiles: Tiles, window: int | None, q_len: int = 0, kv_len: int = 0
+) -> Group:
+    """Tiles as a batch, padded to the longest, and to q_len rows and kv_len keys at least."""
+    q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
+    row = np.minimum(np.arange(max(q_lens.max(), q_len)), q_lens[:, None] - 1)
+    q_rows = tiles.row[:, None] + row
+    key = np.arange(max(kv_lens.max(), kv_len))
+    real = key < kv_lens[:, None]
+    position = np.where(real, tiles.kv_start[:, None] + key, tiles.kv_start[:, None])
+    bs = batch.block_size
+    blocks = batch.block_tables[tiles.segment[:, None], position // bs]
+    in_window = window is None or bool((tiles.kv_end <= window).all())
+    uniform = (q_lens == q_lens[0]).all() and (kv_lens == kv_lens[0]).all()
+    if uniform and q_lens[0] == 1:
+        mask = None
+    elif in_window and (uniform or (q_lens == kv_lens).all()):
+        mask = "causal"
+    else:
+        mask = "array"
+    return Group(
+        q_rows=q_rows.astype(np.int32),
+        kv_slots=(blocks * bs + position % bs).astype(np.int32),
+        q_pos=batch.positions[q_rows],
+        kv_pos=np.where(real, position, NEVER).astype(np.int32),
+        mask=mask,
+    )
+
+
+def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
+    """Complete prompts end to end: rows and keys are the same rows of the step."""
+    cu = batch.cu_seqlens_q
+    rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
+    segments = np.repeat(pack, cu[pack + 1] - cu[pack]).astype(np.int32)[None]
+    positions = batch.positions[rows]
+    slots = batch.slot_mapping[rows]
+    return Group(rows, slots, positions, positions, "array", segments, segments)
+
+
+def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Of groups with q_rows: these end to end, (T,) int32, and the place of each of num_rows there.
+
+    None where rows are the first T, in order, and where places are those of the rows.
+    """
+    rows = np.concatenate([g.q_rows.ravel() for g in groups])
+    place = np.zeros(num_rows, np.int32)
+    # Backwards, so that a row's first place wins: later ones are padding, which under a plain
+    # "causal" saw too far.
+    place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
+    if not np.array_equal(rows, np.arange(len(rows))):
+        return rows, place
+    return None, None if len(rows) == num_rows else place
+
+
+def quarter_power(n: int) -> int:
+    """n rounded up so that four sizes lie between a power of two and the next."""
+    step = max(1, power_of_two(n) // 8)
+    return -(-n // step) * step
+
+
+def batch_shape(
+    batch: ForwardBatch, min_rows: int, min_keys: int, window: int | None = None
+) -> tuple[int, int, int]:
+    """(B, Lq, Lk) of `in_one_batch`, sizes that come again: at least min_rows and min_keys."""
+    q_lens, kv_lens = np.diff(batch.cu_seqlens_q), batch.seq_lens
+    if window is not None:
+        kv_lens = np.minimum(kv_lens, q_lens - 1 + window)
+    return (
+        power_of_two(batch.num_segments),
+        quarter_power(max(int(q_lens.max()), min_rows)),
+        quarter_power(max(int(kv_lens.max()), min_keys)),
+    )
+
+
+def in_one_batch(
+    batch: ForwardBatch, min_rows: int, min_keys: int, window: int | None = None
+) -> Group:
+    """A segment a row of a padded batch; behind the last row it is there again.
+
+    What the window hides of a context from all rows is not gathered.
+    """
+    count, q_len, kv_len = batch_shape(batch, min_rows, min_keys, window)
+    segments = np.minimum(np.arange(count), batch.num_segments - 1)
+    tiles = _tiles(batch, segments, window, None, q_len)
+    return replace(_padded(batch, tiles, window, q_len, kv_len), mask="array")
+
+
+def in_one_call(
+    batch: ForwardBatch, num_rows: int, min_keys: int, window: int | None = None
+) -> Group:
+    """All segments end to end: num_rows queries, and keys padded to a power of two, at least
+    min_keys.
+
+    What the window hides of a context from all rows is not gathered: it may be another request's by
+    now.  Rows of padding see what the last row sees.
+    """
+    q_lens = np.diff(batch.cu_seqlens_q)
+    kv_start = np.zeros_like(q_lens)
+    if window is not None:
+        kv_start = np.maximum(batch.seq_lens - q_lens + 1 - window, 0)
+    ends = np.cumsum(batch.seq_lens - kv_start)
+    num_keys = int(ends[-1])
+    segment = np.repeat(np.arange(len(q_lens), dtype=np.int32), batch.seq_lens - kv_start)
+    position = np.arange(num_keys) - (ends - batch.seq_lens)[segment]
+    block, offset = np.divmod(position, batch.block_size)
+    slots = batch.block_tables[segment, block] * batch.block_size + offset
+    keys = np.zeros((3, power_of_two(max(num_keys, min_keys))), np.int32)
+    keys[0], keys[1] = slots[0], NEVER
+    keys[:, :num_keys] = slots, position, segment
+    last = np.minimum(np.arange(num_rows), batch.num_tokens - 1)
+    rows = np.repeat(np.arange(len(q_lens), dtype=np.int32), q_lens)[last]
+    kv_slots, kv_pos, kv_segments = keys[:, None]
+    return Group(
+        None, kv_slots, batch.positions[last][None], kv_pos, "array", rows[None], kv_segments
+    )

@@ -1,0 +1,264 @@
+"""Do the kernels that stand for MLX operations compute on this device what they should?
+
+Models rotate and normalise in more ways than is worth trying one by one, so two very different ones
+stand for all: halves turned by a base, normalised, from a joined projection, in few rows; and some
+neighbours turned by given frequencies, up to position 1,000,000, from three arrays, in many rows.
+`paged_decode` does the same to the newest tokens of decodes if it is to: "fused_decode" here.
+`skinny_gemm` is checked with every plan that `gemm_plan` gives to its numbers of rows.
+The reference is float64 on this machine's CPU, rounded where MLX's own norm and rotation round.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.selfcheck import (
+    TOLERANCE,
+    CheckResult,
+    Memory,
+    largest_error,
+    run_checks,
+)
+from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.gather_rows import gather_rows
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.shared_prefix import shared_prefix
+from vllm_metal_lite.kernels.skinny_gemm import RowNorm, gemm_plan, skinny_gemm
+from vllm_metal_lite.specs import AttentionShape
+
+_EPS = 1e-5
+# Small, for an angle is a product in float32, and its error grows with the position.
+_SMALL_POSITIONS = np.array((0, 1, 2, 17, 100))
+_LARGE_POSITIONS = np.linspace(0, 1_000_000, 301).astype(np.int64)
+# Of decodes, a row of padding among them.
+_CONTEXTS, _BLOCK = np.array((1, 16, 0, 33, 130)), 16
+# (rows, depth) of products: a depth that not all simdgroups have a part of, and one of many turns;
+# as many rows as threadgroup memory does not hold the sums of at once.
+_PRODUCTS, _OUTPUTS = ((1, 1056), (3, 96), (28, 1056), (64, 1056)), 100
+
+
+def check(shape: AttentionShape) -> list[CheckResult]:
+    """Run them for the heads and the type of one attention call that kernels serve."""
+    heads = _heads(shape)
+    checks = {
+        "rope_write": _rope_write,
+        "add_rms_norm": _add_rms_norm,
+        "gather_rows": _gather_rows,
+        "fused_decode": _fused_decode,
+    }
+    if shape.dtype != mx.float32:
+        checks["skinny_gemm"] = _skinny_gemm
+    return run_checks({name: partial(run, heads) for name, run in checks.items()}, heads, 0)
+
+
+def failures(shape: AttentionShape) -> tuple[CheckResult, ...]:
+    """What fails of `check`; that nothing does is remembered."""
+    memory = Memory()
+    key = f"{_heads(shape)}, fused"
+    if key in memory.known:
+        return ()
+    failed = tuple(r for r in check(shape) if not r.passed)
+    if not failed:
+        memory.add(key, "right")
+    return failed
+
+
+def _heads(shape: AttentionShape) -> AttentionShape:
+    """All of a shape that matters here: not what its queries see, nor how the store keeps it."""
+    return AttentionShape(
+        shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype
+    )
+
+
+def full_list() -> list[AttentionShape]:
+    """The heads that `doctor` goes through."""
+    cases = []
+    for dtype in TOLERANCE:
+        cases += [AttentionShape(*h, 64, 64, dtype) for h in ((4, 4), (5, 1), (16, 8), (71, 1))]
+        cases += [
+            AttentionShape(4, 2, *d, dtype)
+            for d in ((32, 32), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
+        ]
+    return cases
+
+
+def _add_rms_norm(shape: AttentionShape) -> tuple[float, float]:
+    """Rows of a multiple of four elements, and rows that are not."""
+    error = 0.0
+    for dim in (shape.num_heads * shape.k_head_dim, 1001):
+        x, y = (_draw(seed, (5, dim), shape.dtype) for seed in range(2))
+        weight = _draw(2, (dim,), shape.dtype)
+        added = _rounded(x + y, shape.dtype)
+        normed = _rms_norm(added, weight, shape.dtype)
+        got = add_rms_norm(*(mx.array(a).astype(shape.dtype) for a in (x, y, weight)), _EPS)
+        error = max(error, _largest(got, (added, normed)))
+    return error, TOLERANCE[shape.dtype]
+
+
+def _gather_rows(shape: AttentionShape) -> tuple[float, float]:
+    """Queries in random order, some of them twice."""
+    q = _draw(0, (50, shape.num_heads, shape.k_head_dim), shape.dtype)
+    index = np.random.default_rng(0).integers(0, 50, (3, 31)).astype(np.int32)
+    got = gather_rows(mx.array(q).astype(shape.dtype), mx.array(index))
+    return largest_error(got, q[index]), 0.0
+
+
+def _skinny_gemm(shape: AttentionShape) -> tuple[float, float]:
+    """Rows and outputs that do not fill their tiles, by the plans of small and of large weights; by
+    themselves, and with all that may come before and after a product."""
+    error, dtype = 0.0, shape.dtype
+    for rows, depth in _PRODUCTS:
+        x, residual = _draw(0, (rows, depth), dtype), _draw(3, (rows, _OUTPUTS // 2), dtype)
+        weight = _rounded(_draw(1, (_OUTPUTS, depth), dtype) / depth**0.5, dtype)
+        gain = _draw(2, (depth,), dtype) / 2  # or roundings of gate and up would add up
+        gate, up = np.split(_rms_norm(x, gain, dtype) @ weight.T, 2, axis=1)
+        expected = x @ weight.T, gate / (1 + np.exp(-gate)) * up + residual
+        x, residual, weight, gain = (mx.array(a).astype(dtype) for a in (x, residual, weight, gain))
+        around = {"norm": RowNorm(gain, _EPS), "residual": residual, "swiglu": True}
+        for plan in {gemm_plan(rows, outputs) for outputs in (_OUTPUTS, 1 << 20)}:
+            got = [skinny_gemm(x, weight, plan=plan, **how) for how in ({}, around)]
+            error = max(error, _largest(got, expected))
+    return error, TOLERANCE[dtype]
+
+
+def _rope_write(shape: AttentionShape) -> tuple[float, float]:
+    dim = shape.k_head_dim
+    weights = [_draw(seed, (dim,), shape.dtype) for seed in (7, 8)]
+    some = dim // 4 * 2
+    # Powers of two make every angle exact, so that what is compared is the sines.
+    freqs = mx.array(np.exp2(np.arange(some // 2) % 12).astype(np.float32))
+    error = max(
+        _rotated(shape, _SMALL_POSITIONS, Rope(dim, False, 10_000.0, 1.0, None), weights),
+        _rotated(shape, _LARGE_POSITIONS, Rope(some, True, None, 1.0, freqs), None),
+    )
+    return error, TOLERANCE[shape.dtype]
+
+
+def _rotated(
+    shape: AttentionShape, positions: np.ndarray, how: Rope, weights: list[np.ndarray] | None
+) -> float:
+    """The largest error of one launch; every third row has no slot."""
+    new, expected = _new_rows(shape, positions, how, weights)
+    rows = len(positions)
+    slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
+    slots[::3] = -1
+    store = [mx.zeros((rows, *a.shape[1:]), shape.dtype) for a in expected[1:]]
+    mx.eval(store, new.arrays)
+    q, token = rope_write(
+        new, positions=mx.array(positions.astype(np.int32)), slot_mapping=mx.array(slots),
+        keys=store[0], values=store[1], token=ops.new_token(),
+    )  # fmt: skip
+    for i in (1, 2):
+        empty = np.zeros_like(expected[i])
+        empty[slots[slots >= 0]] = expected[i][slots >= 0]
+        expected[i] = empty
+    return _largest((q, *_stored(store, token)), expected)
+
+
+def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
+    """Halves turned and normalised, in one split and in several; and behind a prefix, if heads are
+    small enough for that, which the longest row has."""
+    how = Rope(shape.k_head_dim, False, 10_000.0, 1.0, None)
+    weights = [_draw(seed, (shape.k_head_dim,), shape.dtype) for seed in (7, 8)]
+    newest = np.maximum(_CONTEXTS - 1, 0)
+    new, (q, *fresh) = _new_rows(shape, newest, how, weights)
+    width = -(-int(_CONTEXTS.max()) // _BLOCK)
+    tables = np.random.default_rng(0).permutation(len(_CONTEXTS) * width).astype(np.int32)
+    tables = tables.reshape(-1, width)
+    slots = (tables[..., None] * _BLOCK + np.arange(_BLOCK)).reshape(len(tables), -1)
+    before = [_draw(9, (slots.size, *rows.shape[1:]), shape.dtype) for rows in fresh]
+    after = [rows.copy() for rows in before]
+    written = np.flatnonzero(_CONTEXTS)
+    at = slots[written, newest[written]]
+    for old, store, rows in zip(before, after, fresh, strict=True):
+        old[at] = np.nan
+        store[at] = _rounded(rows[written], shape.dtype)
+    expected = np.zeros((*q.shape[:2], shape.v_head_dim))
+    scale, group = shape.k_head_dim**-0.5, shape.num_heads // shape.num_kv_heads
+    for i in written:
+        k, v = (np.repeat(a[slots[i, : _CONTEXTS[i]]], group, 1) for a in after)
+        scores = np.einsum("hd,lhd->hl", _rounded(q[i], shape.dtype), k) * scale
+        weight = np.exp(scores - scores.max(1, keepdims=True))
+        expected[i] = np.einsum("hl,lhd->hd", weight / weight.sum(1, keepdims=True), v)
+    where = mx.array(tables), mx.array(_CONTEXTS.astype(np.int32))
+    how = {"block_size": _BLOCK, "scale": scale}
+    longest = int(_CONTEXTS.argmax())
+    lens = np.zeros(len(_CONTEXTS), np.int32)
+    lens[longest] = newest[longest] // _BLOCK * _BLOCK
+    shares = not ops.head_size_problem((shape.k_head_dim, shape.v_head_dim), ops.MAX_PREFILL_DIM)
+    error = 0.0
+    for plan, share in [(ops.DecodePlan(1, 8), shares), (ops.DecodePlan(4, 4), False)]:
+        store = [mx.array(a).astype(shape.dtype) for a in before]
+        mx.eval(store, new.arrays)
+        token, prefix = ops.new_token(), None
+        if share:
+            leader = mx.array([longest], mx.int32)
+            prefix = shared_prefix(
+                new, *where, leader, mx.array(lens), *store, token, splits=2, **how
+            )
+            token = prefix.lse
+        out, token = ops.paged_decode(new, *where, *store, token, plan=plan, prefix=prefix, **how)
+        error = max(error, _largest((out, *_stored(store, token)), (expected, *after)))
+    return error, TOLERANCE[shape.dtype]
+
+
+def _new_rows(
+    shape: AttentionShape, positions: np.ndarray, how: Rope, weights: list[np.ndarray] | None
+) -> tuple[NewRows, list[np.ndarray]]:
+    """Rows, joined and normalised if there are weights, and what q, k and v are after it."""
+    rows, kv_heads = len(positions), shape.num_kv_heads
+    heads = (shape.num_heads, shape.k_head_dim), (kv_heads, shape.k_head_dim)
+    heads += ((kv_heads, shape.v_head_dim),)
+    parts = [_draw(seed, (rows, *h), shape.dtype) for seed, h in enumerate(heads)]
+    flat = [mx.array(p.reshape(rows, -1)).astype(shape.dtype) for p in parts]
+    columns = [Columns(a, 0) for a in flat]
+    norms = None, None
+    if weights is not None:
+        starts = np.cumsum([0, *(a.shape[1] for a in flat)]).tolist()
+        joined = mx.concatenate(flat, axis=1)
+        columns = [Columns(joined, start) for start in starts[:3]]
+        norms = [HeadNorm(mx.array(w).astype(shape.dtype), _EPS) for w in weights]
+        parts[:2] = (_rms_norm(x, w, shape.dtype) for x, w in zip(parts[:2], weights, strict=True))
+    turned = [_turn(x, positions, how) for x in parts[:2]]
+    return NewRows(*columns, shape.num_heads, how, *norms), turned + parts[2:]
+
+
+def _stored(store: list[mx.array], token: mx.array) -> list[mx.array]:
+    """What is in a store, as kernels see it."""
+    everything = mx.arange(len(store[0]), dtype=mx.int32)
+    return list(ops.kv_gather(everything, *store, token)[:2])
+
+
+def _largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:
+    return max(largest_error(a, wanted) for a, wanted in zip(got, expected, strict=True))
+
+
+def _turn(x: np.ndarray, positions: np.ndarray, how: Rope) -> np.ndarray:
+    """Pairs as complex numbers, turned."""
+    i = np.arange(how.dims // 2)
+    rates = how.base ** (-2 * i / how.dims) if how.freqs is None else 1 / np.array(how.freqs)
+    first, second = (2 * i, 2 * i + 1) if how.traditional else (i, i + how.dims // 2)
+    angles = how.scale * positions[:, None, None] * rates.astype(np.float64)
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    x = x.copy()
+    x[..., first], x[..., second] = turned.real, turned.imag
+    return x
+
+
+def _rms_norm(x: np.ndarray, weight: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    normed = _rounded(x / np.sqrt((x**2).mean(-1, keepdims=True) + _EPS), dtype)
+    return _rounded(normed * weight, dtype)
+
+
+def _draw(seed: int, dims: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
+    return _rounded(np.random.default_rng(seed).standard_normal(dims), dtype)
+
+
+def _rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """Numbers as `dtype` holds them, in float64."""
+    rounded = mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32)
+    return np.array(rounded).astype(np.float64)

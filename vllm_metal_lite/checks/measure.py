@@ -1,0 +1,178 @@
+"""How fast the kernels are on this device, beside what the device can do and what MLX has itself.
+
+Times are per call, from chains of calls of which each takes the result of the one before it, so
+that what is measured is a stream that is kept busy: the median of several chains.  Chains are
+compiled by `mx.compile`, as decode steps are, so that building the graph is not part of it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.specs import AttentionShape
+
+_CHAIN, _REPEATS = 100, 5
+
+
+def seconds_per_call(
+    call: Callable[[Any], Any], x: Any, chain: int = _CHAIN, compiled: bool = True
+) -> float:
+    """Median seconds of x = call(x), x being an array or a tree of arrays."""
+
+    def run(x: Any) -> Any:
+        for _ in range(chain):
+            x = call(x)
+        return x
+
+    run = mx.compile(run) if compiled else run
+    times = []
+    for _ in range(_REPEATS + 2):
+        start = time.perf_counter()
+        mx.eval(run(x))
+        times.append((time.perf_counter() - start) / chain)
+    return float(np.median(times[2:]))  # the first ones compile and capture
+
+
+def copy_bandwidth(size: int = 1 << 30) -> float:
+    """Bytes read plus bytes written a second, by an elementwise operation on `size` bytes."""
+    x = mx.zeros(size // 4, mx.float32)
+    mx.eval(x)
+    return 2 * size / seconds_per_call(lambda a: a + 1, x, chain=5, compiled=False)
+
+
+def matmul_rate(dtype: mx.Dtype = mx.bfloat16, n: int = 8192) -> float:
+    """Floating-point operations a second of an (n, n) x (n, n) product."""
+    x, w = (mx.random.normal((n, n)).astype(dtype) / n**0.5 for _ in range(2))
+    mx.eval(x, w)
+    return 2 * n**3 / seconds_per_call(lambda a: a @ w, x, chain=5)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Seconds a call, and the bytes of K and V that it reads or the operations that it needs."""
+
+    seconds: float
+    bytes: int
+    flops: int
+
+    @property
+    def bandwidth(self) -> float:
+        return self.bytes / self.seconds
+
+    @property
+    def rate(self) -> float:
+        return self.flops / self.seconds
+
+
+class Workload:
+    """`batch` sequences of `context` keys in a store whose blocks are in random order.
+
+    k_head_dim and v_head_dim of the shape must be equal, so that calls can be chained.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, batch: int, context: int, block_size: int = 16
+    ) -> None:
+        self.shape, self.batch, self.context, self.block_size = shape, batch, context, block_size
+        blocks = -(-context // block_size)
+        heads, dim = shape.num_kv_heads, shape.k_head_dim
+        slots = (batch * blocks * block_size, heads, dim)
+        self.spec = LayerSpec(heads, dim, dim, shape.dtype, bits=shape.kv_bits)
+        self.keys, self.values = (
+            self.spec.k_row.pack(mx.random.normal(slots).astype(shape.dtype)) for _ in range(2)
+        )
+        tables = np.random.default_rng(0).permutation(batch * blocks).reshape(batch, blocks)
+        self.block_tables = mx.array(tables.astype(np.int32))
+        self.seq_lens = mx.full((batch,), context, mx.int32)
+        self.scale = shape.k_head_dim**-0.5
+        mx.eval(self.keys, self.values, self.block_tables, self.seq_lens)
+
+    @property
+    def plan(self) -> ops.DecodePlan:
+        return ops.decode_plan(self.batch, self.shape.num_kv_heads, self.context)
+
+    def _result(self, seconds: float, rows: int) -> Attended:
+        s, size = self.shape, self.batch * self.context * self.spec.bytes_per_token
+        seen = self.batch * (rows * (self.context - rows) + rows * (rows + 1) // 2)
+        flops = 2 * seen * s.num_heads * (s.k_head_dim + s.v_head_dim)
+        return Attended(seconds, size, flops)
+
+    def decode(self, plan: ops.DecodePlan | None = None, compiled: bool = True) -> Attended:
+        """paged_decode, and the merge where the context is split."""
+        s = self.shape
+        plan = plan or self.plan
+        q = mx.random.normal((self.batch, s.num_heads, s.k_head_dim)).astype(s.dtype)
+        token = ops.new_token()
+        mx.eval(q, token)
+
+        def call(q: mx.array) -> mx.array:
+            return ops.paged_decode(
+                q, self.block_tables, self.seq_lens, self.keys, self.values, token,
+                block_size=self.block_size, scale=self.scale, plan=plan,
+                window=s.window, softcap=s.softcap, spec=self.spec,
+            )[0]  # fmt: skip
+
+        return self._result(seconds_per_call(call, q, compiled=compiled), 1)
+
+    def sdpa(self, rows: int = 1, compiled: bool = True) -> Attended:
+        """MLX's own attention of `rows` queries a sequence, on contiguous K and V."""
+        s = self.shape
+        shape = (self.batch, s.num_kv_heads, self.context, s.k_head_dim)
+        k, v = (mx.random.normal(shape).astype(s.dtype) for _ in range(2))
+        q = mx.random.normal((self.batch, s.num_heads, rows, s.k_head_dim)).astype(s.dtype)
+        mx.eval(k, v, q)
+        mask = None if rows == 1 else "causal"
+
+        def call(q: mx.array) -> mx.array:
+            return mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+
+        return self._result(seconds_per_call(call, q, compiled=compiled), rows)
+
+    def prefill(self, how: str, rows: int, compiled: bool = False) -> Attended:
+        """The last `rows` rows of each sequence as a chunk: how = "varlen" or "gather"."""
+        s = self.shape
+        inputs = InputBatch(self.batch, self.context, self.block_size)
+        index = np.array([inputs.add([0], 1) for _ in range(self.batch)])
+        inputs.num_tokens[index] = self.context
+        for row, blocks in zip(index, np.array(self.block_tables).tolist(), strict=True):
+            inputs.append_blocks(row, blocks)
+        lengths = np.full(self.batch, rows)
+        batch = inputs.pack(index, self.context - lengths, lengths)
+        store = PagedStore([self.spec], 1, self.block_size)
+        store.keys, store.values = [self.keys], [self.values]
+        attention = KernelAttention(store, how)
+        step = attention.prepare(batch, batch.num_tokens)
+        q = mx.random.normal((batch.num_tokens, s.num_heads, s.k_head_dim)).astype(s.dtype)
+        mx.eval(q, attention.token)
+
+        def call(q: mx.array) -> mx.array:
+            return attention.attend(
+                0, q, step, scale=self.scale, window=s.window, softcap=s.softcap
+            )
+
+        return self._result(seconds_per_call(call, q, chain=5, compiled=compiled), rows)
+
+
+def faster_prefill(shape: AttentionShape) -> str:
+    """Which way prompts should attend on this device: "varlen" or "gather".
+
+    Two loads speak: four prompts of 512 tokens, and a chunk of 1,024 behind a context of 3,072.
+    """
+    if ops.unsupported(shape, prefill=True):
+        return "gather"
+    square = replace(shape, v_head_dim=shape.k_head_dim, sinks=False)
+    loads = Workload(square, 4, 512), Workload(square, 1, 4096)
+    rows = 512, 1024
+    times = {
+        how: sum(w.prefill(how, n).seconds for w, n in zip(loads, rows, strict=True))
+        for how in PREFILLS
+    }
+    return min(times, key=times.get)

@@ -1,0 +1,154 @@
+"""Projections of one input as one matrix product: q, k and v; gate and up.
+
+Which modules get the same input is seen by running one token.  Their weights are put one above the
+other; the first of them that is called computes the product for all, and each returns its columns.
+A product less is a launch less, and small products are what a decode step is made of.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.traced import Traced, made_of, rows_of
+from vllm_metal_lite.kernels.new_rows import Columns
+
+_KINDS = (nn.Linear, nn.QuantizedLinear)
+# Rows of these are outputs, whatever the type.
+_BY_OUTPUT = ("weight", "scales", "biases", "bias")
+
+
+class Product:
+    """Several projections as one.  Keeps the last product until each of them has had its part."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.linear = modules[0]
+        self.ends = [0]
+        for module in modules:
+            self.ends.append(self.ends[-1] + module.weight.shape[0])
+        for name in _BY_OUTPUT:
+            if name in self.linear:
+                self.linear[name] = mx.concatenate([m[name] for m in modules])
+        self._x: mx.array | None = None
+        self._y: mx.array | None = None
+        self._wanted: set[int] = set()
+
+    def part(self, index: int, x: mx.array) -> mx.array:
+        """x (..., inputs) times the weights of one of them."""
+        if self._x is not x or index not in self._wanted:
+            self._x, self._y = x, self.linear(x)
+            self._wanted = set(range(len(self.ends) - 1))
+        y, start, end = self._y, self.ends[index], self.ends[index + 1]
+        self._wanted.discard(index)
+        if not self._wanted:
+            self.forget()
+        return Traced(y[..., start:end], Columns(rows_of(y), start, made_of(y)))
+
+    def forget(self) -> None:
+        """Keep nothing of a forward that is over."""
+        self._x = self._y = None
+        self._wanted = set()
+
+
+class Part(nn.Module):
+    """Stands where one of the projections was."""
+
+    def __init__(self, product: Product, index: int) -> None:
+        super().__init__()
+        self.product, self.index = product, index
+        if index == 0:
+            self.joined = product.linear  # so that the weights are parameters, once
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.product.part(self.index, x)
+
+    @property
+    def weight(self) -> mx.array:
+        return self._own("weight")
+
+    def _own(self, name: str) -> mx.array:
+        """Those rows of the joined weights that are this projection's own."""
+        start, end = self.product.ends[self.index : self.index + 2]
+        return self.product.linear[name][start:end]
+
+    def separate(self) -> nn.Module:
+        """The projection as it was, with weights of its own."""
+        linear = copy.copy(self.product.linear)
+        linear.update(
+            {name: mx.contiguous(self._own(name)) for name in _BY_OUTPUT if name in linear}
+        )
+        return linear
+
+
+def join_projections(model: nn.Module) -> list[Product]:
+    """Join what can be joined, in place."""
+    products = []
+    for path, names in _same_inputs(model):
+        modules = dict(model.named_modules())
+        # Popped, for whoever holds the old ones keeps all weights twice, not one product's.
+        product = Product([modules.pop(f"{path}{name}") for name in names])
+        mx.eval(product.linear.parameters())
+        parts = [(f"{path}{name}", Part(product, i)) for i, name in enumerate(names)]
+        model.update_modules(tree_unflatten(parts))
+        products.append(product)
+        mx.clear_cache()
+    return products
+
+
+def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
+    """Groups of projections of one module, as its path and their names."""
+    calls: list[tuple[nn.Module, mx.array]] = []
+    with _noting(calls):
+        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
+    paths = {id(m): path for path, m in model.named_modules() if type(m) in _KINDS}
+    seen = [(*_split(paths[id(m)]), m, x) for m, x in calls if id(m) in paths]
+    counts: dict[int, int] = {}
+    for _, _, module, _ in seen:
+        counts[id(module)] = counts.get(id(module), 0) + 1
+    groups = []
+    for (path, *_), group in groupby(seen, lambda c: (c[0], id(c[3]), *_alike(c[2]))):
+        names = [name for _, name, module, _ in group if counts[id(module)] == 1]
+        if len(names) > 1:
+            groups.append((path, names))
+    return groups
+
+
+@contextmanager
+def _noting(calls: list[tuple[nn.Module, mx.array]]) -> Iterator[None]:
+    originals = {kind: kind.__call__ for kind in _KINDS}
+
+    def noting(kind: type) -> Any:
+        def call(self: nn.Module, x: mx.array) -> mx.array:
+            calls.append((self, x))
+            return originals[kind](self, x)
+
+        return call
+
+    for kind in _KINDS:
+        kind.__call__ = noting(kind)
+    try:
+        yield
+    finally:
+        for kind, original in originals.items():
+            kind.__call__ = original
+
+
+def _alike(module: nn.Module) -> tuple:
+    """What projections must have in common."""
+    how = [getattr(module, name, None) for name in ("bits", "group_size", "mode")]
+    return (
+        type(module),
+        *how,
+        *((n, module[n].dtype) for n in _BY_OUTPUT if module.get(n) is not None),
+    )
+
+
+def _split(path: str) -> tuple[str, str]:
+    parent, dot, name = path.rpartition(".")
+    return parent + dot, name

@@ -1,0 +1,49 @@
+"""A residual sum and its RMS norm in one launch."""
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import bits, no_sinks
+from vllm_metal_lite.kernels.launch import Kernel
+
+_ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight"], ["sum", "normed"])
+
+_THREADS = 1024  # of a threadgroup, at most
+# MLX gives smaller arrays to a kernel in another address space.
+_MIN_DIM = 8
+
+
+def add_rms_norm(
+    x: mx.array, y: mx.array, weight: mx.array | None, eps: float
+) -> tuple[mx.array, mx.array]:
+    """x + y, and mx.fast.rms_norm(x + y, weight, eps), for rows x, y of at least 8 elements.
+
+    x, y: (N, D) or (N, 1, D), of one floating type.  weight: (D,), of any floating type; None is
+    ones.  Both results have the shape of x, the sum its type, and the norm the type that
+    mx.fast.rms_norm gives: that of x, or float32 if weight is of another one.
+    """
+    dim = x.shape[-1]
+    if dim < _MIN_DIM or x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(
+            f"x {x.shape} {x.dtype} and y {y.shape} {y.dtype} must be of one shape and type, "
+            f"with at least {_MIN_DIM} elements a row"
+        )
+    vector = 4 if dim % 4 == 0 else 1  # elements that a thread reads at once
+    result = norm_dtype(x.dtype, weight)
+    threads = min(_THREADS, -(-dim // (32 * vector)) * 32)
+    template = {
+        "T": x.dtype, "R": result, "DIM": dim, "VEC": vector, "THREADS": threads,
+        "WEIGHT": weight is not None, "EPS": bits(eps),
+    }  # fmt: skip
+    return tuple(_ADD_RMS_NORM(
+        [x, y, unused() if weight is None else weight],
+        template, (x.size // dim, 1, 1), threads, [x.shape, x.shape], [x.dtype, result],
+    ))  # fmt: skip
+
+
+def norm_dtype(dtype: mx.Dtype, weight: mx.array | None) -> mx.Dtype:
+    """The type of an RMS norm of elements of one type, as MLX promotes floating types."""
+    return dtype if weight is None or weight.dtype == dtype else mx.float32
+
+
+def unused() -> mx.array:
+    """What a kernel takes for an array that it does not read."""
+    return no_sinks()

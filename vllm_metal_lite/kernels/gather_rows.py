@@ -1,0 +1,28 @@
+"""Rows of an array by index, in one launch that moves nothing but their bytes."""
+
+import math
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import cover
+from vllm_metal_lite.kernels.launch import Kernel
+
+_GATHER_ROWS = Kernel("gather_rows", ["rows", "index"], ["out"])
+
+
+def gather_rows(rows: mx.array, index: mx.array) -> mx.array:
+    """rows[index]: rows (M, ...), index int32 of any shape, which must be valid -> (*index, ...).
+
+    A row is a multiple of 4 bytes and has 8 elements at least.  Raises ValueError if it is not.
+    """
+    width = rows.size // len(rows)
+    words, rest = divmod(width * rows.dtype.size, 4)
+    if rest or width < 8:
+        raise ValueError(f"rows of {width} elements of {rows.dtype} are not whole words, 8 or more")
+    vector = math.gcd(words, 4)
+    threads, groups = cover(words // vector)
+    shape = (*index.shape, *rows.shape[1:])
+    return _GATHER_ROWS(
+        [rows, index.reshape(-1)],
+        {"T": rows.dtype, "WIDTH": words, "W": vector, "THREADS": threads},
+        (index.size, groups, 1), threads, [shape], [rows.dtype],
+    )[0]  # fmt: skip

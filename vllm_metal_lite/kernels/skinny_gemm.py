@@ -1,0 +1,118 @@
+"""The product of a few rows with a weight, and what a layer does right before and after it."""
+
+from typing import NamedTuple
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import bits, unused
+from vllm_metal_lite.kernels.launch import Kernel
+
+_SKINNY_GEMM = Kernel("skinny_gemm", ["x", "w", "gain", "residual"], ["y"])
+
+# Rows that a threadgroup keeps sums of: the more, the more registers.
+MAX_ROWS = 64
+# Rows up to which it pays that each threadgroup normalises all of them; by an H200.
+MAX_NORMED_ROWS = 16
+# Rows of the weight that a threadgroup multiplies by.
+_COLUMNS = 16
+# Bytes of threadgroup memory for sums, of which Metal allows 32 KB with all else.
+_SUM_BYTES = 31 << 10
+# Threadgroups that keep a device busy with 8 simdgroups each, by what was measured on an H200.
+_ENOUGH = 128
+
+
+class GemmPlan(NamedTuple):
+    """simdgroups: that share the depth.  at_once: chunks of 32 elements each asks for together."""
+
+    simdgroups: int
+    at_once: int
+
+
+class RowNorm(NamedTuple):
+    """RMS norm of rows.  weight: (depth,), of their type."""
+
+    weight: mx.array
+    eps: float
+
+
+def gemm_plan(rows: int, outputs: int) -> GemmPlan:
+    """How x (rows, depth) is multiplied by a weight of `outputs` rows.
+
+    Few threadgroups need more bytes under way each; of many rows x takes the registers for that.
+    """
+    many = outputs >= _ENOUGH * _COLUMNS
+    if rows > 32:
+        return GemmPlan(8, 1 if many else 4)
+    if many:
+        return GemmPlan(8, 4 if rows <= 16 else 2)
+    return GemmPlan(16, 2)
+
+
+def suits(weight: mx.array) -> bool:
+    """Whether `skinny_gemm` multiplies by a weight (outputs, depth)."""
+    return weight.dtype in (mx.float16, mx.bfloat16) and weight.shape[1] % 32 == 0
+
+
+def fits(x: mx.array, weight: mx.array) -> bool:
+    """Whether it computes x (rows, depth) times weight (outputs, depth), transposed."""
+    return len(x) <= MAX_ROWS and x.dtype == weight.dtype and suits(weight)
+
+
+def skinny_gemm(
+    x: mx.array,
+    weight: mx.array,
+    *,
+    norm: RowNorm | None = None,
+    residual: mx.array | None = None,
+    swiglu: bool = False,
+    plan: GemmPlan | None = None,
+) -> mx.array:
+    """x (rows, depth) @ weight (outputs, depth).T, in 16-bit floats, summed in float32.
+
+    At most MAX_ROWS rows, and a depth that is a multiple of 32.  norm: of x, first.  swiglu: the
+    result is silu(y[:, :outputs / 2]) * y[:, outputs / 2:].  residual: of the result's shape, is
+    added to it.  Rounds wherever these would as operations of their own.  plan: by default
+    `gemm_plan`'s.  Raises ValueError where shapes and types are others.
+    """
+    rows, outputs = len(x), len(weight)
+    width = outputs // 2 if swiglu else outputs
+    _check(x, weight, norm, residual, (rows, width), swiglu and outputs % 2)
+    simdgroups, at_once = plan or gemm_plan(rows, outputs)
+    tiles = -(-rows // 8)
+    # The kernel has four floats of nothing behind each row of sums.
+    room = _SUM_BYTES // (simdgroups * 8 * (_COLUMNS + 4) * 4)
+    template = {
+        "T": x.dtype, "DEPTH": x.shape[1], "ROW_TILES": tiles, "FULL": rows % 8 == 0,
+        "SIMDGROUPS": simdgroups, "AT_ONCE": at_once, "HELD": -(-tiles // -(-tiles // room)),
+        "NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0),
+        "RESIDUAL": residual is not None, "SWIGLU": swiglu,
+    }  # fmt: skip
+    gain = norm.weight if norm else unused()
+    residual = unused() if residual is None else residual
+    columns = _COLUMNS // 2 if swiglu else _COLUMNS
+    return _SKINNY_GEMM(
+        [x, weight, gain, residual], template, (-(-width // columns), 1, 1), 32 * simdgroups,
+        [(rows, width)], [x.dtype],
+    )[0]  # fmt: skip
+
+
+def _check(
+    x: mx.array,
+    weight: mx.array,
+    norm: RowNorm | None,
+    residual: mx.array | None,
+    result: tuple[int, int],
+    odd: bool,
+) -> None:
+    if not fits(x, weight) or x.shape[1] != weight.shape[1] or odd:
+        raise ValueError(
+            f"x {x.shape} {x.dtype} and weight {weight.shape} {weight.dtype} must be of one 16-bit "
+            f"float type and depth, a multiple of 32, with at most {MAX_ROWS} rows of x"
+            + ", and as many weights for gate as for up"
+            * odd
+        )
+    wanted = {"norm's weight": (norm and norm.weight, x.shape[1:]), "residual": (residual, result)}
+    for name, (array, shape) in wanted.items():
+        if array is not None and (array.shape != shape or array.dtype != x.dtype):
+            raise ValueError(
+                f"the {name} must be {shape} {x.dtype}, not {array.shape} {array.dtype}"
+            )

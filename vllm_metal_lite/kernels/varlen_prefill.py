@@ -1,0 +1,98 @@
+"""Attention of packed prefills over the paged store: the kernel, and the tiles of a step."""
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, bits, head_size_problem, no_sinks
+from vllm_metal_lite.kernels.launch import Kernel
+
+_VARLEN_PREFILL = Kernel(
+    "varlen_prefill",
+    ["q", "block_tables", "cu_seqlens_q", "seq_lens", "tiles", "sinks",
+     "keys", "values", "token"],
+    ["out", "next_token"],
+)  # fmt: skip
+
+# (token, head) pairs that a threadgroup serves, 8 a simdgroup: as many as in MLX's attention.  More
+# would save fetches, but registers limit how many simdgroups a core holds, whatever their tile.
+TILE_ROWS = 32
+# Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, a core
+# has room for a threadgroup that computes while another fetches.
+_TILE_BYTES = 18 << 10
+
+
+def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, group: int) -> np.ndarray:
+    """Cut a packed batch into tiles (T, 2) int32 for `varlen_prefill`, with no loop over segments.
+
+    cu_seqlens_q: (S+1,), segments of no rows allowed.  num_rows: of q, padding included.  group:
+    query heads that share a KV head.  A tile is (segment, first of its TILE_ROWS (token, head)
+    pairs in the segment).  Rows that belong to no segment are in tiles of segment -1, which give
+    zeros; their first pair is counted from row 0.
+
+    T depends on S, num_rows and group only.  The last rows of a segment come first: they see most
+    keys, and what starts last should be short.
+    """
+    used = int(cu_seqlens_q[-1])
+    if not 0 <= used <= num_rows:
+        raise ValueError(f"cu_seqlens_q ends at {used}, beyond the {num_rows} rows of q")
+    pairs = np.append(np.diff(cu_seqlens_q), num_rows - used).astype(np.int64) * group
+    counts = -(-pairs // TILE_ROWS)
+    total = num_rows * group // TILE_ROWS + len(counts)
+    ends = np.cumsum(counts)
+    tiles = np.empty((total, 2), np.int32)
+    tiles[ends[-1] :] = -1, num_rows * group  # past all rows: nothing to do
+    real = tiles[: ends[-1]]
+    real[:, 0] = np.repeat(np.arange(len(counts)), counts)
+    real[:, 1] = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * TILE_ROWS
+    rest = real[:, 0] == len(counts) - 1
+    real[rest] += np.array([-len(counts), used * group], np.int32)
+    return tiles
+
+
+def varlen_prefill(
+    q: mx.array,
+    block_tables: mx.array,
+    cu_seqlens_q: mx.array,
+    seq_lens: mx.array,
+    tiles: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    token: mx.array,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the token.
+
+    block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment, the
+    rows of this step among them.  tiles: (T, 2), from `plan_tiles(..., group=H // num_kv_heads)`.
+    Rows that belong to no segment come out as zeros.  sinks: (H,).  Head dims: multiples
+    of 8 up to 256.
+    """
+    rows, heads, k_dim = q.shape
+    kv_heads, v_dim = keys.shape[1], values.shape[2]
+    if problem := head_size_problem((k_dim, v_dim), MAX_PREFILL_DIM):
+        raise ValueError(problem)
+    simdgroups = TILE_ROWS // 8
+    template = {
+        "T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "K_DIM": k_dim,
+        "V_DIM": v_dim, "BLOCK_SIZE": block_size, "WINDOW": window or 0,
+        "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
+        "KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
+    }  # fmt: skip
+    sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
+    return tuple(_VARLEN_PREFILL(
+        [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks,
+         keys, values, token],
+        template, (kv_heads, tiles.shape[0], 1), 32 * simdgroups,
+        [(rows, heads, v_dim), (1,)], [q.dtype, mx.float32],
+    ))  # fmt: skip
+
+
+def keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:
+    """Keys of a tile: the more, the fewer barriers and maxima, so as many as memory holds."""
+    padded = sum(8 * (dim // 8 | 1) for dim in (k_dim, v_dim))
+    return next(keys for keys in (32, 16, 8) if keys * padded * itemsize <= _TILE_BYTES)

@@ -1,0 +1,89 @@
+"""Modules that compute scores, masks or positions by hand, taught to ask the seam instead.
+
+One class a module, with the module's own weights; outside a packed forward it is the original.
+What is not here runs too, a segment at a time (kv_segments.py): these are worth the speed.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models import gemma2, llama4
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model.adapters import latent
+from vllm_metal_lite.model.seam.layer_cache import KVHandle, PagedLayerCache
+
+
+def _project(attention: nn.Module, x: mx.array) -> Iterator[mx.array]:
+    """Queries, keys and values of x (B, L, hidden), each (B, heads, L, head_dim)."""
+    heads, kv_heads = attention.n_heads, attention.n_kv_heads
+    for project, count in (
+        (attention.q_proj, heads),
+        (attention.k_proj, kv_heads),
+        (attention.v_proj, kv_heads),
+    ):
+        yield project(x).reshape(*x.shape[:2], count, -1).transpose(0, 2, 1, 3)
+
+
+class Gemma2Attention(gemma2.Attention):
+    """Gemma 2 caps its scores, which SDPA cannot; ours can."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not isinstance(cache, PagedLayerCache):
+            return super().__call__(x, mask, cache)
+        q, k, v = _project(self, x)
+        q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
+        keys: KVHandle = cache.update_and_fetch(k, v)[0]
+        out = keys.cache.attend(q, self.scale, mask, softcap=self.attn_logit_softcapping)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+
+
+class Llama4Body(llama4.LlamaModel):
+    """Llama 4 makes its own masks, for chunks; the store's layers know their chunks."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if cache is None or not isinstance(cache[0], PagedLayerCache):
+            return super().__call__(inputs, cache)
+        h = self.embed_tokens(inputs)
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            h = layer(h, None, cache=layer_cache)
+        return self.norm(h)
+
+
+class Llama4Attention(llama4.Attention):
+    """Layers without RoPE scale queries by their positions, which are an array here."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not isinstance(cache, PagedLayerCache):
+            return super().__call__(x, mask, cache)
+        q, k, v = _project(self, x)
+        if self.use_rope:
+            q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
+        elif self.attn_temperature_tuning:
+            steps = mx.floor((cache.offset + 1) / self.floor_scale)
+            scales = mx.log(steps + 1) * self.attn_scale + 1
+            q = (q * scales[:, None, None, None]).astype(q.dtype)
+        if self.use_qk_norm:
+            q, k = (mx.fast.rms_norm(a, weight=None, eps=1e-6) for a in (q, k))
+        cache.update_and_fetch(k, v)
+        out = cache.attend(q, self.scale)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+
+
+_ADAPTERS: dict[type[nn.Module], type[nn.Module]] = {
+    gemma2.Attention: Gemma2Attention,
+    llama4.Attention: Llama4Attention,
+    llama4.LlamaModel: Llama4Body,
+    **latent.ADAPTERS,
+}
+
+
+def adapt(model: nn.Module) -> None:
+    """Swap in the adapters a model needs, in place; weights stay where they are."""
+    for module in model.modules():
+        adapter: Callable | None = _ADAPTERS.get(type(module))
+        if adapter is not None:
+            module.__class__ = adapter
+            if hasattr(adapter, "adapt"):
+                module.adapt()

@@ -1,0 +1,128 @@
+"""The seam: packed tokens through an unmodified mlx-lm model, K and V through the paged store.
+
+Tokens enter as a batch of N sequences of length 1, so `mx.fast.rope` takes one offset a row and
+RoPE restarts for every request.  Each layer gets a `PagedLayerCache`; what it returns for K and V
+are handles, which stand for the store: `mx.fast.scaled_dot_product_attention` goes to our attention
+when its keys are one (hooks.py).
+"""
+
+from typing import Any
+
+from vllm_metal_lite.attention.base import Attention, StepMetadata
+from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.traced import Attended, Traced, heads_of, made_of
+from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.seam.placeholders import KVHandle, LatentScores, Mask, ValueHandle
+from vllm_metal_lite.model.sequences.kv_segments import rebuild
+from vllm_metal_lite.model.sequences.runs import PackedCache, Run, SequenceStep
+
+
+class PagedLayerCache(PackedCache):
+    """What one attention layer sees as its cache during one forward.
+
+    offset: (N,) positions of the rows, which is what `mx.fast.rope` wants.
+    template, sequences: the empty cache that mlx-lm would use, and the step as sequences, for
+    modules that must see those (sequences.py); None where there are none.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        spec: LayerSpec,
+        attention: Attention,
+        step: StepMetadata,
+        template: Any = None,
+        sequences: SequenceStep | None = None,
+    ) -> None:
+        self.layer, self.spec = layer, spec
+        self.attention, self.step = attention, step
+        self.template, self.sequences = template, sequences
+        self.offset = step.positions
+        self._pending: tuple[mx.array, mx.array] | None = None
+        self._written: list[tuple[mx.array, mx.array]] = []
+
+    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[KVHandle, KVHandle]:
+        """Write this step's rows, k and v (N, num_kv_heads, 1, head_dim); returns the handles.
+
+        Rows that a kernel could still rotate are written with their queries, in one launch.
+        """
+        self.settle()
+        self._pending = k, v
+        if not (self.attention.fuses and isinstance(made_of(k), Heads)):
+            self.settle()
+        return self.keys_and_values()
+
+    def settle(self, q: mx.array | None = None) -> mx.array | None:
+        """Write what is pending; returns q (N, H, 1, D) as (N, H, D), or what else is to attend."""
+        if self._pending is not None:
+            (k, v), self._pending = self._pending, None
+            made = made_of(q), made_of(k)
+            if all(isinstance(m, Heads) for m in made):
+                rows = self.attention.rope_write(self.layer, *made, heads_of(v), self.step)
+                if rows is not None:
+                    return rows
+            self.attention.write(self.layer, k.squeeze(2), v.squeeze(2), self.step)
+        return None if q is None else q.squeeze(2)
+
+    def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
+        """The handles, for a later layer that shares this one's K and V."""
+        return KVHandle(self), ValueHandle(self)
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> Mask | None:
+        """mlx-lm's mask request; positions are ours to mind, so only the window is kept.
+
+        None: the layer's own window and nothing else, and no module asks for a sequence's mask.
+        """
+        alone = self.sequences is not None and self.sequences.alone
+        if not alone and window_size in (None, self.spec.window):
+            return None
+        return Mask(self, return_array, window_size)
+
+    def attend(
+        self,
+        q: mx.array,
+        scale: float,
+        mask: Mask | LatentScores | None = None,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """q (N, H, 1, D) against the store -> (N, H, 1, v_head_dim).
+
+        With LatentScores for a mask, K is latents: they are the values too.
+        """
+        how = {"scale": scale, "window": self.spec.window, "softcap": softcap, "sinks": sinks}
+        if self.spec.chunk is not None:
+            how["chunk"] = self.spec.chunk
+        if isinstance(mask, Mask):
+            # Behind the layer's own window nothing is kept, whatever the mask says.
+            windows = [w for w in (mask.window, self.spec.window) if w is not None]
+            how["window"] = min(windows, default=None)
+        elif isinstance(mask, LatentScores) and mask.cache is self:
+            how["q_pe"] = mask.q_pe.squeeze(2) / scale
+        elif mask is not None:
+            raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
+        out = self.attention.attend(self.layer, self.settle(q), self.step, **how)
+        return Traced(out[:, :, None], Attended(out))
+
+    # For modules that see sequences
+
+    def native(self, run: Run, steps: SequenceStep) -> Any:
+        return rebuild(self.template, self.layer, self.attention.store, self.step.batch, run)
+
+    def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
+        if native.written is not None:
+            self._written.append(native.written)
+
+    def flush(self, steps: SequenceStep, out: Any) -> None:
+        if not self._written:
+            return
+        k, v = (
+            steps.pack([a[0].swapaxes(0, 1) for a in rows])
+            for rows in zip(*self._written, strict=True)
+        )
+        # The store is read before it is written, or else MLX would copy it.
+        self.attention.write(self.layer, mx.depends(k, out), mx.depends(v, out), self.step)
+        self._written = []

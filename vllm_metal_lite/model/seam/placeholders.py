@@ -1,0 +1,88 @@
+"""What stands for arrays that a packed forward does not make: K and V, latent scores, masks.
+
+All of them but `Mask` are arrays to mlx-lm: empty ones, of an absurd width, so that any use that
+was not foreseen fails instead of computing something.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model.sequences.runs import Run, SequenceStep
+
+if TYPE_CHECKING:
+    from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
+
+_POISON_SHAPE = (0, 7919)
+
+
+class Handle(mx.array):
+    """Stands for an array of one layer, whose cache this is."""
+
+    def __init__(self, cache: "PagedLayerCache") -> None:
+        super().__init__(mx.zeros(_POISON_SHAPE, cache.spec.dtype))
+        self.cache = cache
+
+
+class KVHandle(Handle):
+    """One layer's K or V in the store.
+
+    shape: what mlx-lm's own would be, but for the length: (N,), one a row.
+    """
+
+    @property
+    def shape(self) -> tuple:
+        spec, step = self.cache.spec, self.cache.step
+        return (step.num_rows, spec.num_kv_heads, step.positions + 1, spec.k_head_dim)
+
+    def astype(self, dtype: mx.Dtype, stream: object = None) -> "KVHandle":
+        """The same: SDPA computes in the wider type of queries and keys anyway."""
+        return self
+
+
+class ValueHandle(KVHandle):
+    """One layer's V.
+
+    Latent attention (MLA: DeepSeek V3, Kimi, GLM 4.7 Flash, LongCat, ...) keeps one latent and one
+    rotary key a token, as the K and V of a single head.  For one token at a time, which is how
+    packed rows look, mlx-lm absorbs the up-projections into queries and outputs:
+    scores = q @ latent + q_pe @ k_pe, and values are the latents themselves.  The second product
+    is what it hands to SDPA as `mask`.
+    """
+
+    def swapaxes(self, axis1: int, axis2: int) -> "_RotaryKeys":
+        if {axis1 % 4, axis2 % 4} != {2, 3}:
+            raise NotImplementedError("values with their heads or batch transposed")
+        return _RotaryKeys(self.cache)
+
+
+class _RotaryKeys(Handle):
+    def __rmatmul__(self, q_pe: mx.array) -> "LatentScores":
+        return LatentScores(self.cache, q_pe)
+
+
+class LatentScores(Handle):
+    """q_pe @ k_pe of a layer, to be computed where its keys are: q_pe (N, H, 1, rope_dim)."""
+
+    def __init__(self, cache: "PagedLayerCache", q_pe: mx.array) -> None:
+        super().__init__(cache)
+        self.q_pe = q_pe
+
+
+class Mask:
+    """What a layer's mask says, without the mask: how far back a query sees.
+
+    For a module that sees sequences, mlx-lm's cache is asked again, with a sequence's length.
+    """
+
+    def __init__(self, cache: "PagedLayerCache", return_array: bool, window: int | None) -> None:
+        self._cache, self._return_array, self._window = cache, return_array, window
+
+    @property
+    def window(self) -> int | None:
+        return self._window or self._cache.spec.window
+
+    def native(self, run: Run, steps: SequenceStep) -> Any:
+        native = self._cache.native(run, steps)
+        return native.make_mask(
+            run.length, return_array=self._return_array, window_size=self._window
+        )

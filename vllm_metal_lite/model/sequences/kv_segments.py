@@ -1,0 +1,76 @@
+"""K and V for modules that see sequences: mlx-lm's own cache, rebuilt from the store for a segment.
+
+The slow but general way, for attention that the seam cannot carry: a segment's context is gathered
+from the paged store into a cache of the type that the model itself would use, and its new rows are
+written back, all segments' at once.
+"""
+
+import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.sequences.runs import Run
+
+NATIVE_TYPES = (KVCache, RotatingKVCache, ChunkedKVCache)
+
+
+@cache
+def _noting(base: type) -> type:
+    """A cache type that remembers the rows it was given, (1, H, L, D)."""
+
+    def update_and_fetch(self: Any, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        if self.written is not None:
+            raise NotImplementedError("a layer that writes its K and V twice")
+        self.written = k, v
+        # What a later step reads from the store is what this one sees.
+        k, v = (row.rounded(a) for row, a in zip(self.rows, (k, v), strict=True))
+        return base.update_and_fetch(self, k, v)
+
+    methods = {"update_and_fetch": update_and_fetch, "written": None, "rows": ()}
+    return type(base.__name__, (base,), methods)
+
+
+def rebuild(template: Any, layer: int, store: PagedStore, batch: ForwardBatch, run: Run) -> Any:
+    """The cache, of the type of `template`, that the run's only segment had before this step."""
+    native = copy.copy(template)
+    native.__class__ = _noting(type(template))
+    spec = store.specs[layer]
+    native.rows = spec.k_row, spec.v_row
+    if run.start:
+        reach = _reach(template)
+        positions = np.arange(max(run.start - reach, 0), run.start)
+        count = len(positions)
+        # Of a full window the oldest is not seen any more, and its block may be another's.
+        positions = np.maximum(positions, run.start - reach + 1)
+        table = batch.by_group[store.group_of[layer]].block_tables[run.segments[0]]
+        slots = table[positions // batch.block_size] * batch.block_size
+        slots = mx.array((slots + positions % batch.block_size).astype(np.int32))
+        native.keys = _gather(store.keys[layer], spec.k_row, slots)
+        native.values = _gather(store.values[layer], spec.v_row, slots)
+        native.offset = run.start
+        if isinstance(native, RotatingKVCache):
+            native._idx = count
+        elif isinstance(native, ChunkedKVCache):
+            native.start_position = run.start - count
+    return native
+
+
+def _reach(template: Any) -> int:
+    """How many tokens back the cache holds."""
+    if isinstance(template, RotatingKVCache):
+        return template.max_size
+    return template.chunk_size if isinstance(template, ChunkedKVCache) else 1 << 62
+
+
+def _gather(rows: mx.array, row: RowFormat, slots: mx.array) -> mx.array:
+    """(num_slots, H, width) at slots (n,) as (1, H, n, D)."""
+    if not row.dim:
+        return mx.zeros((1, rows.shape[1], slots.size, 0), row.dtype)
+    return row.unpack(rows[slots]).swapaxes(0, 1)[None]

@@ -1,0 +1,37 @@
+"""Recurrent layers: what one sees as its cache during a packed forward.
+
+Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their state in an
+`ArraysCache` of a few arrays (B, ...).  The modules that touch it see sequences (sequences.py), all
+decodes as one batch; their states lie in the store by seat (kv/state.py).
+"""
+
+from typing import Any
+
+from mlx_lm.models.cache import ArraysCache
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model.sequences.runs import PackedCache, Run, SequenceStep
+
+
+class StateCache(PackedCache):
+    """Stands for one recurrent layer's states; modules that see sequences get real ones."""
+
+    def __init__(self, layer: int, size: int, sequences: SequenceStep) -> None:
+        self.layer, self.size, self.sequences = layer, size, sequences
+
+    def make_mask(self, num_tokens: int) -> None:
+        """No row of a run is padding, so nothing is masked."""
+
+    def native(self, run: Run, steps: SequenceStep) -> ArraysCache:
+        cache = ArraysCache(self.size)
+        cache.cache = [steps.states.get(run.index, (self.layer, i)) for i in range(self.size)]
+        self._before = list(cache.cache)
+        return cache
+
+    def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
+        for slot, (old, new) in enumerate(zip(self._before, native.cache, strict=True)):
+            if new is old and (old is None or steps.states.has(run.index, (self.layer, slot))):
+                continue  # another module's slot, say
+            # A chunk's last rows would keep all of the chunk's alive.
+            new = mx.contiguous(new) if run.length > 1 else new
+            steps.states.set(run.index, (self.layer, slot), new)

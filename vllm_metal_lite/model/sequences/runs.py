@@ -1,0 +1,210 @@
+"""Modules that must see sequences, called in the middle of a packed forward.
+
+A recurrent layer's rows depend on each other, so it cannot take packed rows as (N, 1, ...).  Such a
+module is called once a *run* instead: segments of one length, as (B, L, ...), each with the caches
+that mlx-lm itself would give it.  All decodes are one run.  Everything around the module still sees
+packed rows.
+
+The same serves attention that the seam cannot carry (it computes its scores by hand, or keeps a
+cache of a kind of its own): then each segment is a run of its own, with its context gathered from
+the store (kv_segments.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from vllm_metal_lite.attention.base import StepMetadata
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kv.recurrent_state import SeatStates
+
+# A state may still grow during a request's first tokens (an n-gram's context does), and rows of
+# unlike shape make no batch: until so many tokens, segments of unlike position run apart.
+_SETTLED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Segments of one length.
+
+    segments (B,): their numbers.  rows (B, L): their rows of the step.  seats: B of them.
+    start: tokens before the first row, of the first segment; 0 in one is 0 in all.
+    """
+
+    index: int
+    segments: np.ndarray
+    rows: np.ndarray
+    seats: tuple[int, ...]
+    start: int
+
+    @property
+    def fresh(self) -> bool:
+        return self.start == 0
+
+    @property
+    def length(self) -> int:
+        return self.rows.shape[1]
+
+
+def plan_runs(batch: ForwardBatch, alone: bool) -> list[Run]:
+    """Cut a step into runs that together cover every row once.  alone: a segment a run."""
+    cu = batch.cu_seqlens_q
+    lengths = np.diff(cu)
+    starts = batch.seq_lens - lengths
+    if alone:
+        groups = [np.array([s]) for s in range(len(lengths))]
+    else:
+        keys = np.stack([lengths, np.minimum(starts, _SETTLED)])
+        order = np.lexsort(keys[::-1])
+        edges = np.flatnonzero((np.diff(keys[:, order]) != 0).any(axis=0)) + 1
+        groups = np.split(order, edges)
+    return [
+        Run(
+            index,
+            group,
+            cu[group][:, None] + np.arange(lengths[group[0]], dtype=np.int32),
+            tuple(batch.req_indices[group].tolist()),
+            int(starts[group[0]]),
+        )
+        for index, group in enumerate(groups)
+    ]
+
+
+class SequenceStep:
+    """One packed step as runs: carries rows to sequences and back.
+
+    alone: a module that takes more than states is among the modules, so a segment is a run.
+    """
+
+    def __init__(self, step: StepMetadata, states: SeatStates, alone: bool) -> None:
+        self.step, self.alone = step, alone
+        self.runs = plan_runs(step.batch, alone)
+        self.states = states.begin([(r.seats, r.fresh) for r in self.runs])
+        self._rows = [_index(r.rows.ravel()) for r in self.runs]
+        order = np.concatenate([r.rows.ravel() for r in self.runs])
+        self._place = None
+        if (order != np.arange(len(order))).any():
+            self._place = mx.array(np.argsort(order).astype(np.int32))
+
+    def to_sequences(self, x: mx.array, run: Run) -> mx.array | int:
+        """Packed rows (N, 1, ...) or (N, H, 1, D) of a run as (B, L, ...) or (B, H, L, D).
+
+        Positions (N,) become where each sequence begins.  What has no rows is handed on.
+        """
+        if x is self.step.positions and len(run.rows) == 1:
+            return run.start
+        n, shape = self.step.num_rows, x.shape
+        axis = next((a for a in (1, 2) if a < x.ndim and shape[a] == 1), None)
+        if x.ndim == 0 or shape[0] != n or (x.ndim > 1 and axis is None):
+            return x
+        if x.ndim == 1:
+            return x[mx.array(run.rows[:, 0])]
+        count, length = run.rows.shape
+        rows = x[self._rows[run.index]]
+        if axis == 1:
+            return rows.reshape(count, length, *shape[2:])
+        return rows.reshape(count, length, shape[1], shape[3]).swapaxes(1, 2)
+
+    def to_rows(self, parts: Sequence[Any]) -> Any:
+        """What a module gave for each run, (B, L, ...) or (B, H, L, D), as packed rows."""
+        if isinstance(parts[0], (tuple, list)):
+            return type(parts[0])(self.to_rows(items) for items in zip(*parts, strict=True))
+        if not isinstance(parts[0], mx.array):
+            return parts[0]
+        runs = self.runs
+        if all(p.shape[1] == r.length for p, r in zip(parts, runs, strict=True)):
+            return self.pack([p.reshape(-1, 1, *p.shape[2:]) for p in parts])
+        return self.to_rows([p.swapaxes(1, 2) for p in parts]).swapaxes(1, 2)
+
+    def pack(self, parts: Sequence[mx.array]) -> mx.array:
+        """Rows of the runs, (B * L, ...) each, in the order of the step, padded to its rows."""
+        joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        if self._place is not None:
+            joined = joined[self._place]
+        missing = self.step.num_rows - len(joined)
+        if missing:
+            joined = mx.concatenate([joined, mx.zeros((missing, *joined.shape[1:]), joined.dtype)])
+        return joined
+
+
+def _index(rows: np.ndarray) -> slice | mx.array:
+    """What picks these rows: a slice, which copies nothing, if they are neighbours."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows) and (np.diff(rows) == 1).all():
+        return slice(first, last + 1)
+    return mx.array(rows)
+
+
+class PackedCache:
+    """What a layer sees as its cache during a packed forward, and what it has for a run of it."""
+
+    def native(self, run: Run, steps: SequenceStep) -> Any:
+        """The cache that mlx-lm itself would have before this run."""
+        raise NotImplementedError
+
+    def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
+        """Take over what the run left in its native cache."""
+        raise NotImplementedError
+
+    def flush(self, steps: SequenceStep, out: Any) -> None:
+        """All runs are built, with `out` for a result."""
+
+
+class CacheMembers(tuple):
+    """A layer's several caches, in mlx-lm's order."""
+
+
+def in_sequences(call: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Call a module run by run if it is given a packed cache, and as it is if not."""
+    caches = _find(args) + _find(tuple(kwargs.values()))
+    if not caches:
+        return call(module, *args, **kwargs)
+    steps: SequenceStep = caches[0].sequences
+    parts = []
+    for run in steps.runs:
+        natives = {id(c): c.native(run, steps) for c in caches}
+
+        def convert(value: Any, run: Run = run, natives: dict = natives) -> Any:
+            if isinstance(value, mx.array):
+                return steps.to_sequences(value, run)
+            if id(value) in natives:
+                return natives[id(value)]
+            if isinstance(value, (list, tuple)):
+                return [convert(v) for v in value]
+            return value.native(run, steps) if hasattr(value, "native") else value
+
+        positional = [convert(a) for a in args]
+        named = {name: convert(a) for name, a in kwargs.items()}
+        parts.append(call(module, *positional, **named))
+        for cache in caches:
+            cache.keep(run, natives[id(cache)], steps)
+    out = steps.to_rows(parts)
+    for cache in caches:
+        cache.flush(steps, out)
+    return out
+
+
+def _find(values: Sequence[Any]) -> list[PackedCache]:
+    found = []
+    for value in values:
+        if isinstance(value, PackedCache):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _find(value)
+    return found
+
+
+def show_sequences(module: nn.Module) -> None:
+    """Make `module` see sequences during packed forwards; in any other it is the original."""
+    base = type(module)
+    if getattr(base, "_in_sequences", False):
+        return
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return in_sequences(base.__call__, self, args, kwargs)
+
+    module.__class__ = type(base.__name__, (base,), {"__call__": call, "_in_sequences": True})

@@ -1,0 +1,210 @@
+"""How many blocks the device holds: what may be used, less weights, states and a step's peak."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
+
+# Share of `backend.memory_limit()` used unless --memory-fraction says otherwise.  On a CPU that
+# limit is all of the machine's memory, which others use too.
+DEFAULT_FRACTION = {"metal": 0.9, "cuda": 0.9, "cpu": 0.4}
+
+# A full step takes a CPU seconds; a part of it, scaled up, errs on the safe side.
+_PROFILE_ROWS_ON_CPU = 64
+_PROFILE_CONTEXT = 4096
+
+# How long the average request is, in windows, where memory is shared between layers that keep a
+# window and layers that keep all.
+_AVERAGE_WINDOWS = 4
+
+_ANY_LENGTH = 1 << 62
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup], int]:
+    """(groups, max_model_len) of the store: the model's KV groups, with their blocks.
+
+    num_blocks, if given, is the first group's; the others get what they can need beside it.
+    Raises OutOfMemoryError, with the sum written out, if not even one context fits; ConfigError if
+    max_model_len is above what the model or the given num_blocks holds.
+    """
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_position:
+        raise ConfigError(
+            f"max_model_len ({wanted}) is above the model's context length ({model.max_position})"
+        )
+    max_model_len = wanted or model.max_position
+    limit = backend.memory_limit()
+    if config.num_blocks is not None:
+        first, *others = kv_groups(model.kv_specs)
+        groups = [replace(first, num_blocks=config.num_blocks)]
+        for group in others:
+            most = min(config.num_blocks, _most_owned(group, config, max_model_len))
+            groups.append(replace(group, num_blocks=most))
+        need = model.weight_bytes + state_bytes(model, config)
+        need += store_bytes(model, groups, config.block_size)
+        if need > limit:
+            raise OutOfMemoryError(
+                f"num_blocks {config.num_blocks} needs {_gib(need)} with the weights"
+                f"{_states(model, config)}; "
+                f"this device has {_gib(limit)}"
+            )
+    else:
+        groups = _fitting_groups(model, config, max_model_len, limit)
+    capacity, num_blocks = min((_capacity(g, config.block_size), g.num_blocks) for g in groups)
+    if capacity < max_model_len:
+        if wanted is not None:
+            raise ConfigError(
+                f"max_model_len ({wanted}) is above the {capacity} tokens that {num_blocks} blocks "
+                f"of {config.block_size} hold"
+            )
+        max_model_len = capacity
+    return groups, max_model_len
+
+
+def store_bytes(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) -> int:
+    """Bytes of the K and V of these groups."""
+    specs = model.kv_specs
+    return sum(
+        g.num_blocks * block_size * specs[layer].bytes_per_token
+        for g in groups
+        for layer in g.layers
+    )
+
+
+def _capacity(group: KVGroup, block_size: int) -> int:
+    """The longest context that the group holds: any, if a window and a token's block fit."""
+    size = group.num_blocks * block_size
+    return size if group.most_blocks(2 * size, 1, block_size) > group.num_blocks else _ANY_LENGTH
+
+
+def _most_owned(group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
+    """More blocks than every seat at full length, and a step's new tokens, can never be owned."""
+    seats, size = config.max_num_seqs, config.block_size
+    all_seats = seats * -(-max_model_len // size)
+    # New tokens share a block with older ones, or begin one, in each seat.
+    step = seats + -(-config.max_num_batched_tokens // size)
+    return min(all_seats, seats * group.most_blocks(max_model_len, 1, size) + step)
+
+
+def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
+    """Blocks of a windowed group where the first group has num_blocks.
+
+    What it can need, if that is less than a share: that of an average request, taken to be some
+    windows long but at most half of the longest.  A larger share would hold more short requests, a
+    smaller one longer contexts.  One request and a step of its tokens always fit.
+    """
+    size = config.block_size
+    average = min(_AVERAGE_WINDOWS * group.window, max_model_len // 2)
+    share = group.most_blocks(average, 1, size) / max(-(-average // size), 1)
+    least = group.most_blocks(max_model_len, config.max_num_batched_tokens, size)
+    most = min(num_blocks, _most_owned(group, config, max_model_len))
+    return min(most, max(math.ceil(share * num_blocks), least))
+
+
+def _fitting_groups(
+    model: LoadedModel, config: EngineConfig, max_model_len: int, limit: int
+) -> list[KVGroup]:
+    first, *others = kv_groups(model.kv_specs)
+
+    def groups(num_blocks: int) -> list[KVGroup]:
+        counts = [_beside(num_blocks, g, config, max_model_len) for g in others]
+        pairs = zip((first, *others), (num_blocks, *counts), strict=True)
+        return [replace(group, num_blocks=count) for group, count in pairs]
+
+    def size(num_blocks: int) -> int:
+        return store_bytes(model, groups(num_blocks), config.block_size)
+
+    fraction = config.memory_fraction or DEFAULT_FRACTION[backend.name()]
+    peak = step_peak_bytes(model, config, max_model_len)
+    left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
+    if left < size(1):
+        fewer = " or max_num_seqs" if model.state_bytes else ""
+        raise OutOfMemoryError(
+            f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
+            f"{_states(model, config)} + a step of "
+            f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
+            f"{_gib(size(1))}, and only {_gib(limit * fraction)} may be used "
+            f"(memory_fraction {fraction:g} of {_gib(limit)}); "
+            f"lower max_num_batched_tokens{fewer} or raise memory_fraction"
+        )
+    # A model of recurrent layers alone keeps nothing in its blocks: they only count tokens.
+    most = _most_owned(first, config, max_model_len)
+    return groups(bisect_right(range(most + 1), left, key=size) - 1)
+
+
+def state_bytes(model: LoadedModel, config: EngineConfig) -> int:
+    """Bytes of the recurrent layers' states, one a seat."""
+    return config.max_num_seqs * model.state_bytes
+
+
+def _states(model: LoadedModel, config: EngineConfig) -> str:
+    if not model.state_bytes:
+        return ""
+    size = _gib(state_bytes(model, config))
+    return f" + recurrent states of {config.max_num_seqs} requests {size}"
+
+
+def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
+    """Bytes that a full step takes beyond weights and store, measured by running one.
+
+    One chunk with earlier context, and every seat asking for logits.  The context is one block
+    over and over, so that the store it needs is tiny.
+    """
+    rows = min(config.max_num_batched_tokens, max_model_len)
+    if backend.is_cpu():
+        rows = min(rows, _PROFILE_ROWS_ON_CPU)
+    seats = min(config.max_num_seqs, rows)
+    bs = config.block_size
+    context = max(min(max_model_len, _PROFILE_CONTEXT), rows)
+    inputs = InputBatch(seats, context, bs)
+    lengths = np.ones(seats, np.int64)
+    lengths[-1] = rows - seats + 1
+    table_rows = np.array([inputs.add([0], 1) for _ in range(seats)])
+    store = PagedStore(model.kv_specs, 1, bs)
+    attention = ReferenceAttention(store)
+    # One token first, so that recurrent layers have a state to go on from.
+    _run(model, attention, inputs.pack(table_rows[-1:], np.array([0]), np.array([1])))
+    inputs.num_tokens[table_rows[-1]] = context
+    batch = inputs.pack(
+        table_rows, np.where(np.arange(seats) == seats - 1, context - lengths, 0), lengths
+    )
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    _run(model, attention, batch)
+    peak = mx.get_peak_memory() - before
+    peak = max(peak - sum(a.nbytes for a in store.states.arrays), 0)
+    del store, attention
+    mx.clear_cache()
+    scale = min(config.max_num_batched_tokens, max_model_len) / rows
+    return int(peak * max(scale, 1.0))
+
+
+def _run(model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch) -> None:
+    step = attention.prepare(batch, batch.num_tokens)
+    logits = model.packed(step, attention, mx.array(batch.logits_indices))
+    mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
+
+
+def limit_buffer_cache() -> None:
+    """Keep MLX from hoarding freed buffers: a sixteenth of the memory, 256 MiB at least.
+
+    A step's buffers must fit, or each step waits for the device to free and allocate them anew.
+    """
+    mx.set_cache_limit(max(backend.memory_limit() // 16, 256 << 20))

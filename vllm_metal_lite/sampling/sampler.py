@@ -1,0 +1,353 @@
+"""Batched sampling on the device: logits of a step in, one token a row out.
+
+Same order as vLLM's sampler: a grammar's mask; log-probabilities from the raw logits; allowed
+tokens, bad words, min_tokens and logit_bias; repetition, frequency and presence penalties;
+temperature; min_p; top_k; top_p; the draw.  A draw is the argmax of logits plus Gumbel noise, whose
+key is made of the request's seed and of how many tokens it has generated, and of nothing else:
+neither the batch, nor the row, nor a preemption, nor chunking changes what a request draws from the
+same logits.
+
+A row of nothing but -inf or NaN gives token 0; one with a NaN among others gives some token that is
+not -inf; of several +inf the lowest id wins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, log
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.errors import SamplingError
+from vllm_metal_lite.sampling import logits as ops
+from vllm_metal_lite.sampling.logits import LogprobArrays
+from vllm_metal_lite.sampling.masks import (
+    BadWords,
+    BadWordsPlan,
+    DeviceMasks,
+    TokenMasks,
+    pack_mask,
+)
+from vllm_metal_lite.sampling_params import SamplingParams
+
+# A request's row of the host table.  The values of a greedy request, or of one that asks for
+# nothing, are neutral: a row is treated like its neighbours and comes out as if alone.
+_ROW = np.dtype(
+    [
+        ("seed", np.uint64),  # mixed
+        ("num_generated", np.int32),
+        ("num_logprobs", np.int32),  # -1: none asked for
+        ("temperature", np.float32),  # 0: greedy
+        ("min_p", np.float32),  # temperature * log(min_p), -inf: off
+        ("top_k", np.int32),  # 0: off
+        ("top_p", np.float32),  # 1 - top_p, -1: off
+        ("repetition", np.float32),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+        ("slot", np.int32),  # row of the device's `seen`, -1: no penalties
+    ]
+)
+_NEUTRAL = np.array((0, 0, -1, 0, -inf, 0, -1, 1, 0, 0, -1), _ROW)
+_LARGE = 1e30  # bound of what a user may set without limit: float32 must hold its products
+_PART = 256  # prompt rows scored at once
+_FOREVER = np.iinfo(np.int32).max
+
+
+@dataclass
+class SamplerOutput:
+    """Lazy arrays. token_ids: (T,) int32.  logprobs: None unless a row asked for them."""
+
+    token_ids: mx.array
+    logprobs: LogprobArrays | None
+
+
+@dataclass
+class _Plan:
+    """What a set of rows puts into the graph; None leaves an operation out."""
+
+    key: tuple[int, bytes]
+    calls_left: int  # until a request reaches its min_tokens
+    num_logprobs: int  # -1: none
+    allowed: DeviceMasks | None
+    bad_words: BadWordsPlan | None
+    edits: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
+    slots: mx.array | None  # (R,) rows of `seen` of the rows with penalties
+    all_slots: bool  # slots are 0, 1, 2, ..., all of them
+    penalty_rows: mx.array | None  # (R,) where these are in the batch, None: they are all of it
+    repetition: mx.array | None
+    frequency: mx.array | None
+    presence: mx.array | None
+    temperature: mx.array | None  # None: all greedy
+    filters: list[ops.Filters]
+
+
+def validate(params: SamplingParams, vocab_size: int) -> None:
+    """Raise SamplingError for token ids or logprobs beyond the vocabulary."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab_size:
+            raise SamplingError(
+                f"{name} must be at most the vocabulary's size, {vocab_size}, "
+                f"got {getattr(params, name)}"
+            )
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if token_id >= vocab_size:
+                raise SamplingError(
+                    f"{name} must hold token ids below the vocabulary's size, {vocab_size}, "
+                    f"got {token_id}"
+                )
+
+
+def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArrays:
+    """Score each target (P,) int and the k most likely tokens under logits (P, V), any float type.
+
+    Lazy, in parts: a part's float32 values are done with before the next one's are made.
+    """
+    parts = [
+        ops.gather_logprobs(logits[at : at + _PART], targets[at : at + _PART], k)
+        for at in range(0, len(targets), _PART)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*((p.token_ids, p.logprobs, p.ranks) for p in parts), strict=True)
+    return LogprobArrays(*map(mx.concatenate, map(list, columns)))
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """The output function of splitmix64: uint64 to well-mixed uint64, one to one."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
+
+
+class Sampler:
+    """Samples for up to max_num_seqs requests, each known by its req_index.
+
+    What a request wants is kept in host tables and cut out by index; what the rows of a step need
+    is sent to the device only when the rows change.  Tokens seen by requests with penalties live on
+    the device, (slots, V) uint32 holding 2 * (times generated) + (in the prompt), and are updated
+    there, so that a step can be built before the last one's tokens are known.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self._rows = np.full(max_num_seqs, _NEUTRAL)
+        # Additions to single logits: req_index -> token ids, addends, num_generated when they end.
+        self._edits: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._allowed: dict[int, np.ndarray] = {}  # req_index -> bits, see TokenMasks
+        self._bad_words = BadWords(max_num_seqs, vocab_size)
+        self._seen: mx.array | None = None
+        self._version = 0  # of the tables
+        self._plan: _Plan | None = None
+
+    def add(
+        self,
+        req_index: int,
+        params: SamplingParams,
+        seed: int,
+        token_ids: np.ndarray,
+        num_prompt_tokens: int,
+        eos_token_ids: Sequence[int],
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Set up the row of a request that gets a seat, new or back from a preemption.
+
+        token_ids: (n,) int, all tokens known so far.  params should have passed `validate`; ids
+        outside the vocabulary have no effect.  seed: any integer, the low 64 bits count.
+        bad_words: the token ids of params.bad_words, see `bad_word_ids`.
+        """
+        self.remove(req_index)
+        row = self._rows[req_index]
+        row["seed"] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _STEP)[0]
+        row["num_generated"] = len(token_ids) - num_prompt_tokens
+        row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+        if not params.greedy:
+            row["temperature"] = temperature = min(params.temperature, _LARGE)
+            if params.min_p > 0:
+                row["min_p"] = temperature * log(params.min_p)
+            if 0 < params.top_k < self.vocab_size:
+                row["top_k"] = params.top_k
+            if params.top_p < 1:
+                row["top_p"] = 1 - params.top_p
+        row["repetition"] = min(max(params.repetition_penalty, 1 / _LARGE), _LARGE)
+        row["frequency"] = params.frequency_penalty
+        row["presence"] = params.presence_penalty
+        self._add_edits(req_index, params, eos_token_ids)
+        if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
+            row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
+        self._bad_words.add(req_index, bad_words, np.asarray(token_ids)[num_prompt_tokens:])
+        if params.allowed_token_ids is not None:
+            self._allowed[req_index] = pack_mask(params.allowed_token_ids, self.vocab_size)
+
+    def _add_edits(
+        self, req_index: int, params: SamplingParams, eos_token_ids: Sequence[int]
+    ) -> None:
+        bias = params.logit_bias or {}
+        banned: set[int] = set()
+        if params.min_tokens > self._rows[req_index]["num_generated"]:
+            banned.update(params.stop_token_ids or (), () if params.ignore_eos else eos_token_ids)
+        if not bias and not banned:
+            return
+        tokens = np.array([*bias, *banned], np.int64)
+        addends = np.array([*bias.values(), *[-inf] * len(banned)])
+        addends = np.where(np.isfinite(addends), np.clip(addends, -_LARGE, _LARGE), addends)
+        until = np.repeat([_FOREVER, params.min_tokens], [len(bias), len(banned)])
+        known = (tokens >= 0) & (tokens < self.vocab_size)
+        self._edits[req_index] = (
+            tokens[known].astype(np.int32), addends[known].astype(np.float32), until[known],
+        )  # fmt: skip
+
+    def remove(self, req_index: int) -> None:
+        """Give the row back; nothing happens if it is free."""
+        self._version += 1
+        self._rows[req_index] = _NEUTRAL
+        self._edits.pop(req_index, None)
+        self._allowed.pop(req_index, None)
+        self._bad_words.remove(req_index)
+        if self._seen is not None and (self._rows["slot"] < 0).all():
+            self._seen = None
+
+    def _take_slot(self, token_ids: np.ndarray, num_prompt_tokens: int) -> int:
+        """Find a free row of `seen` for a request, more rows if there is none, and fill it."""
+        num_slots = 0 if self._seen is None else len(self._seen)
+        slot = int(np.setdiff1d(np.arange(num_slots + 1), self._rows["slot"])[0])
+        if slot == num_slots:
+            num_more = min(max(num_slots, 1), self.max_num_seqs - num_slots)
+            more = mx.zeros((num_more, self.vocab_size), mx.uint32)
+            self._seen = more if self._seen is None else mx.concatenate([self._seen, more])
+        in_vocab = (token_ids >= 0) & (token_ids < self.vocab_size)
+        is_prompt = np.arange(len(token_ids)) < num_prompt_tokens
+        output = token_ids[in_vocab & ~is_prompt]
+        seen = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.uint32)
+        seen[token_ids[in_vocab & is_prompt]] |= 1
+        self._seen[slot] = mx.array(seen)
+        return slot
+
+    def num_logprobs(self, req_indices: np.ndarray) -> np.ndarray:
+        """How many of the most likely tokens each request wants beside its own; -1: no logprobs."""
+        return self._rows["num_logprobs"][req_indices]
+
+    def __call__(
+        self, logits: mx.array, req_indices: np.ndarray, grammar: TokenMasks | None = None
+    ) -> SamplerOutput:
+        """Choose the next token of each row; lazy: nothing is evaluated.
+
+        logits: (T, V) float32, float16 or bfloat16.  req_indices: (T,) int, the request of each
+        row, none twice.  Counts one more generated token for each.  If any of the requests wants
+        logprobs, all rows get as many as the most demanding one wants.  grammar: what a grammar
+        allows some of the rows to say in this step; it counts before logprobs are taken.
+        """
+        if logits.shape != (len(req_indices), self.vocab_size):
+            raise ValueError(
+                f"logits must be ({len(req_indices)}, {self.vocab_size}), got {logits.shape}"
+            )
+        if not len(req_indices):
+            return SamplerOutput(mx.zeros(0, mx.int32), None)
+        plan = self._plan_for(req_indices)
+        if grammar is not None:
+            logits = DeviceMasks(grammar, len(req_indices)).apply(logits)
+        x = logits
+        if plan.allowed is not None:
+            x = plan.allowed.apply(x)
+        if plan.bad_words is not None:
+            x = self._bad_words.ban(x.astype(mx.float32), plan.bad_words)
+        if plan.edits is not None:
+            rows, tokens, addends = plan.edits
+            x = x.astype(mx.float32).at[rows, tokens].add(addends)
+        if plan.slots is not None:
+            x = self._penalize(x.astype(mx.float32), plan)
+        if plan.temperature is not None:
+            x = x.astype(mx.float32)
+            table = self._rows[req_indices]
+            counter = table["num_generated"].astype(np.uint64) * _STEP
+            keys = mx.array(_mix(table["seed"] + counter).view(np.uint32).reshape(-1, 2))
+            bits = ops.random_bits(keys, self.vocab_size)
+            if plan.filters:
+                floor = ops.thresholds(x, plan.filters)
+                x = ops.perturb_above(x, floor, bits, plan.temperature)
+            else:
+                x = ops.perturb(x, bits, plan.temperature)
+        token_ids = ops.argmax(x).view(mx.int32)
+        if plan.slots is not None:
+            drawn = token_ids if plan.penalty_rows is None else token_ids[plan.penalty_rows]
+            self._seen = self._seen.at[plan.slots, drawn].add(2)
+        if plan.bad_words is not None:
+            self._bad_words.note(token_ids, plan.bad_words)
+        self._rows["num_generated"][req_indices] += 1
+        plan.calls_left -= 1
+        if plan.num_logprobs < 0:
+            return SamplerOutput(token_ids, None)
+        return SamplerOutput(token_ids, ops.gather_logprobs(logits, token_ids, plan.num_logprobs))
+
+    def _penalize(self, x: mx.array, plan: _Plan) -> mx.array:
+        seen = self._seen if plan.all_slots else self._seen[plan.slots]
+        rows = plan.penalty_rows
+        y = x if rows is None else x[rows]
+        if plan.repetition is not None:
+            y = ops.penalize_repetition(y, seen, plan.repetition)
+        if plan.frequency is not None:
+            y = ops.penalize_frequency(y, seen, plan.frequency, plan.presence)
+        return y if rows is None else mx.put_along_axis(x, rows[:, None], y, axis=0)
+
+    def _plan_for(self, req_indices: np.ndarray) -> _Plan:
+        """The plan of these rows; a decode batch that stays as it is keeps its plan."""
+        key = (self._version, req_indices.tobytes())
+        if self._plan is None or self._plan.key != key or not self._plan.calls_left:
+            self._plan = self._make_plan(key, req_indices)
+        return self._plan
+
+    def _make_plan(self, key: tuple[int, bytes], req_indices: np.ndarray) -> _Plan:
+        table = self._rows[req_indices]
+        edits, calls_left = self._select_edits(req_indices)
+        penalized = np.flatnonzero(table["slot"] >= 0)
+        slots = penalty_rows = repetition = frequency = presence = None
+        all_slots = False
+        if len(penalized):
+            wants = table[penalized]
+            slots = mx.array(wants["slot"])
+            all_slots = np.array_equal(wants["slot"], np.arange(len(self._seen)))
+            penalty_rows = ops.row_numbers(penalized, len(table))
+            if (wants["repetition"] != 1).any():
+                repetition = ops.column(wants["repetition"])
+            if wants["frequency"].any() or wants["presence"].any():
+                frequency, presence = ops.column(wants["frequency"]), ops.column(wants["presence"])
+        is_random = table["temperature"].any()
+        return _Plan(
+            key, calls_left, int(table["num_logprobs"].max()), self._select_allowed(req_indices),
+            self._bad_words.plan(req_indices), edits, slots, all_slots,
+            penalty_rows, repetition, frequency, presence,
+            ops.column(table["temperature"]) if is_random else None,
+            ops.make_filters(
+                table["temperature"], table["min_p"], table["top_k"], table["top_p"],
+                self.vocab_size,
+            ) if is_random else [],
+        )  # fmt: skip
+
+    def _select_allowed(self, req_indices: np.ndarray) -> DeviceMasks | None:
+        rows = [i for i, r in enumerate(req_indices.tolist()) if r in self._allowed]
+        if not rows:
+            return None
+        bits = np.stack([self._allowed[r] for r in req_indices[rows].tolist()])
+        return DeviceMasks(TokenMasks(np.array(rows), bits), len(req_indices))
+
+    def _select_edits(
+        self, req_indices: np.ndarray
+    ) -> tuple[tuple[mx.array, mx.array, mx.array] | None, int]:
+        """Edits of these rows as flat arrays, and after how many calls the first of them ends."""
+        if not self._edits:
+            return None, _FOREVER
+        position = np.full(self.max_num_seqs, -1, np.int32)
+        position[req_indices] = np.arange(len(req_indices), dtype=np.int32)
+        lengths = [len(tokens) for tokens, _, _ in self._edits.values()]
+        req_index = np.repeat(np.fromiter(self._edits, np.int32, len(self._edits)), lengths)
+        tokens, addends, until = map(np.concatenate, zip(*self._edits.values(), strict=True))
+        left = until - self._rows["num_generated"][req_index]
+        now = (position[req_index] >= 0) & (left > 0)
+        if not now.any():
+            return None, _FOREVER
+        flat = (position[req_index[now]], tokens[now], addends[now])
+        return tuple(mx.array(a) for a in flat), int(left[now].min())

@@ -1,0 +1,396 @@
+"""Which tokens the next step computes.  The rules in plain words: docs/scheduling.md.
+
+A request has no phases, only a gap: `num_tokens - num_computed_tokens`.  A step closes part of it:
+1. requests that decode (their prompt is done) get their one token each;
+2. partial prefills resume;
+3. waiting requests are admitted;
+each in the order of rank = (priority, arrival), under `max_num_batched_tokens` and `max_num_seqs`.
+
+The tokens of a step need not be known when the next one is scheduled: `advance` puts UNKNOWN_TOKEN
+in their place, `update` replaces it.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from operator import attrgetter, le, sub
+
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.scheduler.kv_groups import KVGroup
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks
+from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
+
+_RANK = attrgetter("rank")
+
+
+class Scheduler:
+    """Holds every unfinished request, and the blocks of the store.
+
+    groups, max_model_len: the store's KV groups, the longest context in tokens.
+    """
+
+    def __init__(self, config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int) -> None:
+        self.config = config
+        self.max_model_len = max_model_len
+        self.kv = KVCacheManager(groups, config.block_size, config.enable_prefix_caching)
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.prefix_queried_tokens = 0
+        self._block_size = config.block_size
+        self._requests: dict[str, Request] = {}
+        # Each unfinished request is in exactly one of these, which are kept in order of rank.
+        self._waiting: list[Request] = []
+        self._partials: list[Request] = []
+        self._decodes: list[Request] = []
+        # Decodes that complete a block whose last token is not known yet: it has no name so far.
+        self._unnamed: list[tuple[SchedulerOutput, Request]] = []
+        self._num_added = 0
+        self._prefilled_last = False
+
+    @property
+    def num_running(self) -> int:
+        return len(self._partials) + len(self._decodes)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    # Requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue a request.  Raises RequestError if it could never finish; nothing has changed."""
+        name, prompt = f"request {request.request_id!r}", request.num_prompt_tokens
+        if request.request_id in self._requests:
+            raise RequestError(f"{name} is already in use")
+        if prompt == 0:
+            raise RequestError(f"{name} has an empty prompt: it must have at least one token")
+        if request.max_tokens < 1:
+            raise RequestError(f"{name}: max_tokens must be at least 1, got {request.max_tokens}")
+        if prompt >= self.max_model_len:
+            raise RequestError(
+                f"{name} has a prompt of {prompt} tokens; max_model_len ({self.max_model_len}) "
+                f"leaves room for {self.max_model_len - 1} and one new token"
+            )
+        # The last token sampled is never computed, so it is never stored.
+        max_length = min(prompt + request.max_tokens, self.max_model_len)
+        num_stored = max_length - 1
+        size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
+        if sizes := self.kv.too_large(num_stored, num_stored if request.atomic else 1):
+            raise RequestError(
+                f"{name} ({size}) needs {sizes[0]} blocks of {self._block_size} tokens, "
+                f"the store has {sizes[1]}"
+            )
+        # Preempted just before its last token, it has to fit one step with all it generated.
+        if request.atomic and num_stored > self.config.max_num_batched_tokens:
+            raise RequestError(
+                f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; "
+                f"max_num_batched_tokens is {self.config.max_num_batched_tokens}"
+            )
+        request.max_length = max_length
+        # The count sets apart what has the same arrival (the n answers of one prompt).
+        request.rank = (request.priority, request.arrival, self._num_added)
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_RANK)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it is, and its blocks back; unknown ones are ignored."""
+        if self._requests.get(request.request_id) is not request:
+            return
+        del self._requests[request.request_id]
+        request.forget_unknown()
+        if request.status is RequestStatus.RUNNING:
+            self._unseat(request)
+        else:
+            _remove(self._waiting, request)
+        request.status = RequestStatus.FINISHED
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their blocks."""
+        self.kv.reset()
+
+    # Steps
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step: at least one token of those who do not end with the last one."""
+        out = SchedulerOutput()
+        if self.config.prefill_policy == "mixed":
+            self._schedule_decodes(out)
+            self._schedule_prefills(out)
+        else:
+            turns = [self._schedule_decodes, self._schedule_prefills]
+            whole = self.config.prefill_policy == "whole"
+            if not self._prefilled_last or (whole and self._partials):
+                turns.reverse()
+            turns[0](out)
+            if out.is_empty:
+                turns[1](out)
+        if out.is_empty and self._partials:
+            self._break_deadlock(out)
+        if not out.is_empty:
+            self._prefilled_last = out.num_decodes < len(out.segments)
+        # InputBatch.pack wants segments of one token first; the last token of a prompt is one too.
+        prefills = out.segments[out.num_decodes :]
+        if len(prefills) > 1:
+            prefills.sort(key=lambda s: s.num_scheduled > 1)
+            out.segments[out.num_decodes :] = prefills
+        return out
+
+    def may_preempt(self) -> bool:
+        """Whether there may be too few blocks for all that decode.  While tokens are unknown it is
+        better to wait for them then: answers that have ended give blocks back."""
+        if self.kv.num_available >= len(self._decodes):
+            return False
+        block_size = self._block_size
+        needy = [r for r in self._decodes if r.num_computed_tokens == r.num_blocks * block_size]
+        for request in needy:
+            self.kv.give_back(request, request.num_computed_tokens)
+        return len(needy) > self.kv.num_available
+
+    def advance(self, output: SchedulerOutput) -> list[Request]:
+        """Take note of a step that is under way: the next one may be scheduled.
+
+        Its tokens stay unknown until `update`; at most one step's are at any time.  Returns the
+        requests that reach their length with it: they need no seat, and have given back their
+        blocks, which the next step may write to, since the device does all steps in order.
+        """
+        num_decodes, running = output.num_decodes, RequestStatus.RUNNING
+        terminal = [s.request for s in output.segments[:num_decodes]]
+        for request in terminal:
+            if request.status is running:
+                request.num_computed_tokens += 1
+        for segment in output.segments[num_decodes:]:
+            request, end = segment.request, segment.num_computed + segment.num_scheduled
+            is_terminal = end == request.num_tokens
+            if is_terminal:
+                terminal.append(request)
+            if request.status is running:
+                request.num_computed_tokens = end
+                self.kv.give_back(request, end)  # where windows are short, most of a chunk's blocks
+                if is_terminal:
+                    _remove(self._partials, request)
+                    insort(self._decodes, request, key=_RANK)
+        ended = []
+        for request in terminal:
+            if request.status is running:
+                request.token_ids.append(UNKNOWN_TOKEN)
+                if len(request.token_ids) == request.max_length:
+                    ended.append(request)
+        for request in ended:
+            self._unseat(request)
+        output.terminal = terminal
+        return ended
+
+    def update(self, output: SchedulerOutput, token_ids: Sequence[int]) -> None:
+        """Take note of the tokens of a step, after `advance`.
+
+        token_ids: ints, one for each request of `output.terminal`.  A request finished since
+        `schedule` keeps its place in `token_ids` and is passed over.
+        """
+        finished = RequestStatus.FINISHED
+        if len(token_ids) != len(output.terminal):
+            raise ValueError(
+                f"{len(token_ids)} tokens for {len(output.terminal)} segments that want one"
+            )
+        for request, token in zip(output.terminal, token_ids, strict=True):
+            if request.status is not finished:
+                request.token_ids[-1] = token
+        for ahead, request in self._unnamed:
+            if request.status is RequestStatus.RUNNING:
+                end = request.num_tokens
+                ahead.published += self.kv.publish(request, end - 1, end)
+        self._unnamed.clear()
+        self.num_recomputed_tokens += output.num_recomputed_tokens
+        self.prefix_hit_tokens += output.prefix_hit_tokens
+        self.prefix_queried_tokens += output.prefix_queried_tokens
+
+    def rollback(self, *outputs: SchedulerOutput) -> None:
+        """Take back all steps under way, in order, for one failed: their requests wait, as if
+        preempted; blocks that they completed were perhaps never written, and lose their names."""
+        self._unnamed.clear()
+        for output in reversed(outputs):
+            self.kv.unpublish(output.published)
+            for segment in output.segments:
+                if segment.request.status is RequestStatus.RUNNING:
+                    segment.request.num_computed_tokens = segment.num_computed
+            for request in output.admitted:
+                request.num_computed_tokens = 0
+        for segment in (s for output in outputs for s in output.segments):
+            segment.request.forget_unknown()
+            if segment.request.status is RequestStatus.RUNNING:
+                self._requeue(segment.request)
+
+    # The three phases
+
+    def _schedule_decodes(self, out: SchedulerOutput) -> None:
+        budget, block_size = self.config.max_num_batched_tokens, self._block_size
+        # A preempted request is the last of this list, so iterating goes on undisturbed.
+        for request in self._decodes:
+            if len(out.segments) == budget:
+                break
+            start = request.num_computed_tokens
+            new_blocks: NewBlocks | None = ()
+            if start == request.num_blocks * block_size:
+                while (new_blocks := self.kv.allocate(request, start, start + 1)) is None:
+                    victim = self._preempt_lowest(out)
+                    if victim is request:
+                        break
+                if new_blocks is None:
+                    break
+            out.segments.append(Segment(request, start, 1, new_blocks))
+            if (start + 1) % block_size == 0:
+                if request.token_ids[-1] == UNKNOWN_TOKEN:
+                    self._unnamed.append((out, request))
+                else:
+                    out.published += self.kv.publish(request, start, start + 1)
+        out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
+
+    def _schedule_prefills(self, out: SchedulerOutput) -> None:
+        starting = not self._partials
+        self._resume(out)
+        # Whoever was preempted comes first, and there are no blocks for it.
+        if not out.preempted:
+            self._admit(out, starting)
+
+    def _resume(self, out: SchedulerOutput) -> None:
+        for request in self._partials:
+            chunk = self._chunk(request, request.num_computed_tokens, out)
+            chunk = min(chunk, self.kv.room(request))
+            # 0: out of budget, or of blocks.  Then it waits for decodes to end, and so does
+            # everything in the queue, since no prompt is admitted without a block of its own.
+            if chunk > 0:
+                out.segments.append(self._schedule_chunk(request, chunk, out))
+
+    def _admit(self, out: SchedulerOutput, starting: bool) -> None:
+        """Give seats to waiting requests, in order.
+
+        A request is admitted if it and all that run can reach the end of their known tokens and
+        one more block each: less would soon preempt it.  (With nothing running, that always fits.)
+        An atomic request that does not fit is passed over; any other is waited for.
+        """
+        if not self._waiting or not self._has_room(out):
+            return
+        left, at = self._spare_blocks(), 0
+        while min(left) > 0 and at < len(self._waiting) and self._has_room(out):
+            request = self._waiting[at]
+            hits = self.kv.find_prefix(request)
+            start = len(hits[0].block_ids) * self._block_size
+            chunk = self._chunk(request, start, out)
+            # Cached blocks that it would own are no longer available; owned ones cost nothing.
+            wanted = self.kv.wanted(request, self._largest_chunk(request, start))
+            cost = [
+                w - sum(map(pool.is_owned, table.owned))
+                for w, pool, table in zip(wanted, self.kv.pools, hits, strict=True)
+            ]
+            fits = chunk > 0 and all(map(le, cost, left))
+            if self.config.prefill_policy == "whole" and not starting:
+                # A turn ends with the prompts that it started with: decodes are waiting.
+                fits = fits and chunk == request.num_tokens - start
+            if not fits:
+                if not request.atomic:
+                    break
+                at += 1
+                continue
+            del self._waiting[at]
+            insort(self._partials, request, key=_RANK)
+            request.status = RequestStatus.RUNNING
+            request.num_computed_tokens = start
+            if not request.num_computed_before:
+                request.num_cached_tokens = start
+                if self.kv.enable_caching and not request.skip_prefix_cache_read:
+                    out.prefix_hit_tokens += start
+                    out.prefix_queried_tokens += request.num_prompt_tokens
+            self.kv.admit(request, hits)
+            out.admitted.append(request)
+            segment = self._schedule_chunk(request, min(chunk, self.kv.room(request)), out)
+            segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
+            out.segments.append(segment)
+            left = list(map(sub, left, cost))
+
+    def _spare_blocks(self) -> list[int]:
+        """Blocks by KV group that are left when all that run have what they want."""
+        running = [(r, self._largest_chunk(r, r.num_computed_tokens)) for r in self._partials]
+        return self.kv.spare(running + [(r, 1) for r in self._decodes])
+
+    def _has_room(self, out: SchedulerOutput) -> bool:
+        """Whether a seat and a token of the budget are left."""
+        return (
+            self.num_running < self.config.max_num_seqs
+            and out.total_num_scheduled_tokens < self.config.max_num_batched_tokens
+        )
+
+    def _schedule_chunk(self, request: Request, chunk: int, out: SchedulerOutput) -> Segment:
+        start = request.num_computed_tokens
+        blocks = self.kv.allocate(request, start, start + chunk)
+        assert blocks is not None, "a chunk was scheduled without its blocks"
+        out.total_num_scheduled_tokens += chunk
+        again = min(start + chunk, request.num_computed_before) - start
+        out.num_recomputed_tokens += max(again, 0)
+        out.published += self.kv.publish(request, start, start + chunk)
+        return Segment(request, start, chunk, blocks)
+
+    def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:
+        """How many tokens from `start` on the request may have now; 0: none."""
+        largest = self._largest_chunk(request, start)
+        budget = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
+        if request.atomic:
+            return largest if largest <= budget else 0
+        return min(largest, budget)
+
+    def _largest_chunk(self, request: Request, start: int) -> int:
+        """How many tokens from `start` on the request may have in one step."""
+        gap = request.num_tokens - start
+        if request.atomic:
+            return gap
+        config = self.config
+        threshold = config.long_prefill_token_threshold or gap
+        work = MAX_CHUNK_TIMES_CONTEXT // (start + 1)
+        return min(gap, config.max_num_batched_tokens, threshold, request.max_chunk or gap, work)
+
+    # Out of blocks
+
+    def _break_deadlock(self, out: SchedulerOutput) -> None:
+        """Nothing decodes, and no partial prefill has a block to go on: the first one gets some."""
+        while self.kv.room(self._partials[0]) <= 0:
+            victim = self._preempt_lowest(out)
+            assert victim is not self._partials[0], "a request alone has all the blocks it needs"
+        self._resume(out)
+
+    def _preempt_lowest(self, out: SchedulerOutput) -> Request:
+        last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
+        victim = max(last, key=_RANK)
+        # Steps are filled in order of rank, so whoever gives way has not had its turn.
+        assert all(s.request is not victim for s in out.segments), "a scheduled request gives way"
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._requeue(victim)
+        out.preempted.append(victim)
+        return victim
+
+    def _requeue(self, request: Request) -> None:
+        """Seat and blocks are given back; all tokens, sampled ones too, are to be computed."""
+        self._unseat(request)
+        before = max(request.num_computed_before, request.num_computed_tokens)
+        request.num_computed_before, request.num_computed_tokens = before, 0
+        request.status = RequestStatus.PREEMPTED if before else RequestStatus.WAITING
+        insort(self._waiting, request, key=_RANK)
+
+    def _unseat(self, request: Request) -> None:
+        if not _remove(self._decodes, request):
+            _remove(self._partials, request)
+        self.kv.free(request)
+
+
+def _remove(queue: list[Request], request: Request) -> bool:
+    """Take a request out of a list in order of rank; False if it is not there."""
+    at = bisect_left(queue, request.rank, key=_RANK)
+    if at == len(queue) or queue[at] is not request:
+        return False
+    del queue[at]
+    return True
