@@ -25,12 +25,14 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
-from vllm_metal_lite.kernels import common as ops
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits
-from vllm_metal_lite.kernels.varlen_prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
@@ -71,14 +73,14 @@ def huge() -> bool:
     how = {"block_size": bs, "scale": 0.1}
     large = [mx.zeros((slots, 1, dim), mx.bfloat16) for _ in range(2)]
     mx.eval(large, tail)
-    token = ops.kv_write(tail[0], tail[1], rows, *large, ops.new_token())
+    token = kv_write(tail[0], tail[1], rows, *large, new_token())
     results = []
-    for store, shift, after in ((large, slots // bs - 4, token), (list(tail), 0, ops.new_token())):
-        decoded, after = ops.paged_decode(
-            q, table + shift, lens, *store, after, plan=ops.DecodePlan(1, 8), **how
+    for store, shift, after in ((large, slots // bs - 4, token), (list(tail), 0, new_token())):
+        decoded, after = paged_decode(
+            q, table + shift, lens, *store, after, plan=DecodePlan(1, 8), **how
         )
         prompt, after = varlen_prefill(q, table + shift, cu, lens, tiles, *store, after, **how)
-        gathered = ops.kv_gather(mx.arange(64) + shift * bs, *store, after)[:2]
+        gathered = kv_gather(mx.arange(64) + shift * bs, *store, after)[:2]
         results.append([np.array(a.astype(mx.float32)) for a in (decoded, prompt, *gathered)])
     same = all((a == b).all() for a, b in zip(*results, strict=True))
     print(
@@ -156,7 +158,7 @@ def plans() -> None:
     print("| --- | --- | " + "--- | " * len(choices))
     for batch, context in ((1, 512), (1, 4096), (1, 32768), (8, 512), (8, 4096), (64, 512)):
         load = measure.Workload(QWEN3, batch, context)
-        times = [f"{1e6 * load.decode(ops.DecodePlan(*c)).seconds:.1f}" for c in choices]
+        times = [f"{1e6 * load.decode(DecodePlan(*c)).seconds:.1f}" for c in choices]
         print(f"| {batch} | {context:,} | " + " | ".join(times) + " |", flush=True)
 
 
@@ -297,7 +299,7 @@ def _rope_write(rows: int) -> tuple:
     norm = HeadNorm(mx.random.uniform(0.8, 1.2, (s.k_head_dim,)).astype(s.dtype), 1e-6)
     turn = Rope(s.k_head_dim, False, 1e6, 1.0, None)
     q = mx.random.normal((rows, s.num_heads, s.k_head_dim)).astype(s.dtype)
-    state = [q, ops.new_token()]
+    state = [q, new_token()]
     mx.eval(kv, store, positions, slots, norm.weight, state)
 
     def ours(state: list[mx.array]) -> list[mx.array]:
@@ -318,7 +320,7 @@ def _rope_write(rows: int) -> tuple:
 
     def theirs(state: list[mx.array]) -> list[mx.array]:
         k, v = (a.reshape(rows, s.num_kv_heads, -1) for a in mx.split(kv, 2, axis=1))
-        return [rotated(state[0]), ops.kv_write(rotated(k), v, slots, *store, state[1])]
+        return [rotated(state[0]), kv_write(rotated(k), v, slots, *store, state[1])]
 
     return "rope_write", state, ours, theirs
 
@@ -334,7 +336,7 @@ def _fused_decode(rows: int) -> tuple:
     slots = blocks * load.block_size + positions % load.block_size
     width = s.num_kv_heads * s.k_head_dim
     kv = mx.random.normal((rows, 2 * width)).astype(s.dtype)
-    state = [mx.random.normal((rows, s.num_heads, s.k_head_dim)).astype(s.dtype), ops.new_token()]
+    state = [mx.random.normal((rows, s.num_heads, s.k_head_dim)).astype(s.dtype), new_token()]
     mx.eval(norm.weight, positions, slots, kv, state)
 
     def new_rows(q: mx.array) -> NewRows:
@@ -342,7 +344,7 @@ def _fused_decode(rows: int) -> tuple:
         return NewRows(*columns, s.num_heads, turn, norm, norm)
 
     def attend(q: mx.array | NewRows, token: mx.array) -> list[mx.array]:
-        return list(ops.paged_decode(
+        return list(paged_decode(
             q, load.block_tables, load.seq_lens, *store, token,
             block_size=load.block_size, scale=load.scale, plan=load.plan,
         ))  # fmt: skip

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache  # isort: sk
 from tokenizers import Tokenizer  # isort: skip
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore

@@ -6,11 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-import conftest  # noqa: E402, F401  (the CPU, before anything imports MLX)
-from arch_configs import CANNOT_RUN, CONFIGS  # noqa: E402
-from conformance import HITS, TOLERANCE, Result, check  # noqa: E402
+import tests.conftest  # noqa: E402, F401  (the CPU, before anything imports MLX)
+from tests.support.arch_configs import CANNOT_RUN, CONFIGS  # noqa: E402
+from tests.support.conformance import HITS, TOLERANCE, Result, check  # noqa: E402
 
 PATH = ROOT / "docs" / "models.md"
 

@@ -18,7 +18,7 @@ from vllm_metal_lite.attention.paged import common_prefix as shared
 from vllm_metal_lite.attention.paged.common_prefix import PrefixSearch, common_prefix
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels.cache_ops import kv_write
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.runner import runner
 
@@ -190,7 +190,7 @@ def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order
             k, v = array_of(rng, 1, 2, 32), array_of(rng, 1, 2, 32)
             mx.eval(k, v, q, store.keys, store.values)
             arrays = mx.array([BLOCK_SIZE], mx.int32), *store.arrays
-            attention.token = ops.kv_write(k, v, *arrays, attention.token)
+            attention.token = kv_write(k, v, *arrays, attention.token)
             attention.attend(0, q, step, scale=0.2)
             keys[BLOCK_SIZE], values[BLOCK_SIZE] = np.array(k[0]), np.array(v[0])
             expected.append(paged_attention(

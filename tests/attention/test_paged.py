@@ -17,7 +17,7 @@ from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import selfcheck
-from vllm_metal_lite.kernels import common as ops
+from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.launch import Kernel
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -130,7 +130,7 @@ class _NeverTakesAToken(KernelAttention):
     """Drops every token: each launch is given a fresh one."""
 
     def _store(self, layer):
-        return *super()._store(layer)[:2], ops.new_token()
+        return *super()._store(layer)[:2], new_token()
 
 
 class _ForgetsTheReader(KernelAttention):

@@ -9,7 +9,7 @@ import pytest
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention import choose as choosing
+from vllm_metal_lite.attention import select as choosing
 from vllm_metal_lite.attention.select import choose
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
@@ -71,14 +71,19 @@ def miscompile(monkeypatch, name: str) -> None:
 
 
 def kernels() -> list[Kernel]:
-    from vllm_metal_lite.kernels import norm, ops, prefill, products, rope, rows, shared_prefix
+    from vllm_metal_lite.kernels import (
+        add_rms_norm,
+        cache_ops,
+        decode,
+        gather_rows,
+        prefill,
+        rope_write,
+        shared_prefix,
+        skinny_gemm,
+    )
 
-    return [
-        v
-        for m in (norm, ops, prefill, products, rope, rows, shared_prefix)
-        for v in vars(m).values()
-        if isinstance(v, Kernel)
-    ]
+    modules = add_rms_norm, cache_ops, decode, gather_rows, prefill, rope_write, shared_prefix
+    return [v for m in (*modules, skinny_gemm) for v in vars(m).values() if isinstance(v, Kernel)]
 
 
 def store() -> PagedStore:

@@ -10,8 +10,8 @@ from tests.support.arch_configs import config_of
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.hooks import hooks
-from vllm_metal_lite.fusion.joined import Product, join_projections
-from vllm_metal_lite.fusion.traced import Multiplied, Normed, Traced, look, made_of
+from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections
+from vllm_metal_lite.fusion.traced import Multiplied, Normed, Traced, as_view, origin_of
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import fit
@@ -155,9 +155,9 @@ def test_a_sum_whose_norm_is_taken_twice(hooked):
 def test_a_norm_that_a_router_and_a_product_use(hooked):
     x, router, o = draw(3, 1, DEPTH), draw(DEPTH, 4, seed=4) / 8, linear(24)
     normed = mx.fast.rms_norm(x, GAIN, 1e-5)
-    assert isinstance(made_of(normed), Normed)
+    assert isinstance(origin_of(normed), Normed)
     y, chosen = o(normed), normed @ router
-    assert isinstance(made_of(y), Multiplied)
+    assert isinstance(origin_of(y), Multiplied)
     close(y, rms(floats(x)) @ floats(o.weight).T)
     close(chosen, rms(floats(x)) @ floats(router))
     close(normed, rms(floats(x)))
@@ -167,14 +167,14 @@ def test_a_norm_or_product_that_is_changed_in_place_is_computed_as_it_is(hooked)
     x, o = draw(3, 1, DEPTH), linear(24)
     normed = mx.fast.rms_norm(x, GAIN, 1e-5)
     normed *= 2
-    assert made_of(normed) is None
+    assert origin_of(normed) is None
     y = o(normed)
     expected = 2 * rms(floats(x)) @ floats(o.weight).T
     close(y, expected)
     y[..., 3] = 7.0
-    assert made_of(y) is None
+    assert origin_of(y) is None
     expected[..., 3] = 7.0
-    total = y + look(mx.zeros((3, 24), mx.float16), (3, 1))
+    total = y + as_view(mx.zeros((3, 24), mx.float16), (3, 1))
     close(mx.fast.rms_norm(total, mx.ones((24,), mx.float16), 1e-5), rms(expected))
 
 
@@ -182,7 +182,7 @@ def test_a_norm_with_a_gain_of_another_type_or_none_goes_by_itself(hooked):
     x, o = draw(3, 1, DEPTH), linear(24)
     for gain in (None, mx.ones((DEPTH,), mx.float32)):
         normed = mx.fast.rms_norm(x, gain, 1e-5)
-        assert made_of(normed) is None
+        assert origin_of(normed) is None
         close(o(normed.astype(mx.float16)), rms(floats(x)) @ floats(o.weight).T)
 
 
@@ -190,7 +190,7 @@ def test_a_norm_with_a_gain_of_another_type_or_none_goes_by_itself(hooked):
 def test_swiglu_of_the_product_only_if_gate_comes_first(hooked, gate, up):
     parts = [linear(32), linear(32, seed=3)]
     x, weights = draw(2, 1, DEPTH), [floats(part.weight) for part in parts]
-    product = Product(parts)
+    product = JoinedProjection(parts)
     columns = [product.part(n, x) for n in range(2)]
     got = _Activations.swiglu(columns[gate], columns[up])
     of_gate, of_up = (floats(x) @ weights[n].T for n in (gate, up))

@@ -17,7 +17,7 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import fusedcheck, selfcheck
 from vllm_metal_lite.fusion.joined import Part, join_projections
-from vllm_metal_lite.fusion.traced import Sum, Traced, look, made_of, rows_of, up_to_date
+from vllm_metal_lite.fusion.traced import Sum, Traced, as_view, origin_of, rows_of, up_to_date
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
 from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS
@@ -96,12 +96,12 @@ def test_a_part_can_be_taken_out_again(name):
 def test_a_trace_is_an_array_of_the_right_value():
     y = mx.arange(24, dtype=mx.float32).reshape(2, 1, 12)
     q = Traced(y[..., 4:12], Columns(y, 4)).reshape(2, 1, 2, 4)
-    assert made_of(q) == Heads(Columns(y, 4), 2, 4)
+    assert origin_of(q) == Heads(Columns(y, 4), 2, 4)
     turned = q.transpose(0, 2, 1, 3)
-    assert made_of(turned) is made_of(q)
+    assert origin_of(turned) is origin_of(q)
     np.testing.assert_array_equal(turned.squeeze(2), np.arange(24).reshape(2, 3, 4)[:, 1:])
-    assert made_of(q.transpose(0, 1, 3, 2)) is None
-    assert made_of(q * 2) is None
+    assert origin_of(q.transpose(0, 1, 3, 2)) is None
+    assert origin_of(q * 2) is None
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_what_is_changed_in_place_is_forgotten(change):
     y = mx.ones((2, 1, 8))
     q = Traced(y[..., :8], Columns(y, 0)).reshape(2, 1, 2, 4)
     change(q)
-    assert made_of(q) is None
+    assert origin_of(q) is None
     assert not mx.array_equal(q.reshape(2, 1, 8), y)
 
 
 def test_rows_are_found_again():
     rows = mx.arange(16, dtype=mx.float32).reshape(2, 8)
-    x = look(rows, (2, 1))
+    x = as_view(rows, (2, 1))
     assert x.shape == (2, 1, 8)
     assert rows_of(x) is rows_of(rows) is rows
     np.testing.assert_array_equal(rows_of(x * 2), 2 * rows)
@@ -133,12 +133,12 @@ def test_rows_are_found_again():
 def test_a_sum_that_a_kernel_computed_is_used():
     x, y = mx.ones((2, 1, 8)), mx.full((2, 1, 8), 2.0)
     total = x + Traced(y, None)
-    assert isinstance(made_of(total), Sum)
-    made_of(total).total = mx.full((2, 1, 8), 3.0)
-    assert up_to_date(total) is made_of(total).total
+    assert isinstance(origin_of(total), Sum)
+    origin_of(total).total = mx.full((2, 1, 8), 3.0)
+    assert up_to_date(total) is origin_of(total).total
     assert mx.all((total + Traced(y, None)) == 5.0)
-    assert made_of(total + 1.0) is None
-    assert made_of(Traced(y, None) + mx.ones((8,))) is None
+    assert origin_of(total + 1.0) is None
+    assert origin_of(Traced(y, None) + mx.ones((8,))) is None
 
 
 def test_a_trace_costs_nothing():

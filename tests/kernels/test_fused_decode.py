@@ -18,7 +18,7 @@ from tests.kernels.test_rope_write import Case as Rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.paged_decode import DecodePlan, paged_decode
+from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 

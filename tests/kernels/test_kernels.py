@@ -11,13 +11,19 @@ from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
 from tests.support.attention_oracle import paged_attention
+from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels import decode
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.decode import (
+    DecodePlan,
+    decode_plan,
+    merge_partitions,
+    paged_decode,
+)
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.paged_decode import DecodePlan, paged_decode
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -197,7 +203,7 @@ def test_merging_parts_is_attending_to_the_whole(empty, splits, seed):
     total = (weights * keep[:, None]).sum((1, 2))
     expected = (weights[..., None] * values * keep[:, None, None]).sum((1, 2))
     expected = np.divide(expected, total[:, None], where=total[:, None] > 0, out=np.zeros((3, 16)))
-    out = ops.merge_partitions(
+    out = merge_partitions(
         mx.array(partial[None].astype(np.float32)), mx.array(lse[None].astype(np.float32)),
         mx.float32,
     )  # fmt: skip
@@ -268,7 +274,7 @@ def test_more_rows_than_a_grid_of_cuda_has_in_y(monkeypatch):
     rows = mx.arange(80, dtype=mx.float32).reshape(10, 1, 8)
     index = mx.arange(70_000, dtype=mx.int32) % 10
     with installed():
-        got = [gather_rows(rows, index), *ops.kv_gather(index, rows, -rows, ops.new_token())[:2]]
+        got = [gather_rows(rows, index), *kv_gather(index, rows, -rows, new_token())[:2]]
         for out, of in zip(got, (rows, rows, -rows), strict=True):
             assert mx.array_equal(out, of[index])
     assert [grid[1:] for grid in grids] == [(1, 1)] * 2
@@ -287,7 +293,7 @@ def test_rows_that_are_not_whole_words_are_refused(dtype, width):
 def test_lanes_cover_a_row_in_whole_loads(size):
     for dim in range(8, 577, 8):
         words = dim * size // 4
-        lanes, k_width, v_width = ops._lanes(words, words)
+        lanes, k_width, v_width = decode._lanes(words, words)
         assert words % (lanes * k_width) == 0 == words % (lanes * v_width)
         assert lanes in (1, 2, 4, 8, 16, 32)
 
@@ -300,14 +306,14 @@ def test_lanes_cover_a_row_in_whole_loads(size):
 )
 def test_a_plan_is_a_power_of_two_within_its_limits(batch, kv_heads, max_seq_len, where):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops.backend, "name", lambda: where)
-        plan = ops.decode_plan(batch, kv_heads, max_seq_len)
+        patch.setattr(backend, "name", lambda: where)
+        plan = decode_plan(batch, kv_heads, max_seq_len)
     assert plan.splits in (1, 2, 4, 8, 16, 32, 64)
     assert plan.splits == 1 or max_seq_len / plan.splits >= 256
     assert plan.simdgroups in (4, 8)
 
 
 def test_many_sequences_are_attended_to_by_smaller_threadgroups(monkeypatch):
-    monkeypatch.setattr(ops.backend, "name", lambda: "cuda")
-    assert ops.decode_plan(32, 8, 700) == (1, 8)
-    assert ops.decode_plan(64, 8, 700) == ops.decode_plan(64, 8, 4096) == (1, 4)
+    monkeypatch.setattr(backend, "name", lambda: "cuda")
+    assert decode_plan(32, 8, 700) == (1, 8)
+    assert decode_plan(64, 8, 700) == decode_plan(64, 8, 4096) == (1, 4)

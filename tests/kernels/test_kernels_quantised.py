@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from metal.host import compiler_available, installed
 from tests.kernels.test_kernels import RAGGED, STORE, TOLERANCE, check, draw
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels import decode
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kv.store import LayerSpec
@@ -120,7 +120,7 @@ def test_decode_has_no_race_and_stays_within_bounds(dtype, bits):
 def test_a_load_is_aligned_in_every_row_and_within_a_group(bits, dtype):
     for dim in range(8, 577, 8):
         row = LayerSpec(1, dim, dim, dtype, bits=bits).k_row
-        lanes, width, _ = ops._lanes(*[row.value_words] * 2, *[ops._load_words(row)] * 2)
+        lanes, width, _ = decode._lanes(*[row.value_words] * 2, *[decode._load_words(row)] * 2)
         assert row.value_words % (lanes * width) == 0
         assert row.width % width == 0
         assert row.group_size * bits // 32 % width == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import rope
+from vllm_metal_lite.kernels import rope_write as rope
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write

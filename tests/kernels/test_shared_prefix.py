@@ -16,7 +16,9 @@ from metal.host import compiler_available, installed
 from tests.support.attention_oracle import paged_attention
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import ops, shared_prefix
+from vllm_metal_lite.kernels import shared_prefix
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 
 pytestmark = pytest.mark.skipif(
     backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
@@ -80,15 +82,15 @@ class Case:
         leader, lens = mx.array([self.leader], mx.int32), mx.array(self.prefix_lens)
         return shared_prefix.shared_prefix(
             q, mx.array(self.block_tables), mx.array(self.seq_lens), leader, lens, *store,
-            ops.new_token(), splits=self.splits, **self.how,
+            new_token(), splits=self.splits, **self.how,
         )  # fmt: skip
 
     def run(self) -> np.ndarray:
         prefix = self.attend_to_prefix()
         q, *store = self.arrays
-        out, _ = ops.paged_decode(
+        out, _ = paged_decode(
             q, mx.array(self.block_tables), mx.array(self.seq_lens), *store, prefix.lse,
-            plan=ops.DecodePlan(*self.plan), prefix=prefix,
+            plan=DecodePlan(*self.plan), prefix=prefix,
             sinks=None if self.sinks is None else mx.array(self.sinks), **self.how,
         )  # fmt: skip
         assert out.dtype == self.dtype
@@ -120,7 +122,7 @@ ROWS = [-9, 0, 1, 16, 5, -40, 130, 0]
 def test_attention_to_the_prefix_alone():
     case = Case(ROWS, 100, heads=(18, 2), splits=4)
     prefix = case.attend_to_prefix()
-    got = np.array(ops.merge_partitions(prefix.partial, prefix.lse, mx.float32))
+    got = np.array(merge_partitions(prefix.partial, prefix.lse, mx.float32))
     lens, tables = np.full(len(ROWS), 100), np.tile(case.block_tables[case.leader], (len(ROWS), 1))
     np.testing.assert_allclose(got, case.expected(lens, tables), 1e-5, 1e-5)
     assert prefix.partial.shape == (*case.q.shape[:2], 4, 32)
@@ -181,10 +183,10 @@ def test_what_the_kernels_cannot_do_is_refused():
     case.how["window"] = 9
     prefix = shared_prefix.SharedPrefix(*map(mx.zeros, ((2, 4, 1, 32), (2, 4, 1), (2,))))
     with pytest.raises(ValueError, match="with a window"):
-        ops.paged_decode(
+        paged_decode(
             mx.zeros((2, 4, 32)), mx.array(case.block_tables), mx.array(case.seq_lens),
-            mx.array(case.keys), mx.array(case.values), ops.new_token(),
-            plan=ops.DecodePlan(1, 4), prefix=prefix, **case.how,
+            mx.array(case.keys), mx.array(case.values), new_token(),
+            plan=DecodePlan(1, 4), prefix=prefix, **case.how,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from tests.runner.test_runner import PROMPTS, check_that_decodes_copy_less_than
 from tests.runner.test_runner import Bench as RunnerBench
 from tests.support import tiny_models as tiny
-from vllm_metal_lite.attention.sdpa import attention as reference
+from vllm_metal_lite.attention.sdpa import reference
 from vllm_metal_lite.attention.select import choose
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support import arch_configs
 from tests.support import tiny_models as tiny
-from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import choose
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import WINDOW
-from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.fusion.hooks import hooks

@@ -6,7 +6,7 @@ import pytest
 from tests.support import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import StepMetadata
-from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch

@@ -6,7 +6,7 @@ the state: they go into a compiled step and come out of it.
 
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.runner.runner import ModelRunner

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.support import tiny_models as tiny
 from tests.support.poison import poison, poison_free_blocks
-from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig

@@ -3,14 +3,16 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels import cache_ops, decode
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, RowNorm, skinny_gemm
-from vllm_metal_lite.kernels.varlen_prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kv.store import LayerSpec
 
 STORE = ("keys", "values")
@@ -37,21 +39,21 @@ def kv_write(dtype, written=None, spec=None):
     written = written or store(dtype)
     # The slots 94 and 95 are the last two: what goes beyond a row goes beyond the store.
     slots = mx.array([7, 94, -1, 95, 40], mx.int32)
-    return [*written, ops.kv_write(*rows, slots, *written, ops.new_token(), spec)]
+    return [*written, cache_ops.kv_write(*rows, slots, *written, new_token(), spec)]
 
 
 def kv_gather(dtype, kept=None, spec=None):
     slots = mx.array([[95, 3, 4], [0, 94, 95]], mx.int32)
-    return list(ops.kv_gather(slots, *(kept or store(dtype)), ops.new_token(), spec))
+    return list(cache_ops.kv_gather(slots, *(kept or store(dtype)), new_token(), spec))
 
 
 def paged_decode(dtype, kept=None, spec=None, prefix=None):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
-    out, _ = ops.paged_decode(
-        q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), ops.new_token(),
-        plan=ops.DecodePlan(1, 2), block_size=BLOCK_SIZE, scale=0.2, spec=spec, prefix=prefix,
+    out, _ = decode.paged_decode(
+        q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), new_token(),
+        plan=DecodePlan(1, 2), block_size=BLOCK_SIZE, scale=0.2, spec=spec, prefix=prefix,
     )  # fmt: skip
     return [out]
 
@@ -64,9 +66,9 @@ def fused_decode(dtype):
     columns = [Columns(rows, n * DIM) for n in (0, heads, heads + KV_HEADS)]
     norm, written = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5), store(dtype)
     new = NewRows(*columns, heads, Rope(40, False, 1e4, 1.0, None), norm, norm)
-    out, _ = ops.paged_decode(
-        new, tables, mx.array([21, 0, 9], mx.int32), *written, ops.new_token(),
-        plan=ops.DecodePlan(2, 2), block_size=BLOCK_SIZE, scale=0.2,
+    out, _ = decode.paged_decode(
+        new, tables, mx.array([21, 0, 9], mx.int32), *written, new_token(),
+        plan=DecodePlan(2, 2), block_size=BLOCK_SIZE, scale=0.2,
     )  # fmt: skip
     return [*written, out]
 
@@ -79,7 +81,7 @@ def shared_prefix_rows(dtype, q=None, dim=DIM):
     lens = [mx.array(n, mx.int32) for n in ([8, 46, 48], [1], [0, 45, 45])]
     q = draw(3, KV_HEADS * GROUP, dim, seed=5, dtype=dtype) if q is None else q
     partial, lse, _ = shared_prefix(
-        q, tables, *lens, *store(dtype, dim), ops.new_token(), block_size=BLOCK_SIZE, scale=0.2,
+        q, tables, *lens, *store(dtype, dim), new_token(), block_size=BLOCK_SIZE, scale=0.2,
         splits=2,
     )  # fmt: skip
     return [partial, lse]
@@ -104,7 +106,7 @@ def decode_behind_a_prefix(dtype):
 
 def merge_partitions(dtype):
     """Two rows of 40 splits."""
-    return [ops.merge_partitions(draw(1, 2, 40, DIM, seed=7), draw(1, 2, 40, seed=8), dtype)]
+    return [decode.merge_partitions(draw(1, 2, 40, DIM, seed=7), draw(1, 2, 40, seed=8), dtype)]
 
 
 def varlen_prefill_rows(dtype):
@@ -115,7 +117,7 @@ def varlen_prefill_rows(dtype):
     q = draw(30, KV_HEADS * GROUP, DIM, seed=6, dtype=dtype)
     out, _ = varlen_prefill(
         q, tables, mx.array(cu_seqlens_q), mx.array([1, 22, 45], mx.int32), tiles, *store(dtype),
-        ops.new_token(), block_size=BLOCK_SIZE, scale=0.2,
+        new_token(), block_size=BLOCK_SIZE, scale=0.2,
     )  # fmt: skip
     return [out]
 
@@ -130,7 +132,7 @@ def rope_write_rows(dtype):
         NewRows(*columns, 6, Rope(40, False, 1e4, 1.0, None), norm, norm),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),
         slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
-        keys=written[0], values=written[1], token=ops.new_token(),
+        keys=written[0], values=written[1], token=new_token(),
     )  # fmt: skip
     return [*written, q]
 

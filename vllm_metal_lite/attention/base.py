@@ -1,44 +1,23 @@
-"""What attention knows of one step, on the device, and the form that every attention path has."""
+"""What every attention path has in common: a step prepared for it, and its pass over a model.
+
+`Attention` belongs to a store and lives as long as the engine.  `prepare` turns a ForwardBatch into
+a `Step`, a frozen value.  `begin` binds the step to the state that the previous step left, and
+gives a `StepAttention`, which the layers of the model call one after another.
+"""
 
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
+from mlx.utils import tree_map
 
-from vllm_metal_lite.attention.upload import upload
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """What distinguishes one attention call of a model from another, but for the batch."""
-
-    num_heads: int
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    dtype: mx.Dtype
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    latent: bool = False
-    chunk: int | None = None
-    kv_bits: int | None = None
-
-    def __str__(self) -> str:
-        dims = {self.k_head_dim: None, self.v_head_dim: None}
-        text = f"{self.num_heads}/{self.num_kv_heads} heads of {'/'.join(map(str, dims))} "
-        text += str(self.dtype).removeprefix("mlx.core.")
-        text += f", window {self.window}" if self.window is not None else ""
-        text += f", softcap {self.softcap:g}" if self.softcap is not None else ""
-        text += f", chunks of {self.chunk}" if self.chunk is not None else ""
-        text += f", KV in {self.kv_bits} bits" if self.kv_bits is not None else ""
-        return text + (", sinks" if self.sinks else "") + (", latent" if self.latent else "")
+# Arrays in lists and tuples, some of them None: what `mx.compile` takes as an argument.
+Arrays = Any
 
 
 def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
@@ -50,90 +29,122 @@ def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
     return out
 
 
-class StepMetadata:
-    """The rows of a ForwardBatch (batch, on the host), padded to num_rows; see `on_device`.
+def upload(arrays: Arrays) -> Arrays:
+    """Numpy arrays, in lists and tuples, as MLX's; None stays None."""
+    return tree_map(lambda a: None if a is None else mx.array(a), arrays)
+
+
+class Plan(Protocol):
+    """How an attention path attends to one step.
+
+    arrays: all of the plan that differs between two steps of one variant.
+    """
+
+    @property
+    def arrays(self) -> Arrays: ...
+
+    def with_arrays(self, arrays: Arrays) -> Self: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
 
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows,) int32 a KV group.  A padded
     row has position 0 and its group's padding slot, and any token.
-    logits_indices: (R,) int32, the batch's, any rows behind them; None: of all rows, since each is
-    its segment's last.  R is num_logits if that is more.
-    arrays: the names of all that differs between two steps of one variant.
-    variant: what a compiled step depends on beside arrays; None if it depends on more than that.
+    logits_indices: (R,) int32, those of the batch, then any rows; None: all rows get logits.
+    plan: of the attention path.
+    variant: what a compiled step depends on beside `arrays`; None if a step is not compiled.
     """
 
-    arrays: tuple[str, ...] = ("token_ids", "positions", "slot_mapping", "logits_indices")
+    batch: ForwardBatch | None
+    num_rows: int
+    token_ids: mx.array
+    positions: mx.array
+    slot_mapping: tuple[mx.array, ...]
+    logits_indices: mx.array | None
+    plan: Any
     variant: tuple | None = None
 
-    def __init__(
-        self,
-        batch: ForwardBatch,
-        num_rows: int,
-        padding_slots: Sequence[int] | None = None,
-        num_logits: int = 1,
-    ) -> None:
-        self.batch, self.num_rows = batch, num_rows
-        self.token_ids = pad_rows(batch.token_ids, num_rows)
-        self.positions = pad_rows(batch.positions, num_rows)
-        self.slot_mapping = []
-        for g, of_group in enumerate(batch.by_group):
-            slots = pad_rows(of_group.slot_mapping, num_rows, PAD_SLOT)
-            if padding_slots is not None:
-                slots = np.where(slots == PAD_SLOT, padding_slots[g], slots)
-            self.slot_mapping.append(slots)
-        self.logits_indices = None
-        if len(batch.sample_segments) < batch.num_tokens:
-            # A step of nothing but chunks wants no logits; lazily, asking for a row costs nothing.
-            wanted = batch.logits_indices
-            self.logits_indices = pad_rows(wanted, max(len(wanted), num_logits))
+    @property
+    def arrays(self) -> Arrays:
+        return (
+            self.token_ids,
+            self.positions,
+            self.slot_mapping,
+            self.logits_indices,
+            self.plan.arrays,
+        )
 
-    def on_device(self) -> Self:
-        """The same, its arrays no longer numpy's but MLX's."""
-        step = self.with_arrays(upload([getattr(self, name) for name in self.arrays]))
-        step.batch = self.batch
-        return step
-
-    def with_arrays(self, arrays: Sequence[Any] | None) -> Self:
-        """A step of the same variant with other `arrays`, or with none, and without a batch."""
-        step = copy(self)
-        step.batch = None
-        for name, array in zip(self.arrays, arrays or repeat(None), strict=False):
-            setattr(step, name, array)
-        return step
+    def with_arrays(self, arrays: Arrays) -> "Step":
+        """A step of the same variant with other arrays."""
+        token_ids, positions, slot_mapping, logits_indices, of_plan = arrays
+        return replace(
+            self,
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=tuple(slot_mapping),
+            logits_indices=logits_indices,
+            plan=self.plan.with_arrays(of_plan),
+        )
 
 
-class Attention(Protocol):
-    """How packed queries meet the paged store.  `write` of a layer comes before its `attend`.
+def make_step(
+    batch: ForwardBatch,
+    num_rows: int,
+    plan: Plan,
+    *,
+    padding_slots: Sequence[int] | None = None,
+    num_logits: int = 1,
+    variant: tuple | None = None,
+) -> Step:
+    """The step of a batch under a plan whose arrays are numpy's, brought to the device.
 
-    overlaps: a step may be submitted while the one before it runs.
-    fuses: the kernels that do several launches' work may be used, `rope_write` among them.
-    skinny_rows: where it fuses, products of so many rows go through `skinny_gemm`.
+    padding_slots: of each KV group, the slot of padded rows; None: -1, which kernels skip.
+    num_logits: fewest rows that get logits, unless all do.
     """
+    slot_mapping = []
+    for group, of_group in enumerate(batch.by_group):
+        slots = pad_rows(of_group.slot_mapping, num_rows, PAD_SLOT)
+        if padding_slots is not None:
+            slots = np.where(slots == PAD_SLOT, padding_slots[group], slots)
+        slot_mapping.append(slots)
+    logits_indices = None
+    if len(batch.sample_segments) < batch.num_tokens:
+        # A step of chunks alone samples nothing, and the logits of one row, which nobody reads, are
+        # never computed.
+        wanted = batch.logits_indices
+        logits_indices = pad_rows(wanted, max(len(wanted), num_logits))
+    host = Step(
+        batch,
+        num_rows,
+        pad_rows(batch.token_ids, num_rows),
+        pad_rows(batch.positions, num_rows),
+        tuple(slot_mapping),
+        logits_indices,
+        plan,
+        variant,
+    )
+    return host.with_arrays(upload(host.arrays))
 
-    name: str
-    overlaps: bool
-    fuses: bool
-    skinny_rows: range
+
+class StepAttention(Protocol):
+    """One step's pass over the layers of a model.  `write` of a layer comes before its `attend`."""
+
+    step: Step
     store: PagedStore
 
     @property
     def state(self) -> list[mx.array]:
-        """What must be evaluated at the end of a step, so that its writes have happened.
+        """The state that the next step goes on with: evaluate it, and all writes have happened."""
 
-        A path whose steps have a `variant` also takes it: a compiled step gets the state as
-        arguments and returns the next one.
-        """
-
-    def prepare(self, batch: ForwardBatch, num_rows: int) -> StepMetadata:
-        """Put a step's metadata on the device, its rows padded to num_rows."""
-
-    def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
+    def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k, v (num_rows, num_kv_heads, head_dim) of this step's rows to their slots."""
 
     def attend(
         self,
         layer: int,
         q: mx.array,
-        step: StepMetadata,
         *,
         scale: float,
         window: int | None = None,
@@ -142,8 +153,7 @@ class Attention(Protocol):
         q_pe: mx.array | None = None,
         chunk: int | None = None,
     ) -> mx.array:
-        """Causal attention of q (num_rows, H, D) to each row's own sequence, of the same shape but
-        for the last axis, v_head_dim.
+        """Causal attention of q (num_rows, H, D) to each row's own sequence -> (num_rows, H, Dv).
 
         window: tokens a query sees, its own included.  softcap: scores become
         softcap * tanh(score / softcap).  sinks: (H,), a logit each that takes weight, gives none.
@@ -151,3 +161,23 @@ class Attention(Protocol):
         and what is weighed and summed is k.  chunk: a query sees the keys of its own chunk of so
         many positions only.
         """
+
+
+class Attention(Protocol):
+    """How packed queries meet the paged store.
+
+    overlaps: a step may be submitted while the previous one runs.
+    """
+
+    name: str
+    overlaps: bool
+    store: PagedStore
+
+    def new_state(self) -> list[mx.array]:
+        """The state before the first step, evaluated."""
+
+    def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
+        """Plan a step and put its arrays on the device, its rows padded to num_rows."""
+
+    def begin(self, step: Step, state: list[mx.array]) -> StepAttention:
+        """Bind a step to the state that the previous step left."""

@@ -28,7 +28,7 @@ class Heads:
             return None
         return Heads(self.columns, self.num_heads, self.head_dim, self.norm, rope)
 
-    def turns_like(self, other: "Heads") -> bool:
+    def same_rotation(self, other: "Heads") -> bool:
         """Whether both are rotated in the same way, or not at all."""
         a, b = self.rope, other.rope
         if a is None or b is None:

@@ -14,15 +14,11 @@ from functools import partial
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.selfcheck import (
-    TOLERANCE,
-    CheckResult,
-    Memory,
-    largest_error,
-    run_checks,
-)
-from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.checks.result import TOLERANCE, CheckResult, largest_error, run_checks
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.cache_ops import kv_gather
+from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, new_token
+from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
@@ -43,7 +39,7 @@ _PRODUCTS, _OUTPUTS = ((1, 1056), (3, 96), (28, 1056), (64, 1056)), 100
 
 def check(shape: AttentionShape) -> list[CheckResult]:
     """Run them for the heads and the type of one attention call that kernels serve."""
-    heads = _heads(shape)
+    heads = heads_only(shape)
     checks = {
         "rope_write": _rope_write,
         "add_rms_norm": _add_rms_norm,
@@ -55,19 +51,7 @@ def check(shape: AttentionShape) -> list[CheckResult]:
     return run_checks({name: partial(run, heads) for name, run in checks.items()}, heads, 0)
 
 
-def failures(shape: AttentionShape) -> tuple[CheckResult, ...]:
-    """What fails of `check`; that nothing does is remembered."""
-    memory = Memory()
-    key = f"{_heads(shape)}, fused"
-    if key in memory.known:
-        return ()
-    failed = tuple(r for r in check(shape) if not r.passed)
-    if not failed:
-        memory.add(key, "right")
-    return failed
-
-
-def _heads(shape: AttentionShape) -> AttentionShape:
+def heads_only(shape: AttentionShape) -> AttentionShape:
     """All of a shape that matters here: not what its queries see, nor how the store keeps it."""
     return AttentionShape(
         shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype
@@ -150,7 +134,7 @@ def _rotated(
     mx.eval(store, new.arrays)
     q, token = rope_write(
         new, positions=mx.array(positions.astype(np.int32)), slot_mapping=mx.array(slots),
-        keys=store[0], values=store[1], token=ops.new_token(),
+        keys=store[0], values=store[1], token=new_token(),
     )  # fmt: skip
     for i in (1, 2):
         empty = np.zeros_like(expected[i])
@@ -189,19 +173,19 @@ def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
     longest = int(_CONTEXTS.argmax())
     lens = np.zeros(len(_CONTEXTS), np.int32)
     lens[longest] = newest[longest] // _BLOCK * _BLOCK
-    shares = not ops.head_size_problem((shape.k_head_dim, shape.v_head_dim), ops.MAX_PREFILL_DIM)
+    shares = not head_size_problem((shape.k_head_dim, shape.v_head_dim), MAX_PREFILL_DIM)
     error = 0.0
-    for plan, share in [(ops.DecodePlan(1, 8), shares), (ops.DecodePlan(4, 4), False)]:
+    for plan, share in [(DecodePlan(1, 8), shares), (DecodePlan(4, 4), False)]:
         store = [mx.array(a).astype(shape.dtype) for a in before]
         mx.eval(store, new.arrays)
-        token, prefix = ops.new_token(), None
+        token, prefix = new_token(), None
         if share:
             leader = mx.array([longest], mx.int32)
             prefix = shared_prefix(
                 new, *where, leader, mx.array(lens), *store, token, splits=2, **how
             )
             token = prefix.lse
-        out, token = ops.paged_decode(new, *where, *store, token, plan=plan, prefix=prefix, **how)
+        out, token = paged_decode(new, *where, *store, token, plan=plan, prefix=prefix, **how)
         error = max(error, _largest((out, *_stored(store, token)), (expected, *after)))
     return error, TOLERANCE[shape.dtype]
 
@@ -230,7 +214,7 @@ def _new_rows(
 def _stored(store: list[mx.array], token: mx.array) -> list[mx.array]:
     """What is in a store, as kernels see it."""
     everything = mx.arange(len(store[0]), dtype=mx.int32)
-    return list(ops.kv_gather(everything, *store, token)[:2])
+    return list(kv_gather(everything, *store, token)[:2])
 
 
 def _largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:

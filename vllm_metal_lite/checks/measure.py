@@ -15,7 +15,8 @@ import numpy as np
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels import ops
+from vllm_metal_lite.kernels.common import new_token, unsupported
+from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan, paged_decode
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
@@ -56,7 +57,7 @@ def matmul_rate(dtype: mx.Dtype = mx.bfloat16, n: int = 8192) -> float:
 
 
 @dataclass(frozen=True)
-class Attended:
+class Timing:
     """Seconds a call, and the bytes of K and V that it reads or the operations that it needs."""
 
     seconds: float
@@ -96,25 +97,25 @@ class Workload:
         mx.eval(self.keys, self.values, self.block_tables, self.seq_lens)
 
     @property
-    def plan(self) -> ops.DecodePlan:
-        return ops.decode_plan(self.batch, self.shape.num_kv_heads, self.context)
+    def plan(self) -> DecodePlan:
+        return decode_plan(self.batch, self.shape.num_kv_heads, self.context)
 
-    def _result(self, seconds: float, rows: int) -> Attended:
+    def _result(self, seconds: float, rows: int) -> Timing:
         s, size = self.shape, self.batch * self.context * self.spec.bytes_per_token
         seen = self.batch * (rows * (self.context - rows) + rows * (rows + 1) // 2)
         flops = 2 * seen * s.num_heads * (s.k_head_dim + s.v_head_dim)
-        return Attended(seconds, size, flops)
+        return Timing(seconds, size, flops)
 
-    def decode(self, plan: ops.DecodePlan | None = None, compiled: bool = True) -> Attended:
+    def decode(self, plan: DecodePlan | None = None, compiled: bool = True) -> Timing:
         """paged_decode, and the merge where the context is split."""
         s = self.shape
         plan = plan or self.plan
         q = mx.random.normal((self.batch, s.num_heads, s.k_head_dim)).astype(s.dtype)
-        token = ops.new_token()
+        token = new_token()
         mx.eval(q, token)
 
         def call(q: mx.array) -> mx.array:
-            return ops.paged_decode(
+            return paged_decode(
                 q, self.block_tables, self.seq_lens, self.keys, self.values, token,
                 block_size=self.block_size, scale=self.scale, plan=plan,
                 window=s.window, softcap=s.softcap, spec=self.spec,
@@ -122,7 +123,7 @@ class Workload:
 
         return self._result(seconds_per_call(call, q, compiled=compiled), 1)
 
-    def sdpa(self, rows: int = 1, compiled: bool = True) -> Attended:
+    def sdpa(self, rows: int = 1, compiled: bool = True) -> Timing:
         """MLX's own attention of `rows` queries a sequence, on contiguous K and V."""
         s = self.shape
         shape = (self.batch, s.num_kv_heads, self.context, s.k_head_dim)
@@ -136,7 +137,7 @@ class Workload:
 
         return self._result(seconds_per_call(call, q, compiled=compiled), rows)
 
-    def prefill(self, how: str, rows: int, compiled: bool = False) -> Attended:
+    def prefill(self, how: str, rows: int, compiled: bool = False) -> Timing:
         """The last `rows` rows of each sequence as a chunk: how = "varlen" or "gather"."""
         s = self.shape
         inputs = InputBatch(self.batch, self.context, self.block_size)
@@ -148,15 +149,17 @@ class Workload:
         batch = inputs.pack(index, self.context - lengths, lengths)
         store = PagedStore([self.spec], 1, self.block_size)
         store.keys, store.values = [self.keys], [self.values]
-        attention = KernelAttention(store, how)
-        step = attention.prepare(batch, batch.num_tokens)
+        attention = KernelAttention(store, how, {s.num_heads // s.num_kv_heads})
+        step, state = attention.prepare(batch, batch.num_tokens), attention.new_state()
         q = mx.random.normal((batch.num_tokens, s.num_heads, s.k_head_dim)).astype(s.dtype)
-        mx.eval(q, attention.token)
+        mx.eval(q)
 
         def call(q: mx.array) -> mx.array:
-            return attention.attend(
-                0, q, step, scale=self.scale, window=s.window, softcap=s.softcap
-            )
+            nonlocal state
+            bound = attention.begin(step, state)
+            out = bound.attend(0, q, scale=self.scale, window=s.window, softcap=s.softcap)
+            state = bound.state
+            return out
 
         return self._result(seconds_per_call(call, q, chain=5, compiled=compiled), rows)
 
@@ -166,7 +169,7 @@ def faster_prefill(shape: AttentionShape) -> str:
 
     Two loads speak: four prompts of 512 tokens, and a chunk of 1,024 behind a context of 3,072.
     """
-    if ops.unsupported(shape, prefill=True):
+    if unsupported(shape, prefill=True):
         return "gather"
     square = replace(shape, v_head_dim=shape.k_head_dim, sinks=False)
     loads = Workload(square, 4, 512), Workload(square, 1, 4096)

@@ -1,30 +1,26 @@
 """Does each kernel compute on this device what the reference computes?
 
 Run before the kernels are first used, for the very shapes that a model uses them with, and by
-`vllm-metal-lite doctor` for many more.  What passed is remembered per device, MLX version and
-kernel source, so that it costs a second once.
+`vllm-metal-lite doctor` for many more.
 """
 
-import hashlib
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.checks import measure
+from vllm_metal_lite.checks.result import TOLERANCE, CheckResult, largest_error, run_checks
 from vllm_metal_lite.config import BLOCK_SIZES
-from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.kernels import common as ops
-from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
+from vllm_metal_lite.kernels.common import new_token, unsupported
+from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
+from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
-from vllm_metal_lite.kernels.varlen_prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
@@ -37,40 +33,10 @@ KERNELS = (
     "shared_prefix", *QUANTISED, *OPTIONAL,
 )  # fmt: skip
 
-# Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
-# rounded inputs; a kernel rounds its result, and in prompts also the weights, to the type.
-TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
-
 # Contexts of the sequences checked: one key, within a block, over many blocks, more than one split.
 _CONTEXTS = np.array((1, 7, 33, 300, 700))
 # Rows of each that are prompt, where prompts are checked: whole ones, and chunks behind a context.
 _PROMPT_ROWS = np.array((1, 7, 9, 40, 70))
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """One kernel at one shape: its largest error beside what is allowed, or why it did not run.
-
-    block_size: 0 where no block matters.
-    """
-
-    kernel: str
-    shape: AttentionShape
-    block_size: int
-    error: float
-    tolerance: float
-    failure: str | None = None
-
-    @property
-    def passed(self) -> bool:
-        return self.failure is None and self.error <= self.tolerance
-
-    def __str__(self) -> str:
-        blocks = f", blocks of {self.block_size}" if self.block_size else ""
-        what = f"{self.kernel} ({self.shape}{blocks})"
-        if self.failure is not None:
-            return f"{what}: {self.failure}"
-        return f"{what}: error {self.error:.2g}, allowed {self.tolerance:.2g}"
 
 
 def check(shape: AttentionShape, block_size: int) -> list[CheckResult]:
@@ -80,28 +46,14 @@ def check(shape: AttentionShape, block_size: int) -> list[CheckResult]:
     checks: dict[str, Callable[[], tuple[float, float]]] = {
         "kv_write" + form: case.write,
         "kv_gather" + form: case.gather,
-        "paged_decode": lambda: case.decode(ops.DecodePlan(1, 8)),
-        "merge_partitions": lambda: case.decode(ops.DecodePlan(4, 4)),
+        "paged_decode": lambda: case.decode(DecodePlan(1, 8)),
+        "merge_partitions": lambda: case.decode(DecodePlan(4, 4)),
     }
-    if ops.unsupported(shape, prefill=True) is None:
+    if unsupported(shape, prefill=True) is None:
         checks["varlen_prefill"] = case.prefill
         if shape.window is None:
             checks["shared_prefix"] = case.shared
     return run_checks(checks, shape, block_size)
-
-
-def run_checks(
-    checks: dict[str, Callable[[], tuple[float, float]]], shape: AttentionShape, block_size: int
-) -> list[CheckResult]:
-    """The results of functions, by kernel, that give an error and what is allowed, or raise."""
-    results = []
-    for kernel in checks:
-        try:
-            error, tolerance = checks[kernel]()
-            results.append(CheckResult(kernel, shape, block_size, error, tolerance))
-        except Exception as e:  # whatever a compiler or a driver says
-            results.append(CheckResult(kernel, shape, block_size, np.inf, 0.0, one_line(e)))
-    return results
 
 
 def full_list() -> list[tuple[AttentionShape, int]]:
@@ -190,9 +142,9 @@ class _Case:
         target = np.where(np.isin(slots, skipped), -1, slots).astype(np.int32)
         rows = [self._array(a[self.owned]) for a in self.drawn]
         mx.eval(empty, rows)
-        token = ops.kv_write(*rows, mx.array(target), *empty, ops.new_token(), self.spec)
+        token = kv_write(*rows, mx.array(target), *empty, new_token(), self.spec)
         everything = mx.arange(len(self.keys), dtype=mx.int32)
-        got = ops.kv_gather(everything, *empty, token, self.spec)[:2]
+        got = kv_gather(everything, *empty, token, self.spec)[:2]
         error = 0.0
         for array, row, source_rows in zip(got, self.formats, self.drawn, strict=True):
             expected = np.zeros_like(source_rows)
@@ -204,18 +156,18 @@ class _Case:
     def gather(self) -> tuple[float, float]:
         """Two rows of slots in random order."""
         slots = np.random.default_rng(1).choice(self.owned, (2, 37)).astype(np.int32)
-        got = ops.kv_gather(mx.array(slots), *self._store(), ops.new_token(), self.spec)[:2]
+        got = kv_gather(mx.array(slots), *self._store(), new_token(), self.spec)[:2]
         pairs = zip(got, (self.keys, self.values), strict=True)
         error = max(largest_error(a, rows[slots]) for a, rows in pairs)
         return error, TOLERANCE[self.shape.dtype] if self.shape.kv_bits else 0.0
 
-    def decode(self, plan: ops.DecodePlan) -> tuple[float, float]:
+    def decode(self, plan: DecodePlan) -> tuple[float, float]:
         """One query a sequence."""
         batch = self.decodes
         q = self.q[: batch.num_tokens]
-        out, _ = ops.paged_decode(
+        out, _ = paged_decode(
             self._array(q), mx.array(batch.block_tables), mx.array(batch.seq_lens),
-            *self._store(), ops.new_token(), plan=plan, spec=self.spec, **self._how(),
+            *self._store(), new_token(), plan=plan, spec=self.spec, **self._how(),
         )  # fmt: skip
         return self._compare(batch, q, out)
 
@@ -227,7 +179,7 @@ class _Case:
         )
         metadata = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, tiles
         out, _ = varlen_prefill(
-            self._array(q), *map(mx.array, metadata), *self._store(), ops.new_token(),
+            self._array(q), *map(mx.array, metadata), *self._store(), new_token(),
             **self._how(),
         )  # fmt: skip
         return self._compare(batch, self.q, out[:-1])
@@ -244,12 +196,12 @@ class _Case:
         sinks, _ = how.pop("sinks"), how.pop("window")
         prefix = shared_prefix(
             self._array(q), mx.array(tables), mx.array(batch.seq_lens),
-            mx.array([len(tables) - 1], mx.int32), mx.array(lens), *store, ops.new_token(),
+            mx.array([len(tables) - 1], mx.int32), mx.array(lens), *store, new_token(),
             splits=4, **how,
         )  # fmt: skip
-        out, _ = ops.paged_decode(
+        out, _ = paged_decode(
             self._array(q), mx.array(tables), mx.array(batch.seq_lens), *store, prefix.lse,
-            plan=ops.DecodePlan(1, 8), prefix=prefix, sinks=sinks, **how,
+            plan=DecodePlan(1, 8), prefix=prefix, sinks=sinks, **how,
         )  # fmt: skip
         return self._compare(batch, q, out)
 
@@ -284,7 +236,8 @@ class _Case:
             step = attention.prepare(batch, batch.num_tokens)
             how = self._how()
             del how["block_size"]
-            return np.array(attention.attend(0, mx.array(q), step, **how))
+            bound = attention.begin(step, attention.new_state())
+            return np.array(bound.attend(0, mx.array(q), **how))
 
 
 def _lost(row: RowFormat, values: np.ndarray) -> np.ndarray:
@@ -293,65 +246,3 @@ def _lost(row: RowFormat, values: np.ndarray) -> np.ndarray:
     step = (groups.max(-1, keepdims=True) - groups.min(-1, keepdims=True)) / ((1 << row.bits) - 1)
     rounding = TOLERANCE[row.dtype] * (1 + np.abs(groups))
     return (0.5 * step + rounding).reshape(values.shape)
-
-
-def largest_error(got: mx.array, expected: np.ndarray, allowed: np.ndarray | None = None) -> float:
-    """Largest |got - expected| / allowed, which is (1 + |expected|) unless it is given; a NaN where
-    none is expected is infinite."""
-    got = np.array(got.astype(mx.float32), np.float64)
-    if got.shape != expected.shape:
-        raise ValueError(f"shape {got.shape} instead of {expected.shape}")
-    wanted = np.isfinite(expected)
-    allowed = 1 + np.abs(expected) if allowed is None else allowed
-    error = np.abs(got[wanted] - expected[wanted]) / allowed[wanted]
-    return float(np.nan_to_num(error, nan=np.inf).max(initial=0.0))
-
-
-# What was found before
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """failures: of the checks at one shape.  prefill: how prompts attend fastest (measure.py)."""
-
-    failures: tuple[CheckResult, ...]
-    prefill: str
-
-
-def verdict(shape: AttentionShape, block_size: int) -> Verdict:
-    """Check one shape, or remember that it passed."""
-    memory = Memory()
-    key = f"{shape}, blocks of {block_size}"
-    if key not in memory.known:
-        failures = tuple(r for r in check(shape, block_size) if not r.passed)
-        if failures:
-            return Verdict(failures, "gather")
-        # Without a GPU kernels run in tests only, where time means nothing.
-        if ops.unsupported(shape, prefill=True):
-            how = "gather"
-        else:
-            how = "varlen" if backend.is_cpu() else measure.faster_prefill(shape)
-        memory.add(key, how)
-    return Verdict((), memory.known[key])
-
-
-class Memory:
-    """Shapes that passed with this MLX, on this device, with these kernels."""
-
-    def __init__(self) -> None:
-        texts = [source.read(kernel) for kernel in KERNELS]
-        identity = repr([mx.__version__, backend.describe(), texts])
-        name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self.file = source.cache_folder() / f"kernels-{name}.json"
-        try:
-            self.known = dict(json.loads(self.file.read_text(encoding="utf-8")))
-        except (OSError, TypeError, ValueError):  # none yet, or not readable: check again
-            self.known = {}
-
-    def add(self, key: str, found: str) -> None:
-        self.known[key] = found
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
-        except OSError:  # a home that cannot be written to: check again next time
-            return

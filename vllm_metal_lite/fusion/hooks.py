@@ -1,22 +1,13 @@
-"""What a packed forward puts in the place of MLX's own functions, while it is being built.
+"""MLX's functions that leave a trace, or run as part of a larger launch, in a fused forward.
 
-`mx.fast.scaled_dot_product_attention` with a KVHandle for keys is paged attention (seam.py).  Where
-kernels are in use, `mx.fast.rms_norm`, `mx.fast.rope` and projections leave a trace (traced.py),
-and a residual sum is computed with the norm that follows it.  Products of few rows go through
-`skinny_gemm` where that is faster, and take along the norm before them, and the residual sum or
-SwiGLU after them.
+`mx.fast.rms_norm` and `mx.fast.rope` are called by classes of many names, so these functions are
+what is replaced, and not modules.  A residual sum is computed with the norm that follows it, or by
+the product that is one side of it; SwiGLU by the product before it.
 """
 
-import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from types import ModuleType
-from typing import Any
 
-import mlx.nn as nn
-
-from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Attention, StepMetadata
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import (
@@ -24,93 +15,48 @@ from vllm_metal_lite.fusion.traced import (
     Normed,
     Sum,
     Traced,
+    as_view,
     heads_of,
-    look,
-    made_of,
+    origin_of,
     rows_of,
     up_to_date,
 )
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
-from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS, RowNorm, fits
-from vllm_metal_lite.model.seam.placeholders import KVHandle
-
-_LOCK = threading.Lock()
-
-# By the id of a Linear: its weight, and that seen as a transposed matrix.
-Transposed = dict[int, tuple[mx.array, mx.array]]
-
-# MLX CUDA multiplies (N, 1, K) by quantised weights as N products, each of which reads the weights:
-# 64 rows of 2,560 by 19,456 take 1,293 us, and 65 as (N, K).  From some rows on it is quicker to
-# expand the weights first: 2,048 rows take 1,353 us, and 437.
-_EXPANDED_ROWS = 1024
+from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS, RowNorm
+from vllm_metal_lite.model.seam.hooks import Hook
 
 
-@contextmanager
-def hooks(
-    attention: Attention,
-    step: StepMetadata,
-    transposed: Transposed,
-    activations: Collection[ModuleType] = (),
-) -> Iterator[None]:
-    """One thread at a time: the names are the whole process's.  transposed: kept by the caller.
-    activations: the modules by whose name `swiglu` the model calls mlx-lm's.
-    """
+def fused_functions(
+    positions: mx.array, activations: Collection[ModuleType], skinny_rows: range
+) -> list[Hook]:
+    """positions: of the step's rows.  The rest: see FusedLaunches."""
     fast = mx.fast
-    with _LOCK:
-        hooked: list[tuple[Any, str, Callable]] = [
-            (fast, "scaled_dot_product_attention", _attend(fast.scaled_dot_product_attention))
-        ]
-        if attention.fuses:
-            hooked += [
-                (fast, "rms_norm", _rms_norm(fast.rms_norm, attention.skinny_rows)),
-                (fast, "rope", _rope(fast.rope, step.positions)),
-                (
-                    nn.Linear,
-                    "__call__",
-                    _linear(nn.Linear.__call__, transposed, attention.skinny_rows),
-                ),
-                (nn.QuantizedLinear, "__call__", _quantized_linear(nn.QuantizedLinear.__call__)),
-            ]
-            hooked += [(module, "swiglu", _swiglu(module.swiglu)) for module in activations]
-        if backend.name() == "cuda":
-            hooked.append((mx, "quantized_matmul", _quantized_matmul(mx.quantized_matmul)))
-        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in hooked]
-        for owner, name, function in hooked:
-            setattr(owner, name, function)
-        try:
-            yield
-        finally:
-            for owner, name, function in originals:
-                setattr(owner, name, function)
-
-
-def _attend(original: Callable) -> Callable:
-    def attend(q, k, v, *, scale, mask=None, sinks=None, **kwargs):
-        if not isinstance(k, KVHandle):
-            return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **kwargs)
-        return k.cache.attend(q, scale, mask, sinks)
-
-    return attend
+    functions: list[Hook] = [
+        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows)),
+        (fast, "rope", _rope(fast.rope, positions)),
+    ]
+    functions += [(module, "swiglu", _swiglu(module.swiglu)) for module in activations]
+    return functions
 
 
 def _rms_norm(original: Callable, skinny_rows: range) -> Callable:
     def rms_norm(x, weight, eps, **kwargs):
-        made, shape = made_of(x), x.shape[:-1]
+        origin, shape = origin_of(x), x.shape[:-1]
         rows = x.size // x.shape[-1]
         # So few that each threadgroup of a product may normalise all of them.
         few = rows in skinny_rows and rows <= MAX_NORMED_ROWS
-        if isinstance(made, Sum) and made.total is None:
-            total = _with_product(made) if few else None
+        if isinstance(origin, Sum) and origin.total is None:
+            total = _with_product(origin) if few else None
             if total is None:
-                total, out = add_rms_norm(rows_of(made.x), rows_of(made.y), weight, eps)
-                made.total = look(total, shape)
-                return look(out, shape)
-            made.total = look(total, shape)
+                total, out = add_rms_norm(rows_of(origin.x), rows_of(origin.y), weight, eps)
+                origin.total = as_view(total, shape)
+                return as_view(out, shape)
+            origin.total = as_view(total, shape)
         x = up_to_date(x)
         out = original(x, weight, eps, **kwargs)
-        if isinstance(made, Heads):
-            heads = made.normed(HeadNorm(weight, eps))
+        if isinstance(origin, Heads):
+            heads = origin.normed(HeadNorm(weight, eps))
             return out if heads is None else Traced(out, heads)
         if few and x.ndim == 3 and weight is not None and weight.dtype == x.dtype:
             return Traced(out, Normed(rows_of(x), RowNorm(weight, eps)))
@@ -119,10 +65,10 @@ def _rms_norm(original: Callable, skinny_rows: range) -> Callable:
     return rms_norm
 
 
-def _with_product(made: Sum) -> mx.array | None:
+def _with_product(origin: Sum) -> mx.array | None:
     """A sum (N, K) by the launch of the product that is one side of it; None if none is."""
-    for product, other in ((made.y, made.x), (made.x, made.y)):
-        multiplied = made_of(product)
+    for product, other in ((origin.y, origin.x), (origin.x, origin.y)):
+        multiplied = origin_of(product)
         if isinstance(multiplied, Multiplied):
             return multiplied(residual=rows_of(other))
     return None
@@ -140,56 +86,14 @@ def _rope(original: Callable, positions: mx.array) -> Callable:
     return rope
 
 
-def _linear(original: Callable, transposed: Transposed, skinny_rows: range) -> Callable:
-    def linear(self: nn.Linear, x: mx.array) -> mx.array:
-        rows = rows_of(x)
-        if "bias" in self:
-            return look(original(self, rows), x.shape[:-1])
-        if len(rows) in skinny_rows and fits(rows, self["weight"]):
-            made = made_of(x)
-            normed = made if isinstance(made, Normed) else Normed(rows, None)
-            product = Multiplied(normed, self["weight"])
-            return look(product(), x.shape[:-1], product)
-        weight, view = transposed.get(id(self), (None, None))
-        if weight is not self["weight"]:  # a look that each step would take anew
-            weight = self["weight"]
-            view = weight.T
-            mx.eval(view)
-            transposed[id(self)] = weight, view
-        return look(rows @ view, x.shape[:-1])
-
-    return linear
-
-
 def _swiglu(original: Callable) -> Callable:
     def swiglu(gate, up):
-        of_gate, of_up = made_of(gate), made_of(up)
+        of_gate, of_up = origin_of(gate), origin_of(up)
         if isinstance(of_gate, Columns) and isinstance(of_up, Columns):
-            product, size = of_gate.made, gate.shape[-1]
+            product, size = of_gate.origin, gate.shape[-1]
             halves = (of_gate.start, of_up.start, of_gate.array.shape[-1]) == (0, size, 2 * size)
             if halves and of_gate.array is of_up.array and isinstance(product, Multiplied):
-                return look(product(swiglu=True), gate.shape[:-1])
+                return as_view(product(swiglu=True), gate.shape[:-1])
         return original(gate, up)
 
     return swiglu
-
-
-def _quantized_linear(original: Callable) -> Callable:
-    def linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
-        return look(original(self, rows_of(x)), x.shape[:-1])
-
-    return linear
-
-
-def _quantized_matmul(original: Callable) -> Callable:
-    def quantized_matmul(x, w, scales, biases=None, transpose=True, **how):
-        if x.ndim > 3 or x.shape[1:-1] not in ((), (1,)) or w.ndim != 2 or not transpose:
-            return original(x, w, scales, biases, transpose, **how)
-        rows = rows_of(x)
-        if len(rows) >= _EXPANDED_ROWS:
-            out = rows @ mx.dequantize(w, scales, biases, **how).T.astype(rows.dtype)
-        else:
-            out = original(rows, w, scales, biases, transpose, **how)
-        return out.reshape(*x.shape[:-1], -1)
-
-    return quantized_matmul

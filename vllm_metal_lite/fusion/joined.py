@@ -16,7 +16,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.traced import Traced, made_of, rows_of
+from vllm_metal_lite.fusion.traced import Traced, origin_of, rows_of
 from vllm_metal_lite.kernels.new_rows import Columns
 
 _KINDS = (nn.Linear, nn.QuantizedLinear)
@@ -24,7 +24,7 @@ _KINDS = (nn.Linear, nn.QuantizedLinear)
 _BY_OUTPUT = ("weight", "scales", "biases", "bias")
 
 
-class Product:
+class JoinedProjection:
     """Several projections as one.  Keeps the last product until each of them has had its part."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -48,7 +48,7 @@ class Product:
         self._wanted.discard(index)
         if not self._wanted:
             self.forget()
-        return Traced(y[..., start:end], Columns(rows_of(y), start, made_of(y)))
+        return Traced(y[..., start:end], Columns(rows_of(y), start, origin_of(y)))
 
     def forget(self) -> None:
         """Keep nothing of a forward that is over."""
@@ -59,7 +59,7 @@ class Product:
 class Part(nn.Module):
     """Stands where one of the projections was."""
 
-    def __init__(self, product: Product, index: int) -> None:
+    def __init__(self, product: JoinedProjection, index: int) -> None:
         super().__init__()
         self.product, self.index = product, index
         if index == 0:
@@ -86,13 +86,13 @@ class Part(nn.Module):
         return linear
 
 
-def join_projections(model: nn.Module) -> list[Product]:
+def join_projections(model: nn.Module) -> list[JoinedProjection]:
     """Join what can be joined, in place."""
     products = []
     for path, names in _same_inputs(model):
         modules = dict(model.named_modules())
         # Popped, for whoever holds the old ones keeps all weights twice, not one product's.
-        product = Product([modules.pop(f"{path}{name}") for name in names])
+        product = JoinedProjection([modules.pop(f"{path}{name}") for name in names])
         mx.eval(product.linear.parameters())
         parts = [(f"{path}{name}", Part(product, i)) for i, name in enumerate(names)]
         model.update_modules(tree_unflatten(parts))

@@ -1,10 +1,9 @@
 """Arrays that remember how they came to be, so that several launches can become one.
 
-A `Traced` array is complete: whoever uses it gets its value.  MLX is lazy, so a value that nobody
-uses is never computed.  Whoever knows a kernel for the whole way (the projection's columns, then a
-norm, then RoPE, then the store; a norm, then a product, then a sum) starts from what the array was
-made of, and its value is left alone.  So models need not be known, and what does not fit is merely
-not fused.
+A `Traced` array has its value like any other.  MLX is lazy, so a value that nobody uses is never
+computed.  A fused kernel (for a projection's columns, then a norm, then RoPE, then the store; or
+for a norm, then a product, then a sum) starts from the recorded origin, so MLX never computes the
+intermediate.  No architecture is known by name, and an operation that does not fit is not fused.
 """
 
 from collections.abc import Callable
@@ -19,10 +18,10 @@ from vllm_metal_lite.kernels.skinny_gemm import RowNorm, skinny_gemm
 
 
 def heads_of(x: mx.array) -> Heads:
-    """What x (N, num_heads, 1, head_dim) is made of; x itself where that is not known."""
-    made = made_of(x)
-    if isinstance(made, Heads):
-        return made
+    """What x (N, num_heads, 1, head_dim) comes from; x itself where that is not known."""
+    origin = origin_of(x)
+    if isinstance(origin, Heads):
+        return origin
     rows, heads, _, dim = x.shape
     return Heads(Columns(x.reshape(rows, heads * dim), 0), heads, dim)
 
@@ -68,37 +67,37 @@ _assign = mx.array.__setitem__
 
 
 class Traced(mx.array):
-    """An array and what it is made of: Columns (of a product), Heads, Attended, Normed, Multiplied,
+    """An array and its origin: Columns (of a product), Heads, Attended, Normed, Multiplied,
     Sum or None.
 
     Heads of packed rows, and what they attended to, are (N, 1, num_heads, head_dim) or (N,
     num_heads, 1, head_dim), which is the same in memory.
-    rows: (N, K), if the array is a look at them as (.., K), which models want and kernels need not.
+    rows: (N, K), if the array is a view of them as (.., K): models want the one, kernels the other.
     """
 
-    def __init__(self, value: mx.array, made: Any, rows: mx.array | None = None) -> None:
+    def __init__(self, value: mx.array, origin: Any, rows: mx.array | None = None) -> None:
         super().__init__(value)
         # Of an array MLX makes a copy: a node, and where others look at it too, a launch.
         _assign(self, slice(None), value)
-        self.made, self.rows = made, rows
+        self.origin, self.rows = origin, rows
 
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
-        value, made = super().reshape(*shape, **kwargs), self.made
-        if isinstance(made, Columns) and value.ndim == 4 and value.shape[:2] == (len(self), 1):
-            return Traced(value, Heads(made, *value.shape[2:]))
-        if isinstance(made, Attended) and value.shape[:-1] == (len(self), 1):
-            return look(made.rows.reshape(len(self), -1), value.shape[:-1])
+        value, origin = super().reshape(*shape, **kwargs), self.origin
+        if isinstance(origin, Columns) and value.ndim == 4 and value.shape[:2] == (len(self), 1):
+            return Traced(value, Heads(origin, *value.shape[2:]))
+        if isinstance(origin, Attended) and value.shape[:-1] == (len(self), 1):
+            return as_view(origin.rows.reshape(len(self), -1), value.shape[:-1])
         return value
 
     def transpose(self, *axes: Any, **kwargs: Any) -> mx.array:
         value = super().transpose(*axes, **kwargs)
-        same = axes in ((0, 2, 1, 3), ((0, 2, 1, 3),)) and isinstance(self.made, Heads | Attended)
-        return Traced(value, self.made) if same else value
+        same = axes in ((0, 2, 1, 3), ((0, 2, 1, 3),)) and isinstance(self.origin, Heads | Attended)
+        return Traced(value, self.origin) if same else value
 
     def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> mx.array:
         value = super().swapaxes(axis1, axis2, **kwargs)
-        same = {axis1, axis2} == {1, 2} and isinstance(self.made, Heads | Attended)
-        return Traced(value, self.made) if same else value
+        same = {axis1, axis2} == {1, 2} and isinstance(self.origin, Heads | Attended)
+        return Traced(value, self.origin) if same else value
 
     def __add__(self, other: Any) -> mx.array:
         return _add(self, other)
@@ -118,22 +117,22 @@ def _add(x: Any, y: Any) -> mx.array:
 
 def up_to_date(x: Any) -> Any:
     """The sum that a kernel has computed, in the place of one that would be computed again."""
-    made = made_of(x)
-    return made.total if isinstance(made, Sum) and made.total is not None else x
+    origin = origin_of(x)
+    return origin.total if isinstance(origin, Sum) and origin.total is not None else x
 
 
-def made_of(x: Any) -> Any:
-    return x.made if type(x) is Traced else None
+def origin_of(x: Any) -> Any:
+    return x.origin if type(x) is Traced else None
 
 
-def look(rows: mx.array, shape: tuple[int, ...], made: Any = None) -> Traced:
+def as_view(rows: mx.array, shape: tuple[int, ...], origin: Any = None) -> Traced:
     """Rows (N, K) as a model wants them, (*shape, K)."""
-    return Traced(rows.reshape(*shape, rows.shape[-1]), made, rows)
+    return Traced(rows.reshape(*shape, rows.shape[-1]), origin, rows)
 
 
 def rows_of(x: mx.array) -> mx.array:
-    """x (.., K) as rows (N, K): those that it is a look at, for each look is a node of the graph,
-    and a decode step of small products has the host wait for little else."""
+    """x (.., K) as rows (N, K), without a new view where they are known: each view is a node of the
+    graph, and building nodes is most of the host's work in a decode step."""
     rows = x.rows if type(x) is Traced else None
     if rows is not None:
         return rows
@@ -145,7 +144,7 @@ def _forgetting(name: str) -> Callable:
 
     @wraps(original)
     def method(self: Traced, *args: Any) -> Any:
-        self.made = self.rows = None
+        self.origin = self.rows = None
         return original(self, *args)
 
     return method

@@ -1,7 +1,7 @@
 """A residual sum and its RMS norm in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import bits, no_sinks
+from vllm_metal_lite.kernels.common import bits, no_sinks, norm_dtype
 from vllm_metal_lite.kernels.launch import Kernel
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight"], ["sum", "normed"])
@@ -34,16 +34,6 @@ def add_rms_norm(
         "WEIGHT": weight is not None, "EPS": bits(eps),
     }  # fmt: skip
     return tuple(_ADD_RMS_NORM(
-        [x, y, unused() if weight is None else weight],
+        [x, y, no_sinks() if weight is None else weight],
         template, (x.size // dim, 1, 1), threads, [x.shape, x.shape], [x.dtype, result],
     ))  # fmt: skip
-
-
-def norm_dtype(dtype: mx.Dtype, weight: mx.array | None) -> mx.Dtype:
-    """The type of an RMS norm of elements of one type, as MLX promotes floating types."""
-    return dtype if weight is None or weight.dtype == dtype else mx.float32
-
-
-def unused() -> mx.array:
-    """What a kernel takes for an array that it does not read."""
-    return no_sinks()

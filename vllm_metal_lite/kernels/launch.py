@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels import cuda, source
 
 Template = Mapping[str, int | bool | mx.Dtype]
 
@@ -22,12 +22,12 @@ class Kernel:
 
     def _launcher(self) -> Any:
         # Kept by what makes it: tests put a stand-in in the place of mx.fast.metal_kernel.
-        cuda = backend.name() == "cuda"
-        make = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
+        on_cuda = backend.name() == "cuda"
+        make = mx.fast.cuda_kernel if on_cuda else mx.fast.metal_kernel
         if make not in self._launchers:
             header, body = source.read(self.name)
-            if cuda:
-                header, body = source.as_files(self.name, *source.to_cuda(header, body))
+            if on_cuda:
+                header, body = cuda.as_files(self.name, *cuda.to_cuda(header, body))
             self._launchers[make] = make(
                 name=f"metal_lite_{self.name}",
                 input_names=self.inputs,

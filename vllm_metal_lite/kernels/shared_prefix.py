@@ -4,11 +4,16 @@ from typing import NamedTuple
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, bits, head_size_problem, no_sinks
+from vllm_metal_lite.kernels.common import (
+    MAX_PREFILL_DIM,
+    bits,
+    head_size_problem,
+    no_sinks,
+    num_splits,
+)
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
-from vllm_metal_lite.kernels.paged_decode import num_splits
-from vllm_metal_lite.kernels.varlen_prefill import TILE_ROWS, keys_at_once
+from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once
 
 _SHARED_PREFIX = Kernel(
     "shared_prefix",

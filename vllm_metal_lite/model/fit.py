@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
-from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.errors import ModelLoadError, one_line

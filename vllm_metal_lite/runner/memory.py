@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa.attention import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch

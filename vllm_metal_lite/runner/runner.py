@@ -3,105 +3,35 @@
 Nothing below knows about requests; nothing above touches an `mx.array` of the model.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Attention, StepMetadata, pad_rows
+from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
-from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling.masks import TokenMasks
-from vllm_metal_lite.sampling.sampler import LogprobArrays, Sampler, prompt_logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """On the host: token_ids, logprobs (rows, 1 + k), column 0 the chosen token; ranks (rows,)."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    ranks: np.ndarray
-
-
-class StepResult:
-    """A step that was submitted: reading its values waits for its end.
-
-    token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None.
-    arrays: the arrays to wait for; if there are none (the step only writes to the store), waiting
-    is for everything that was submitted.
-    """
-
-    def __init__(
-        self,
-        req_indices: np.ndarray,
-        sampled: mx.array | None,
-        logprobs: LogprobArrays | None,
-        prompt_logprobs: LogprobArrays | None,
-    ) -> None:
-        self._req_indices, self._sampled = req_indices, sampled
-        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
-        self.arrays = [] if sampled is None else [sampled]
-        for a in (logprobs, prompt_logprobs):
-            self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
-        self._done = False
-
-    def wait(self) -> None:
-        """Return when the step has run; raise the error if it failed."""
-        if self._done:
-            return
-        if self.arrays:
-            mx.eval(self.arrays)
-        else:
-            mx.synchronize()
-        self._done = True
-
-    @cached_property
-    def token_ids(self) -> np.ndarray:
-        self.wait()
-        return np.zeros(0, np.int32) if self._sampled is None else np.array(self.arrays[0])
-
-    @cached_property
-    def logprobs(self) -> Logprobs | None:
-        self.wait()
-        return _to_host(self._logprobs)
-
-    @cached_property
-    def prompt_logprobs(self) -> Logprobs | None:
-        self.wait()
-        return _to_host(self._prompt_logprobs)
-
-    def complete(self, step: StepMetadata) -> mx.array:
-        """(num_rows,) int32: the next step's token_ids, where those that are unknown on the host
-        are this step's, on the device."""
-        batch, num_rows = step.batch, step.num_rows
-        unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one a segment
-        seats = batch.req_indices[unknown]
-        if len(unknown) == batch.num_tokens and np.array_equal(seats, self._req_indices):
-            behind = num_rows - len(unknown)
-            return mx.pad(self._sampled, (0, behind)) if behind else self._sampled
-        if not len(unknown):
-            return step.token_ids
-        place = np.zeros(self._req_indices.max() + 1, np.int32)
-        place[self._req_indices] = np.arange(len(self._req_indices))
-        if len(unknown) == batch.num_tokens:
-            return self._sampled[mx.array(pad_rows(place[seats], num_rows))]
-        index = np.arange(num_rows, dtype=np.int32) + len(self._req_indices)
-        index[unknown] = place[seats]
-        return mx.concatenate([self._sampled, step.token_ids])[mx.array(index)]
+from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
 
 
 class ModelRunner:
     """Runs packed steps of one model over one store."""
 
-    def __init__(self, model: PackedModel, attention: Attention, sampler: Sampler) -> None:
-        self.model, self.attention, self.sampler = model, attention, sampler
-        self.compiled = CompiledSteps(model, attention)
-        mx.eval(attention.state)  # lazy arrays belong to the thread that made them
+    def __init__(
+        self,
+        model: PackedModel,
+        attention: Attention,
+        sampler: Sampler,
+        fusion: Fusion = NO_FUSION,
+    ) -> None:
+        self.model, self.attention, self.sampler, self.fusion = model, attention, sampler, fusion
+        self.compiled = CompiledSteps(model, attention, fusion)
+        self._state = attention.new_state()
         self._last: StepResult | None = None
 
     def execute(
@@ -121,10 +51,10 @@ class ModelRunner:
         batch.validate(*self.attention.store.num_blocks)
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
         if after is not None:
-            step.token_ids = after.complete(step)
-        num_sampled = len(batch.sample_segments)
-        logits = self._forward(step)
+            step = replace(step, token_ids=after.complete(step))
+        logits, state = self._forward(step)
 
+        num_sampled = len(batch.sample_segments)
         sampled = logprobs = scored = None
         if num_sampled:
             output = self.sampler(logits[:num_sampled], req_indices, grammar)
@@ -134,19 +64,28 @@ class ModelRunner:
             rows = logits[num_sampled : num_sampled + len(targets)]
             scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
         result = StepResult(req_indices, sampled, logprobs, scored)
-        self._submit(result)
+        self._submit(result, state)
         return result
 
-    def _submit(self, result: StepResult) -> None:
+    def _forward(self, step: Step) -> tuple[mx.array, list[mx.array]]:
+        """Logits of the batch's `logits_indices`, in order, perhaps more behind them; the state."""
+        compiled = self.compiled(step, self._state)
+        if compiled is not None:
+            return compiled
+        attention = self.attention.begin(step, self._state)
+        logits = self.model(attention, step.logits_indices, self.fusion)
+        return logits, attention.state
+
+    def _submit(self, result: StepResult, state: list[mx.array]) -> None:
         last, self._last = self._last, None
         if last is not None and not self.attention.overlaps:
             last.wait()
-        state = [*self.attention.state, *self.attention.store.states.arrays]
         if not result.arrays and self.attention.overlaps:
             # Nothing is sampled, and the next step may run when this one is waited for.
             result.arrays = state[:1]
-        mx.async_eval(result.arrays, state)
-        self._last = result
+        mx.async_eval(result.arrays, state, self.attention.store.states.arrays)
+        # Not before: the next step must not go on with what was never launched.
+        self._last, self._state = result, state
 
     def forget(self) -> None:
         """Drop the steps under way: nobody will read their results."""
@@ -157,13 +96,6 @@ class ModelRunner:
         last, self._last = self._last, None
         if last is not None:
             last.wait()
-
-    def _forward(self, step: StepMetadata) -> mx.array:
-        """Logits of the batch's `logits_indices`, in order; perhaps more behind them."""
-        logits = self.compiled(step)
-        if logits is None:
-            logits = self.model(step, self.attention, step.logits_indices)
-        return logits
 
 
 def bucket(num_tokens: int) -> int:
@@ -177,9 +109,3 @@ def bucket(num_tokens: int) -> int:
         return power_of_two(num_tokens)
     grain = 64 if num_tokens <= 512 else 256
     return -(-num_tokens // grain) * grain
-
-
-def _to_host(arrays: LogprobArrays | None) -> Logprobs | None:
-    if arrays is None:
-        return None
-    return Logprobs(*(np.array(a) for a in (arrays.token_ids, arrays.logprobs, arrays.ranks)))

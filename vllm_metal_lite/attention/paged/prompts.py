@@ -2,17 +2,16 @@
 
 In a small step the host needs longer to build the forward than the device to run it, and decodes
 beside the prompts wait.  There all arrays have shapes that repeat (`repeats`), so that the step can
-be compiled (compiled.py).  Prompts alone let nobody wait, and come in more sizes than come again.
+be compiled.  Prompts alone keep no decode waiting, and their sizes rarely come again.
 """
 
 from collections.abc import Collection, Sequence
-from copy import copy
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import pad_rows
+from vllm_metal_lite.attention.base import Arrays, pad_rows
 from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, SdpaPlan
 from vllm_metal_lite.attention.sdpa.plan import (
     Group,
@@ -24,11 +23,10 @@ from vllm_metal_lite.attention.sdpa.plan import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kernels.varlen_prefill import plan_tiles
+from vllm_metal_lite.kernels.prefill import plan_tiles
 
-# Most rows of prompts in a small step: a chunk of 512, padded.  Who wants decodes to go on beside
-# prompts cuts these into such chunks; larger ones are for speed, which SDPA has in calls that need
-# no mask.
+# Most rows of prompts in a small step: a chunk of 512, padded.  Chunks of that size let decodes go
+# on beside prompts.  Larger chunks are for speed, which SDPA has in calls that need no mask.
 SMALL_ROWS = 768
 # Most entries of the mask that one call for all segments needs: the chunk above at a context of 8k.
 _SMALL_MASK = SMALL_ROWS * 8192
@@ -44,108 +42,120 @@ def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
     return out
 
 
+@dataclass(frozen=True)
 class VarlenPrompts:
     """For `varlen_prefill`: block_tables (S, W) a KV group, cu_seqlens_q (S+1,), seq_lens (S,).
 
-    S and W are powers of two; segments behind the last have no rows.  num_rows: of prompts, padding
-    included.  groups: query heads a KV head, of all layers; if they are not known, tiles are
-    planned when they are asked for, and the step is not compiled.  repeats: whether it is to be.
+    S and W are powers of two; segments behind the last have no rows.  tiles: those of layers, by
+    their query heads a KV head.
     """
 
-    def __init__(
-        self, batch: ForwardBatch, num_rows: int, groups: Collection[int], repeats: bool
-    ) -> None:
-        self.num_rows, self._groups = num_rows, tuple(groups)
+    block_tables: tuple[mx.array, ...]
+    cu_seqlens_q: mx.array
+    seq_lens: mx.array
+    tiles: dict[int, mx.array]
+    repeats: bool
+
+    @classmethod
+    def plan(
+        cls, batch: ForwardBatch, num_rows: int, head_groups: Collection[int], repeats: bool
+    ) -> "VarlenPrompts":
+        """num_rows: of prompts, padding included.  head_groups: query heads a KV head, of all
+        layers."""
         segments = power_of_two(batch.num_segments)
         width = power_of_two(-(-max(int(batch.seq_lens.max()), _MIN_KEYS) // batch.block_size))
-        self.block_tables = [pad_tables(b.block_tables, segments, width) for b in batch.by_group]
-        self.cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
-        self.seq_lens = pad_rows(batch.seq_lens, segments)
-        self._cu = self.cu_seqlens_q
-        self._tiles = {g: plan_tiles(self._cu, num_rows, g) for g in self._groups}
-        self.repeats = repeats and bool(groups)
-
-    def metadata(self, kv_group: int) -> tuple[mx.array, mx.array, mx.array]:
-        return self.block_tables[kv_group], self.cu_seqlens_q, self.seq_lens
-
-    def tiles(self, group: int) -> mx.array:
-        """The tiles of layers of `group` query heads a KV head."""
-        if group not in self._tiles:
-            self._tiles[group] = mx.array(plan_tiles(self._cu, self.num_rows, group))
-        return self._tiles[group]
+        cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
+        return cls(
+            tuple(pad_tables(b.block_tables, segments, width) for b in batch.by_group),
+            cu_seqlens_q,
+            pad_rows(batch.seq_lens, segments),
+            {g: plan_tiles(cu_seqlens_q, num_rows, g) for g in sorted(head_groups)},
+            repeats,
+        )
 
     @property
-    def arrays(self) -> list[Any]:
-        tiles = [self._tiles[g] for g in self._groups]
-        return [self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles]
+    def arrays(self) -> Arrays:
+        return self.block_tables, self.cu_seqlens_q, self.seq_lens, list(self.tiles.values())
 
-    def with_arrays(self, arrays: list[Any] | None) -> "VarlenPrompts":
-        new = copy(self)
-        new.block_tables, new.cu_seqlens_q, new.seq_lens, tiles = arrays or [None] * 4
-        new._tiles = dict(zip(self._groups, tiles or (), strict=tiles is not None))
-        return new
+    def with_arrays(self, arrays: Arrays) -> "VarlenPrompts":
+        block_tables, cu_seqlens_q, seq_lens, tiles = arrays
+        return replace(
+            self,
+            block_tables=tuple(block_tables),
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            tiles=dict(zip(self.tiles, tiles, strict=True)),
+        )
 
 
-# What the call of a small step is made of.
-_ARRAYS = ("q_rows", "kv_slots", "q_pos", "kv_pos", "segments", "kv_segments")
-
-
-class _OneCall:
+@dataclass(frozen=True)
+class OneCall:
     """In SdpaPlan's place: all segments of a KV group in one call, whatever the window.
 
-    arrays: of the call's Group, and the place of its rows; None in a step that only stands for its
-    variant.
+    group: its arrays are all of the call's but `place`, see SdpaCalls.
     """
 
-    def __init__(self, arrays: list[Any] | None) -> None:
-        self.arrays = arrays
-        self._calls: dict[int | None, SdpaCalls] = {}
+    group: Group
+    place: mx.array | None
+    _calls: dict[int | None, SdpaCalls] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def arrays(self) -> Arrays:
+        g = self.group
+        return g.q_rows, g.kv_slots, g.q_pos, g.kv_pos, g.segments, g.kv_segments, self.place
+
+    def with_arrays(self, arrays: Arrays) -> "OneCall":
+        q_rows, kv_slots, q_pos, kv_pos, segments, kv_segments, place = arrays
+        return OneCall(
+            Group(q_rows, kv_slots, q_pos, kv_pos, "array", segments, kv_segments), place
+        )
 
     def calls(self, window: int | None, chunk: int | None = None) -> SdpaCalls:
         if window not in self._calls:
-            *arrays, place = self.arrays
-            group = Group(mask="array", **dict(zip(_ARRAYS, arrays, strict=True)))
-            rows = None if group.q_rows is None else group.q_rows.reshape(-1)
-            self._calls[window] = SdpaCalls([DeviceGroup(group, window)], rows, place)
+            rows = None if self.group.q_rows is None else self.group.q_rows.reshape(-1)
+            self._calls[window] = SdpaCalls([DeviceGroup(self.group, window)], rows, self.place)
         return self._calls[window]
 
 
+@dataclass(frozen=True)
 class SdpaPrompts:
-    """For SDPA.  sdpa: a plan a KV group, in small steps one call, else the calls that cost least.
+    """For SDPA.  sdpa: a plan a KV group: one call if `repeats`, else the calls that cost least."""
 
-    The one call has all segments end to end, or as a padded batch, whichever is less: prompts of
-    unlike lengths cost less end to end, alike ones as a batch, whose mask grows with their number
-    and not its square.  num_rows: of prompts, padding included.  windows: the farthest that layers
-    of a KV group see, None = all.  repeats: whether the step is to be compiled, if its mask is not
-    too large.
-    """
+    sdpa: tuple[SdpaPlan | OneCall, ...]
+    repeats: bool
 
-    def __init__(
-        self, batch: ForwardBatch, num_rows: int, windows: Sequence[int | None], repeats: bool
-    ) -> None:
+    @classmethod
+    def plan(
+        cls, batch: ForwardBatch, num_rows: int, windows: Sequence[int | None], repeats: bool
+    ) -> "SdpaPrompts":
+        """num_rows: of prompts, padding included.  windows: the farthest that layers of a KV group
+        see, None = all.  repeats: whether to compile the step, if its mask is not too large.
+
+        The one call has all segments end to end, or as a padded batch, whichever is less: prompts
+        of unlike lengths cost less end to end, alike ones as a batch, whose mask grows with their
+        number and not its square.
+        """
         num_keys = power_of_two(max(int(batch.seq_lens.sum()), _MIN_KEYS))
         shape = batch_shape(batch, _MIN_ROWS, _MIN_KEYS)
         batched = batch.num_segments > 1 and prod(shape) < num_rows * num_keys
-        self.repeats = repeats and (prod(shape) if batched else num_rows * num_keys) <= _SMALL_MASK
-        if not self.repeats:
-            self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
-            return
-        self.sdpa = []
+        if not repeats or (prod(shape) if batched else num_rows * num_keys) > _SMALL_MASK:
+            return cls(tuple(SdpaPlan(b, num_rows) for b in batch.by_group), repeats=False)
+        calls = []
         for b, window in zip(batch.by_group, windows, strict=True):
             if batched:
                 group = in_one_batch(b, _MIN_ROWS, _MIN_KEYS, window)
                 _, place = places([group], num_rows)
             else:
                 group, place = in_one_call(b, num_rows, _MIN_KEYS, window), None
-            self.sdpa.append(_OneCall([*(getattr(group, name) for name in _ARRAYS), place]))
+            calls.append(OneCall(group, place))
+        return cls(tuple(calls), repeats=True)
 
     @property
-    def arrays(self) -> list[Any] | None:
+    def arrays(self) -> Arrays:
         return [call.arrays for call in self.sdpa] if self.repeats else None
 
-    def with_arrays(self, arrays: list[Any] | None) -> "SdpaPrompts":
+    def with_arrays(self, arrays: Arrays) -> "SdpaPrompts":
         if not self.repeats:
             return self
-        new = copy(self)
-        new.sdpa = [_OneCall(a) for a in arrays or [None] * len(self.sdpa)]
-        return new
+        calls = zip(self.sdpa, arrays, strict=True)
+        return replace(self, sdpa=tuple(call.with_arrays(a) for call, a in calls))

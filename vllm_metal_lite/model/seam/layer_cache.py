@@ -8,10 +8,8 @@ when its keys are one (hooks.py).
 
 from typing import Any
 
-from vllm_metal_lite.attention.base import Attention, StepMetadata
-from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.attention.base import StepAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.traced import Attended, Traced, heads_of, made_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.seam.placeholders import KVHandle, LatentScores, Mask, ValueHandle
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
@@ -30,40 +28,23 @@ class PagedLayerCache(PackedCache):
         self,
         layer: int,
         spec: LayerSpec,
-        attention: Attention,
-        step: StepMetadata,
+        attention: StepAttention,
         template: Any = None,
         sequences: SequenceStep | None = None,
     ) -> None:
         self.layer, self.spec = layer, spec
-        self.attention, self.step = attention, step
+        self.attention, self.step = attention, attention.step
         self.template, self.sequences = template, sequences
-        self.offset = step.positions
-        self._pending: tuple[mx.array, mx.array] | None = None
+        self.offset = attention.step.positions
         self._written: list[tuple[mx.array, mx.array]] = []
 
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[KVHandle, KVHandle]:
-        """Write this step's rows, k and v (N, num_kv_heads, 1, head_dim); returns the handles.
-
-        Rows that a kernel could still rotate are written with their queries, in one launch.
-        """
-        self.settle()
-        self._pending = k, v
-        if not (self.attention.fuses and isinstance(made_of(k), Heads)):
-            self.settle()
+        """Write this step's rows, k and v (N, num_kv_heads, 1, head_dim); returns the handles."""
+        self.attention.write(self.layer, k.squeeze(2), v.squeeze(2))
         return self.keys_and_values()
 
-    def settle(self, q: mx.array | None = None) -> mx.array | None:
-        """Write what is pending; returns q (N, H, 1, D) as (N, H, D), or what else is to attend."""
-        if self._pending is not None:
-            (k, v), self._pending = self._pending, None
-            made = made_of(q), made_of(k)
-            if all(isinstance(m, Heads) for m in made):
-                rows = self.attention.rope_write(self.layer, *made, heads_of(v), self.step)
-                if rows is not None:
-                    return rows
-            self.attention.write(self.layer, k.squeeze(2), v.squeeze(2), self.step)
-        return None if q is None else q.squeeze(2)
+    def end(self) -> None:
+        """The model has built its last layer."""
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """The handles, for a later layer that shares this one's K and V."""
@@ -104,8 +85,10 @@ class PagedLayerCache(PackedCache):
             how["q_pe"] = mask.q_pe.squeeze(2) / scale
         elif mask is not None:
             raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
-        out = self.attention.attend(self.layer, self.settle(q), self.step, **how)
-        return Traced(out[:, :, None], Attended(out))
+        return self._attend(q, **how)
+
+    def _attend(self, q: mx.array, **how: Any) -> mx.array:
+        return self.attention.attend(self.layer, q.squeeze(2), **how)[:, :, None]
 
     # For modules that see sequences
 
@@ -124,5 +107,5 @@ class PagedLayerCache(PackedCache):
             for rows in zip(*self._written, strict=True)
         )
         # The store is read before it is written, or else MLX would copy it.
-        self.attention.write(self.layer, mx.depends(k, out), mx.depends(v, out), self.step)
+        self.attention.write(self.layer, mx.depends(k, out), mx.depends(v, out))
         self._written = []

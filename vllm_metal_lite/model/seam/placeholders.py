@@ -4,21 +4,29 @@ All of them but `Mask` are arrays to mlx-lm: empty ones, of an absurd width, so 
 was not foreseen fails instead of computing something.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.sequences.runs import Run, SequenceStep
 
-if TYPE_CHECKING:
-    from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
-
 _POISON_SHAPE = (0, 7919)
+
+
+class LayerCache(Protocol):
+    """What a placeholder knows of its layer: see PagedLayerCache."""
+
+    spec: LayerSpec
+    step: Step
+
+    def native(self, run: Run, steps: SequenceStep) -> Any: ...
 
 
 class Handle(mx.array):
     """Stands for an array of one layer, whose cache this is."""
 
-    def __init__(self, cache: "PagedLayerCache") -> None:
+    def __init__(self, cache: LayerCache) -> None:
         super().__init__(mx.zeros(_POISON_SHAPE, cache.spec.dtype))
         self.cache = cache
 
@@ -63,7 +71,7 @@ class _RotaryKeys(Handle):
 class LatentScores(Handle):
     """q_pe @ k_pe of a layer, to be computed where its keys are: q_pe (N, H, 1, rope_dim)."""
 
-    def __init__(self, cache: "PagedLayerCache", q_pe: mx.array) -> None:
+    def __init__(self, cache: LayerCache, q_pe: mx.array) -> None:
         super().__init__(cache)
         self.q_pe = q_pe
 
@@ -74,7 +82,7 @@ class Mask:
     For a module that sees sequences, mlx-lm's cache is asked again, with a sequence's length.
     """
 
-    def __init__(self, cache: "PagedLayerCache", return_array: bool, window: int | None) -> None:
+    def __init__(self, cache: LayerCache, return_array: bool, window: int | None) -> None:
         self._cache, self._return_array, self._window = cache, return_array, window
 
     @property

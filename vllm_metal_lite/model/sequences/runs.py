@@ -17,7 +17,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from vllm_metal_lite.attention.base import StepMetadata
+from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.recurrent_state import SeatStates
@@ -80,7 +80,7 @@ class SequenceStep:
     alone: a module that takes more than states is among the modules, so a segment is a run.
     """
 
-    def __init__(self, step: StepMetadata, states: SeatStates, alone: bool) -> None:
+    def __init__(self, step: Step, states: SeatStates, alone: bool) -> None:
         self.step, self.alone = step, alone
         self.runs = plan_runs(step.batch, alone)
         self.states = states.begin([(r.seats, r.fresh) for r in self.runs])

@@ -1,18 +1,13 @@
-"""Attention and K/V writes in MLX operations: runs on every backend, and is the oracle for kernels.
+"""The calls of SDPA that cover a step, on the device."""
 
-The entry has the form of flash-attention's varlen call: packed queries (N, H, D), the layer's paged
-store, the step's metadata.  Keys are always read from the store, after the rows of this step were
-written to it: a segment may share blocks that another segment of the same step fills.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from math import prod
 
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import StepMetadata
+from vllm_metal_lite.attention.base import upload
 from vllm_metal_lite.attention.sdpa.plan import (
     MAX_GATHERED_KEYS,
     Group,
@@ -20,10 +15,8 @@ from vllm_metal_lite.attention.sdpa.plan import (
     plan_groups,
     split_packs,
 )
-from vllm_metal_lite.attention.upload import upload
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kv.store import PagedStore
 
 # The CPU backend has no fused kernel: scores are computed in full, a causal half for nothing, and
 # exp dominates.  Small query tiles save most of that half; a call costs little beside it.
@@ -31,9 +24,6 @@ from vllm_metal_lite.kv.store import PagedStore
 # the host needs for one, an H200 computes some 2 million scores of 16 heads.
 _COSTS = {"cpu": {"tile": 256, "call_cost": 1 << 13}}
 _FUSED_COSTS = {"tile": 1 << 30, "call_cost": 1 << 21}
-
-# Fetched when this module loads: the seam replaces the public name while a forward is built.
-_sdpa = mx.fast.scaled_dot_product_attention
 
 
 class DeviceGroup:
@@ -149,113 +139,3 @@ class SdpaPlan:
             on_device = [DeviceGroup(g, window) for g in groups]
             self._plans[window, chunk] = SdpaCalls(on_device, *upload([rows, place]))
         return self._plans[window, chunk]
-
-
-class ReferenceStep(StepMetadata):
-    """A step whose rows all go through SDPA.  sdpa: a plan a KV group."""
-
-    def __init__(self, batch: ForwardBatch, num_rows: int, padding_slots: Sequence[int]) -> None:
-        super().__init__(batch, num_rows, padding_slots)
-        self.sdpa = [SdpaPlan(b, num_rows) for b in batch.by_group]
-
-
-class ReferenceAttention:
-    """Writes K and V by scatter, attends by gathering from the store into SDPA."""
-
-    name = "reference"
-    overlaps = False  # its writes are in place only if nothing still reads the store
-    fuses = False
-    skinny_rows = range(0)
-
-    def __init__(self, store: PagedStore) -> None:
-        self.store = store
-
-    @property
-    def state(self) -> list[mx.array]:
-        return self.store.arrays
-
-    @state.setter
-    def state(self, state: list[mx.array]) -> None:
-        half = len(state) // 2
-        self.store.keys, self.store.values = list(state[:half]), list(state[half:])
-
-    def prepare(self, batch: ForwardBatch, num_rows: int) -> ReferenceStep:
-        return ReferenceStep(batch, num_rows, self.store.padding_slots).on_device()
-
-    def write(self, layer: int, k: mx.array, v: mx.array, step: StepMetadata) -> None:
-        self.store.write(layer, k, v, step.slot_mapping[self.store.group_of[layer]])
-
-    def gather(self, layer: int, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
-        """Each call's keys and values, (B, num_kv_heads, Lk, head_dim)."""
-        spec, keys, values = (
-            self.store.specs[layer],
-            self.store.keys[layer],
-            self.store.values[layer],
-        )
-        for group in calls.groups:
-            k, v = group.gather(keys), group.gather(values)
-            yield spec.k_row.unpack(k), spec.v_row.unpack(v)
-
-    def attend(
-        self,
-        layer: int,
-        q: mx.array,
-        step: ReferenceStep,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
-        q_pe: mx.array | None = None,
-        chunk: int | None = None,
-    ) -> mx.array:
-        if q_pe is not None:
-            q = mx.concatenate([q, q_pe], axis=-1)
-        calls, outputs = step.sdpa[self.store.group_of[layer]].calls(window, chunk), []
-        parts = calls.queries.cut(q if calls.q_rows is None else self.take(q, calls.q_rows))
-        gathered = self.gather(layer, calls)
-        for g, queries, (k, v) in zip(calls.groups, parts, gathered, strict=True):
-            if q_pe is not None:
-                k, v = mx.concatenate([k, v], axis=-1), k
-            if softcap is None:
-                out = _sdpa(queries, k, v, scale=scale, mask=g.mask(q.dtype), sinks=sinks)
-            else:
-                out = _softcapped(queries, k, v, scale, softcap, g.mask_array(q.dtype), sinks)
-            outputs.append(out.swapaxes(1, 2).flatten(0, 1))
-        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return out if calls.place is None else self.take(out, calls.place)
-
-    def take(self, rows: mx.array, index: mx.array) -> mx.array:
-        """Rows of queries or results."""
-        return rows[index]
-
-
-def _softcapped(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    scale: float,
-    softcap: float,
-    mask: mx.array,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attention with capped scores, which MLX's SDPA lacks; shapes are SDPA's."""
-    b, heads, rows, _ = q.shape
-    kv_heads = k.shape[1]
-    q = q.reshape(b, kv_heads, heads // kv_heads, rows, -1)
-    scores = (q * scale) @ k[:, :, None].swapaxes(-1, -2)
-    scores = softcap * mx.tanh(scores / softcap)
-    mask = mask[:, :, None]
-    if mask.dtype == mx.bool_:
-        scores = mx.where(mask, scores, mx.array(-float("inf"), scores.dtype))
-    else:
-        scores = scores + mask
-    if sinks is not None:
-        column = mx.broadcast_to(
-            sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1), (*scores.shape[:-1], 1)
-        )
-        scores = mx.concatenate([column, scores], axis=-1)
-    weights = mx.softmax(scores, axis=-1, precise=True)
-    if sinks is not None:
-        weights = weights[..., 1:]
-    return (weights @ v[:, :, None]).reshape(b, heads, rows, -1)

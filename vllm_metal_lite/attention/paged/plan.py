@@ -1,0 +1,125 @@
+"""How the kernels attend to one step: its decodes, the prefix that they share, and its prompts."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from mlx.utils import tree_flatten
+
+from vllm_metal_lite.attention.base import Arrays, Step, make_step, pad_rows
+from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix
+from vllm_metal_lite.attention.paged.prompts import SdpaPrompts, VarlenPrompts, pad_tables
+from vllm_metal_lite.attention.sdpa.plan import power_of_two
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """A step whose first num_decodes rows are decodes, and the rest prompts.
+
+    block_tables (num_decodes, W), one a KV group, and seq_lens (num_decodes,) int32 are of the
+    decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
+    decode_plans: of layers, by their number of KV heads.
+    writes_late: no row sees another new row, so attention may write the step's rows itself.
+    prefix_len: the largest power of two within the prefix that decodes share, 0 = they share none.
+    leader (1,), prefix_lens (num_decodes,): the CommonPrefix, or None.  own_plans: as decode_plans,
+    of the keys behind the prefix.
+    prompts: None in a step of nothing but decodes.
+    """
+
+    num_decodes: int
+    writes_late: bool
+    prompts: VarlenPrompts | SdpaPrompts | None
+    block_tables: tuple[mx.array, ...] = ()
+    seq_lens: mx.array | None = None
+    decode_plans: Mapping[int, DecodePlan] = field(default_factory=dict)
+    prefix_len: int = 0
+    leader: mx.array | None = None
+    prefix_lens: mx.array | None = None
+    own_plans: Mapping[int, DecodePlan] = field(default_factory=dict)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether steps of the same shapes come again, so that compiling one pays."""
+        return self.prompts is None or self.prompts.repeats
+
+    @property
+    def arrays(self) -> Arrays:
+        prompts = self.prompts and self.prompts.arrays
+        return self.block_tables, self.seq_lens, self.leader, self.prefix_lens, prompts
+
+    def with_arrays(self, arrays: Arrays) -> "PagedPlan":
+        block_tables, seq_lens, leader, prefix_lens, of_prompts = arrays
+        return replace(
+            self,
+            block_tables=tuple(block_tables),
+            seq_lens=seq_lens,
+            leader=leader,
+            prefix_lens=prefix_lens,
+            prompts=self.prompts and self.prompts.with_arrays(of_prompts),
+        )
+
+
+def plan_step(
+    batch: ForwardBatch,
+    num_rows: int,
+    decodes: ForwardBatch,
+    prompts: VarlenPrompts | SdpaPrompts | None,
+    prefix: CommonPrefix | None,
+    kv_heads: Collection[int],
+) -> Step:
+    """decodes: the batch as its decodes are attended to, which may be all rows of the step."""
+    count = decodes.num_decodes
+    plan = PagedPlan(
+        num_decodes=count if prompts else num_rows,
+        writes_late=prompts is None and decodes is batch and not batch.reads_new_rows,
+        prompts=prompts,
+    )
+    if count:
+        plan = _with_decodes(plan, decodes, prefix, kv_heads)
+    if not plan.repeats:
+        return make_step(batch, num_rows, plan)
+    num_logits = _num_logits(batch, count, prompts is not None)
+    step = make_step(batch, num_rows, plan, num_logits=num_logits)
+    shapes = [None if a is None else tuple(a.shape) for _, a in tree_flatten(step.arrays)]
+    plans = *plan.decode_plans.values(), *plan.own_plans.values()
+    variant = plan.num_decodes, plan.writes_late, plan.prefix_len, *plans, *shapes
+    return replace(step, variant=variant)
+
+
+def _with_decodes(
+    plan: PagedPlan, decodes: ForwardBatch, prefix: CommonPrefix | None, kv_heads: Collection[int]
+) -> PagedPlan:
+    count, rows = decodes.num_decodes, plan.num_decodes
+    seq_lens = decodes.seq_lens[:count]
+    longest = int(seq_lens.max())
+    width = power_of_two(-(-longest // decodes.block_size))
+    tables = (b.block_tables[:count] for b in decodes.by_group)
+    plan = replace(
+        plan,
+        block_tables=tuple(pad_tables(t, rows, width) for t in tables),
+        seq_lens=pad_rows(seq_lens, rows),
+        decode_plans={h: decode_plan(rows, h, longest) for h in kv_heads},
+    )
+    if prefix is None:
+        return plan
+    own = int((seq_lens - prefix.lens).max())
+    return replace(
+        plan,
+        prefix_len=1 << (int(prefix.lens.max()).bit_length() - 1),
+        leader=np.array([prefix.leader], np.int32),
+        prefix_lens=pad_rows(prefix.lens, rows),
+        own_plans={h: decode_plan(rows, h, own) for h in kv_heads},
+    )
+
+
+def _num_logits(batch: ForwardBatch, num_decodes: int, has_prompts: bool) -> int:
+    """Rows that get logits, a number that repeats: one a segment, whether the segment ends or not,
+    and more where prompts are scored."""
+    num_logits = power_of_two(batch.num_segments)
+    if has_prompts:
+        num_logits = num_decodes + power_of_two(batch.num_segments - num_decodes)
+    wanted = len(batch.logits_indices)
+    return num_logits if wanted <= num_logits else power_of_two(wanted)

@@ -1,0 +1,97 @@
+"""Attention and K/V writes in MLX operations: runs on every backend, and is the oracle for kernels.
+
+The entry has the form of flash-attention's varlen call: packed queries (N, H, D), the layer's paged
+store, the step's metadata.  Keys are always read from the store, after the rows of this step were
+written to it: a segment may share blocks that another segment of the same step fills.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vllm_metal_lite.attention.base import Arrays, Step, make_step
+from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
+from vllm_metal_lite.attention.sdpa.run import run_calls
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kv.store import PagedStore
+
+
+@dataclass(frozen=True)
+class ReferencePlan:
+    """A step whose rows all go through SDPA.  sdpa: a plan a KV group; never compiled."""
+
+    sdpa: tuple[SdpaPlan, ...]
+    arrays: Arrays = None
+
+    def with_arrays(self, arrays: Arrays) -> "ReferencePlan":
+        return self
+
+
+class ReferenceAttention:
+    """Writes K and V by scatter, attends by gathering from the store into SDPA.
+
+    The state is the store itself: its arrays are written in place, and only while nothing else
+    reads them, so a step is submitted when the previous one has ended.
+    """
+
+    name = "reference"
+    overlaps = False
+
+    def __init__(self, store: PagedStore) -> None:
+        self.store = store
+
+    def new_state(self) -> list[mx.array]:
+        return self.store.arrays
+
+    def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
+        plan = ReferencePlan(tuple(SdpaPlan(b, num_rows) for b in batch.by_group))
+        return make_step(batch, num_rows, plan, padding_slots=self.store.padding_slots)
+
+    def begin(self, step: Step, state: list[mx.array]) -> "ReferenceStepAttention":
+        return ReferenceStepAttention(self.store, step)
+
+
+class ReferenceStepAttention:
+    """See StepAttention."""
+
+    def __init__(self, store: PagedStore, step: Step) -> None:
+        self.store, self.step = store, step
+
+    @property
+    def state(self) -> list[mx.array]:
+        return self.store.arrays
+
+    def write(self, layer: int, k: mx.array, v: mx.array) -> None:
+        self.store.write(layer, k, v, self.step.slot_mapping[self.store.group_of[layer]])
+
+    def attend(
+        self,
+        layer: int,
+        q: mx.array,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+        q_pe: mx.array | None = None,
+        chunk: int | None = None,
+    ) -> mx.array:
+        latent = q_pe is not None
+        if latent:
+            q = mx.concatenate([q, q_pe], axis=-1)
+        calls = self.step.plan.sdpa[self.store.group_of[layer]].calls(window, chunk)
+        gathered = self._gather(layer, calls, latent)
+        return run_calls(calls, q, gathered, scale=scale, softcap=softcap, sinks=sinks)
+
+    def _gather(
+        self, layer: int, calls: SdpaCalls, latent: bool
+    ) -> Iterator[tuple[mx.array, mx.array]]:
+        """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).
+
+        latent: keys are the latents and the rotary keys end to end, values the latents.
+        """
+        spec = self.store.specs[layer]
+        for group in calls.groups:
+            k = spec.k_row.unpack(group.gather(self.store.keys[layer]))
+            v = spec.v_row.unpack(group.gather(self.store.values[layer]))
+            yield (mx.concatenate([k, v], axis=-1), k) if latent else (k, v)

@@ -1,0 +1,134 @@
+"""The persistent host table of the running requests, and how a step is cut out of it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
+
+_NONE = np.zeros(0, np.int32)
+_NEVER = np.iinfo(np.int32).max
+
+
+class InputBatch:
+    """Host table of running requests: tokens, lengths and block tables, one row a request.
+
+    Rows are handed out by `add` and given back by `remove`; everything a step needs is then cut
+    out by index.  Arrays are int32; `token_ids` is (max_num_seqs, max_model_len), `block_tables`
+    (num_kv_groups, max_num_seqs, max_blocks).
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_kv_groups: int = 1
+    ) -> None:
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
+        # First prompt position whose successor's log-probability is wanted.
+        self.prompt_logprobs_from = np.full(max_num_seqs, _NEVER, np.int32)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_tables = np.zeros((num_kv_groups, max_num_seqs, max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(
+        self,
+        token_ids: np.ndarray | list[int],
+        num_prompt_tokens: int,
+        prompt_logprobs_from: int | None = None,
+    ) -> int:
+        """Take a row for a request with all its tokens known so far; returns its req_index."""
+        row = self._free_rows.pop()
+        self.token_ids[row, : len(token_ids)] = token_ids
+        self.num_tokens[row] = len(token_ids)
+        self.num_prompt_tokens[row] = num_prompt_tokens
+        if prompt_logprobs_from is not None:
+            self.prompt_logprobs_from[row] = prompt_logprobs_from
+        self.num_blocks[row] = 0
+        return row
+
+    def remove(self, req_index: int) -> None:
+        """Give a row back."""
+        self.num_tokens[req_index] = 0
+        self.prompt_logprobs_from[req_index] = _NEVER
+        self._free_rows.append(req_index)
+
+    def append_blocks(self, req_index: int, *block_ids: Sequence[int]) -> None:
+        """Add blocks at the end of a request's block tables: as many to that of each KV group."""
+        start = self.num_blocks[req_index]
+        end = start + len(block_ids[0])
+        for table, blocks in zip(self.block_tables, block_ids, strict=True):
+            table[req_index, start:end] = blocks
+        self.num_blocks[req_index] = end
+
+    def append_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
+        """Add one sampled token to each request; at the context's end there is no room, so none."""
+        at = self.num_tokens[req_indices]
+        room = at < self.token_ids.shape[1]
+        if not room.all():
+            req_indices, at, token_ids = req_indices[room], at[room], token_ids[room]
+        self.token_ids[req_indices, at] = token_ids
+        self.num_tokens[req_indices] = at + 1
+
+    def fill_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
+        """Put tokens in the place of an UNKNOWN_TOKEN at the end; a row that ends otherwise has
+        been given to another request since, and is left alone."""
+        at = self.num_tokens[req_indices] - 1
+        last = self.token_ids[req_indices, at]
+        self.token_ids[req_indices, at] = np.where(last == UNKNOWN_TOKEN, token_ids, last)
+
+    def pack(
+        self, req_indices: np.ndarray, num_computed: np.ndarray, num_scheduled: np.ndarray
+    ) -> ForwardBatch:
+        """Cut a step out of the table.
+
+        req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
+        """
+        bs = self.block_size
+        q_lens = num_scheduled.astype(np.int32)
+        cu = np.zeros(len(q_lens) + 1, np.int32)
+        np.cumsum(q_lens, out=cu[1:])
+        segment = np.repeat(np.arange(len(q_lens), dtype=np.int32), q_lens)
+        positions = num_computed.astype(np.int32)[segment]
+        positions += np.arange(cu[-1], dtype=np.int32) - cu[segment]
+        row = req_indices[segment]
+        seq_lens = (num_computed + num_scheduled).astype(np.int32)
+        block, offset = np.divmod(positions, bs)
+        terminal = np.flatnonzero(seq_lens == self.num_tokens[req_indices]).astype(np.int32)
+
+        scored = prompt_targets = prompt_segments = _NONE
+        if (self.prompt_logprobs_from[req_indices] < _NEVER).any():
+            successor = positions + 1
+            scored = np.flatnonzero(
+                (positions >= self.prompt_logprobs_from[row])
+                & (successor < self.num_prompt_tokens[row])
+            ).astype(np.int32)
+            prompt_targets = self.token_ids[row[scored], successor[scored]]
+            prompt_segments = segment[scored]
+        max_blocks = -(-int(seq_lens.max()) // bs)
+        slots, *other_slots = (t[row, block] * bs + offset for t in self.block_tables)
+        tables, *other_tables = (t[req_indices, :max_blocks] for t in self.block_tables)
+        batch = ForwardBatch(
+            token_ids=self.token_ids[row, positions],
+            positions=positions,
+            slot_mapping=slots,
+            cu_seqlens_q=cu,
+            seq_lens=seq_lens,
+            block_tables=tables,
+            req_indices=req_indices.astype(np.int32),
+            block_size=bs,
+            num_decodes=int((np.cumprod(q_lens == 1)).sum()),
+            logits_indices=np.concatenate([cu[1:][terminal] - 1, scored]),
+            sample_segments=terminal,
+            prompt_targets=prompt_targets,
+            prompt_segments=prompt_segments,
+        )
+        if not other_slots:
+            return batch
+        others = zip(other_slots, other_tables, strict=True)
+        return replace(
+            batch,
+            others=tuple(replace(batch, slot_mapping=s, block_tables=t) for s, t in others),
+        )

@@ -1,0 +1,50 @@
+"""A layer's cache that lets one kernel normalise, rotate and write new rows, or attend too."""
+
+from typing import Any
+
+from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.traced import Attended, Traced, heads_of, origin_of
+from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
+from vllm_metal_lite.model.seam.placeholders import KVHandle
+
+
+class FusedLayerCache(PagedLayerCache):
+    """Holds new rows back until their queries are there: one launch then serves both."""
+
+    _pending: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[KVHandle, KVHandle]:
+        self.end()
+        if not isinstance(origin_of(k), Heads):
+            return super().update_and_fetch(k, v)
+        self._pending = k, v
+        return self.keys_and_values()
+
+    def end(self) -> None:
+        """Write what is still pending."""
+        if self._pending is not None:
+            (k, v), self._pending = self._pending, None
+            super().update_and_fetch(k, v)
+
+    def _attend(self, q: mx.array, **how: Any) -> mx.array:
+        rows = self._with_new_rows(q)
+        if rows is None:
+            self.end()
+            rows = q.squeeze(2)
+        out = self.attention.attend(self.layer, rows, **how)
+        return Traced(out[:, :, None], Attended(out))
+
+    def _with_new_rows(self, q: mx.array) -> mx.array | NewRows | None:
+        """What is to attend, if one launch takes q and the pending rows; None: none does."""
+        if self._pending is None:
+            return None
+        k, v = self._pending
+        of_q, of_k = origin_of(q), origin_of(k)
+        if not isinstance(of_q, Heads) or not isinstance(of_k, Heads):
+            return None
+        rows = self.attention.rope_write(self.layer, of_q, of_k, heads_of(v))
+        if rows is not None:
+            self._pending = None
+        return rows

@@ -1,0 +1,105 @@
+"""What makes a CUDA kernel of a Metal one: how the kernels run on an NVIDIA GPU.
+
+CUDA stands in for Metal there: one text serves both.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.source import FOLDER, cache_folder, strip_comments
+
+# The index variables of Metal, where CUDA's are; `mx.fast.cuda_kernel` declares none.
+_CUDA_INDICES = """\
+const uint3 thread_position_in_threadgroup = threadIdx;
+const uint3 threadgroup_position_in_grid = blockIdx;
+const uint3 threadgroups_per_grid = make_uint3(gridDim.x, gridDim.y, gridDim.z);
+const uint3 thread_position_in_grid = make_uint3(
+    blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y,
+    blockIdx.z * blockDim.z + threadIdx.z);
+const uint thread_index_in_simdgroup = threadIdx.x % 32;
+const uint simdgroup_index_in_threadgroup = threadIdx.x / 32;
+"""
+
+_SHAPE = re.compile(r"\b\w+_(?:shape|strides|ndim)\b")
+_SHARED = re.compile(r"^(\s*)threadgroup (\w+ \w+\[)", flags=re.MULTILINE)
+_METAL_HEADER = re.compile(r"^#include <metal_(\w+)>$", flags=re.MULTILINE)
+_ADDRESS_SPACE = re.compile(r"\b(device|thread|threadgroup) ")
+
+
+def to_cuda(header: str, body: str) -> tuple[str, str]:
+    """The same kernel for `mx.fast.cuda_kernel`.  Threadgroups must be one-dimensional."""
+
+    def shim(name: str) -> str:
+        return strip_comments((FOLDER / "host" / "cuda" / f"{name}.h").read_text(encoding="utf-8"))
+
+    header = _METAL_HEADER.sub(lambda match: shim(match[1]), _ADDRESS_SPACE.sub("", header))
+    body = _SHARED.sub(r"\1__shared__ \2", body)
+    return shim("shim") + header, _CUDA_INDICES + _ADDRESS_SPACE.sub("", body)
+
+
+def as_files(name: str, header: str, body: str) -> tuple[str, str]:
+    """A CUDA kernel's text as includes of files that hold it.
+
+    MLX hashes the whole text at each launch: 3 us for 11 KB, as much as the launch itself costs.
+    It also looks there for the shapes that a kernel asks for, so they are named in a comment.
+    Files are named by what they hold, so that another process finds what MLX has compiled.
+    """
+    parts = []
+    for part, text in (("h", header), ("inc", body)):
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        file = _text_folder() / f"{name}-{digest}.{part}"
+        if not file.exists():
+            with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
+                new.write(text)
+            os.replace(new.name, file)  # whole, whoever else writes it
+        shapes = " ".join(sorted(set(_SHAPE.findall(text))))
+        parts.append(f'\n#include "{file}"\n// {shapes}\n')
+    return tuple(parts)
+
+
+def _text_folder() -> Path:
+    folder = cache_folder() / "cuda"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(_own_folder().name)
+
+
+@cache
+def _own_folder() -> TemporaryDirectory:
+    """Until the process ends, for a home that cannot be written to."""
+    return TemporaryDirectory(prefix="vllm_metal_lite-")
+
+
+# From some rows on it is quicker to expand the weights first: for 2,048 rows, 437 us instead of
+# 1,353.
+_EXPANDED_ROWS = 1024
+
+
+def flatten_quantised(original: Callable) -> Callable:
+    """mx.quantized_matmul for packed rows (N, 1, K), as one product of (N, K).
+
+    MLX CUDA multiplies (N, 1, K) as N products, each of which reads the weights: 64 rows of 2,560
+    by 19,456 take 1,293 us, and 65 as (N, K).
+    """
+
+    def quantized_matmul(x, w, scales, biases=None, transpose=True, **how):
+        if x.ndim > 3 or x.shape[1:-1] not in ((), (1,)) or w.ndim != 2 or not transpose:
+            return original(x, w, scales, biases, transpose, **how)
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        if len(rows) >= _EXPANDED_ROWS:
+            out = rows @ mx.dequantize(w, scales, biases, **how).T.astype(rows.dtype)
+        else:
+            out = original(rows, w, scales, biases, transpose, **how)
+        return out.reshape(*x.shape[:-1], -1)
+
+    return quantized_matmul

@@ -1,0 +1,166 @@
+"""Attention of decodes, one row a sequence, to their keys in the store."""
+
+import math
+from typing import NamedTuple
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import (
+    MAX_SPLITS,
+    STORE,
+    bits,
+    format_template,
+    no_sinks,
+    num_splits,
+)
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefix
+from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.kv.store import LayerSpec
+
+_PAGED_DECODE = Kernel(
+    "paged_decode",
+    ["q", "k", "v", "q_weight", "k_weight", "freqs", "block_tables", "seq_lens", "sinks",
+     "prefix", "prefix_lse", "prefix_lens", *STORE],
+    ["out", "lse"],
+)  # fmt: skip
+_MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
+
+# Threadgroups that keep the device busy: below it contexts are cut.  Measured on an H200 (132
+# cores); a guess for Metal.
+_FILL = {"metal": 128, "cuda": 256, "cpu": 16}
+# Shortest context that is worth cutting, for the parts must be merged, and fewest keys of a part.
+_MIN_CONTEXT, _MIN_SPLIT = 1024, 256
+# Floats of queries that a lane keeps; as many again are its sums.
+_REGISTERS = 64
+
+
+class DecodePlan(NamedTuple):
+    """splits: parts that each context is cut into.  simdgroups: of the threadgroup of each part."""
+
+    splits: int
+    simdgroups: int
+
+
+def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
+    """Enough threadgroups to fill the device, not more: merging costs a launch.
+
+    Many threadgroups are smaller ones, so that more of them run side by side.
+    """
+    splits, groups, fill = 1, batch * num_kv_heads, _FILL[backend.name()]
+    if max_seq_len >= _MIN_CONTEXT:
+        splits = num_splits(fill // groups, max_seq_len, _MIN_SPLIT)
+    small = groups >= 2 * fill if splits == 1 else max_seq_len // splits <= 512
+    return DecodePlan(splits, 4 if small else 8)
+
+
+def paged_decode(
+    q: mx.array | NewRows,
+    block_tables: mx.array,
+    seq_lens: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    token: mx.array,
+    *,
+    block_size: int,
+    scale: float,
+    plan: DecodePlan,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    spec: LayerSpec | None = None,
+    prefix: SharedPrefix | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
+
+    q: or rows (B) of which k and v are first written to the last slot of each sequence, by the
+    same launch; for a store that is not quantised, and sequences that do not see each other's.
+    block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  plan: see `decode_plan`.
+    sinks: (H,).  prefix: of the same q, what is not to be attended to again; not with a window.
+    """
+    if isinstance(q, mx.array):
+        batch, heads, _ = q.shape
+        fused, arrays, new = False, [q] * 3 + [no_sinks()] * 3, NONE_NEW
+    else:
+        batch, heads = len(q.q.array), q.num_heads
+        fused, arrays, new = True, q.arrays, q.template(keys, values)
+    if prefix and window:
+        raise ValueError("a shared prefix with a window")
+    dtype = arrays[0].dtype
+    k_row, v_row = _rows(keys, values, spec)
+    kv_heads, k_dim, v_dim = keys.shape[1], k_row.dim, v_row.dim
+    group = heads // kv_heads
+    aligned = (_load_words(row) for row in (k_row, v_row))
+    lanes, k_width, v_width = _lanes(k_row.value_words, v_row.value_words, *aligned)
+    per_lane = max(k_dim, v_dim) // lanes
+    tiles = -(-group // max(1, min(group, _REGISTERS // per_lane)))
+    at_once = -(-group // tiles)
+    splits, simdgroups = plan.splits, plan.simdgroups
+    partial = splits > 1
+    out_dtype = mx.float32 if partial else dtype
+    template = {
+        "T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
+        "FUSED": fused, **new, "PREFIX_SPLITS": 0 if prefix is None else prefix.lse.shape[2],
+        **format_template(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
+        "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
+        "LANES": lanes, "KW": k_width, "VW": v_width,
+        "UNROLL": 4 if per_lane <= 12 or k_row.bits else 2, "SIMDGROUPS": simdgroups,
+    }  # fmt: skip
+    sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
+    shared = prefix or (no_sinks(), no_sinks(), seq_lens)
+    out, lse = _PAGED_DECODE(
+        [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, token],
+        template, (kv_heads * tiles, batch, splits), 32 * simdgroups,
+        [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim),
+         (batch, heads, splits)],
+        [out_dtype, mx.float32],
+    )  # fmt: skip
+    if partial:
+        out = merge_partitions(out, lse, dtype)
+    return out, lse
+
+
+def merge_partitions(partial: mx.array, lse: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Merge attention over splits: partial (B, H, splits, D), lse (B, H, splits) -> (B, H, D)."""
+    batch, heads, splits, dim = partial.shape
+    threads = min(256, -(-dim // 32) * 32)
+    return _MERGE(
+        [partial.reshape(-1, splits, dim), lse.reshape(-1, splits)],
+        {"T": dtype, "V_DIM": dim, "THREADS": threads, "MAX_SPLITS": MAX_SPLITS},
+        (batch * heads, 1, 1), threads,
+        [(batch, heads, dim)], [dtype],
+    )[0]  # fmt: skip
+
+
+def _rows(keys: mx.array, values: mx.array, spec: LayerSpec | None) -> tuple[RowFormat, RowFormat]:
+    if spec:
+        return spec.k_row, spec.v_row
+    return RowFormat(keys.shape[2], keys.dtype), RowFormat(values.shape[2], values.dtype)
+
+
+def _load_words(row: RowFormat) -> int:
+    """Most words that a load may take: aligned in every row, and within a group of values."""
+    if row.bits is None:
+        return 4
+    return math.gcd(row.width, row.group_size * row.bits // 32, 4)
+
+
+def _lanes(
+    k_words: int, v_words: int, k_widest: int = 4, v_widest: int = 4
+) -> tuple[int, int, int]:
+    """Lanes that share a key, and words they load at once of K and of V.
+
+    The widest loads that keep a lane's part of a row short.
+    """
+    options = []
+    for lanes in (32, 16, 8, 4, 2, 1):
+        if k_words % lanes or v_words % lanes:
+            continue
+        widths = [
+            math.gcd(words // lanes, widest)
+            for words, widest in ((k_words, k_widest), (v_words, v_widest))
+        ]
+        part = max(k_words, v_words) // lanes
+        options.append((part + 8 // min(widths), lanes, *widths))
+    return min(options)[1:]

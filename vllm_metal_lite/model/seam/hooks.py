@@ -1,0 +1,58 @@
+"""What a packed forward puts in the place of MLX's own functions, while it is being built.
+
+`mx.fast.scaled_dot_product_attention` with a KVHandle for keys is paged attention.  mlx-lm's
+modules call it by that name, each in a way of its own, so the name is where they are all met.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.cuda import flatten_quantised
+from vllm_metal_lite.model.seam.placeholders import KVHandle
+
+# Names are the whole process's: one thread at a time builds a forward.
+_LOCK = threading.Lock()
+
+# (owner, name, function that is to stand there)
+Hook = tuple[Any, str, Callable]
+
+
+@contextmanager
+def hooked(hooks: Sequence[Hook]) -> Iterator[None]:
+    """Put functions in the place of others, and theirs back in the end."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in hooks]
+    for owner, name, function in hooks:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, function in originals:
+            setattr(owner, name, function)
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """While a packed forward is built."""
+    with _LOCK, hooked(_hooks()):
+        yield
+
+
+def _hooks() -> list[Hook]:
+    sdpa = mx.fast.scaled_dot_product_attention
+    hooks: list[Hook] = [(mx.fast, "scaled_dot_product_attention", _attend(sdpa))]
+    if backend.name() == "cuda":
+        hooks.append((mx, "quantized_matmul", flatten_quantised(mx.quantized_matmul)))
+    return hooks
+
+
+def _attend(original: Callable) -> Callable:
+    def attend(q, k, v, *, scale, mask=None, sinks=None, **kwargs):
+        if not isinstance(k, KVHandle):
+            return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **kwargs)
+        return k.cache.attend(q, scale, mask, sinks)
+
+    return attend

@@ -1,0 +1,93 @@
+"""A step that was submitted: its tokens on the device, and on the host when they are read."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from vllm_metal_lite.attention.base import Step, pad_rows
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.sampling.logits import LogprobArrays
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """On the host: token_ids, logprobs (rows, 1 + k), column 0 the chosen token; ranks (rows,)."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+
+
+class StepResult:
+    """A step that was submitted: reading its values waits for its end.
+
+    token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None.
+    arrays: the arrays to wait for; if there are none (the step only writes to the store), waiting
+    is for everything that was submitted.
+    """
+
+    def __init__(
+        self,
+        req_indices: np.ndarray,
+        sampled: mx.array | None,
+        logprobs: LogprobArrays | None,
+        prompt_logprobs: LogprobArrays | None,
+    ) -> None:
+        self._req_indices, self._sampled = req_indices, sampled
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
+        self.arrays = [] if sampled is None else [sampled]
+        for a in (logprobs, prompt_logprobs):
+            self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
+        self._done = False
+
+    def wait(self) -> None:
+        """Return when the step has run; raise the error if it failed."""
+        if self._done:
+            return
+        if self.arrays:
+            mx.eval(self.arrays)
+        else:
+            mx.synchronize()
+        self._done = True
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        self.wait()
+        return np.zeros(0, np.int32) if self._sampled is None else np.array(self.arrays[0])
+
+    @cached_property
+    def logprobs(self) -> Logprobs | None:
+        self.wait()
+        return _to_host(self._logprobs)
+
+    @cached_property
+    def prompt_logprobs(self) -> Logprobs | None:
+        self.wait()
+        return _to_host(self._prompt_logprobs)
+
+    def complete(self, step: Step) -> mx.array:
+        """(num_rows,) int32: the next step's token_ids, where those that are unknown on the host
+        are this step's, on the device."""
+        batch, num_rows = step.batch, step.num_rows
+        unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one a segment
+        seats = batch.req_indices[unknown]
+        if len(unknown) == batch.num_tokens and np.array_equal(seats, self._req_indices):
+            behind = num_rows - len(unknown)
+            return mx.pad(self._sampled, (0, behind)) if behind else self._sampled
+        if not len(unknown):
+            return step.token_ids
+        place = np.zeros(self._req_indices.max() + 1, np.int32)
+        place[self._req_indices] = np.arange(len(self._req_indices))
+        if len(unknown) == batch.num_tokens:
+            return self._sampled[mx.array(pad_rows(place[seats], num_rows))]
+        index = np.arange(num_rows, dtype=np.int32) + len(self._req_indices)
+        index[unknown] = place[seats]
+        return mx.concatenate([self._sampled, step.token_ids])[mx.array(index)]
+
+
+def _to_host(arrays: LogprobArrays | None) -> Logprobs | None:
+    if arrays is None:
+        return None
+    return Logprobs(*(np.array(a) for a in (arrays.token_ids, arrays.logprobs, arrays.ranks)))
