@@ -25,7 +25,7 @@ QUESTIONS = [
     "Name three colours.",
     "Who wrote Romeo and Juliet?",
 ]
-MAX_TOKENS = 16
+MAX_TOKENS = 8
 FLAGS = ["--temperature", "0", "--max-tokens", str(MAX_TOKENS), "--max-model-len", "128"]
 
 needs_the_model = pytest.mark.skipif(
