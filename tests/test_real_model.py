@@ -9,6 +9,7 @@ import mlx_lm
 import pytest
 from mlx_lm.utils import dequantize_model
 
+from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
 
@@ -42,6 +43,7 @@ def test_chat(monkeypatch, capsys):
 
 
 @needs_the_model
+@pytest.mark.skipif(not backend.is_cpu(), reason="in 16 bits two ways to compute differ in ties")
 def test_greedy_answers_are_those_of_mlx_lm(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
