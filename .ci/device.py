@@ -1,7 +1,7 @@
 """Say on which device this job computes: printed, and in the job's summary on GitHub.
 
-A job that may use a GPU and finds none passes like a job on the CPU.  The summary and a warning tell
-the two apart.
+A job that may use a GPU and finds none passes like a job on the CPU.  The summary and a warning
+tell the two apart.
 """
 
 import os

@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
             wheel = Path(arguments[0]).resolve() if arguments else build(folder)
             check_content(wheel)
             check_run(wheel, folder)
-        except (Failed, OSError) as e:
+        except (Failed, OSError, subprocess.CalledProcessError) as e:
             print(f"check_wheel: {e}", file=sys.stderr)
             return 1
     return 0
