@@ -74,11 +74,16 @@ def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> No
         action="store_false",
         help="compute every prompt from its first token",
     )
+    group.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code from the model's folder, if its tokenizer needs that",
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's options from parsed flags; UsageError if one is out of range."""
-    fields = [field for field, *_ in _ENGINE] + ["enable_prefix_caching"]
+    fields = [field for field, *_ in _ENGINE] + ["enable_prefix_caching", "trust_remote_code"]
     try:
         return EngineConfig(**{field: getattr(args, field) for field in fields})
     except ConfigError as e:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import RemoteCodeError
 
 if TYPE_CHECKING:
     from vllm_metal_lite.engine.engine import LLMEngine
@@ -27,7 +28,11 @@ def start_engine(
     from vllm_metal_lite import backend
     from vllm_metal_lite.engine.engine import LLMEngine
 
-    engine = LLMEngine.from_name(name, config)
+    try:
+        engine = LLMEngine.from_name(name, config)
+    except RemoteCodeError as e:
+        message = str(e).replace("set trust_remote_code=True", "add --trust-remote-code")
+        raise RemoteCodeError(message) from e
     model = engine.model
     dtype = str(model.dtype).removeprefix("mlx.core.")
     first, size = engine.kv_groups[0], config.block_size
