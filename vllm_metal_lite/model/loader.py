@@ -110,9 +110,7 @@ def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> Loa
         raise ModelLoadError(f"{name}: cannot load this model: {one_line(e)}") from e
 
 
-def _load_tokenizer(
-    name: str, path: Path, config: dict[str, Any], trust: bool
-) -> TokenizerWrapper:
+def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) -> TokenizerWrapper:
     # False, and not None, for which transformers asks on stdin.
     options = {"trust_remote_code": trust}
     try:
@@ -130,7 +128,7 @@ def _load_tokenizer(
 def _remote_code_error(name: str, part: str, path: Path) -> RemoteCodeError:
     return RemoteCodeError(
         f"{name}: its {part} is Python code that comes with the model: read it in {path}, and set "
-        "trust_remote_code=True to run it"
+        "trust_remote_code to run it"
     )
 
 
