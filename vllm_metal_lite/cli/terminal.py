@@ -45,12 +45,15 @@ class Terminal:
 
     def warn(self, text: str) -> None:
         """Something the user must know, also one who reads only the answer."""
-        print(wrap(text, sys.stderr), file=sys.stderr, flush=True)
+        self._print("{}", text)
 
     def status(self, text: str) -> None:
         """Something the user may know: dim."""
-        text = wrap(text, sys.stderr)
-        self.notice(f"{_DIM}{text}{_PLAIN}" if self._dim else text)
+        if not self._quiet:
+            self._print(_DIM + "{}" + _PLAIN if self._dim else "{}", text)
+
+    def _print(self, style: str, text: str) -> None:
+        print(style.format(wrap(text, sys.stderr)), file=sys.stderr, flush=True)
 
     def read_all(self) -> str:
         """All of stdin as one message."""
