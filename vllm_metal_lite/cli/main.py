@@ -1,7 +1,7 @@
 """The entry point `vllm-metal-lite`: which command, and how it ends.
 
-Exit codes: 0 fine, 1 an error (one line on stderr), 2 a command line that cannot be meant,
-130 Ctrl-C, 141 the reader of our output went away.
+Exit codes: 0 fine, 1 an error (one line on stderr) or a piped answer that the context cut, 2 a
+command line that cannot be meant, 130 Ctrl-C, 141 the reader of our output went away.
 """
 
 import os
