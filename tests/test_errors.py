@@ -151,6 +151,18 @@ def test_a_broken_model_folder_is_one_clear_line(folder, fault):
     assert len(message) < 500
 
 
+def test_a_clone_without_its_large_files_says_how_to_get_them(folder):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "0" + "\nsize 9\n"
+    (folder / "model.safetensors").write_text(pointer)
+    wanted = f"{folder}: model.safetensors is a git-lfs pointer .*`git lfs pull`"
+    with pytest.raises(ModelLoadError, match=wanted):
+        loader.load(str(folder))
+    (folder / "tokenizer.json").write_text(pointer)
+    with pytest.raises(ModelLoadError, match=r"\(so are 1 more\)") as error:
+        loader.load(str(folder))
+    assert "\n" not in str(error.value)
+
+
 def test_what_is_not_a_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     for name, words in (

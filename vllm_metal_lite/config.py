@@ -34,6 +34,7 @@ class EngineConfig:
     dtype "auto": what the weights have on a GPU, float32 (quantised weights expanded) on a CPU.
     kv_bits: keep K and V in 8 or 4 bits a value (see `kv/quantised.py`); None: as they are.
     attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
+    trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """
 
     block_size: int = 16
@@ -49,6 +50,7 @@ class EngineConfig:
     kv_bits: int | None = None
     attention: str = "auto"
     seed: int = 0
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         self._choice("block_size", BLOCK_SIZES)
@@ -78,15 +80,18 @@ class EngineConfig:
         fraction = self.memory_fraction
         if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
             raise ConfigError(f"memory_fraction must be in (0, 1], got {fraction!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(
-                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
-            )
+        self._bool("enable_prefix_caching")
+        self._bool("trust_remote_code")
 
     def _choice(self, name: str, allowed: tuple) -> None:
         value = getattr(self, name)
         if value not in allowed:
             raise ConfigError(f"{name} must be one of {list(allowed)}, got {value!r}")
+
+    def _bool(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}")
 
     def _at_least(self, name: str, low: int, optional: bool = False) -> None:
         value = getattr(self, name)

@@ -21,6 +21,10 @@ class ModelLoadError(MetalLiteError):
     """A model cannot be found, read, or run by this package."""
 
 
+class RemoteCodeError(ModelLoadError):
+    """A model needs Python code of its own, and the user has not said to run that."""
+
+
 class OutOfMemoryError(MetalLiteError):
     """The model or its KV store does not fit the memory that may be used."""
 

@@ -1,5 +1,6 @@
 """Many requests through one engine, in bounded memory."""
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +47,7 @@ class Batch:
         """
         start = time.perf_counter()
         with (
-            DeferredInterrupt() as interrupt,
+            DeferredInterrupt(_say_stopping) as interrupt,
             tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not show_bar) as bar,
         ):
             shown = start
@@ -122,6 +123,10 @@ class Batch:
 
     def _num_new(self) -> int:
         return self._new_tokens + sum(map(_num_new, self._live.values()))
+
+
+def _say_stopping() -> None:
+    tqdm.write("\nStopping after the step that is under way ...", file=sys.stderr)
 
 
 def _num_new(output: RequestOutput) -> int:

@@ -5,7 +5,9 @@ there is to it.  Nothing here imports MLX: a bad value is refused before a model
 """
 
 import argparse
-from collections.abc import Mapping
+import difflib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from vllm_metal_lite.config import ATTENTION, BLOCK_SIZES, DTYPES, PREFILL_POLICIES, EngineConfig
@@ -20,7 +22,37 @@ class UsageError(MetalLiteError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, like all others of this program."""
+    """An ArgumentParser whose errors are one line, like all others of this program.
+
+    An unknown option is told before all else, by the command that does not know it.
+    """
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        args = list(sys.argv[1:] if args is None else args)
+        for option in self._own(args):
+            self._check(option)
+        namespace, extras = super().parse_known_args(args, namespace)
+        if extras:
+            self.error(f"unrecognized arguments: {' '.join(extras)}")
+        return namespace, extras
+
+    def _own(self, args: list[str]) -> Iterator[str]:
+        """The long options among the arguments that are not a command's."""
+        for arg in args:
+            if arg == "--" or (self._subparsers and not arg.startswith("-")):
+                return
+            if arg.startswith("--") and " " not in arg:  # with a space in it, it is a value
+                yield arg.partition("=")[0]
+
+    def _check(self, option: str) -> None:
+        known = list(self._option_string_actions)
+        if any(name.startswith(option) for name in known):
+            return
+        close = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+        hint = f": did you mean {close[0]}?" if close else ""
+        self.error(f"there is no option {option}{hint}")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -67,18 +99,23 @@ def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> No
         default = getattr(defaults, field)
         if default is not None:
             text = f"{text} (default: {default})"
-        group.add_argument(_flag(field), type=kind, metavar=metavar, help=text, default=default)
+        group.add_argument(flag(field), type=kind, metavar=metavar, help=text, default=default)
     group.add_argument(
         "--no-prefix-caching",
         dest="enable_prefix_caching",
         action="store_false",
         help="compute every prompt from its first token",
     )
+    group.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code from the model's folder, if its tokenizer needs that",
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's options from parsed flags; UsageError if one is out of range."""
-    fields = [field for field, *_ in _ENGINE] + ["enable_prefix_caching"]
+    fields = [field for field, *_ in _ENGINE] + ["enable_prefix_caching", "trust_remote_code"]
     try:
         return EngineConfig(**{field: getattr(args, field) for field in fields})
     except ConfigError as e:
@@ -93,7 +130,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> No
     for field, kind, metavar, text in _SAMPLING:
         if field == "max_tokens":
             text = f"{text} (default: {max_tokens})"
-        group.add_argument(_flag(field), type=kind, metavar=metavar, help=text)
+        group.add_argument(flag(field), type=kind, metavar=metavar, help=text)
     group.add_argument(
         "--sample-seed",
         dest="sample_seed",
@@ -135,5 +172,6 @@ def sampling_fields(
     return fields | dict(given)
 
 
-def _flag(field: str) -> str:
+def flag(field: str) -> str:
+    """A field as the user types it."""
     return "--" + field.replace("_", "-")

@@ -88,7 +88,7 @@ class LLMEngine:
     def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":
         """Load a model ("demo", a folder or a Hugging Face name) and build its engine."""
         config = config or EngineConfig()
-        return cls(load(name, config.dtype), config)
+        return cls(load(name, config.dtype, config.trust_remote_code), config)
 
     # Requests
 
@@ -135,7 +135,10 @@ class LLMEngine:
         """Token ids of a conversation under the model's chat template."""
         tokenizer = self.model.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
-            raise RequestError(f"{self.model.name} has no chat template: use generate")
+            raise RequestError(
+                f"{self.model.name} has no chat template, so it takes no messages: "
+                "give it a prompt (text or token ids)"
+            )
         try:
             return tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, **kwargs

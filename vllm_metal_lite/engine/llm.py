@@ -41,6 +41,7 @@ class LLM:
         kv_bits: int | None = None,
         attention: str = "auto",
         seed: int = 0,
+        trust_remote_code: bool = False,
     ) -> None:
         config = EngineConfig(
             block_size=block_size,
@@ -56,6 +57,7 @@ class LLM:
             kv_bits=kv_bits,
             attention=attention,
             seed=seed,
+            trust_remote_code=trust_remote_code,
         )
         self.engine = LLMEngine.from_name(model, config)
         self._ids = itertools.count()

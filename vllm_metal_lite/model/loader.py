@@ -18,7 +18,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, l
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ConfigError, ModelLoadError, one_line
+from vllm_metal_lite.errors import ConfigError, ModelLoadError, RemoteCodeError, one_line
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.fit import fit
@@ -30,6 +30,9 @@ DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 8192
+
+# What git checks out in place of a large file, if git-lfs is not installed.
+_LFS_FIRST_WORDS = b"version https://git-lfs"
 
 # Architectures whose own results in mlx-lm cannot be trusted, with the reason.
 _REFUSED = {
@@ -79,8 +82,11 @@ class LoadedModel:
         return self.packed.layout.state_bytes
 
 
-def load(name: str, dtype: str = "auto") -> LoadedModel:
+def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
     """Load a model by name; every failure is a ModelLoadError of one line.
+
+    trust_remote_code: run Python code of the model's folder, where its tokenizer or its
+    architecture is made of that.
 
     dtype "auto": what the weights have on a GPU; on a CPU float32, with quantised weights expanded,
     since MLX's CPU backend is quick in nothing else.
@@ -88,16 +94,42 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
     path = find(name)
     config = _read_config(path)
     _refuse_untrusted(name, str(config.get("model_type")))
+    if config.get("model_file") and not trust_remote_code:
+        raise _remote_code_error(name, "architecture", path)
     try:
-        model, config = load_model(path, lazy=True)
-        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        tokenizer = _load_tokenizer(name, path, config, trust_remote_code)
         _convert(model, dtype)
         mx.eval(model.parameters())
         if not len(tokenizer):
             raise ModelLoadError("it has no tokenizer")
         return from_model(model, tokenizer, config, name=name, path=path)
+    except RemoteCodeError:
+        raise
     except (Exception, SystemExit) as e:  # whatever a broken folder provokes in the libraries below
         raise ModelLoadError(f"{name}: cannot load this model: {one_line(e)}") from e
+
+
+def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) -> TokenizerWrapper:
+    # False, and not None, for which transformers asks on stdin.
+    options = {"trust_remote_code": trust}
+    try:
+        tokenizer = load_tokenizer(path, options, eos_token_ids=config.get("eos_token_id"))
+    except Exception as e:
+        # What is raised differs: transformers tries its own tokenizer where it has one.
+        if trust or "auto_map" not in _read_json(path / "tokenizer_config.json"):
+            raise
+        raise _remote_code_error(name, "tokenizer", path) from e
+    # As if transformers had warned already: the engine has a limit of its own, and says it.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def _remote_code_error(name: str, part: str, path: Path) -> RemoteCodeError:
+    return RemoteCodeError(
+        f"{name}: its {part} is Python code that comes with the model: read it in {path}, and set "
+        "trust_remote_code to run it"
+    )
 
 
 def from_model(
@@ -201,12 +233,32 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         raise ModelLoadError(f"{path}: not a model folder: it has no config.json")
+    _refuse_pointers(path)
     config = _read_json(path / "config.json")
     if "model_type" not in config:
         raise ModelLoadError(f"{path / 'config.json'}: has no model_type")
     if not list(path.glob("model*.safetensors")):
         raise ModelLoadError(f"{path}: not a model folder: it has no model*.safetensors")
     return config
+
+
+def _refuse_pointers(path: Path) -> None:
+    """Raise ModelLoadError for a clone whose large files git-lfs has not downloaded."""
+    pointers = sorted(f.name for f in path.iterdir() if f.is_file() and _is_pointer(f))
+    if pointers:
+        more = f" (so are {len(pointers) - 1} more)" if len(pointers) > 1 else ""
+        raise ModelLoadError(
+            f"{path}: {pointers[0]} is a git-lfs pointer and not the file itself{more}: run "
+            "`git lfs install`, then `git lfs pull` in this folder"
+        )
+
+
+def _is_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as f:
+            return f.read(len(_LFS_FIRST_WORDS)) == _LFS_FIRST_WORDS
+    except OSError:  # reading it as a part of the model says why
+        return False
 
 
 def _convert(model: nn.Module, dtype: str) -> None:
