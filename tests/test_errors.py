@@ -32,10 +32,10 @@ BAD_REQUESTS = {
     "token that is a bool": (([True], GREEDY), {}, ["True"]),
     "token that is a string": (([1, "a"], GREEDY), {}, ["'a'"]),
     "a prompt of two dimensions": ((np.ones((2, 2), int), GREEDY), {}, ["integers"]),
-    "no prompt": ((None, GREEDY), {}, ["NoneType"]),
+    "no prompt": ((None, GREEDY), {}, ["a prompt must be", "None"]),
     "a dict without a prompt": (({"text": "x"}, GREEDY), {}, ["prompt"]),
     "text without a tokenizer": (("hello", GREEDY), {}, ["tokenizer"]),
-    "parameters of another type": (([1], {"temperature": 0}), {}, ["SamplingParams", "dict"]),
+    "parameters of another type": (([1], {"temperature": 0}), {}, ["SamplingParams", "{'temperature': 0}"]),
     "bias beyond the vocabulary": (
         ([1], SamplingParams(logit_bias={101: 1.0})), {}, ["logit_bias", "101"]),
     "stop token beyond the vocabulary": (
