@@ -28,9 +28,12 @@ def count_lines(file: BinaryIO) -> int | None:
     """How many lines are not blank; None for a pipe, which can be read only once."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return None
-    start = file.tell()
-    count = sum(1 for line in file if line.strip())
-    file.seek(start)
+    try:
+        start = file.tell()
+        count = sum(1 for line in file if line.strip())
+        file.seek(start)
+    except OSError as e:
+        raise _unreadable(e) from None
     return count
 
 
@@ -52,7 +55,7 @@ class LineReader:
         except queue.Empty:
             return None
         if isinstance(item, OSError):
-            raise MetalLiteError(f"the input cannot be read: {item.strerror}")
+            raise _unreadable(item)
         self.ended = item is None
         return item
 
@@ -78,7 +81,7 @@ class OrderedWriter:
         Raises UsageError if it cannot be written, or is the input.
         """
         self._path = None if name == "-" else Path(name)
-        self._created = self._path is not None and not self._path.exists()
+        self._created = False
         self._next = 0
         self._waiting: dict[int, dict[str, Any]] = {}
         self._failed = False
@@ -88,6 +91,7 @@ class OrderedWriter:
             self._file = getattr(stdout, "raw", stdout)
             return
         try:
+            self._created = not self._path.exists()
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         except (OSError, ValueError) as e:
             raise _unusable(name, e) from None
@@ -150,6 +154,10 @@ class OrderedWriter:
         with suppress(OSError):
             if num_bytes and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
                 self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR) - num_bytes)
+
+
+def _unreadable(e: OSError) -> MetalLiteError:
+    return MetalLiteError(f"the input cannot be read: {e.strerror}")
 
 
 def _unusable(name: str, e: OSError | ValueError) -> UsageError:

@@ -14,6 +14,7 @@ from vllm_metal_lite.batch import UNKNOWN_TOKEN, ForwardBatch, InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.constraints import bad_word_ids
 from vllm_metal_lite.engine.answer import Answer
+from vllm_metal_lite.engine.prompts import check_text, text_or_ids
 from vllm_metal_lite.engine.request import Request, RequestStatus
 from vllm_metal_lite.engine.scheduler import Scheduler
 from vllm_metal_lite.engine.scheduler_output import SchedulerOutput
@@ -96,18 +97,11 @@ class LLMEngine:
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids"
         or "prompt".  Raises RequestError if it is none of them or a token is not the model's."""
-        if isinstance(prompt, Mapping):
-            prompt = _prompt_of(prompt)
-        text = None
+        text, prompt = None, text_or_ids(prompt)
         if isinstance(prompt, str):
             if self.model.tokenizer is None:
                 raise RequestError("this model was loaded without a tokenizer: give token ids")
             text, prompt = prompt, self._encode(prompt) if prompt else []
-        elif not (isinstance(prompt, (list, tuple)) or _is_array(prompt)):
-            raise RequestError(
-                "a prompt must be a string, a list of token ids, or a dict with 'prompt' or "
-                f"'prompt_token_ids', got {show(prompt)}"
-            )
         if len(prompt) == 0:
             raise RequestError("the prompt is empty: it must have at least one token")
         for token in prompt:
@@ -120,9 +114,10 @@ class LLMEngine:
         return text, [int(t) for t in prompt]
 
     def _encode(self, text: str) -> list[int]:
+        check_text("the prompt", text)
         try:
             return self.model.tokenizer.encode(text)
-        except Exception as e:  # half a surrogate pair, say, which no tokenizer takes
+        except Exception as e:
             raise RequestError(f"the tokenizer refuses the prompt: {one_line(e)}") from e
 
     def render_chat(
@@ -135,7 +130,8 @@ class LLMEngine:
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template."""
         if not isinstance(messages, (list, tuple)) or not all(
-            isinstance(message, Mapping) for message in messages
+            isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            for message in messages
         ):
             raise RequestError(
                 f"messages must be a list of dicts with role and content, got {show(messages)}"
@@ -150,9 +146,12 @@ class LLMEngine:
         if tokenizer is None or not tokenizer.has_chat_template:
             raise RequestError(f"{self.model.name} has no chat template: use generate")
         try:
+            check_text("messages", messages)
             token_ids = tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, **kwargs
             )
+        except RequestError:
+            raise
         except Exception as e:  # templates raise what they like, for roles they do not know
             raise RequestError(f"the chat template refuses these messages: {one_line(e)}") from e
         if not isinstance(token_ids, list):
@@ -417,19 +416,3 @@ def _config_of(config: EngineConfig | None) -> EngineConfig:
     if not isinstance(config, EngineConfig):
         raise ConfigError(f"config must be an EngineConfig, got {show(config)}")
     return config
-
-
-def _prompt_of(prompt: Mapping[str, Any]) -> str | list[int]:
-    """What a prompt in the form of a dict holds: token ids, if it has them, or text."""
-    token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-    if token_ids is not None:
-        if isinstance(token_ids, (list, tuple)) or _is_array(token_ids):
-            return token_ids
-        raise RequestError(f"prompt_token_ids must be a list of token ids, got {show(token_ids)}")
-    if not isinstance(text, str):
-        raise RequestError(f"prompt must be a string, got {show(text)}")
-    return text
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.ndim > 0

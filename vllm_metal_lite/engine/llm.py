@@ -10,6 +10,7 @@ from tqdm import tqdm
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine, Prompt
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
+from vllm_metal_lite.engine.prompts import is_list
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -75,8 +76,7 @@ class LLM:
         sampling_params: one for all, or one a prompt.  A prompt that can never be served raises
         RequestError, naming it, before anything is computed.
         """
-        is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
-        if not (isinstance(prompts, (str, Mapping, list, tuple)) or is_array):
+        if not (isinstance(prompts, (str, Mapping)) or is_list(prompts)):
             raise RequestError(f"prompts must be a prompt or a list of them, got {show(prompts)}")
         batch = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         if batch and isinstance(batch[0], (int, np.integer)):
