@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -78,13 +79,10 @@ def _id(value: Any, number: int) -> str | int | float:
     """The id of a line, which must come back as JSON in UTF-8."""
     if value is None:
         return number
-    try:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        with suppress(ValueError):  # JSON has no NaN, UTF-8 no half of a surrogate pair
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
             return value
-        if isinstance(value, str) and value.encode() is not None:
-            return value
-    except UnicodeEncodeError:  # half a surrogate pair: JSON can spell it, UTF-8 cannot
-        pass
     raise RequestError(
         f"id must be a string of valid Unicode or a finite number, got {show(value)}"
     )
