@@ -181,17 +181,18 @@ def find(name: str) -> Path:
 def _download(name: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    shown = shorten(name)
     try:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
     except errors.GatedRepoError as e:
         raise ModelLoadError(
-            f"{name}: access to this model must be asked for on its page, then `hf auth login`"
+            f"{shown}: access to this model must be asked for on its page, then `hf auth login`"
         ) from e
     except errors.RepositoryNotFoundError as e:
-        raise ModelLoadError(f"{name}: there is no such model on the Hugging Face Hub") from e
+        raise ModelLoadError(f"{shown}: there is no such model on the Hugging Face Hub") from e
     except Exception as e:  # the hub's client has many ways to say "no network"
         raise ModelLoadError(
-            f"{name}: not in the local cache, and the Hugging Face Hub cannot be reached "
+            f"{shown}: not in the local cache, and the Hugging Face Hub cannot be reached "
             f"({one_line(e)})"
         ) from e
 
