@@ -225,8 +225,8 @@ def test_a_request_that_cannot_be_added_leaves_nothing(llm, monkeypatch):
     assert llm.metrics() == before
 
 
-NO_MODELS = [None, 5, b"demo", "~nosuchuser/x", "x" * 5000, "a/" * 3000, "x" * 300 + "/y", "a\0b", "\ud800", "a\nb",
-             Path("x" * 5000), ["demo"]]  # fmt: skip
+NO_MODELS = [None, 5, b"demo", "~nosuchuser/x", "x" * 5000, "a/" * 3000, "x" * 300 + "/y", "a\0b",
+             "\ud800", "a\nb", Path("x" * 5000), ["demo"]]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NO_MODELS, ids=lambda name: ascii(name)[:20])
