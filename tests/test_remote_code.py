@@ -90,7 +90,7 @@ def test_an_architecture_that_is_code_is_refused_with_the_same_words(folder):
 
 
 def test_the_option_is_true_or_false():
-    with pytest.raises(ConfigError, match="trust_remote_code must be True or False, got 'yes'"):
+    with pytest.raises(ConfigError, match="trust_remote_code must be true or false, got 'yes'"):
         LLM("demo", trust_remote_code="yes")
 
 

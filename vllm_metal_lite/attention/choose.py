@@ -9,7 +9,7 @@ from vllm_metal_lite.attention.reference import ReferenceAttention
 from vllm_metal_lite.attention.step import Attention, AttentionShape
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import ATTENTION
-from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels import fusedcheck, ops, selfcheck
 from vllm_metal_lite.kernels.products import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
@@ -31,7 +31,7 @@ def choose(
     `tune_products` finds out.
     """
     if option not in ATTENTION:
-        raise ConfigError(f"attention must be one of {list(ATTENTION)}, got {option!r}")
+        raise ConfigError(Option("attention"), f" must be one of {list(ATTENTION)}, got {option!r}")
     if by_segment is not None:
         by_segment = f"this model's attention runs a segment at a time: {by_segment}"
     if option == "reference":
@@ -73,7 +73,7 @@ def choose(
             return attention, f"{checked} on this device; prompts by {how}"
         reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":
-        raise ConfigError(f"attention='kernels' is not possible: {reason}")
+        raise ConfigError(Option("attention"), f"=kernels is not possible: {reason}")
     return ReferenceAttention(store), reason
 
 

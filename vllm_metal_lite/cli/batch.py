@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from vllm_metal_lite.cli.files import LineReader, OrderedWriter
 from vllm_metal_lite.cli.jsonl import BadLine, Job, parse_line, result_line
+from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.errors import MetalLiteError
@@ -89,7 +90,7 @@ class Batch:
                 self._add(str(number), job)
             except MetalLiteError as e:
                 job_id = e.id if isinstance(e, BadLine) else job.id
-                self._refuse(position, job_id, f"line {number}: {e}")
+                self._refuse(position, job_id, f"line {number}: {e.spelled(engine_flag)}")
                 bar.update()
             else:
                 self._jobs[str(number)] = position, job
@@ -98,8 +99,6 @@ class Batch:
         prompt = job.prompt
         if job.is_chat:
             prompt = {"prompt_token_ids": self._engine.render_chat(prompt)}
-        elif isinstance(prompt, list):
-            prompt = {"prompt_token_ids": prompt}
         self._engine.add_request(request_id, prompt, job.params, priority=job.priority)
 
     def _refuse(self, position: int, job_id: Any, message: str) -> None:

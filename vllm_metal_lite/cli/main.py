@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except options.UsageError as e:
         return _fail(str(e), 2)
     except MetalLiteError as e:
-        return _fail(str(e), 1)
+        return _fail(e.spelled(options.engine_flag), 1)
     except MemoryError as e:  # numpy's, for an absurd option
         return _fail(f"out of memory: {e}", 1)
     except BrokenPipeError:

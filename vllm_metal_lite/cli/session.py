@@ -2,6 +2,7 @@
 
 from vllm_metal_lite.cli import report
 from vllm_metal_lite.cli.conversation import Conversation, Turn
+from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.cli.terminal import Terminal
 from vllm_metal_lite.errors import MetalLiteError
 
@@ -83,8 +84,9 @@ class Session:
                 self._turn(message.strip())
             except MetalLiteError as e:
                 self._terminal.notice(
-                    f"error: {e}\nYour message was taken back; the conversation is as it was "
-                    "before (/reset starts over)."
+                    f"error: {e.spelled(engine_flag)}\n"
+                    "Your message was taken back; the conversation is as it was before (/reset "
+                    "starts over)."
                 )
 
     def _refuse(self, why: str) -> None:

@@ -4,14 +4,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_metal_lite.cli import options
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import RemoteCodeError
 
 if TYPE_CHECKING:
     from vllm_metal_lite.engine.engine import LLMEngine
 
-_TRUST = "trust_remote_code"
 _DEMO = (
     "demo is a tiny model (about 3 million parameters) that is shipped to show that everything "
     "works: it recalls what you tell it, copies, sorts, and does small sums, and knows nothing "
@@ -31,10 +28,7 @@ def start_engine(
     from vllm_metal_lite import backend
     from vllm_metal_lite.engine.engine import LLMEngine
 
-    try:
-        engine = LLMEngine.from_name(name, config)
-    except RemoteCodeError as e:
-        raise RemoteCodeError(str(e).replace(_TRUST, options.flag(_TRUST))) from e
+    engine = LLMEngine.from_name(name, config)
     model = engine.model
     dtype = str(model.dtype).removeprefix("mlx.core.")
     first, size = engine.kv_groups[0], config.block_size

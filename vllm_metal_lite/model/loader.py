@@ -5,6 +5,7 @@ A name is "demo" (shipped in the package), a local folder, or a Hugging Face rep
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, l
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.step import AttentionShape
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ConfigError, ModelLoadError, RemoteCodeError, one_line
+from vllm_metal_lite.errors import (
+    ConfigError,
+    ModelLoadError,
+    Option,
+    RemoteCodeError,
+    one_line,
+    shorten,
+    show,
+)
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters import adapt
 from vllm_metal_lite.model.fit import fit
@@ -33,6 +42,10 @@ _DEFAULT_CONTEXT = 8192
 
 # What git checks out in place of a large file, if git-lfs is not installed.
 _LFS_FIRST_WORDS = b"version https://git-lfs"
+_A_MODEL = (
+    "a model is 'demo', a local folder, or a Hugging Face name such as "
+    "mlx-community/Qwen3-0.6B-4bit"
+)
 
 # Architectures whose own results in mlx-lm cannot be trusted, with the reason.
 _REFUSED = {
@@ -69,7 +82,9 @@ class LoadedModel:
         Raises ConfigError, with the reason, if what a layer keeps cannot be quantised.
         """
         if kv_bits is not None and (problem := _not_quantisable(self.kv_specs)):
-            raise ConfigError(f"kv_bits={kv_bits} is not possible for {self.name}: {problem}")
+            raise ConfigError(
+                Option("kv_bits"), f"={kv_bits} is not possible for {self.name}: {problem}"
+            )
         return replace(
             self,
             kv_specs=[replace(s, bits=kv_bits) for s in self.kv_specs],
@@ -91,7 +106,7 @@ def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> Loa
     dtype "auto": what the weights have on a GPU; on a CPU float32, with quantised weights expanded,
     since MLX's CPU backend is quick in nothing else.
     """
-    path = find(name)
+    path, name = find(name), str(name)
     config = _read_config(path)
     _refuse_untrusted(name, str(config.get("model_type")))
     if config.get("model_file") and not trust_remote_code:
@@ -127,8 +142,9 @@ def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) 
 
 def _remote_code_error(name: str, part: str, path: Path) -> RemoteCodeError:
     return RemoteCodeError(
-        f"{name}: its {part} is Python code that comes with the model: read it in {path}, and set "
-        "trust_remote_code to run it"
+        f"{name}: its {part} is Python code that comes with the model: read it in {path}, and set ",
+        Option("trust_remote_code"),
+        " to run it",
     )
 
 
@@ -185,35 +201,38 @@ def _refuse_untrusted(name: str, model_type: str) -> None:
 
 def find(name: str) -> Path:
     """The folder of a model, downloaded (with progress) if it is a Hugging Face repository."""
+    if not isinstance(name, (str, Path)):
+        raise ModelLoadError(f"{_A_MODEL}, got {show(name)}")
     if name == "demo":
         return DEMO_PATH
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    name, exists = str(name), False
+    with suppress(OSError, RuntimeError, ValueError):  # too long; no such user; half a surrogate
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path
+        exists = path.exists()
+    if exists:
         raise ModelLoadError(f"{name}: a model is a folder, this is a file")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")):
-        raise ModelLoadError(
-            f"{name}: no such folder; a model is 'demo', a local folder, or a Hugging Face name "
-            "such as mlx-community/Qwen3-0.6B-4bit"
-        )
+        raise ModelLoadError(f"{shorten(name)}: no such folder; {_A_MODEL}")
     return _download(name)
 
 
 def _download(name: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    shown = shorten(name)
     try:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
     except errors.GatedRepoError as e:
         raise ModelLoadError(
-            f"{name}: access to this model must be asked for on its page, then `hf auth login`"
+            f"{shown}: access to this model must be asked for on its page, then `hf auth login`"
         ) from e
     except errors.RepositoryNotFoundError as e:
-        raise ModelLoadError(f"{name}: there is no such model on the Hugging Face Hub") from e
+        raise ModelLoadError(f"{shown}: there is no such model on the Hugging Face Hub") from e
     except Exception as e:  # the hub's client has many ways to say "no network"
         raise ModelLoadError(
-            f"{name}: not in the local cache, and the Hugging Face Hub cannot be reached "
+            f"{shown}: not in the local cache, and the Hugging Face Hub cannot be reached "
             f"({one_line(e)})"
         ) from e
 
@@ -223,7 +242,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ModelLoadError(f"{path}: not readable as JSON: {one_line(e)}") from e
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: must be a JSON object")

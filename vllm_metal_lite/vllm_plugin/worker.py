@@ -46,8 +46,8 @@ def _kv_bits(text: str | None) -> int | None:
     """METAL_LITE_KV_BITS as a number; ConfigError if EngineConfig would not take it."""
     if not text:
         return None
-    if text not in map(str, KV_BITS[1:]):
-        raise ConfigError(f"METAL_LITE_KV_BITS must be one of {list(KV_BITS[1:])}, got {text!r}")
+    if text not in map(str, KV_BITS):
+        raise ConfigError(f"METAL_LITE_KV_BITS must be one of {list(KV_BITS)}, got {text!r}")
     return int(text)
 
 
