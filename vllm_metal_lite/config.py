@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.errors import ConfigError, Option
+from vllm_metal_lite.rules import apply_rules, choice, integer, number, switch
 
 PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 ATTENTION = ("auto", "reference", "kernels")
-KV_BITS = (None, 8, 4)
+KV_BITS = (8, 4)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # Most tokens of a chunk times tokens of context before it.  One step's attention grows with this
@@ -20,6 +21,23 @@ MAX_NUM_SEQS = 16384
 
 # Longest pack of prompts that shares one block-diagonal mask: the mask grows with its square.
 MAX_PACKED_PREFILL_TOKENS = 4096
+
+ENGINE_RULES = {
+    "block_size": choice(*BLOCK_SIZES),
+    "num_blocks": integer(1, optional=True),
+    "max_num_seqs": integer(1, MAX_NUM_SEQS),
+    "max_num_batched_tokens": integer(1),
+    "max_model_len": integer(1, optional=True),
+    "long_prefill_token_threshold": integer(0),
+    "prefill_policy": choice(*PREFILL_POLICIES),
+    "enable_prefix_caching": switch(),
+    "memory_fraction": number(0, 1, above=True, optional=True),
+    "dtype": choice(*DTYPES),
+    "kv_bits": choice(*KV_BITS, optional=True),
+    "attention": choice(*ATTENTION),
+    "seed": integer(0),
+    "trust_remote_code": switch(),
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,7 @@ class EngineConfig:
     dtype "auto": what the weights have on a GPU, float32 (quantised weights expanded) on a CPU.
     kv_bits: keep K and V in 8 or 4 bits a value (see `kv/quantised.py`); None: as they are.
     attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
+    trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """
 
     block_size: int = 16
@@ -49,48 +68,18 @@ class EngineConfig:
     kv_bits: int | None = None
     attention: str = "auto"
     seed: int = 0
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        self._choice("block_size", BLOCK_SIZES)
-        self._choice("prefill_policy", PREFILL_POLICIES)
-        self._choice("dtype", DTYPES)
-        self._choice("attention", ATTENTION)
-        self._choice("kv_bits", KV_BITS)
-        self._at_least("max_num_seqs", 1)
-        if self.max_num_seqs > MAX_NUM_SEQS:
-            raise ConfigError(f"max_num_seqs ({self.max_num_seqs}) is above {MAX_NUM_SEQS}")
-        self._at_least("max_num_batched_tokens", 1)
-        self._at_least("num_blocks", 1, optional=True)
-        self._at_least("max_model_len", 1, optional=True)
-        self._at_least("long_prefill_token_threshold", 0)
-        self._at_least("seed", 0)
-        threshold = self.long_prefill_token_threshold
+        apply_rules(self, ENGINE_RULES, ConfigError)
+        threshold, name = self.long_prefill_token_threshold, Option("long_prefill_token_threshold")
         if threshold and threshold < self.block_size:
             raise ConfigError(
-                f"long_prefill_token_threshold ({threshold}) must be 0 or at least "
-                f"block_size ({self.block_size})"
-            )
+                name, " must be 0 or at least ", Option("block_size"), f" ({self.block_size}), "
+                f"got {threshold}",
+            )  # fmt: skip
         if threshold and self.max_model_len is not None and threshold > self.max_model_len:
             raise ConfigError(
-                f"long_prefill_token_threshold ({threshold}) is above "
-                f"max_model_len ({self.max_model_len})"
-            )
-        fraction = self.memory_fraction
-        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
-            raise ConfigError(f"memory_fraction must be in (0, 1], got {fraction!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(
-                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
-            )
-
-    def _choice(self, name: str, allowed: tuple) -> None:
-        value = getattr(self, name)
-        if value not in allowed:
-            raise ConfigError(f"{name} must be one of {list(allowed)}, got {value!r}")
-
-    def _at_least(self, name: str, low: int, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+                name, " must be at most ", Option("max_model_len"), f" ({self.max_model_len}), "
+                f"got {threshold}",
+            )  # fmt: skip

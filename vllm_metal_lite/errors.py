@@ -1,8 +1,30 @@
 """Errors a user can cause.  Each message is one line that names the value and the limit."""
 
+from collections.abc import Callable
+
+_LONGEST_VALUE = 100
+
+
+class Option(str):
+    """The name of an option or a parameter, where a message speaks of one."""
+
 
 class MetalLiteError(ValueError):
-    """Base of every error that a user's input can cause; the CLI prints it without a traceback."""
+    """Base of every error that a user's input can cause; the CLI prints it without a traceback.
+
+    The message is made of parts.  Each front end spells the `Option`s among them in its own way:
+    `kv_bits` is the name in Python and in JSON, `--kv-bits` on the command line.  Characters that
+    cannot be printed become spaces, so the message is one line whatever it quotes.
+    """
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__(_printable("".join(parts)))
+        self.parts = parts
+
+    def spelled(self, spell: Callable[[str], str]) -> str:
+        """The message, with its options spelled by `spell`."""
+        parts = (spell(part) if isinstance(part, Option) else part for part in self.parts)
+        return _printable("".join(parts))
 
 
 class ConfigError(MetalLiteError):
@@ -21,6 +43,10 @@ class ModelLoadError(MetalLiteError):
     """A model cannot be found, read, or run by this package."""
 
 
+class RemoteCodeError(ModelLoadError):
+    """A model needs Python code of its own, and the user has not said to run that."""
+
+
 class OutOfMemoryError(MetalLiteError):
     """The model or its KV store does not fit the memory that may be used."""
 
@@ -28,3 +54,19 @@ class OutOfMemoryError(MetalLiteError):
 def one_line(e: BaseException) -> str:
     """What an exception says, or its type if it says nothing, for a message of one line."""
     return (" ".join(str(e).split()) or type(e).__name__)[:300]
+
+
+def show(value: object) -> str:
+    """A value as a message quotes it: its repr, cut if it is long."""
+    try:
+        return shorten(repr(value))
+    except Exception:  # an integer of too many digits, a broken __repr__
+        return f"a value of type {type(value).__name__}"
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

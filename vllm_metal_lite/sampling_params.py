@@ -1,24 +1,33 @@
 """How one request wants its tokens chosen, named as vLLM names it."""
 
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import dataclass
 
-from vllm_metal_lite.errors import SamplingError
+from vllm_metal_lite.errors import Option, SamplingError
+from vllm_metal_lite.rules import apply_rules, biases, integer, number, switch, texts, token_ids
 
-
-def _require(ok: bool, name: str, value: object, limit: str) -> None:
-    if not ok:
-        raise SamplingError(f"{name} must be {limit}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return abs(value) < 2**1024 and isfinite(value)  # isfinite cannot take an int beyond a float
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+SAMPLING_RULES = {
+    "n": integer(1, 1024),
+    "temperature": number(0),
+    "top_k": integer(-1, allowed="a positive integer, or 0 or -1 for all tokens"),
+    "top_p": number(0, 1, above=True),
+    "min_p": number(0, 1),
+    "seed": integer(-(2**63), 2**64 - 1, allowed="an integer of 64 bits", optional=True),
+    "repetition_penalty": number(0, above=True),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "logit_bias": biases(),
+    "allowed_token_ids": token_ids(empty=False),
+    "bad_words": texts(),
+    "stop": texts(alone=True),
+    "stop_token_ids": token_ids(),
+    "include_stop_str_in_output": switch(),
+    "ignore_eos": switch(),
+    "max_tokens": integer(1, optional=True),
+    "min_tokens": integer(0),
+    "logprobs": integer(0, optional=True),
+    "prompt_logprobs": integer(0, optional=True),
+    "skip_special_tokens": switch(),
+}
 
 
 @dataclass(frozen=True)
@@ -54,82 +63,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
-    # `stop` as a tuple, whatever form it was given in.
-    stop_strings: tuple[str, ...] = field(init=False, repr=False)
-
-    MAX_N = 1024
-
     def __post_init__(self) -> None:
-        number = {
-            "temperature": (0.0, None),
-            "min_p": (0.0, 1.0),
-            "presence_penalty": (-2.0, 2.0),
-            "frequency_penalty": (-2.0, 2.0),
-        }
-        for name, (low, high) in number.items():
-            value = getattr(self, name)
-            ok = _is_number(value) and value >= low and (high is None or value <= high)
-            _require(
-                ok, name, value, f"a number >= {low}" if high is None else f"in [{low}, {high}]"
-            )
-        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(
-            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty", self.repetition_penalty, "a number > 0",
-        )  # fmt: skip
-        _require(
-            _is_int(self.n) and 1 <= self.n <= self.MAX_N, "n", self.n, f"in [1, {self.MAX_N}]"
-        )
-        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "-1, 0 or positive")
-        _require(
-            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
-            "max_tokens", self.max_tokens, "at least 1 (or None)",
-        )  # fmt: skip
-        _require(
-            _is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0"
-        )
-        _require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})",
-        )  # fmt: skip
-        _require(
-            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
-            "seed", self.seed, "an integer of 64 bits (or None)",
-        )  # fmt: skip
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _require(
-                value is None or (_is_int(value) and value >= 0),
-                name, value, "0 or positive (or None)",
+        apply_rules(self, SAMPLING_RULES, SamplingError)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise SamplingError(
+                Option("min_tokens"), " must be at most ", Option("max_tokens"),
+                f" ({self.max_tokens}), got {self.min_tokens}",
             )  # fmt: skip
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        _require(
-            isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop),
-            "stop", self.stop, "a non-empty string, or a list of them",
-        )  # fmt: skip
-        words = () if self.bad_words is None else self.bad_words
-        _require(
-            isinstance(words, (list, tuple)) and all(isinstance(w, str) and w for w in words),
-            "bad_words", self.bad_words, "a list of non-empty strings",
-        )  # fmt: skip
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
-            _require(
-                ids is None
-                or (isinstance(ids, (list, tuple)) and all(_is_int(t) and t >= 0 for t in ids)),
-                name, ids, "a list of token ids >= 0",
-            )  # fmt: skip
-        _require(
-            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
-            "allowed_token_ids", self.allowed_token_ids, "None or hold at least one token id",
-        )  # fmt: skip
-        bias = self.logit_bias or {}
-        _require(
-            isinstance(bias, dict)
-            and all(_is_int(t) and t >= 0 and _is_number(b) for t, b in bias.items()),
-            "logit_bias", self.logit_bias, "a dict of token id >= 0 to finite number",
-        )  # fmt: skip
-        object.__setattr__(self, "stop_strings", tuple(stop))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop or ()
 
     @property
     def greedy(self) -> bool:

@@ -32,10 +32,11 @@ BAD_REQUESTS = {
     "token that is a bool": (([True], GREEDY), {}, ["True"]),
     "token that is a string": (([1, "a"], GREEDY), {}, ["'a'"]),
     "a prompt of two dimensions": ((np.ones((2, 2), int), GREEDY), {}, ["integers"]),
-    "no prompt": ((None, GREEDY), {}, ["NoneType"]),
+    "no prompt": ((None, GREEDY), {}, ["a prompt must be", "None"]),
     "a dict without a prompt": (({"text": "x"}, GREEDY), {}, ["prompt"]),
     "text without a tokenizer": (("hello", GREEDY), {}, ["tokenizer"]),
-    "parameters of another type": (([1], {"temperature": 0}), {}, ["SamplingParams", "dict"]),
+    "parameters of another type": (
+        ([1], {"temperature": 0}), {}, ["SamplingParams", "{'temperature': 0}"]),
     "bias beyond the vocabulary": (
         ([1], SamplingParams(logit_bias={101: 1.0})), {}, ["logit_bias", "101"]),
     "stop token beyond the vocabulary": (
@@ -151,6 +152,18 @@ def test_a_broken_model_folder_is_one_clear_line(folder, fault):
     assert len(message) < 500
 
 
+def test_a_clone_without_its_large_files_says_how_to_get_them(folder):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "0" + "\nsize 9\n"
+    (folder / "model.safetensors").write_text(pointer)
+    wanted = f"{folder}: model.safetensors is a git-lfs pointer .*`git lfs pull`"
+    with pytest.raises(ModelLoadError, match=wanted):
+        loader.load(str(folder))
+    (folder / "tokenizer.json").write_text(pointer)
+    with pytest.raises(ModelLoadError, match=r"\(so are 1 more\)") as error:
+        loader.load(str(folder))
+    assert "\n" not in str(error.value)
+
+
 def test_what_is_not_a_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     for name, words in (
@@ -185,7 +198,7 @@ def test_a_model_that_cannot_start_is_one_clear_line(folder, options, error):
 
 def test_text_that_the_tokenizer_cannot_take_and_chats_that_the_template_refuses(folder):
     llm = LLM(str(folder), num_blocks=8)
-    with pytest.raises(RequestError, match="tokenizer refuses"):
+    with pytest.raises(RequestError, match="half of a surrogate pair"):
         llm.generate("half a pair: \ud800")
     for messages in ([], [{"role": "user"}], ["hello"], "hello"):
         with pytest.raises(RequestError):

@@ -9,7 +9,7 @@ from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import ROWS_AS_DECODES, KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.config import ATTENTION
-from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.common import unsupported
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape
@@ -42,14 +42,14 @@ def no_kernels(
     touch a store that kernels write.  ConfigError if "kernels" is asked for and impossible.
     """
     if option not in ATTENTION:
-        raise ConfigError(f"attention must be one of {list(ATTENTION)}, got {option!r}")
+        raise ConfigError(Option("attention"), f" must be one of {list(ATTENTION)}, got {option!r}")
     if by_segment is not None:
         by_segment = f"this model's attention runs a segment at a time: {by_segment}"
     if option == "reference":
         return "asked for" if by_segment is None else f"asked for; {by_segment}"
     reason = by_segment or _unsupported(option, shapes)
     if reason is not None and option == "kernels":
-        raise ConfigError(f"attention='kernels' is not possible: {reason}")
+        raise ConfigError(Option("attention"), f"=kernels is not possible: {reason}")
     return reason
 
 
@@ -74,7 +74,7 @@ def select(
     if fatal:
         reason = f"a kernel fails its check: {verdict.failures[fatal[0]]}"
         if option == "kernels":
-            raise ConfigError(f"attention='kernels' is not possible: {reason}")
+            raise ConfigError(Option("attention"), f"=kernels is not possible: {reason}")
         return ReferenceAttention(store), reason
     shares = "shared_prefix" not in wrong
     attention = KernelAttention(

@@ -1,5 +1,6 @@
 """Many requests through one engine, in bounded memory."""
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +9,7 @@ from tqdm import tqdm
 
 from vllm_metal_lite.cli.files import LineReader, OrderedWriter
 from vllm_metal_lite.cli.jsonl import BadLine, Job, parse_line, result_line
+from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.errors import MetalLiteError
@@ -46,7 +48,7 @@ class Batch:
         """
         start = time.perf_counter()
         with (
-            DeferredInterrupt() as interrupt,
+            DeferredInterrupt(_say_stopping) as interrupt,
             tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not show_bar) as bar,
         ):
             shown = start
@@ -88,7 +90,7 @@ class Batch:
                 self._add(str(number), job)
             except MetalLiteError as e:
                 job_id = e.id if isinstance(e, BadLine) else job.id
-                self._refuse(position, job_id, f"line {number}: {e}")
+                self._refuse(position, job_id, f"line {number}: {e.spelled(engine_flag)}")
                 bar.update()
             else:
                 self._jobs[str(number)] = position, job
@@ -97,8 +99,6 @@ class Batch:
         prompt = job.prompt
         if job.is_chat:
             prompt = {"prompt_token_ids": self._engine.render_chat(prompt)}
-        elif isinstance(prompt, list):
-            prompt = {"prompt_token_ids": prompt}
         self._engine.add_request(request_id, prompt, job.params, priority=job.priority)
 
     def _refuse(self, position: int, job_id: Any, message: str) -> None:
@@ -122,6 +122,10 @@ class Batch:
 
     def _num_new(self) -> int:
         return self._new_tokens + sum(map(_num_new, self._live.values()))
+
+
+def _say_stopping() -> None:
+    tqdm.write("\nStopping after the step that is under way ...", file=sys.stderr)
 
 
 def _num_new(output: RequestOutput) -> int:

@@ -45,8 +45,16 @@ class Conversation:
         """Start over; the system prompt stays."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def ask(self, text: str, write: Callable[[str], None]) -> Turn:
+    def ask(
+        self,
+        text: str,
+        write: Callable[[str], None],
+        stopping: Callable[[], None] | None = None,
+    ) -> Turn:
         """Say something and stream the answer to `write`.
+
+        stopping: called at once, from another thread, for a Ctrl-C before the first token: a step
+        of a long prompt goes on for seconds.
 
         Ctrl-C ends the answer, and what was said of it stays in the conversation.  If the message
         is refused (RequestError, ContextFull), the conversation is as it was before.
@@ -58,19 +66,29 @@ class Conversation:
                 f"the conversation would have {len(prompt)} tokens, "
                 f"and the context holds {self.engine.max_model_len}"
             )
-        turn = self._run(prompt, write)
+        turn = self._run(prompt, write, stopping)
         if turn.kept:
             answer = turn.output.outputs[0].text
             self.messages = [*messages, {"role": "assistant", "content": answer}]
         return turn
 
-    def _run(self, prompt: list[int], write: Callable[[str], None]) -> Turn:
+    def _run(
+        self,
+        prompt: list[int],
+        write: Callable[[str], None],
+        stopping: Callable[[], None] | None,
+    ) -> Turn:
         request_id = f"turn-{next(self._ids)}"
         start = first = time.perf_counter()
         shown = 0
         output: RequestOutput | None = None
+
+        def pressed() -> None:
+            if stopping is not None and output is None:
+                stopping()
+
         try:
-            with DeferredInterrupt() as interrupt:
+            with DeferredInterrupt(pressed) as interrupt:
                 self.engine.add_request(request_id, {"prompt_token_ids": prompt}, self.params)
                 while not (output and output.finished):
                     for output in self.engine.step():

@@ -6,6 +6,7 @@ Exit code 0: all is well, or there is no GPU and hence nothing to check; 1: a ke
 import argparse
 import json
 import platform
+import sys
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from vllm_metal_lite import __version__, backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.cli.wrap import wrap
 
 _BANDWIDTH_BATCH, _BANDWIDTH_CONTEXT = 16, 4096
 
@@ -21,7 +23,8 @@ _BANDWIDTH_BATCH, _BANDWIDTH_CONTEXT = 16, 4096
 def run(args: argparse.Namespace) -> int:
     """Run the command `doctor`."""
     report = examine(args.quick, quiet=args.json)
-    print(json.dumps(report, indent=2) if args.json else "\n".join(describe(report)))
+    text = json.dumps(report, indent=2) if args.json else "\n".join(describe(report))
+    print(text if args.json else wrap(text, sys.stdout))
     return 1 if report["attention"]["failed"] else 0
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import select
 import stat
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vllm_metal_lite.cli.options import UsageError
-from vllm_metal_lite.errors import MetalLiteError
+from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
 
 
 def open_input(name: str) -> BinaryIO:
@@ -19,17 +20,20 @@ def open_input(name: str) -> BinaryIO:
     try:
         # A file object of our own: sys.stdin may not be in use by a thread when Python exits.
         return open(0 if name == "-" else name, "rb", closefd=name != "-")
-    except OSError as e:
-        raise UsageError(f"{name}: {e.strerror}") from None
+    except (OSError, ValueError) as e:
+        raise _unusable(name, e) from None
 
 
 def count_lines(file: BinaryIO) -> int | None:
     """How many lines are not blank; None for a pipe, which can be read only once."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return None
-    start = file.tell()
-    count = sum(1 for line in file if line.strip())
-    file.seek(start)
+    try:
+        start = file.tell()
+        count = sum(1 for line in file if line.strip())
+        file.seek(start)
+    except OSError as e:
+        raise _unreadable(e) from None
     return count
 
 
@@ -51,7 +55,7 @@ class LineReader:
         except queue.Empty:
             return None
         if isinstance(item, OSError):
-            raise MetalLiteError(f"the input cannot be read: {item.strerror}")
+            raise _unreadable(item)
         self.ended = item is None
         return item
 
@@ -66,7 +70,10 @@ class LineReader:
 
 
 class OrderedWriter:
-    """Writes numbered results in the order of their numbers, each as soon as that order allows."""
+    """Writes numbered results in the order of their numbers, each as soon as that order allows.
+
+    Nothing is buffered, and a file never ends in a part of a line: not even on a full disk.
+    """
 
     def __init__(self, name: str, input_file: BinaryIO) -> None:
         """Open the output ("-": stdout), to see that it can be written; it is emptied by `start`.
@@ -74,17 +81,20 @@ class OrderedWriter:
         Raises UsageError if it cannot be written, or is the input.
         """
         self._path = None if name == "-" else Path(name)
-        self._created = self._path is not None and not self._path.exists()
+        self._created = False
         self._next = 0
         self._waiting: dict[int, dict[str, Any]] = {}
+        self._failed = False
         self.num_written = 0
         if self._path is None:
-            self._file = sys.stdout
+            stdout = sys.stdout.buffer
+            self._file = getattr(stdout, "raw", stdout)
             return
         try:
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
-        except OSError as e:
-            raise UsageError(f"{name}: {e.strerror}") from None
+            self._created = not self._path.exists()
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        except (OSError, ValueError) as e:
+            raise _unusable(name, e) from None
         ours, theirs = (os.fstat(f.fileno()) for f in (self._file, input_file))
         if stat.S_ISREG(ours.st_mode) and os.path.samestat(ours, theirs):
             raise UsageError(f"{name} is the input: write the output to another file")
@@ -115,13 +125,41 @@ class OrderedWriter:
                 self._path.unlink(missing_ok=True)
 
     def _write(self, results: list[dict[str, Any]]) -> None:
-        if not results:
+        if self._failed:  # results behind a gap would not be in order
             return
         try:
-            self._file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in results)
-            self._file.flush()
-        except BrokenPipeError:
-            raise
+            for result in results:
+                self._write_line(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+                self.num_written += 1
         except OSError as e:
+            self._failed = True
+            if isinstance(e, BrokenPipeError):
+                raise
             raise MetalLiteError(f"the output cannot be written: {e.strerror}") from None
-        self.num_written += len(results)
+
+    def _write_line(self, line: bytes) -> None:
+        done = 0
+        try:
+            while done < len(line):
+                count = self._file.write(line[done:])
+                if count is None:  # a pipe that does not block, and is full
+                    select.select([], [self._file], [])
+                done += count or 0
+        except OSError:
+            self._take_back(done)
+            raise
+
+    def _take_back(self, num_bytes: int) -> None:
+        """Cut what was written last off the file, where it is one."""
+        with suppress(OSError):
+            if num_bytes and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR) - num_bytes)
+
+
+def _unreadable(e: OSError) -> MetalLiteError:
+    return MetalLiteError(f"the input cannot be read: {e.strerror}")
+
+
+def _unusable(name: str, e: OSError | ValueError) -> UsageError:
+    """The error for a file that cannot be opened, or whose name no file can have."""
+    return UsageError(f"{shorten(name)}: {getattr(e, 'strerror', None) or one_line(e)}")

@@ -6,6 +6,7 @@ import sys
 from vllm_metal_lite.cli import options
 from vllm_metal_lite.cli.files import LineReader, OrderedWriter, count_lines, open_input
 from vllm_metal_lite.cli.startup import start_engine
+from vllm_metal_lite.cli.wrap import wrap
 
 _MAX_TOKENS = 256
 # Requests in the engine, in seats: enough to keep every seat busy, however long the input is.
@@ -44,4 +45,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(wrap(text, sys.stderr), file=sys.stderr, flush=True)

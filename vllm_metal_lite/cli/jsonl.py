@@ -2,26 +2,30 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
-from vllm_metal_lite.errors import MetalLiteError, RequestError
+from vllm_metal_lite.errors import MetalLiteError, RequestError, show
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
-_SAMPLING = {f.name for f in fields(SamplingParams) if f.init}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One good line.  prompt: text, token ids, or (is_chat) the messages of a conversation."""
+    """One good line; whether its prompt and priority will do is for the engine to say.
+
+    prompt: a dict with "prompt" or "prompt_token_ids", or (is_chat) a conversation's messages.
+    """
 
     id: str | int | float
     prompt: Any
     is_chat: bool
     params: SamplingParams
-    priority: int
+    priority: Any
 
 
 class BadLine(RequestError):
@@ -40,24 +44,19 @@ def parse_line(line: bytes, number: int, defaults: Mapping[str, Any]) -> Job:
     job_id: Any = number
     try:
         entry = _load(line)
-        given = entry.pop("id", None)
-        if isinstance(given, (str, int, float)):
-            job_id = given
-        elif given is not None:
-            raise RequestError("id must be a string or a number")
+        job_id = _id(entry.pop("id", None), number)
         priority = entry.pop("priority", 0)
-        if not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}")
         named = [name for name in _PROMPTS if name in entry]
         if len(named) != 1:
             raise RequestError(f"there must be exactly one of {', '.join(_PROMPTS)}")
-        prompt = entry.pop(named[0])
-        _check_prompt(named[0], prompt)
-        unknown = entry.keys() - _SAMPLING
+        (name,) = named
+        prompt = entry.pop(name)
+        is_chat = name == "messages"
+        unknown = entry.keys() - SAMPLING_RULES.keys()
         if unknown:
-            raise RequestError(f"unknown field {sorted(unknown)[0]!r}")
+            raise RequestError(f"unknown field {show(min(unknown))}")
         params = _params({**defaults, **entry})
-        return Job(job_id, prompt, named[0] == "messages", params, priority)
+        return Job(job_id, prompt if is_chat else {name: prompt}, is_chat, params, priority)
     except MetalLiteError as e:
         raise BadLine(str(e), job_id) from None
 
@@ -76,33 +75,22 @@ def _load(line: bytes) -> dict[str, Any]:
     return entry
 
 
-def _check_prompt(name: str, prompt: Any) -> None:
-    if name == "prompt" and not isinstance(prompt, str):
-        raise RequestError("prompt must be a string")
-    if name == "prompt_token_ids" and not isinstance(prompt, list):
-        raise RequestError("prompt_token_ids must be a list of integers")
-    if name == "messages" and not (
-        isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
-    ):
-        raise RequestError("messages must be a list of objects with role and content")
-    try:  # JSON can spell half a character ("\ud800"), a tokenizer cannot read it
-        json.dumps(prompt, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{name} holds half of a surrogate pair") from None
+def _id(value: Any, number: int) -> str | int | float:
+    """The id of a line, which must come back as JSON in UTF-8."""
+    if value is None:
+        return number
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        with suppress(ValueError):  # JSON has no NaN, UTF-8 no half of a surrogate pair
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            return value
+    raise RequestError(
+        f"id must be a string of valid Unicode or a finite number, got {show(value)}"
+    )
 
 
 def _params(given: dict[str, Any]) -> SamplingParams:
     if isinstance(given.get("logit_bias"), dict):  # keys of JSON objects are strings
         given["logit_bias"] = {_int(token): b for token, b in given["logit_bias"].items()}
-    for name, value in given.items():
-        try:
-            SamplingParams(**{"max_tokens": None, name: value})
-        except MetalLiteError:
-            raise
-        except (TypeError, AttributeError, OverflowError):
-            shown = repr(value)
-            shown = shown if len(shown) <= 40 else shown[:40] + "..."
-            raise RequestError(f"{name} cannot be {shown}") from None
     return SamplingParams(**given)
 
 
@@ -129,10 +117,15 @@ def _answer(output: CompletionOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
     }
     if output.logprobs is not None:
-        answer["cumulative_logprob"] = output.cumulative_logprob
+        answer["cumulative_logprob"] = _finite(output.cumulative_logprob)
         answer["logprobs"] = [_logprobs(p) for p in output.logprobs]
     return answer
 
 
-def _logprobs(position: Mapping[int, Logprob]) -> dict[str, float]:
-    return {str(token): p.logprob for token, p in position.items()}
+def _logprobs(position: Mapping[int, Logprob]) -> dict[str, float | None]:
+    return {str(token): _finite(p.logprob) for token, p in position.items()}
+
+
+def _finite(logprob: float) -> float | None:
+    """JSON has no infinity: null stands for the logarithm of a probability of 0."""
+    return logprob if isfinite(logprob) else None

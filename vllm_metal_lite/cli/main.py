@@ -1,48 +1,60 @@
 """The entry point `vllm-metal-lite`: which command, and how it ends.
 
-Exit codes: 0 fine, 1 an error (one line on stderr), 2 a command line that cannot be meant,
-130 Ctrl-C, 141 the reader of our output went away.
+Exit codes: 0 fine, 1 an error (one line on stderr) or a piped answer that the context cut, 2 a
+command line that cannot be meant, 130 Ctrl-C, 141 the reader of our output went away.
 """
 
 import os
 import sys
-from argparse import RawDescriptionHelpFormatter
+from argparse import HelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli import options
+from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.errors import MetalLiteError
 
 _EXAMPLES = """\
 examples:
-  vllm-metal-lite chat                                    the demo model, nothing to download
-  vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit      a model of the Hugging Face Hub
+  vllm-metal-lite chat                                 the demo, no download
+  vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit   from the Hugging Face Hub
   vllm-metal-lite generate prompts.jsonl -o answers.jsonl
-  vllm-metal-lite doctor                                  is this machine all right?
+  vllm-metal-lite doctor                               is this machine all right?
 """
 _CHAT_EXAMPLES = """\
 examples:
   vllm-metal-lite chat
-  vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit --system "Answer in one sentence."
+  vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit --system "Be brief."
   vllm-metal-lite chat ~/models/my-model --temperature 0 --max-model-len 8192
   echo "My name is Ada. What is my name?" | vllm-metal-lite chat
 """
 _GENERATE_NOTES = """\
 Each line of the input is a JSON object with one of
-  "prompt": TEXT, "prompt_token_ids": [IDS], "messages": [{"role": "user", "content": TEXT}, ...]
-and, where wanted, "id" (else the line's number), "priority" (lower goes first) and any sampling
-parameter ("temperature", "max_tokens", "seed", "stop", "n", ...), which overrides its flag.
+  "prompt": TEXT
+  "prompt_token_ids": [IDS]
+  "messages": [{"role": "user", "content": TEXT}, ...]
+and, where wanted, "id" (else the line's number), "priority" (lower goes
+first) and any sampling parameter ("temperature", "max_tokens", "seed",
+"stop", "n", ...), which overrides its flag.
 
-Each line of the output, in the order of the input, is an object with id, text, token_ids,
-finish_reason, num_prompt_tokens and num_cached_tokens; with "n" above 1, "outputs" is a list of
-text, token_ids and finish_reason.  A line that is refused becomes {"id": ..., "error": ...}.
+Each line of the output, in the order of the input, is an object with id,
+text, token_ids, finish_reason, num_prompt_tokens and num_cached_tokens; with
+"n" above 1, "outputs" is a list of text, token_ids and finish_reason.  A line
+that is refused becomes {"id": ..., "error": ...}.
 
 examples:
   vllm-metal-lite generate prompts.jsonl -o answers.jsonl
-  vllm-metal-lite generate prompts.jsonl --model mlx-community/Qwen3-0.6B-4bit --temperature 0
+  vllm-metal-lite generate prompts.jsonl --model ~/models/mine --temperature 0
   echo '{"prompt": "Once upon a time"}' | vllm-metal-lite generate - | jq -r .text
 """
+
+
+class _HelpFormatter(HelpFormatter):
+    """Wraps descriptions, and leaves what has line breaks of its own (the examples) as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except options.UsageError as e:
         return _fail(str(e), 2)
     except MetalLiteError as e:
-        return _fail(str(e), 1)
+        return _fail(e.spelled(options.engine_flag), 1)
     except MemoryError as e:  # numpy's, for an absurd option
         return _fail(f"out of memory: {e}", 1)
     except BrokenPipeError:
@@ -77,7 +89,7 @@ def _parser() -> options.Parser:
         prog="vllm-metal-lite",
         description="Chat and batch generation on MLX: packed prefill over a paged KV store.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"vllm-metal-lite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -88,7 +100,7 @@ def _parser() -> options.Parser:
         description="Talk to a model.  With a pipe on stdin, all of it is one message, and only "
         "the answer is printed.",
         epilog=_CHAT_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     chat.add_argument(
         "model",
@@ -115,7 +127,7 @@ def _parser() -> options.Parser:
         help="answer a file of prompts",
         description="Answer a file of prompts, many at a time.",
         epilog=_GENERATE_NOTES,
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     generate.add_argument("input", metavar="INPUT.jsonl", help="one JSON object a line; -: stdin")
     generate.add_argument(
@@ -144,7 +156,7 @@ def _parser() -> options.Parser:
 
 def _fail(message: str, code: int) -> int:
     line = " ".join(message.split("\n"))
-    print(f"error: {line}", file=sys.stderr)
+    print(wrap(f"error: {line}", sys.stderr), file=sys.stderr)
     return code
 
 

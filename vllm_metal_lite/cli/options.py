@@ -5,10 +5,13 @@ there is to it.  Nothing here imports MLX: a bad value is refused before a model
 """
 
 import argparse
-from collections.abc import Mapping
+import difflib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
-from vllm_metal_lite.config import ATTENTION, BLOCK_SIZES, DTYPES, PREFILL_POLICIES, EngineConfig
+from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -20,40 +23,70 @@ class UsageError(MetalLiteError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, like all others of this program."""
+    """An ArgumentParser whose errors are one line, like all others of this program.
+
+    An unknown option is told before all else, by the command that does not know it.
+    """
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        args = list(sys.argv[1:] if args is None else args)
+        for option in self._own(args):
+            self._check(option)
+        namespace, extras = super().parse_known_args(args, namespace)
+        if extras:
+            self.error(f"unrecognized arguments: {' '.join(extras)}")
+        return namespace, extras
+
+    def _own(self, args: list[str]) -> Iterator[str]:
+        """The long options among the arguments that are not a command's."""
+        for arg in args:
+            if arg == "--" or (self._subparsers and not arg.startswith("-")):
+                return
+            if arg.startswith("--") and " " not in arg:  # with a space in it, it is a value
+                yield arg.partition("=")[0]
+
+    def _check(self, option: str) -> None:
+        known = list(self._option_string_actions)
+        if any(name.startswith(option) for name in known):
+            return
+        close = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+        hint = f": did you mean {close[0]}?" if close else ""
+        self.error(f"there is no option {option}{hint}")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def _names(values: tuple) -> str:
-    return ", ".join(map(str, values))
+def _allowed(field: str) -> str:
+    return ENGINE_RULES[field].allowed
 
 
-# field, type, metavar, help
+# field, metavar, help; what a field may be is in ENGINE_RULES
 _ENGINE = (
-    ("block_size", int, "N", f"tokens a block of the KV store holds: {_names(BLOCK_SIZES)}"),
-    ("num_blocks", int, "N", "blocks of the KV store (default: what the memory holds)"),
-    ("max_num_seqs", int, "N", "requests that run at the same time"),
-    ("max_num_batched_tokens", int, "N", "tokens of one step"),
-    ("max_model_len", int, "N", "longest context in tokens (default: the model's own)"),
-    ("long_prefill_token_threshold", int, "N", "prompt tokens a request gets in one step; 0: any"),
-    ("prefill_policy", str, "NAME", _names(PREFILL_POLICIES)),
-    ("memory_fraction", float, "F", "share of the memory to use (default: what is safe)"),
-    ("dtype", str, "NAME", _names(DTYPES)),
-    ("kv_bits", int, "N", "keep K and V in so many bits a value: 8 or 4 (default: as they are)"),
-    ("attention", str, "NAME", _names(ATTENTION)),
-    ("seed", int, "N", "seed of requests that have none of their own"),
+    ("block_size", "N", f"tokens a block of the KV store holds: {_allowed('block_size')}"),
+    ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
+    ("max_num_seqs", "N", "requests that run at the same time"),
+    ("max_num_batched_tokens", "N", "tokens of one step"),
+    ("max_model_len", "N", "longest context in tokens (default: the model's own)"),
+    ("long_prefill_token_threshold", "N", "prompt tokens a request gets in one step; 0: any"),
+    ("prefill_policy", "NAME", _allowed("prefill_policy")),
+    ("memory_fraction", "F", "share of the memory to use (default: what is safe)"),
+    ("dtype", "NAME", _allowed("dtype")),
+    ("kv_bits", "N", f"keep K and V in {_allowed('kv_bits')} bits a value (default: as they are)"),
+    ("attention", "NAME", _allowed("attention")),
+    ("seed", "N", "seed of requests that have none of their own"),
 )
 _SAMPLING = (
-    ("temperature", float, "T", "0: always the most likely token"),
-    ("top_k", int, "N", "only the N most likely tokens; 0: all"),
-    ("top_p", float, "P", "only the most likely tokens that together have probability P"),
-    ("min_p", float, "P", "only tokens at least P times as likely as the most likely one"),
-    ("max_tokens", int, "N", "longest answer"),
-    ("repetition_penalty", float, "X", "above 1: tokens seen before become less likely"),
-    ("presence_penalty", float, "X", "-2 to 2, for tokens in the answer so far"),
-    ("frequency_penalty", float, "X", "-2 to 2, times how often they are in it"),
+    ("temperature", "T", "0: always the most likely token"),
+    ("top_k", "N", "only the N most likely tokens; 0: all"),
+    ("top_p", "P", "only the most likely tokens that together have probability P"),
+    ("min_p", "P", "only tokens at least P times as likely as the most likely one"),
+    ("max_tokens", "N", "longest answer"),
+    ("repetition_penalty", "X", "above 1: tokens seen before become less likely"),
+    ("presence_penalty", "X", "-2 to 2, for tokens in the answer so far"),
+    ("frequency_penalty", "X", "-2 to 2, times how often they are in it"),
 )
 # What a model's generation_config.json may say about sampling.
 _GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -63,26 +96,31 @@ def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> No
     """Add the engine's flags; `max_num_seqs` is this command's default."""
     group = parser.add_argument_group("engine options")
     defaults = EngineConfig(max_num_seqs=max_num_seqs)
-    for field, kind, metavar, text in _ENGINE:
+    for field, metavar, text in _ENGINE:
         default = getattr(defaults, field)
         if default is not None:
             text = f"{text} (default: {default})"
-        group.add_argument(_flag(field), type=kind, metavar=metavar, help=text, default=default)
+        group.add_argument(flag(field), type=_value, metavar=metavar, help=text, default=default)
     group.add_argument(
         "--no-prefix-caching",
         dest="enable_prefix_caching",
         action="store_false",
         help="compute every prompt from its first token",
     )
+    group.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code from the model's folder, if its tokenizer needs that",
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's options from parsed flags; UsageError if one is out of range."""
-    fields = [field for field, *_ in _ENGINE] + ["enable_prefix_caching"]
+    fields = [field for field, *_ in _ENGINE] + ["enable_prefix_caching", "trust_remote_code"]
     try:
         return EngineConfig(**{field: getattr(args, field) for field in fields})
     except ConfigError as e:
-        raise UsageError(str(e)) from None
+        raise UsageError(e.spelled(engine_flag)) from None
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
@@ -90,14 +128,14 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> No
     group = parser.add_argument_group(
         "sampling options", "Those not given are the model's own (its generation_config.json)."
     )
-    for field, kind, metavar, text in _SAMPLING:
+    for field, metavar, text in _SAMPLING:
         if field == "max_tokens":
             text = f"{text} (default: {max_tokens})"
-        group.add_argument(_flag(field), type=kind, metavar=metavar, help=text)
+        group.add_argument(flag(field), type=_value, metavar=metavar, help=text)
     group.add_argument(
         "--sample-seed",
         dest="sample_seed",
-        type=int,
+        type=_value,
         metavar="N",
         help="the same tokens for the same prompt, whatever else is running",
     )
@@ -114,7 +152,8 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     try:
         SamplingParams(**given)
     except SamplingError as e:
-        raise UsageError(str(e)) from None
+        spell = lambda field: flag("sample_seed" if field == "seed" else field)  # noqa: E731
+        raise UsageError(e.spelled(spell)) from None
     return given
 
 
@@ -130,10 +169,24 @@ def sampling_fields(
         fields["temperature"] = 0.0
     try:
         SamplingParams(**fields)
-    except (SamplingError, TypeError) as e:
-        raise SamplingError(f"the model's generation_config.json: {e}") from None
+    except SamplingError as e:
+        raise SamplingError("the model's generation_config.json: ", *e.parts) from None
     return fields | dict(given)
 
 
-def _flag(field: str) -> str:
+def engine_flag(field: str) -> str:
+    """How an error of the engine spells a field: an option as its flag, others as they are."""
+    return flag(field) if field in ENGINE_RULES else field
+
+
+def _value(text: str) -> int | float | str:
+    """A flag's value as the number that it spells, or else as it is: the field's rule decides."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def flag(field: str) -> str:
+    """A field as the user types it."""
     return "--" + field.replace("_", "-")

@@ -19,13 +19,24 @@ def turn_line(turn: "Turn", max_model_len: int) -> str:
     if new:
         parts.append(f"first after {turn.seconds_to_first:.2f} s")
     line = f"[{', '.join(parts)}]"
-    if answer.finish_reason == "length":
-        full = prompt + new >= max_model_len
+    if is_cut(turn):
+        full = fills_context(turn, max_model_len)
         why = f"the context of {max_model_len} tokens is full (/reset)" if full else "max_tokens"
         line += f" cut: {why}"
     elif answer.finish_reason != "stop":
         line += " stopped" if turn.kept else " stopped before its first token, message taken back"
     return line
+
+
+def is_cut(turn: "Turn") -> bool:
+    """Whether a limit ended the answer."""
+    return turn.output.outputs[0].finish_reason == "length"
+
+
+def fills_context(turn: "Turn", max_model_len: int) -> bool:
+    """Whether there is no room for one more token."""
+    output = turn.output
+    return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) >= max_model_len
 
 
 def engine_stats(m: Mapping[str, int], block_size: int) -> str:

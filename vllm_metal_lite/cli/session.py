@@ -2,6 +2,7 @@
 
 from vllm_metal_lite.cli import report
 from vllm_metal_lite.cli.conversation import Conversation, Turn
+from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.cli.terminal import Terminal
 from vllm_metal_lite.errors import MetalLiteError
 
@@ -12,6 +13,7 @@ _HELP = """\
 /stats          what the engine has done so far
 /quit           leave (also Ctrl-D)
 A line that ends in a backslash goes on in the next.  Ctrl-C stops an answer."""
+_TAKE_TEXT = ("/system",)
 
 
 class Session:
@@ -24,19 +26,19 @@ class Session:
             "/reset": self._reset,
             "/system": self._system,
             "/stats": self._stats,
+            "/quit": self._quit,
         }
+        self._left = False
 
     def run(self) -> int:
         """Talk until the user leaves; returns the exit code."""
         self._terminal.status("Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.")
         asked = False  # Ctrl-C at the empty prompt leaves when it is pressed twice
-        while True:
+        while not self._left:
             try:
                 message = self._terminal.read_message()
                 if message is None:
                     self._terminal.notice("")
-                    return 0
-                if message.strip() == "/quit":
                     return 0
                 asked = False
                 self._take(message)
@@ -46,37 +48,62 @@ class Session:
                     return 130
                 self._terminal.status("(Ctrl-C again leaves; so do Ctrl-D and /quit)")
                 asked = True
+        return 0
 
     def answer_once(self, message: str) -> int:
-        """One message, one answer; returns the exit code."""
+        """One message, one answer; returns the exit code.
+
+        An answer that --max-tokens cuts is what the user asked for.  One that the context cuts is
+        not, and a script must see that.
+        """
         turn = self._turn(message)
-        return 130 if turn.output.outputs[0].finish_reason == "abort" else 0
+        if turn.output.outputs[0].finish_reason == "abort":
+            return 130
+        if not report.is_cut(turn):
+            return 0
+        limit = self._conversation.engine.max_model_len
+        if report.fills_context(turn, limit):
+            self._terminal.warn(f"error: the answer is cut: the context of {limit} tokens is full")
+            return 1
+        limit = self._conversation.params.max_tokens
+        self._terminal.warn(f"The answer is cut at {limit} tokens (--max-tokens).")
+        return 0
 
     def _take(self, message: str) -> None:
         if message.startswith("/"):
-            name, _, rest = message.strip().partition(" ")
-            if name in self._commands:
-                self._commands[name](rest.strip())
+            name, *rest = message.split(maxsplit=1)
+            text = rest[0].strip() if rest else ""
+            if name not in self._commands:
+                self._refuse(f"There is no command {name}; /help lists them.")
+            elif text and name not in _TAKE_TEXT:
+                self._refuse(f"{name} takes no text after it.")
             else:
-                self._terminal.notice(
-                    f"There is no command {name}; /help lists them.  (To send it as a message, "
-                    "put a space before the slash.)"
-                )
+                self._commands[name](text)
         elif message.strip():
             try:
                 self._turn(message.strip())
             except MetalLiteError as e:
                 self._terminal.notice(
-                    f"error: {e}\nYour message was taken back; the conversation is as it was "
-                    "before (/reset starts over)."
+                    f"error: {e.spelled(engine_flag)}\n"
+                    "Your message was taken back; the conversation is as it was before (/reset "
+                    "starts over)."
                 )
 
+    def _refuse(self, why: str) -> None:
+        self._terminal.notice(f"{why}  (To send this as a message, put a space before the slash.)")
+
     def _turn(self, message: str) -> Turn:
-        turn = self._conversation.ask(message, self._terminal.write)
+        turn = self._conversation.ask(message, self._terminal.write, self._stopping)
         if not turn.output.outputs[0].text.endswith("\n"):
             self._terminal.write("\n")
         self._terminal.status(report.turn_line(turn, self._conversation.engine.max_model_len))
         return turn
+
+    def _stopping(self) -> None:
+        self._terminal.status("\n[stopping after the step that is under way]")
+
+    def _quit(self, _: str) -> None:
+        self._left = True
 
     def _help(self, _: str) -> None:
         self._terminal.notice(_HELP)

@@ -9,10 +9,11 @@ from vllm_metal_lite.config import EngineConfig
 if TYPE_CHECKING:
     from vllm_metal_lite.engine.engine import LLMEngine
 
-_DEMO = """\
-demo is a tiny model (about 3 million parameters) that is shipped to show that everything works: it
-recalls what you tell it, copies, sorts, and does small sums, and knows nothing else.
-For a real one, give its name or its folder: {} mlx-community/Qwen3-0.6B-4bit"""
+_DEMO = (
+    "demo is a tiny model (about 3 million parameters) that is shipped to show that everything "
+    "works: it recalls what you tell it, copies, sorts, and does small sums, and knows nothing "
+    "else.\nFor a real one, give its name or its folder: {} mlx-community/Qwen3-0.6B-4bit"
+)
 
 
 def start_engine(

@@ -5,6 +5,8 @@ import sys
 from types import ModuleType
 from typing import TextIO
 
+from vllm_metal_lite.cli.wrap import wrap
+
 _PROMPT, _MORE = ">>> ", "... "
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -39,11 +41,19 @@ class Terminal:
     def notice(self, text: str) -> None:
         """Something the user should know, on stderr."""
         if not self._quiet:
-            print(text, file=sys.stderr, flush=True)
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Something the user must know, also one who reads only the answer."""
+        self._print("{}", text)
 
     def status(self, text: str) -> None:
         """Something the user may know: dim."""
-        self.notice(f"{_DIM}{text}{_PLAIN}" if self._dim else text)
+        if not self._quiet:
+            self._print(_DIM + "{}" + _PLAIN if self._dim else "{}", text)
+
+    def _print(self, style: str, text: str) -> None:
+        print(style.format(wrap(text, sys.stderr)), file=sys.stderr, flush=True)
 
     def read_all(self) -> str:
         """All of stdin as one message."""
@@ -51,6 +61,8 @@ class Terminal:
 
     def read_message(self) -> str | None:
         """A message, which a backslash at the end of a line continues; None: end of input.
+
+        What is pasted is a part of one message, with its line breaks, where readline can tell.
 
         Ctrl-C drops what has been typed; with nothing typed, it raises KeyboardInterrupt.
         """
@@ -82,11 +94,16 @@ def _ask(prompt: str) -> str:
 
 
 def _readline() -> ModuleType | None:
-    """Importing it gives `input` line editing and a history; some Pythons have none."""
+    """Importing it gives `input` line editing and a history; some Pythons have none.
+
+    Python turns bracketed paste off.  libedit, which takes its place on many Macs, has none.
+    """
     try:
         import readline
     except ImportError:
         return None
+    if "libedit" not in (readline.__doc__ or ""):
+        readline.parse_and_bind("set enable-bracketed-paste on")
     return readline
 
 

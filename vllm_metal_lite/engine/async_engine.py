@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine, Prompt
+from vllm_metal_lite.errors import ConfigError, show
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -55,6 +56,8 @@ class AsyncEngine:
     """Streams answers from an LLMEngine that steps in a thread of its own."""
 
     def __init__(self, engine: LLMEngine) -> None:
+        if not isinstance(engine, LLMEngine):
+            raise ConfigError(f"AsyncEngine wants an LLMEngine, got {show(engine)}")
         self._engine = engine
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = (
             queue.SimpleQueue()

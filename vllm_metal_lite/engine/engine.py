@@ -4,6 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.engine.prompts import check_text, text_or_ids
+from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.fusion.tune import tune_products
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.fit import check_fusing
@@ -59,7 +61,7 @@ class LLMEngine:
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
-        self.config = config or EngineConfig()
+        self.config = config = _config_of(config)
         self.model = model = model.with_kv_bits(self.config.kv_bits)
         self.kv_groups, self.max_model_len = size_store(model, self.config)
         limit_buffer_cache()
@@ -89,61 +91,80 @@ class LLMEngine:
     @classmethod
     def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":
         """Load a model ("demo", a folder or a Hugging Face name) and build its engine."""
-        config = config or EngineConfig()
-        return cls(load(name, config.dtype), config)
+        config = _config_of(config)
+        return cls(load(name, config.dtype, config.trust_remote_code), config)
 
     # Requests
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids"
         or "prompt".  Raises RequestError if it is none of them or a token is not the model's."""
-        if isinstance(prompt, Mapping):
-            ids = prompt.get("prompt_token_ids")
-            prompt = prompt.get("prompt") if ids is None else ids
-        text = None
+        text, prompt = None, text_or_ids(prompt)
         if isinstance(prompt, str):
             if self.model.tokenizer is None:
                 raise RequestError("this model was loaded without a tokenizer: give token ids")
             text, prompt = prompt, self._encode(prompt) if prompt else []
-        elif not isinstance(prompt, (list, tuple, np.ndarray)):
-            raise RequestError(
-                "a prompt must be a string, a list of token ids, or a dict with 'prompt' or "
-                f"'prompt_token_ids', got {type(prompt).__name__}"
-            )
         if len(prompt) == 0:
             raise RequestError("the prompt is empty: it must have at least one token")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-                raise RequestError(f"token ids must be integers, got {token!r}")
+                raise RequestError(f"token ids must be integers, got {show(token)}")
             if not 0 <= token < self.model.vocab_size:
                 raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.model.vocab_size}"
+                    f"token id {show(token)} is outside the vocabulary of {self.model.vocab_size}"
                 )
         return text, [int(t) for t in prompt]
 
     def _encode(self, text: str) -> list[int]:
+        check_text("the prompt", text)
         try:
             return self.model.tokenizer.encode(text)
-        except Exception as e:  # half a surrogate pair, say, which no tokenizer takes
-            raise RequestError(f"the tokenizer refuses the prompt: {e}") from e
+        except Exception as e:
+            raise RequestError(f"the tokenizer refuses the prompt: {one_line(e)}") from e
 
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template."""
+        if not isinstance(messages, (list, tuple)) or not all(
+            isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            for message in messages
+        ):
+            raise RequestError(
+                f"messages must be a list of dicts with role and content, got {show(messages)}"
+            )
+        if not messages:
+            raise RequestError("messages is empty: a conversation has at least one message")
+        if not isinstance(add_generation_prompt, bool):
+            raise RequestError(
+                f"add_generation_prompt must be true or false, got {show(add_generation_prompt)}"
+            )
         tokenizer = self.model.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
-            raise RequestError(f"{self.model.name} has no chat template: use generate")
+            raise RequestError(
+                f"{self.model.name} has no chat template, so it takes no messages: "
+                "give it a prompt (text or token ids)"
+            )
         try:
-            return tokenizer.apply_chat_template(
+            check_text("messages", messages)
+            token_ids = tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, **kwargs
             )
+        except RequestError:
+            raise
         except Exception as e:  # templates raise what they like, for roles they do not know
-            raise RequestError(f"the chat template refuses these messages: {e}") from e
+            raise RequestError(f"the chat template refuses these messages: {one_line(e)}") from e
+        if not isinstance(token_ids, list):
+            raise RequestError(
+                f"the chat template gives {show(token_ids)} instead of token ids, asked with "
+                f"{show(kwargs)}"
+            )
+        return token_ids
 
     def add_request(
         self,
@@ -158,16 +179,18 @@ class LLMEngine:
 
         priority: lower goes first.  atomic: its prompt is computed in one step, never chunked.
         """
-        params = params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
-        if not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a string, got {request_id!r}")
-        if not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}")
+        params = SamplingParams() if params is None else params
+        for name, value, kind, allowed in (
+            ("params", params, SamplingParams, "SamplingParams"),
+            ("request_id", request_id, str, "a string"),
+            ("priority", priority, Integral, "an integer"),
+            ("atomic", atomic, bool, "true or false"),
+        ):
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise RequestError(f"{name} must be {allowed}, got {show(value)}")
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._answers for name in names):
-            raise RequestError(f"request_id {request_id!r} is already in use")
+            raise RequestError(f"request_id {show(request_id)} is already in use")
         validate(params, self.model.vocab_size)
         bad_words = self._bad_words(params)
         text, token_ids = self.tokenize(prompt)
@@ -189,14 +212,15 @@ class LLMEngine:
             if result.prompt_logprobs is not None and index == 0:
                 request.skip_prefix_cache_read = True
                 request.max_chunk = 0 if atomic else _PROMPT_LOGPROBS_CHUNK
-            self.scheduler.add(request)  # the first refuses for all: they are alike
             answer = Answer(
                 request, params, result, index, self.model.tokenizer,
                 self.model.eos_token_ids, self.max_model_len, seed + index,
             )  # fmt: skip
-            self._answers[request.request_id] = answer
             answer.bad_words = bad_words
             answers.append(answer)
+        for answer in answers:
+            self.scheduler.add(answer.request)  # the first refuses for all: they are alike
+            self._answers[answer.request.request_id] = answer
         result.outputs = [a.output for a in answers]
         self._requests[request_id] = answers
 
@@ -205,11 +229,17 @@ class LLMEngine:
             return []
         if self.model.tokenizer is None:
             raise RequestError("bad_words need a tokenizer, and this model was loaded without one")
-        return bad_word_ids(self.model.tokenizer, params.bad_words)
+        try:
+            return bad_word_ids(self.model.tokenizer, params.bad_words)
+        except Exception as e:
+            raise RequestError(f"the tokenizer refuses bad_words: {one_line(e)}") from e
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests where they stand; unknown ids are ignored.  Returns their last outputs."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        ids = list(ids) if isinstance(ids, Iterable) else [ids]
+        if not all(isinstance(request_id, str) for request_id in ids):
+            raise RequestError(f"request ids are strings, got {show(request_ids)}")
         ended = []
         for request_id in ids:
             for answer in self._requests.get(request_id, []):
@@ -384,3 +414,10 @@ class LLMEngine:
             "requests_waiting": scheduler.num_waiting,
             **blocks,
         }
+
+
+def _config_of(config: EngineConfig | None) -> EngineConfig:
+    config = EngineConfig() if config is None else config
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config must be an EngineConfig, got {show(config)}")
+    return config

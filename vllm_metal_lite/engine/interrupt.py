@@ -1,18 +1,24 @@
 """Ctrl-C at a moment of our choosing: between two steps."""
 
+import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
 class DeferredInterrupt:
     """While open, the first Ctrl-C only sets `pressed`; a second one raises KeyboardInterrupt.
 
+    on_press: called once, in a thread of its own, as soon as Ctrl-C is pressed.  Python itself
+    handles a signal only when the main thread comes back from MLX, at the end of a step.
+
     Does nothing outside the main thread, where Python delivers no signals.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_press: Callable[[], None] | None = None) -> None:
         self.pressed = False
+        self._on_press = on_press
         self._previous = None
         self._active = False
 
@@ -24,15 +30,40 @@ class DeferredInterrupt:
         )
         if self._active:
             self._previous = signal.signal(signal.SIGINT, self._handle)
+            if self._on_press is not None:
+                self._watch()
         return self
 
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._active:
+            if self._on_press is not None:
+                self._unwatch()
             signal.signal(signal.SIGINT, self._previous or signal.default_int_handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True
+
+    def _watch(self) -> None:
+        """Have the number of every signal written to a pipe, which a thread reads."""
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._watcher = threading.Thread(target=self._read, args=(reader,), daemon=True)
+        self._watcher.start()
+
+    def _unwatch(self) -> None:
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._writer)  # ends the thread
+        self._watcher.join()
+
+    def _read(self, reader: int) -> None:
+        told = False
+        while numbers := os.read(reader, 16):
+            if signal.SIGINT in numbers and not told:
+                told = True
+                self._on_press()
+        os.close(reader)

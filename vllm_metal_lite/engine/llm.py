@@ -10,7 +10,8 @@ from tqdm import tqdm
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine, Prompt
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
-from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.engine.prompts import is_list
+from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -41,6 +42,7 @@ class LLM:
         kv_bits: int | None = None,
         attention: str = "auto",
         seed: int = 0,
+        trust_remote_code: bool = False,
     ) -> None:
         config = EngineConfig(
             block_size=block_size,
@@ -56,6 +58,7 @@ class LLM:
             kv_bits=kv_bits,
             attention=attention,
             seed=seed,
+            trust_remote_code=trust_remote_code,
         )
         self.engine = LLMEngine.from_name(model, config)
         self._ids = itertools.count()
@@ -75,8 +78,8 @@ class LLM:
         sampling_params: one for all, or one a prompt.  A prompt that can never be served raises
         RequestError, naming it, before anything is computed.
         """
-        if not isinstance(prompts, (str, Mapping, list, tuple, np.ndarray)):
-            raise RequestError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
+        if not (isinstance(prompts, (str, Mapping)) or is_list(prompts)):
+            raise RequestError(f"prompts must be a prompt or a list of them, got {show(prompts)}")
         batch = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         if batch and isinstance(batch[0], (int, np.integer)):
             batch = [batch]
@@ -89,7 +92,8 @@ class LLM:
                 try:
                     self.engine.add_request(request_id, prompt, p, priority=rank, atomic=atomic)
                 except RequestError as e:
-                    raise RequestError(f"prompt {i}: {e}" if len(batch) > 1 else str(e)) from None
+                    where = f"prompt {i}: " if len(batch) > 1 else ""
+                    raise RequestError(where, *e.parts) from None
                 ids.append(request_id)
             return self._run(ids, use_tqdm)
         finally:
@@ -105,10 +109,17 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the model's chat template."""
-        if not messages:
-            raise RequestError("messages is empty: a conversation has at least one message")
-        many = [messages] if isinstance(messages[0], dict) else messages
-        options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+            raise RequestError(
+                f"chat_template_kwargs must be a dict with names as keys, got {show(kwargs)}"
+            )
+        # Anything but a list of lists is one conversation, which render_chat refuses or takes.
+        is_many = isinstance(messages, (list, tuple)) and any(
+            isinstance(m, (list, tuple)) for m in messages
+        )
+        many = messages if is_many else [messages]
+        options = {"add_generation_prompt": add_generation_prompt, **kwargs}
         prompts = [{"prompt_token_ids": self.engine.render_chat(m, **options)} for m in many]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

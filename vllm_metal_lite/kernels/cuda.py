@@ -36,7 +36,7 @@ def to_cuda(header: str, body: str) -> tuple[str, str]:
     """The same kernel for `mx.fast.cuda_kernel`.  Threadgroups must be one-dimensional."""
 
     def shim(name: str) -> str:
-        return strip_comments((FOLDER / "host" / "cuda" / f"{name}.h").read_text(encoding="utf-8"))
+        return strip_comments((FOLDER / "cuda" / f"{name}.h").read_text(encoding="utf-8"))
 
     header = _METAL_HEADER.sub(lambda match: shim(match[1]), _ADDRESS_SPACE.sub("", header))
     body = _SHARED.sub(r"\1__shared__ \2", body)

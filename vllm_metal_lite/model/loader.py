@@ -5,6 +5,7 @@ A name is "demo" (shipped in the package), a local folder, or a Hugging Face rep
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, l
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import ConfigError, ModelLoadError, one_line
+from vllm_metal_lite.errors import (
+    ConfigError,
+    ModelLoadError,
+    Option,
+    RemoteCodeError,
+    one_line,
+    shorten,
+    show,
+)
 from vllm_metal_lite.fusion.joined import join_projections
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
@@ -30,6 +39,13 @@ DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
 _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 8192
+
+# What git checks out in place of a large file, if git-lfs is not installed.
+_LFS_FIRST_WORDS = b"version https://git-lfs"
+_A_MODEL = (
+    "a model is 'demo', a local folder, or a Hugging Face name such as "
+    "mlx-community/Qwen3-0.6B-4bit"
+)
 
 # Architectures whose own results in mlx-lm cannot be trusted, with the reason.
 _REFUSED = {
@@ -66,7 +82,9 @@ class LoadedModel:
         Raises ConfigError, with the reason, if what a layer keeps cannot be quantised.
         """
         if kv_bits is not None and (problem := _not_quantisable(self.kv_specs)):
-            raise ConfigError(f"kv_bits={kv_bits} is not possible for {self.name}: {problem}")
+            raise ConfigError(
+                Option("kv_bits"), f"={kv_bits} is not possible for {self.name}: {problem}"
+            )
         return replace(
             self,
             kv_specs=[replace(s, bits=kv_bits) for s in self.kv_specs],
@@ -79,25 +97,55 @@ class LoadedModel:
         return self.packed.layout.state_bytes
 
 
-def load(name: str, dtype: str = "auto") -> LoadedModel:
+def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
     """Load a model by name; every failure is a ModelLoadError of one line.
+
+    trust_remote_code: run Python code of the model's folder, where its tokenizer or its
+    architecture is made of that.
 
     dtype "auto": what the weights have on a GPU; on a CPU float32, with quantised weights expanded,
     since MLX's CPU backend is quick in nothing else.
     """
-    path = find(name)
+    path, name = find(name), str(name)
     config = _read_config(path)
     _refuse_untrusted(name, str(config.get("model_type")))
+    if config.get("model_file") and not trust_remote_code:
+        raise _remote_code_error(name, "architecture", path)
     try:
-        model, config = load_model(path, lazy=True)
-        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        tokenizer = _load_tokenizer(name, path, config, trust_remote_code)
         _convert(model, dtype)
         mx.eval(model.parameters())
         if not len(tokenizer):
             raise ModelLoadError("it has no tokenizer")
         return from_model(model, tokenizer, config, name=name, path=path)
+    except RemoteCodeError:
+        raise
     except (Exception, SystemExit) as e:  # whatever a broken folder provokes in the libraries below
         raise ModelLoadError(f"{name}: cannot load this model: {one_line(e)}") from e
+
+
+def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) -> TokenizerWrapper:
+    # False, and not None, for which transformers asks on stdin.
+    options = {"trust_remote_code": trust}
+    try:
+        tokenizer = load_tokenizer(path, options, eos_token_ids=config.get("eos_token_id"))
+    except Exception as e:
+        # What is raised differs: transformers tries its own tokenizer where it has one.
+        if trust or "auto_map" not in _read_json(path / "tokenizer_config.json"):
+            raise
+        raise _remote_code_error(name, "tokenizer", path) from e
+    # As if transformers had warned already: the engine has a limit of its own, and says it.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def _remote_code_error(name: str, part: str, path: Path) -> RemoteCodeError:
+    return RemoteCodeError(
+        f"{name}: its {part} is Python code that comes with the model: read it in {path}, and set ",
+        Option("trust_remote_code"),
+        " to run it",
+    )
 
 
 def from_model(
@@ -153,35 +201,38 @@ def _refuse_untrusted(name: str, model_type: str) -> None:
 
 def find(name: str) -> Path:
     """The folder of a model, downloaded (with progress) if it is a Hugging Face repository."""
+    if not isinstance(name, (str, Path)):
+        raise ModelLoadError(f"{_A_MODEL}, got {show(name)}")
     if name == "demo":
         return DEMO_PATH
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    name, exists = str(name), False
+    with suppress(OSError, RuntimeError, ValueError):  # too long; no such user; half a surrogate
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path
+        exists = path.exists()
+    if exists:
         raise ModelLoadError(f"{name}: a model is a folder, this is a file")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")):
-        raise ModelLoadError(
-            f"{name}: no such folder; a model is 'demo', a local folder, or a Hugging Face name "
-            "such as mlx-community/Qwen3-0.6B-4bit"
-        )
+        raise ModelLoadError(f"{shorten(name)}: no such folder; {_A_MODEL}")
     return _download(name)
 
 
 def _download(name: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    shown = shorten(name)
     try:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
     except errors.GatedRepoError as e:
         raise ModelLoadError(
-            f"{name}: access to this model must be asked for on its page, then `hf auth login`"
+            f"{shown}: access to this model must be asked for on its page, then `hf auth login`"
         ) from e
     except errors.RepositoryNotFoundError as e:
-        raise ModelLoadError(f"{name}: there is no such model on the Hugging Face Hub") from e
+        raise ModelLoadError(f"{shown}: there is no such model on the Hugging Face Hub") from e
     except Exception as e:  # the hub's client has many ways to say "no network"
         raise ModelLoadError(
-            f"{name}: not in the local cache, and the Hugging Face Hub cannot be reached "
+            f"{shown}: not in the local cache, and the Hugging Face Hub cannot be reached "
             f"({one_line(e)})"
         ) from e
 
@@ -191,7 +242,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ModelLoadError(f"{path}: not readable as JSON: {one_line(e)}") from e
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: must be a JSON object")
@@ -201,12 +252,32 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         raise ModelLoadError(f"{path}: not a model folder: it has no config.json")
+    _refuse_pointers(path)
     config = _read_json(path / "config.json")
     if "model_type" not in config:
         raise ModelLoadError(f"{path / 'config.json'}: has no model_type")
     if not list(path.glob("model*.safetensors")):
         raise ModelLoadError(f"{path}: not a model folder: it has no model*.safetensors")
     return config
+
+
+def _refuse_pointers(path: Path) -> None:
+    """Raise ModelLoadError for a clone whose large files git-lfs has not downloaded."""
+    pointers = sorted(f.name for f in path.iterdir() if f.is_file() and _is_pointer(f))
+    if pointers:
+        more = f" (so are {len(pointers) - 1} more)" if len(pointers) > 1 else ""
+        raise ModelLoadError(
+            f"{path}: {pointers[0]} is a git-lfs pointer and not the file itself{more}: run "
+            "`git lfs install`, then `git lfs pull` in this folder"
+        )
+
+
+def _is_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as f:
+            return f.read(len(_LFS_FIRST_WORDS)) == _LFS_FIRST_WORDS
+    except OSError:  # reading it as a part of the model says why
+        return False
 
 
 def _convert(model: nn.Module, dtype: str) -> None:

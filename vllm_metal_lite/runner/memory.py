@@ -13,7 +13,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
+from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
@@ -47,7 +47,8 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
     wanted = config.max_model_len
     if wanted is not None and wanted > model.max_position:
         raise ConfigError(
-            f"max_model_len ({wanted}) is above the model's context length ({model.max_position})"
+            Option("max_model_len"),
+            f" must be at most the model's context length, {model.max_position}, got {wanted}",
         )
     max_model_len = wanted or model.max_position
     limit = backend.memory_limit()
@@ -61,9 +62,9 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
         need += store_bytes(model, groups, config.block_size)
         if need > limit:
             raise OutOfMemoryError(
-                f"num_blocks {config.num_blocks} needs {_gib(need)} with the weights"
-                f"{_states(model, config)}; "
-                f"this device has {_gib(limit)}"
+                Option("num_blocks"),
+                f" {config.num_blocks} needs {_gib(need)} with the weights"
+                f"{_states(model, config)}; this device has {_gib(limit)}",
             )
     else:
         groups = _fitting_groups(model, config, max_model_len, limit)
@@ -71,8 +72,9 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
     if capacity < max_model_len:
         if wanted is not None:
             raise ConfigError(
-                f"max_model_len ({wanted}) is above the {capacity} tokens that {num_blocks} blocks "
-                f"of {config.block_size} hold"
+                Option("max_model_len"),
+                f" must be at most the {capacity} tokens that {num_blocks} blocks of "
+                f"{config.block_size} hold, got {wanted}",
             )
         max_model_len = capacity
     return groups, max_model_len
@@ -135,14 +137,19 @@ def _fitting_groups(
     peak = step_peak_bytes(model, config, max_model_len)
     left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
     if left < size(1):
-        fewer = " or max_num_seqs" if model.state_bytes else ""
+        fewer = (" or ", Option("max_num_seqs")) if model.state_bytes else ()
         raise OutOfMemoryError(
             f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
             f"{_states(model, config)} + a step of "
             f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
             f"{_gib(size(1))}, and only {_gib(limit * fraction)} may be used "
-            f"(memory_fraction {fraction:g} of {_gib(limit)}); "
-            f"lower max_num_batched_tokens{fewer} or raise memory_fraction"
+            "(",
+            Option("memory_fraction"),
+            f" {fraction:g} of {_gib(limit)}); lower ",
+            Option("max_num_batched_tokens"),
+            *fewer,
+            " or raise ",
+            Option("memory_fraction"),
         )
     # A model of recurrent layers alone keeps nothing in its blocks: they only count tokens.
     most = _most_owned(first, config, max_model_len)

@@ -18,7 +18,7 @@ from math import inf, log
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import SamplingError
+from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling.logits import LogprobArrays
 from vllm_metal_lite.sampling.masks import (
@@ -86,15 +86,17 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocab_size:
             raise SamplingError(
-                f"{name} must be at most the vocabulary's size, {vocab_size}, "
-                f"got {getattr(params, name)}"
+                Option(name),
+                f" must be at most the vocabulary's size, {vocab_size}, "
+                f"got {show(getattr(params, name))}",
             )
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         for token_id in getattr(params, name) or ():
             if token_id >= vocab_size:
                 raise SamplingError(
-                    f"{name} must hold token ids below the vocabulary's size, {vocab_size}, "
-                    f"got {token_id}"
+                    Option(name),
+                    f" must hold token ids below the vocabulary's size, {vocab_size}, "
+                    f"got {show(token_id)}",
                 )
 
 
@@ -195,7 +197,8 @@ class Sampler:
         tokens = np.array([*bias, *banned], np.int64)
         addends = np.array([*bias.values(), *[-inf] * len(banned)])
         addends = np.where(np.isfinite(addends), np.clip(addends, -_LARGE, _LARGE), addends)
-        until = np.repeat([_FOREVER, params.min_tokens], [len(bias), len(banned)])
+        until = [_FOREVER, min(params.min_tokens, _FOREVER)]
+        until = np.repeat(until, [len(bias), len(banned)])
         known = (tokens >= 0) & (tokens < self.vocab_size)
         self._edits[req_index] = (
             tokens[known].astype(np.int32), addends[known].astype(np.float32), until[known],

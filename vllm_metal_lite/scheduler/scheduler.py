@@ -16,7 +16,7 @@ from operator import attrgetter, le, sub
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
-from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.errors import Option, RequestError, show
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
@@ -65,7 +65,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError if it could never finish; nothing has changed."""
-        name, prompt = f"request {request.request_id!r}", request.num_prompt_tokens
+        name, prompt = f"request {show(request.request_id)}", request.num_prompt_tokens
         if request.request_id in self._requests:
             raise RequestError(f"{name} is already in use")
         if prompt == 0:
@@ -74,8 +74,9 @@ class Scheduler:
             raise RequestError(f"{name}: max_tokens must be at least 1, got {request.max_tokens}")
         if prompt >= self.max_model_len:
             raise RequestError(
-                f"{name} has a prompt of {prompt} tokens; max_model_len ({self.max_model_len}) "
-                f"leaves room for {self.max_model_len - 1} and one new token"
+                f"{name} has a prompt of {prompt} tokens; ",
+                Option("max_model_len"),
+                f" ({self.max_model_len}) leaves room for {self.max_model_len - 1} and a new one",
             )
         # The last token sampled is never computed, so it is never stored.
         max_length = min(prompt + request.max_tokens, self.max_model_len)
@@ -89,9 +90,9 @@ class Scheduler:
         # Preempted just before its last token, it has to fit one step with all it generated.
         if request.atomic and num_stored > self.config.max_num_batched_tokens:
             raise RequestError(
-                f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; "
-                f"max_num_batched_tokens is {self.config.max_num_batched_tokens}"
-            )
+                f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; ",
+                Option("max_num_batched_tokens"), f" is {self.config.max_num_batched_tokens}",
+            )  # fmt: skip
         request.max_length = max_length
         # The count sets apart what has the same arrival (the n answers of one prompt).
         request.rank = (request.priority, request.arrival, self._num_added)

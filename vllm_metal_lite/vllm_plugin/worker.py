@@ -46,8 +46,8 @@ def _kv_bits(text: str | None) -> int | None:
     """METAL_LITE_KV_BITS as a number; ConfigError if EngineConfig would not take it."""
     if not text:
         return None
-    if text not in map(str, KV_BITS[1:]):
-        raise ConfigError(f"METAL_LITE_KV_BITS must be one of {list(KV_BITS[1:])}, got {text!r}")
+    if text not in map(str, KV_BITS):
+        raise ConfigError(f"METAL_LITE_KV_BITS must be one of {list(KV_BITS)}, got {text!r}")
     return int(text)
 
 
@@ -73,7 +73,7 @@ class MetalLiteWorker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
-        model = load(self.model_config.model, self._dtype())
+        model = load(self.model_config.model, self._dtype(), self.model_config.trust_remote_code)
         self.model = model.with_kv_bits(_kv_bits(os.environ.get("METAL_LITE_KV_BITS")))
         sizing.limit_buffer_cache()
         reason = self.model.packed.no_prefix_cache

@@ -1,0 +1,41 @@
+"""Text for people, as wide as their terminal."""
+
+import os
+import re
+import textwrap
+from typing import TextIO
+
+_NARROWEST = 20
+
+# "Model:     demo: ..." and "/reset     forget ...": what is wrapped goes on below the text.
+_LABEL = re.compile(r"\S+(?: \S+)?(?<![.!?)]) {2,}(?=\S)")
+_LONGEST_LABEL = 20
+
+
+def wrap(text: str, stream: TextIO) -> str:
+    """Break lines that are wider than the terminal behind `stream`; files get them whole."""
+    width = _width(stream)
+    if width is None:
+        return text
+    return "\n".join(_wrap_line(line, max(width, _NARROWEST)) for line in text.split("\n"))
+
+
+def _width(stream: TextIO) -> int | None:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):  # no terminal, or no file at all
+        return None
+
+
+def _wrap_line(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    label = _LABEL.match(line)
+    hang = label.end() if label and label.end() <= min(_LONGEST_LABEL, width // 2) else 0
+    rest = textwrap.wrap(
+        line[hang:],
+        width - hang,
+        break_long_words=False,  # paths and commands stay in one piece, to be copied
+        break_on_hyphens=False,
+    )
+    return line[:hang] + ("\n" + " " * hang).join(rest)
