@@ -73,7 +73,7 @@ def choose(
             return attention, f"{checked} on this device; prompts by {how}"
         reason = f"a kernel fails its check: {fatal[0]}"
     if option == "kernels":
-        raise ConfigError(Option("attention"), f"=kernels is not possible: {reason}")
+        raise ConfigError(Option("attention"), f"='kernels' is not possible: {reason}")
     return ReferenceAttention(store), reason
 
 
