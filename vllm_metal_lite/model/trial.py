@@ -84,9 +84,7 @@ class Draw:
     def noise(self) -> list[np.ndarray]:
         """Distances of the model's own logits in chunks, (positions, chunkings) a request."""
         return [
-            np.transpose(
-                [list(map(_distance, _native(self._model, s, n), own)) for n in _CHUNKS]
-            )
+            np.transpose([list(map(_distance, _native(self._model, s, n), own)) for n in _CHUNKS])
             for s, own in zip(self.sequences, self.own, strict=True)
         ]
 
