@@ -390,6 +390,8 @@ class LLMEngine:
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was made, and where the blocks are now.
 
+        attention_by_segment: 1 if the model's attention runs a segment at a time, the slow way.
+
         blocks_*: of the first KV group; behind it, blocks_*_window_N of the layers that see N
         tokens, where a model has layers of several kinds.
         """
@@ -404,6 +406,7 @@ class LLMEngine:
         return {
             **self._counts,
             "compiled_steps": self.runner.compiled.num_steps,
+            "attention_by_segment": int(self.model.packed.reads_store),
             "prefix_cache_hit_tokens": scheduler.prefix_hit_tokens,
             "prefix_cache_queried_tokens": scheduler.prefix_queried_tokens,
             "preemptions": scheduler.num_preemptions,

@@ -21,6 +21,7 @@ from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv import sizing
 from vllm_metal_lite.kv.groups import KVGroup, kv_groups
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.model.adapters import rotation_limit
 from vllm_metal_lite.model.fit import check_fusing
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import ModelRunner
@@ -40,6 +41,17 @@ _NAME = "layers.{}"
 
 # A model of recurrent layers alone keeps nothing in blocks, but vLLM counts tokens by them.
 _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
+
+
+def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
+    """vLLM multiplies the trained context by the factor of rope_scaling, "dynamic" too."""
+    limit = rotation_limit(model.packed.model)
+    if limit is not None and max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len ({max_model_len}) is above {limit}: behind its trained context this "
+            "model's rotation (rope_scaling: dynamic) depends on the length of each request, which "
+            f"vllm-metal-lite does not support: give --max-model-len {limit}"
+        )
 
 
 def _kv_bits(text: str | None) -> int | None:
@@ -75,6 +87,7 @@ class MetalLiteWorker(WorkerBase):
             raise ConfigError("vllm-metal-lite does not support dummy weights")
         model = load(self.model_config.model, self._dtype(), self.model_config.trust_remote_code)
         self.model = model.with_kv_bits(_kv_bits(os.environ.get("METAL_LITE_KV_BITS")))
+        _check_rotation(self.model, self.model_config.max_model_len)
         sizing.limit_buffer_cache()
         reason = self.model.packed.no_prefix_cache
         if reason and self.cache_config.enable_prefix_caching:
