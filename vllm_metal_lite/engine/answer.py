@@ -41,7 +41,7 @@ class Answer:
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(
-                tokenizer, params, self._token_ids, request.prompt_token_ids[-1]
+                tokenizer, params, self._token_ids, request.prompt_token_ids
             )
         self._finds_stop = bool(params.stop_strings and self._detokenizer)
         if self._detokenizer and not self._finds_stop:
