@@ -35,7 +35,9 @@ class StepResult:
     """A step that was submitted: reading what it gives waits for its end.
 
     token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None.
-    for_host: a copy of the sampled tokens, if the host must not read those of the next step.
+    undrawn: the reason (`undrawn.MASKED` or NAN) by row, for rows that give no token; their
+    token_ids are 0.
+    for_host: what the host reads instead of `sampled`, which the next step reads.
     arrays: what to wait for; if there is nothing (all is in the store), for all that was submitted.
     submission: the step's way through the thread, if it goes that way.
     """
@@ -76,6 +78,15 @@ class StepResult:
 
     @cached_property
     def token_ids(self) -> np.ndarray:
+        return np.maximum(self._reported, 0)
+
+    @cached_property
+    def undrawn(self) -> dict[int, int]:
+        reported = self._reported
+        return {row: int(reported[row]) for row in np.flatnonzero(reported < 0).tolist()}
+
+    @cached_property
+    def _reported(self) -> np.ndarray:
         self.wait()
         return np.zeros(0, np.int32) if self._sampled is None else np.array(self.arrays[0])
 
@@ -158,9 +169,8 @@ class ModelRunner:
         sampled = for_host = logprobs = scored = None
         if num_sampled:
             output = self.sampler(logits[:num_sampled], req_indices, grammar)
-            sampled, logprobs = output.token_ids, output.logprobs
+            sampled, logprobs, for_host = output.token_ids, output.logprobs, output.for_host
             if self.submitter.threaded:
-                for_host = sampled + 0
                 [sampled] = submit.alone([sampled])
         if len(batch.prompt_targets):
             targets = mx.array(batch.prompt_targets)

@@ -49,7 +49,7 @@ class Conversation:
         """Say something and stream the answer to `write`.
 
         Ctrl-C ends the answer, and what was said of it stays in the conversation.  If the message
-        is refused (RequestError, ContextFull), the conversation is as it was before.
+        is refused or fails (RequestError, ContextFull), the conversation is as it was before.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.engine.render_chat(messages, **self._template)
@@ -59,6 +59,8 @@ class Conversation:
                 f"and the context holds {self.engine.max_model_len}"
             )
         turn = self._run(prompt, write)
+        if (error := turn.output.outputs[0].error) is not None:
+            raise RequestError(error)
         if turn.kept:
             answer = turn.output.outputs[0].text
             self.messages = [*messages, {"role": "assistant", "content": answer}]

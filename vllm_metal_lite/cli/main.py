@@ -36,7 +36,8 @@ parameter ("temperature", "max_tokens", "seed", "stop", "n", ...), which overrid
 
 Each line of the output, in the order of the input, is an object with id, text, token_ids,
 finish_reason, num_prompt_tokens and num_cached_tokens; with "n" above 1, "outputs" is a list of
-text, token_ids and finish_reason.  A line that is refused becomes {"id": ..., "error": ...}.
+text, token_ids and finish_reason.  A line that is refused becomes {"id": ..., "error": ...}; an
+answer that fails has finish_reason "error", and "error" says why.
 
 examples:
   vllm-metal-lite generate prompts.jsonl -o answers.jsonl
