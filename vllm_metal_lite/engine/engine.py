@@ -326,13 +326,18 @@ class LLMEngine:
                     answer = self._answers[request.request_id]
                     answer.append_prompt_logprobs(result.prompt_logprobs, row)
         reports: dict[str, RequestOutput] = {}
+        undrawn = result.undrawn
         for row, request in enumerate(output.terminal):
             if not goes_on[row]:
                 continue
             answer = self._answers[request.request_id]
-            if result.logprobs is not None:
-                answer.append_logprobs(result.logprobs, row)
-            if answer.append(tokens[row]):
+            if row in undrawn:
+                ended = answer.fail(undrawn[row])
+            else:
+                if result.logprobs is not None:
+                    answer.append_logprobs(result.logprobs, row)
+                ended = answer.append(tokens[row])
+            if ended:
                 self._end(answer)
             reports[answer.result.request_id] = answer.result
         return list(reports.values())

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
+from vllm_metal_lite import undrawn
 from vllm_metal_lite.batch import ForwardBatch, InputBatch
 from vllm_metal_lite.constraints import TokenMasks
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from vllm_metal_lite.sampling import Sampler
 
 
+logger = init_logger("vllm.metal_lite")
+
+
 @dataclass(slots=True)
 class _Request:
     """A request that vLLM has not finished.  req_index None: it was preempted, and waits."""
@@ -37,6 +42,8 @@ class _Request:
     num_prompt_tokens: int
     tokens: np.ndarray  # all that were known when it last got its row
     prompt_logprobs: PromptLogprobs | None
+    has_grammar: bool
+    is_undrawn: bool = False  # no token could be sampled for it, and the log says so
     req_index: int | None = None
 
 
@@ -105,6 +112,7 @@ class StepTranslator:
             len(new.prompt_token_ids),
             np.array(tokens, np.int32),
             prompt_logprobs,
+            vllm_params.structured_outputs is not None,
         )
         self._requests[new.req_id] = request
         self._seat(request, new.block_ids)
@@ -167,11 +175,12 @@ class StepTranslator:
 
     def finish(self, step: Step, result: "StepResult") -> ModelRunnerOutput:
         """Take note of the tokens sampled, and report them as vLLM wants them."""
-        self.inputs.append_tokens(step.req_indices, result.token_ids)
+        token_ids, segments = result.token_ids, step.batch.sample_segments.tolist()
+        for row, reason in result.undrawn.items():
+            token_ids[row] = self._end_undrawn(step.req_ids[segments[row]], reason)
+        self.inputs.append_tokens(step.req_indices, token_ids)
         sampled: list[list[int]] = [[] for _ in step.req_ids]
-        for segment, token in zip(
-            step.batch.sample_segments.tolist(), result.token_ids.tolist(), strict=True
-        ):
+        for segment, token in zip(segments, token_ids.tolist(), strict=True):
             sampled[segment] = [token]
         return ModelRunnerOutput(
             req_ids=step.req_ids,
@@ -180,6 +189,22 @@ class StepTranslator:
             logprobs=_logprobs(result.logprobs, sampled),
             prompt_logprobs_dict=self._prompt_logprobs(step, result),
         )
+
+    def _end_undrawn(self, req_id: str, reason: int) -> int:
+        """The token to report for a request that no token can be sampled for, after a line of log.
+
+        A worker cannot fail a single request: vLLM takes a token, or an exception, which ends the
+        engine.  A grammar refuses token 0, and vLLM then ends the request with an error.  Any other
+        request ends as if it had stopped, if one of its tokens stops it.
+        """
+        request = self._requests[req_id]
+        row = request.req_index
+        num_generated = int(self.inputs.num_tokens[row]) - request.num_prompt_tokens
+        if not request.is_undrawn:  # vLLM may have scheduled a step more
+            why = undrawn.why(reason, request.params, num_generated, request.has_grammar)
+            logger.error("Request %s: %s", req_id, why)
+        request.is_undrawn = True
+        return 0 if request.has_grammar else min(request.stop_token_ids, default=0)
 
     def _prompt_logprobs(self, step: Step, result: "StepResult") -> dict[str, Any]:
         batch, done = step.batch, {}
