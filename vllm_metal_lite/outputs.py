@@ -21,6 +21,7 @@ class CompletionOutput:
     text: made from the tokens when it is read, so it costs nothing where nobody does.
     finish_reason: None while running, then "stop" (end of sequence, stop string or stop token),
     "length" (max_tokens or the context is reached), "abort" or "error".
+    error: why no further token could be sampled, in one line; None unless finish_reason is "error".
     stop_reason: the stop string or the stop token id that ended it, None for end of sequence.
     """
 
@@ -31,6 +32,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     @property
     def finished(self) -> bool:

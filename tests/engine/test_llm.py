@@ -287,7 +287,7 @@ def test_penalties_follow_their_definition(llm, native):
 
 def test_the_detokenizer_holds_back_what_may_be_a_stop_string_even_at_the_start(llm):
     tokens: list[int] = []
-    stream = Detokenizer(llm.get_tokenizer(), SamplingParams(stop="abcdef"), tokens, 0)
+    stream = Detokenizer(llm.get_tokenizer(), SamplingParams(stop="abcdef"), tokens, [0])
     shown = []
     for token in encode("abcdeX"):
         tokens.append(token)
@@ -302,7 +302,7 @@ def test_an_answer_keeps_its_first_space():
     tokenizer = load_tokenizer(DEMO_PATH)
     ids = tokenizer.encode("the red box is 4821")
     for cut in range(1, len(ids)):
-        stream = Detokenizer(tokenizer, SamplingParams(), ids[cut:], ids[cut - 1])
+        stream = Detokenizer(tokenizer, SamplingParams(), ids[cut:], ids[:cut])
         stream.end_at(len(ids) - cut)
         assert tokenizer.decode(ids[:cut]) + stream.text() == "the red box is 4821"
 

@@ -22,7 +22,7 @@ from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
 from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import fit
+from vllm_metal_lite.model import fit, trial
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
@@ -200,14 +200,13 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
     config = config_of(name)
     model = tiny.build(config)
     layout = inspect(model, config["model_type"])
-    sequences = [np.arange(n) * 7 % layout.vocab_size for n in fit._LENGTHS]
-    own = [fit._native(model, s) for s in sequences]
+    draw = trial.Draw(model, layout.vocab_size)
     packed = PackedModel(model, layout, products=join_projections(model))
-    attention = KernelAttention(PagedStore(layout.specs, 4, fit._BLOCK), "gather")
+    attention = KernelAttention(PagedStore(layout.specs, 4, trial.BLOCK), "gather")
     with installed():
-        assert fit._trial(packed, attention, sequences, own, np.max) < 1e-4
-    times = len(layout.specs) * len(fit._STEPS)
-    decodes = sum(max(scheduled) == 1 for _, scheduled in fit._STEPS)
+        assert max(row.error for row in draw.rows(packed, attention)) < 1e-4
+    times = len(layout.specs) * len(trial.STEPS)
+    decodes = sum(max(scheduled) == 1 for _, scheduled in trial.STEPS)
     rotations = LAUNCHES[name][0] * len(layout.specs)
     assert launches["fused"] == rotations * decodes
     counts = [launches["rope_write"] + launches["fused"], launches["kv_write"]]
@@ -311,4 +310,4 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, wrong):
     assert ["products by skinny_gemm" in str(w.message) for w in caught] == [True] * bool(wrong)
     layers = len(packed.attention_specs)
     # Tried with MLX's products; with the kernel these few rows have their norms and sums in it.
-    assert launches["add_rms_norm"] == 2 * layers * len(fit._STEPS)
+    assert launches["add_rms_norm"] == 2 * layers * len(trial.STEPS)

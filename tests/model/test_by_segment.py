@@ -17,7 +17,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model import fit, loader
+from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
 from vllm_metal_lite.model.sequences.runs import plan_runs
 
@@ -53,10 +53,20 @@ def test_who_does_not(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_warning_where_it_is_how_the_model_is_written(name, recwarn):
+def test_it_is_said_loudly_once_with_the_cost_and_the_reason(name, recwarn):
     config = tiny.config_of(name)
-    assert loader.from_model(tiny.build(config), None, config, name).packed.by_segment
-    assert not [w for w in recwarn if "segment" in str(w.message)]
+    reason = loader.from_model(tiny.build(config), None, config, name).packed.by_segment
+    (message,) = [str(w.message) for w in recwarn if "segment" in str(w.message)]
+    assert message.startswith("SLOW: ")
+    assert "half the speed of mlx-lm" in message
+    assert f"Reason: {reason}." in message
+    assert "Its answers are right" in message
+    assert "report" not in message
+
+
+def test_metrics_say_it_too():
+    assert tiny.engine("plamo").metrics()["attention_by_segment"] == 1
+    assert tiny.engine("llama").metrics()["attention_by_segment"] == 0
 
 
 @pytest.mark.parametrize("option", ["auto", "reference"])
@@ -66,16 +76,17 @@ def test_no_warning_where_it_is_how_the_model_is_written(name, recwarn):
 def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, option, where, what):
     """As if a backend lacked what only packed attention needs: MLX raises, and so does sqrt."""
     config = tiny.config_of("llama")
-    trial = fit._trial
+    rows = trial.Draw.rows
 
-    def failing(packed, *args):
+    def failing(self, packed, *args):
         with monkeypatch.context() as patch:
             if packed.by_segment is None:
                 patch.setattr(where, what, math.sqrt)
-            return trial(packed, *args)
+            return rows(self, packed, *args)
 
-    monkeypatch.setattr(fit, "_trial", failing)
-    with pytest.warns(UserWarning, match=r"llama failed .*: TypeError: .*sqrt\(\)") as caught:
+    monkeypatch.setattr(trial.Draw, "rows", failing)
+    message = r"llama runs a segment .* TypeError: .*sqrt\(\).*Please report this"
+    with pytest.warns(UserWarning, match=message) as caught:
         model = loader.from_model(tiny.build(config), None, config, "the-model")
     assert len(caught) == 1
     assert model.packed.by_segment.startswith("TypeError: math.sqrt() takes")
@@ -137,8 +148,8 @@ def test_a_decode_step_copies_no_store(name):
 
 def test_a_model_whose_logits_come_out_wrong_is_refused_by_name(monkeypatch):
     config = tiny.config_of("llama")
-    native = fit._native
-    monkeypatch.setattr(fit, "_native", lambda model, tokens: native(model, tokens[::-1].copy()))
+    native = trial._native
+    monkeypatch.setattr(trial, "_native", lambda m, tokens, n: native(m, tokens[::-1].copy(), n))
     with pytest.raises(ModelLoadError, match=r"llama is not supported.*away from mlx-lm's own"):
         loader.from_model(tiny.build(config), None, config, "the-model")
 

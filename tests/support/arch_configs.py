@@ -117,7 +117,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "helium": {},
     "hunyuan_v1_dense": {},
     "internlm2": {},
+    "internlm2/dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "internlm3": {},
+    "internlm3/dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}},
     "lille-130m": {**_GPT, "n_kv_heads": 2, "block_size": 512},
     "llama": {},
     "llama/llama3_rope": {"rope_scaling": {

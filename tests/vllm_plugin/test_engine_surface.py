@@ -7,12 +7,16 @@ import sys
 import pytest
 
 from tests.support import tiny_models as tiny
+from tests.support.arch_configs import config_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 
 from vllm import SamplingParams
 
 from tests.vllm_plugin import kit
+from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.model import loader
+from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
 
@@ -159,3 +163,14 @@ def test_active_only_when_asked(environment, is_active):
     name, has_mlx = out.stdout.split()
     assert (name == "MetalLitePlatform") == is_active
     assert has_mlx == "False"
+
+
+def test_a_rotation_that_depends_on_the_length_ends_the_context():
+    """vLLM would allow the trained context times the factor of the scaling."""
+    scaling = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}
+    config = {**config_of("internlm2"), **scaling}
+    model = loader.from_model(tiny.build(config), None, config, "internlm2")
+    _check_rotation(model, 64)
+    _check_rotation(tiny.packed("llama"), 1 << 20)
+    with pytest.raises(ConfigError, match=r"max_model_len \(128\) .* give --max-model-len 64"):
+        _check_rotation(model, 128)

@@ -12,9 +12,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.utils import tensor_data
 
 from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams as OurParams
+from vllm_metal_lite.vllm_plugin import translate
+from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 
 PROMPTS = tiny.prompts(6, 3, 40, seed=5)
 
@@ -109,6 +112,12 @@ def test_logprobs_and_prompt_logprobs_over_chunks(llm, k):
             assert_logprobs(entry, expected[len(prompt) + at - 1], generated[at], k)
 
 
+def test_prompt_logprobs_of_a_prompt_of_one_token_can_be_sent():
+    """vLLM sends a tensor's bytes to its front end; an error there ends the server's answers."""
+    for tensor in PromptLogprobs(1, 2).tensors()[:3]:
+        assert len(tensor_data(tensor)) == 0
+
+
 def test_all_logprobs(llm):
     out = kit.generate(llm, PROMPTS[:1], max_tokens=1, logprobs=-1)[0]
     assert len(out.outputs[0].logprobs[0]) == tiny.VOCAB
@@ -132,6 +141,35 @@ def test_min_tokens_holds_back_the_end(llm):
     assert [len(t) for t in kit.tokens(short)] == [1] * len(PROMPTS)
     longer = kit.generate(llm, PROMPTS, ignore_eos=False, max_tokens=20, min_tokens=6, **eos_soon)
     assert [len(t) for t in kit.tokens(longer)] == [7] * len(PROMPTS)
+
+
+def test_a_grammar_that_is_over_ends_before_min_tokens():
+    """As vLLM's own test_min_tokens_with_terminal_structured_output."""
+    params = SamplingParams(
+        temperature=0, min_tokens=20, max_tokens=40,
+        structured_outputs=StructuredOutputsParams(json='{"type": "boolean"}'),
+    )  # fmt: skip
+    with kit.engine("demo") as llm:
+        output = llm.generate("Answer:", params, use_tqdm=False)[0].outputs[0]
+        eos_token_id = llm.get_tokenizer().eos_token_id
+    assert output.finish_reason == "stop"
+    assert isinstance(json.loads(output.text), bool)
+    assert output.token_ids[-1] == eos_token_id
+    assert len(output.token_ids) < params.min_tokens
+
+
+def test_a_request_without_a_token_ends_at_once(llm, monkeypatch):
+    """vLLM lets a worker fail no single request: it stops, and the log says why."""
+    said = []
+    monkeypatch.setattr(translate.logger, "error", lambda text, *args: said.append(text % args))
+    never = {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3}
+    plain = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
+    params = [plain, SamplingParams(temperature=0, ignore_eos=True, max_tokens=8, **never)]
+    good, bad = kit.generate(llm, PROMPTS[:2], params)
+    assert list(good.outputs[0].token_ids) == kit.alone("llama", PROMPTS[0], 8)
+    assert list(bad.outputs[0].token_ids) == [5]
+    [line] = said
+    assert "nothing is left by allowed_token_ids and min_tokens" in line
 
 
 def test_stop_strings_and_stop_tokens(llm):

@@ -49,7 +49,7 @@ def no_kernels(
         return "asked for" if by_segment is None else f"asked for; {by_segment}"
     reason = by_segment or _unsupported(option, shapes)
     if reason is not None and option == "kernels":
-        raise ConfigError(Option("attention"), f"=kernels is not possible: {reason}")
+        raise ConfigError(Option("attention"), f"='kernels' is not possible: {reason}")
     return reason
 
 
@@ -74,7 +74,7 @@ def select(
     if fatal:
         reason = f"a kernel fails its check: {verdict.failures[fatal[0]]}"
         if option == "kernels":
-            raise ConfigError(Option("attention"), f"=kernels is not possible: {reason}")
+            raise ConfigError(Option("attention"), f"='kernels' is not possible: {reason}")
         return ReferenceAttention(store), reason
     shares = "shared_prefix" not in wrong
     attention = KernelAttention(

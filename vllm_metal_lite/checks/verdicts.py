@@ -4,17 +4,14 @@ What passed is remembered for this device, MLX version and kernel source: checki
 once.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
 from vllm_metal_lite.checks.result import CheckResult
-from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.common import unsupported
+from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.specs import AttentionShape
 
 _PREFILLS = ("varlen", "gather")
@@ -37,9 +34,9 @@ def verify(shapes: Sequence[AttentionShape], block_size: int) -> Verdict:
 
 def _own(shape: AttentionShape, block_size: int) -> tuple[list[CheckResult], str]:
     """What fails of `selfcheck.check`, and how prompts attend fastest."""
-    memory = Memory()
+    found = Remembered()
     key = f"{shape}, blocks of {block_size}"
-    if key not in memory.known:
+    if key not in found.known:
         failed = [r for r in selfcheck.check(shape, block_size) if not r.passed]
         if failed:
             return failed, "gather"
@@ -48,39 +45,17 @@ def _own(shape: AttentionShape, block_size: int) -> tuple[list[CheckResult], str
             how = "gather"
         else:
             how = "varlen" if backend.is_cpu() else measure.faster_prefill(shape)
-        memory.add(key, how)
-    return [], memory.known[key]
+        found.add(key, how)
+    return [], found.known[key]
 
 
 def _fused(shape: AttentionShape) -> list[CheckResult]:
     """What fails of `fusedcheck.check`."""
-    memory = Memory()
+    found = Remembered()
     key = f"{fusedcheck.heads_only(shape)}, fused"
-    if key in memory.known:
+    if key in found.known:
         return []
     failed = [r for r in fusedcheck.check(shape) if not r.passed]
     if not failed:
-        memory.add(key, "right")
+        found.add(key, "right")
     return failed
-
-
-class Memory:
-    """Shapes that passed with this MLX, on this device, with these kernels."""
-
-    def __init__(self) -> None:
-        texts = [source.read(kernel) for kernel in selfcheck.KERNELS]
-        identity = repr([mx.__version__, backend.describe(), texts])
-        name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self.file = source.cache_folder() / f"kernels-{name}.json"
-        try:
-            self.known = dict(json.loads(self.file.read_text(encoding="utf-8")))
-        except (OSError, TypeError, ValueError):  # none yet, or not readable: check again
-            self.known = {}
-
-    def add(self, key: str, found: str) -> None:
-        self.known[key] = found
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
-        except OSError:  # a home that cannot be written to: check again next time
-            return

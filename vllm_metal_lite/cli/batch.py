@@ -102,9 +102,12 @@ class Batch:
         self._engine.add_request(request_id, prompt, job.params, priority=job.priority)
 
     def _refuse(self, position: int, job_id: Any, message: str) -> None:
+        self._count_error(message)
+        self._writer.put(position, {"id": job_id, "error": message})
+
+    def _count_error(self, message: str) -> None:
         self.num_refused += 1
         self.first_refusal = self.first_refusal or message
-        self._writer.put(position, {"id": job_id, "error": message})
 
     def _step(self, bar: tqdm) -> None:
         for output in self._engine.step() if self._jobs else ():
@@ -117,6 +120,9 @@ class Batch:
             self._prompt_tokens += len(output.prompt_token_ids)
             self._cached_tokens += output.num_cached_tokens
             self._new_tokens += _num_new(output)
+            errors = [o.error for o in output.outputs if o.error is not None]
+            if errors:
+                self._count_error(f"line {output.request_id}: {errors[0]}")
             self._writer.put(position, result_line(job, output))
             bar.update()
 

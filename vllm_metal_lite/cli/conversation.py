@@ -57,7 +57,7 @@ class Conversation:
         of a long prompt goes on for seconds.
 
         Ctrl-C ends the answer, and what was said of it stays in the conversation.  If the message
-        is refused (RequestError, ContextFull), the conversation is as it was before.
+        is refused or fails (RequestError, ContextFull), the conversation is as it was before.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.engine.render_chat(messages, **self._template)
@@ -67,6 +67,8 @@ class Conversation:
                 f"and the context holds {self.engine.max_model_len}"
             )
         turn = self._run(prompt, write, stopping)
+        if (error := turn.output.outputs[0].error) is not None:
+            raise RequestError(error)
         if turn.kept:
             answer = turn.output.outputs[0].text
             self.messages = [*messages, {"role": "assistant", "content": answer}]

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
         return 130
     if batch.num_refused:
         _say(
-            f"error: {batch.num_refused} of {writer.num_written} lines were refused; the first: "
-            f"{batch.first_refusal}"
+            f"error: {batch.num_refused} of {writer.num_written} lines were refused or failed; "
+            f"the first: {batch.first_refusal}"
         )
         return 1
     return 0

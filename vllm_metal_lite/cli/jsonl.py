@@ -116,6 +116,8 @@ def _answer(output: CompletionOutput) -> dict[str, Any]:
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
     }
+    if output.error is not None:
+        answer["error"] = output.error
     if output.logprobs is not None:
         answer["cumulative_logprob"] = _finite(output.cumulative_logprob)
         answer["logprobs"] = [_logprobs(p) for p in output.logprobs]

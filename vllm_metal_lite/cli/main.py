@@ -41,7 +41,8 @@ first) and any sampling parameter ("temperature", "max_tokens", "seed",
 Each line of the output, in the order of the input, is an object with id,
 text, token_ids, finish_reason, num_prompt_tokens and num_cached_tokens; with
 "n" above 1, "outputs" is a list of text, token_ids and finish_reason.  A line
-that is refused becomes {"id": ..., "error": ...}.
+that is refused becomes {"id": ..., "error": ...}; an answer that fails has
+finish_reason "error", and "error" says why.
 
 examples:
   vllm-metal-lite generate prompts.jsonl -o answers.jsonl

@@ -6,6 +6,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_metal_lite.sampling import undrawn
 from vllm_metal_lite.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Answer:
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(
-                tokenizer, params, self._token_ids, request.prompt_token_ids[-1]
+                tokenizer, params, self._token_ids, request.prompt_token_ids
             )
         self._finds_stop = bool(params.stop_strings and self._detokenizer)
         if self._detokenizer and not self._finds_stop:
@@ -92,6 +93,12 @@ class Answer:
         """End the answer where it stands."""
         self._end_text(len(self._token_ids))
         self._finish(reason)
+
+    def fail(self, reason: int) -> bool:
+        """End the answer where it stands, as no token can be sampled (see `undrawn`); True."""
+        self.output.error = undrawn.why(reason, self.params, len(self._token_ids))
+        self.abort("error")
+        return True
 
     def append_logprobs(self, logprobs: "Logprobs", row: int) -> None:
         """Report a sampled token's row of log-probabilities, if they were asked for."""

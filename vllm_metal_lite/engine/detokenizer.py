@@ -1,6 +1,8 @@
 """From token ids to text: when somebody reads it, or, for stop strings, as the tokens come."""
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice, product
 from threading import Lock
 
 from mlx_lm.tokenizer_utils import (
@@ -11,13 +13,21 @@ from mlx_lm.tokenizer_utils import (
 
 from vllm_metal_lite.sampling_params import SamplingParams
 
+_CHARACTER = 4  # bytes at most, and as many tokens
+_BROKEN = "\ufffd"
+
 
 class Detokenizer:
     """The text of one answer, whose tokens are a list that grows.
 
+    The text is what mlx-lm's stream of the prompt and the answer has behind the prompt's own text.
+    The stream therefore reads the prompt's last tokens first, as vLLM's does.  A character that
+    they leave open is part of the answer's text if the answer completes it, and otherwise a U+FFFD
+    of the prompt's.  (mlx-lm's stream_generate starts an empty stream, which drops a leading space,
+    and shows U+FFFD for the bytes that complete a character of the prompt.)
+
     One thread may read it while another adds tokens.
     shown: with stop strings, the text up to where no part of one can be.
-    last_prompt_token: the stream starts behind it, as streams drop the very first space.
     """
 
     def __init__(
@@ -25,7 +35,7 @@ class Detokenizer:
         tokenizer: TokenizerWrapper,
         params: SamplingParams,
         token_ids: list[int],
-        last_prompt_token: int,
+        prompt_token_ids: Sequence[int],
     ) -> None:
         self._token_ids, self._num_read = token_ids, 0
         self._end: int | None = None  # how many tokens will be shown, once that is known
@@ -38,10 +48,37 @@ class Detokenizer:
         self._pieces = _pieces_of(tokenizer, params.skip_special_tokens)
         self._stream = tokenizer.detokenizer
         self._settled = False  # the stream has text, and holds nothing back
-        self._text, self._start = "", 0
-        if last_prompt_token < self._pieces.vocab_size:
-            self._run_stream(last_prompt_token)
-            self._text, self._start = "", len(self._stream.text)
+        self._text = ""
+        self._read_prompt(prompt_token_ids)
+
+    def _read_prompt(self, token_ids: Sequence[int]) -> None:
+        """Put the stream where the answer begins; its text so far, all of it, is the prompt's."""
+        known = (t for t in reversed(token_ids) if t < self._pieces.vocab_size)
+        tail = list(islice(known, 2 * _CHARACTER))[::-1]
+        # Find whole characters to begin with: bytes of a part of one could spoil what follows.
+        start, end = max(len(tail) - _CHARACTER, 0), len(tail)
+        ends = range(end, max(end - _CHARACTER, 0), -1)
+        for last, length in product(ends, range(1, _CHARACTER + 1)):
+            first = max(last - length, 0)
+            text = self._text_of(tail[first:last])
+            if text.removeprefix(self._pieces.seed) and _BROKEN not in text:
+                start, end = first, last
+                break
+        self._whole_text = self._text_of(tail[start:end])  # without a character left open
+        self._prompt_text = self._text_of(tail[start:])
+        self._restart_stream(tail[start:])
+
+    def _restart_stream(self, token_ids: Sequence[int]) -> None:
+        self._stream.reset()
+        if self._pieces.seed:
+            self._stream.text = self._pieces.seed
+        for token_id in token_ids:
+            self._stream.add_token(token_id)
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        self._restart_stream(token_ids)
+        self._stream.finalize()
+        return self._stream.text
 
     def find_stop(self, may_stop: bool = True) -> str | None:
         """To be called for each token: the stop string that now stands in the text, if any."""
@@ -83,12 +120,16 @@ class Detokenizer:
             stream.finalize()
         else:
             stream.add_token(token_id)
+        text = stream.text
+        # Else the answer completes, or may still complete, a character of the prompt's.
+        is_closed = text.startswith(self._prompt_text)
+        prompt_text = self._prompt_text if is_closed else self._whole_text
+        start = _num_shared(prompt_text, text)
         if self._pieces.known:
-            grown = stream.text[before:]
-            self._text += grown
-            self._settled = bool(grown)
+            self._text += text[max(start, before) :]
+            self._settled = len(text) > before
         else:
-            self._text = stream.text[self._start :]
+            self._text = text[start:]
 
 
 class _Pieces(dict[int, str | None]):
@@ -104,6 +145,7 @@ class _Pieces(dict[int, str | None]):
         self.vocab_size = len(tokenizer)  # a model's may be padded beyond it
         known = (BPEStreamingDetokenizer, SPMStreamingDetokenizer)
         self.known = isinstance(tokenizer.detokenizer, known)
+        self.seed = "x" if self.known else ""  # text before all others: a first space is dropped
 
     def shows(self, token_id: int) -> bool:
         return token_id not in self._skip and token_id < self.vocab_size
@@ -112,14 +154,20 @@ class _Pieces(dict[int, str | None]):
         piece: str | None = ""
         if self.shows(token_id):
             stream = self._tokenizer.detokenizer
-            stream.text = "x"
+            stream.text = self.seed
             stream.add_token(token_id)
-            piece = stream.text[1:] or None
+            piece = stream.text[len(self.seed) :] or None
         self[token_id] = piece
         return piece
 
 
 _pieces_of = lru_cache(maxsize=8)(_Pieces)  # slow to make, and the same for every request
+
+
+def _num_shared(a: str, b: str) -> int:
+    """Characters at the start that both have."""
+    both = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
 
 
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:

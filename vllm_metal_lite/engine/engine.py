@@ -9,21 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.select import choose
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.prompts import check_text, text_or_ids
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
-from vllm_metal_lite.fusion.tune import tune_products
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.fit import check_fusing
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.memory import limit_buffer_cache, size_store
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.masks import bad_word_ids
 from vllm_metal_lite.sampling.sampler import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -68,17 +65,12 @@ class LLMEngine:
         seats = self.config.max_num_seqs
         store = PagedStore(model.kv_specs, self.kv_groups, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
-        packed = model.packed
-        attention, reason = choose(
-            self.config.attention, store, model.attention_shapes, packed.by_segment
-        )
-        check_fusing(packed, attention)
-        self.attention_reason = reason + tune_products(packed, attention)
-        self.runner = ModelRunner(packed, attention, self.sampler)
+        assembly = build_runner(model, store, self.sampler, self.config.attention)
+        self.runner, self.attention_reason = assembly.runner, assembly.attention_reason
         self.inputs = InputBatch(
             seats, self.max_model_len, self.config.block_size, len(self.kv_groups)
         )
-        caching = self.config.enable_prefix_caching and packed.no_prefix_cache is None
+        caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(scheduling, self.kv_groups, self.max_model_len)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
@@ -328,13 +320,18 @@ class LLMEngine:
                     answer = self._answers[request.request_id]
                     answer.append_prompt_logprobs(result.prompt_logprobs, row)
         reports: dict[str, RequestOutput] = {}
+        undrawn = result.undrawn
         for row, request in enumerate(output.terminal):
             if not goes_on[row]:
                 continue
             answer = self._answers[request.request_id]
-            if result.logprobs is not None:
-                answer.append_logprobs(result.logprobs, row)
-            if answer.append(tokens[row]):
+            if row in undrawn:
+                ended = answer.fail(undrawn[row])
+            else:
+                if result.logprobs is not None:
+                    answer.append_logprobs(result.logprobs, row)
+                ended = answer.append(tokens[row])
+            if ended:
                 self._end(answer)
             reports[answer.result.request_id] = answer.result
         return list(reports.values())
@@ -392,6 +389,8 @@ class LLMEngine:
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was made, and where the blocks are now.
 
+        attention_by_segment: 1 if the model's attention runs a segment at a time, the slow way.
+
         blocks_*: of the first KV group; behind it, blocks_*_window_N of the layers that see N
         tokens, where a model has layers of several kinds.
         """
@@ -406,6 +405,7 @@ class LLMEngine:
         return {
             **self._counts,
             "compiled_steps": self.runner.compiled.num_steps,
+            "attention_by_segment": int(self.model.packed.reads_store),
             "prefix_cache_hit_tokens": scheduler.prefix_hit_tokens,
             "prefix_cache_queried_tokens": scheduler.prefix_queried_tokens,
             "preemptions": scheduler.num_preemptions,

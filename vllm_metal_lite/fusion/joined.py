@@ -86,9 +86,14 @@ class Part(nn.Module):
         return linear
 
 
-def join_projections(model: nn.Module) -> list[JoinedProjection]:
+def joined_projections(model: nn.Module) -> list[JoinedProjection]:
+    """Those of a model."""
+    parts = (module for _, module in model.named_modules() if isinstance(module, Part))
+    return [part.product for part in parts if part.index == 0]
+
+
+def join_projections(model: nn.Module) -> None:
     """Join what can be joined, in place."""
-    products = []
     for path, names in _same_inputs(model):
         modules = dict(model.named_modules())
         # Popped, for whoever holds the old ones keeps all weights twice, not one product's.
@@ -96,9 +101,7 @@ def join_projections(model: nn.Module) -> list[JoinedProjection]:
         mx.eval(product.linear.parameters())
         parts = [(f"{path}{name}", Part(product, i)) for i, name in enumerate(names)]
         model.update_modules(tree_unflatten(parts))
-        products.append(product)
         mx.clear_cache()
-    return products
 
 
 def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:

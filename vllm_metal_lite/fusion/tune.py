@@ -18,9 +18,9 @@ from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.checks.verdicts import Memory
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, suits
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
@@ -46,17 +46,17 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
     # nothing.
     if not weights or CompiledSteps(packed, attention).reason is not None:
         return NONE
-    memory, counts = Memory(), Counter(f"{w.dtype} {w.shape}" for w in weights)
+    found, counts = Remembered(), Counter(f"{w.dtype} {w.shape}" for w in weights)
     key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in sorted(counts.items()))
-    if key not in memory.known:
+    if key not in found.known:
         try:
             rows = _measure(packed, attention, fusion)
         except Exception as e:  # whatever a compiler or a driver says; the next start may succeed
             message = f"skinny_gemm cannot be timed, and is not used: {one_line(e)}"
             warnings.warn(message, stacklevel=3)
             return NONE
-        memory.add(key, f"{rows.start} {rows.stop}")
-    return range(*map(int, memory.known[key].split()))
+        found.add(key, f"{rows.start} {rows.stop}")
+    return range(*map(int, found.known[key].split()))
 
 
 def _linear_weights(model: nn.Module) -> list[mx.array]:

@@ -32,6 +32,11 @@ def strip_comments(text: str) -> str:
     return re.sub(r"[ \t]*//.*", "", text)
 
 
+def names() -> list[str]:
+    """Of all kernels."""
+    return sorted(file.stem for file in FOLDER.glob("*.metal"))
+
+
 def _resolve(text: str) -> str:
     def included(match: re.Match[str]) -> str:
         return _resolve((FOLDER / match[1]).read_text(encoding="utf-8"))

@@ -27,18 +27,15 @@ from vllm_metal_lite.errors import (
     shorten,
     show,
 )
-from vllm_metal_lite.fusion.joined import join_projections
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
+from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.fit import fit
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.specs import AttentionShape
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
-
-_CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length", "n_ctx")
-_DEFAULT_CONTEXT = 8192
 
 # What git checks out in place of a large file, if git-lfs is not installed.
 _LFS_FIRST_WORDS = b"version https://git-lfs"
@@ -56,7 +53,10 @@ _REFUSED = {
 
 @dataclass
 class LoadedModel:
-    """A model, its tokenizer, and what the engine must know about them."""
+    """A model, its tokenizer, and what the engine must know about them.
+
+    context_guess: where max_position comes from if config.json does not say it, None if it does.
+    """
 
     name: str
     model_type: str
@@ -71,6 +71,7 @@ class LoadedModel:
     generation_config: dict[str, Any]
     attention_shapes: list[AttentionShape]
     kv_specs: list[LayerSpec]
+    context_guess: str | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -162,8 +163,8 @@ def from_model(
     adapt(model)
     layout = inspect(model, model_type)
     # A CPU's time is in the products themselves, and parts of one are not contiguous.
-    products = [] if backend.is_cpu() else join_projections(model)
-    packed, shapes = fit(model, layout, model_type, products)
+    max_position, context_guess = context_length(model, config)
+    packed, shapes = fit(model, layout, model_type)
     weights = [w for _, w in tree_flatten(model.parameters())]
     eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
     return LoadedModel(
@@ -172,7 +173,7 @@ def from_model(
         packed=packed,
         tokenizer=tokenizer,
         vocab_size=layout.vocab_size,
-        max_position=_context_length(config),
+        max_position=max_position,
         eos_token_ids=eos,
         num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in weights),
@@ -180,6 +181,7 @@ def from_model(
         generation_config=_read_json(path / "generation_config.json") if path else {},
         attention_shapes=shapes,
         kv_specs=list(layout.specs),
+        context_guess=context_guess,
     )
 
 
@@ -307,11 +309,3 @@ def _dequantize_multi_linear(model: nn.Module) -> None:
             linear.weight = weight
             expanded.append((path, linear))
     model.update_modules(tree_unflatten(expanded))
-
-
-def _context_length(config: dict[str, Any]) -> int:
-    for scope in (config, config.get("text_config") or {}):
-        for key in _CONTEXT_KEYS:
-            if isinstance(scope.get(key), int) and scope[key] > 0:
-                return scope[key]
-    return _DEFAULT_CONTEXT

@@ -1,6 +1,7 @@
 """How many blocks the device holds: what may be used, less weights, states and a step's peak."""
 
 import math
+import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,10 +43,18 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
 
     num_blocks, if given, is the first group's; the others get what they can need beside it.
     Raises OutOfMemoryError, with the sum written out, if not even one context fits; ConfigError if
-    max_model_len is above what the model or the given num_blocks holds.
+    max_model_len is above what the model or the given num_blocks holds.  A context length that is a
+    guess is no limit, but a warning.
     """
     wanted = config.max_model_len
-    if wanted is not None and wanted > model.max_position:
+    if model.context_guess is not None and (wanted is None or wanted > model.max_position):
+        used = "max_model_len may be larger" if wanted is None else f"max_model_len is {wanted}"
+        warnings.warn(
+            f"config.json does not say how long the context of {model.name} is; "
+            f"{model.max_position} tokens are a guess ({model.context_guess}), and {used}",
+            stacklevel=2,
+        )
+    elif wanted is not None and wanted > model.max_position:
         raise ConfigError(
             Option("max_model_len"),
             f" must be at most the model's context length, {model.max_position}, got {wanted}",
@@ -205,7 +214,8 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
 
 def _run(model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch) -> None:
     step = attention.prepare(batch, batch.num_tokens)
-    logits = model.packed(step, attention, mx.array(batch.logits_indices))
+    bound = attention.begin(step, attention.new_state())
+    logits = model.packed(bound, mx.array(batch.logits_indices))
     mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
 
 

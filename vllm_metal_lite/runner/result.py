@@ -24,6 +24,9 @@ class StepResult:
     """A step that was submitted: reading its values waits for its end.
 
     token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None.
+    undrawn: the reason (`undrawn.MASKED` or NAN) by row, for rows that give no token; their
+    token_ids are 0.
+    for_host: what the host reads instead of `sampled`, which the next step reads.
     arrays: the arrays to wait for; if there are none (the step only writes to the store), waiting
     is for everything that was submitted.
     """
@@ -34,10 +37,11 @@ class StepResult:
         sampled: mx.array | None,
         logprobs: LogprobArrays | None,
         prompt_logprobs: LogprobArrays | None,
+        for_host: mx.array | None = None,
     ) -> None:
         self._req_indices, self._sampled = req_indices, sampled
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
-        self.arrays = [] if sampled is None else [sampled]
+        self.arrays = [] if sampled is None else [sampled if for_host is None else for_host]
         for a in (logprobs, prompt_logprobs):
             self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
         self._done = False
@@ -54,6 +58,15 @@ class StepResult:
 
     @cached_property
     def token_ids(self) -> np.ndarray:
+        return np.maximum(self._reported, 0)
+
+    @cached_property
+    def undrawn(self) -> dict[int, int]:
+        reported = self._reported
+        return {row: int(reported[row]) for row in np.flatnonzero(reported < 0).tolist()}
+
+    @cached_property
+    def _reported(self) -> np.ndarray:
         self.wait()
         return np.zeros(0, np.int32) if self._sampled is None else np.array(self.arrays[0])
 

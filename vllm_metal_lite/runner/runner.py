@@ -55,15 +55,15 @@ class ModelRunner:
         logits, state = self._forward(step)
 
         num_sampled = len(batch.sample_segments)
-        sampled = logprobs = scored = None
+        sampled = for_host = logprobs = scored = None
         if num_sampled:
             output = self.sampler(logits[:num_sampled], req_indices, grammar)
-            sampled, logprobs = output.token_ids, output.logprobs
+            sampled, logprobs, for_host = output.token_ids, output.logprobs, output.for_host
         if len(batch.prompt_targets):
             targets = mx.array(batch.prompt_targets)
             rows = logits[num_sampled : num_sampled + len(targets)]
             scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
-        result = StepResult(req_indices, sampled, logprobs, scored)
+        result = StepResult(req_indices, sampled, logprobs, scored, for_host)
         self._submit(result, state)
         return result
 

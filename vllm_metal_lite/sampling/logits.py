@@ -35,7 +35,7 @@ def row_numbers(rows: np.ndarray, num_rows: int) -> mx.array | None:
     return mx.array(rows.astype(np.int32)) if len(rows) < num_rows else None
 
 
-def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """One kernel instead of one an operation; on a CPU, MLX would call a C++ compiler for it."""
     compiled = cache(lambda: mx.compile(fn, shapeless=True))
 
@@ -46,7 +46,7 @@ def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return call
 
 
-@_fused
+@fused
 def penalize_repetition(x: mx.array, seen: mx.array, penalty: mx.array) -> mx.array:
     """Tokens seen (in the prompt or since) become less likely if the penalty is above 1.
 
@@ -55,7 +55,7 @@ def penalize_repetition(x: mx.array, seen: mx.array, penalty: mx.array) -> mx.ar
     return mx.where(seen > 0, mx.where(x > 0, x / penalty, x * penalty), x)
 
 
-@_fused
+@fused
 def penalize_frequency(
     x: mx.array, seen: mx.array, frequency: mx.array, presence: mx.array
 ) -> mx.array:
@@ -179,7 +179,7 @@ def _threshold(x: mx.array, f: Filters) -> mx.array:
     return floor
 
 
-@_fused
+@fused
 def _weights(
     s: mx.array,
     best: mx.array,
@@ -211,7 +211,7 @@ def _perturb(x: mx.array, bits: mx.array, temperature: mx.array) -> mx.array:
     return x - temperature * mx.log(-mx.log1p(minus_u))
 
 
-@_fused
+@fused
 def perturb(x: mx.array, bits: mx.array, temperature: mx.array) -> mx.array:
     """Logits with noise: their argmax is a draw from softmax(x / temperature), (T, V) float32.
 
@@ -220,7 +220,7 @@ def perturb(x: mx.array, bits: mx.array, temperature: mx.array) -> mx.array:
     return _perturb(x, bits, temperature)
 
 
-@_fused
+@fused
 def perturb_above(x: mx.array, floor: mx.array, bits: mx.array, temperature: mx.array) -> mx.array:
     """`perturb`, with the tokens below `floor` (T, 1) left out."""
     return _perturb(mx.where(x < floor, -mx.inf, x), bits, temperature)
@@ -263,7 +263,7 @@ def argmax_in_parts(x: mx.array, parts: int) -> mx.array:
     return _token(part, best, x.shape[-1]).squeeze(-1)
 
 
-@_fused
+@fused
 def _token(part: mx.array, token: mx.array, size: int) -> mx.array:
     return part * size + token
 

@@ -54,6 +54,23 @@ class DeviceMasks:
         return y if self.rows is None else mx.put_along_axis(x, self.rows[:, None], y, axis=0)
 
 
+def hold_back_ends(
+    x: mx.array, rows: mx.array, tokens: mx.array, grammar: TokenMasks | None
+) -> mx.array:
+    """Logits (T, V) float32 with -inf for the stop tokens of rows that must not end yet.
+
+    A row whose grammar allows nothing else may end all the same, as in vLLM.  rows, tokens: (N,).
+    """
+    x = x.astype(mx.float32)
+    held = x.at[rows, tokens].minimum(-mx.inf)
+    if grammar is None:
+        return held
+    has_grammar = np.zeros((len(x), 1), bool)
+    has_grammar[grammar.rows] = True
+    is_over = mx.array(has_grammar) & (held.max(-1, keepdims=True) == -mx.inf)
+    return mx.where(is_over, x, held)
+
+
 class Tokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 

@@ -7,8 +7,8 @@ key is made of the request's seed and of how many tokens it has generated, and o
 neither the batch, nor the row, nor a preemption, nor chunking changes what a request draws from the
 same logits.
 
-A row of nothing but -inf or NaN gives token 0; one with a NaN among others gives some token that is
-not -inf; of several +inf the lowest id wins.
+A row of nothing but -inf or NaN gives no token (`undrawn`); one with a NaN among others gives none
+either, or some token that is not -inf; of several +inf the lowest id wins.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,14 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
+from vllm_metal_lite.sampling import undrawn
 from vllm_metal_lite.sampling.logits import LogprobArrays
 from vllm_metal_lite.sampling.masks import (
     BadWords,
     BadWordsPlan,
     DeviceMasks,
     TokenMasks,
+    hold_back_ends,
     pack_mask,
 )
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -55,10 +57,14 @@ _FOREVER = np.iinfo(np.int32).max
 
 @dataclass
 class SamplerOutput:
-    """Lazy arrays. token_ids: (T,) int32.  logprobs: None unless a row asked for them."""
+    """Lazy arrays. token_ids: (T,) int32.  logprobs: None unless a row asked for them.
+
+    for_host: token_ids as `undrawn.mark` leaves them, an array of its own.
+    """
 
     token_ids: mx.array
     logprobs: LogprobArrays | None
+    for_host: mx.array | None = None
 
 
 @dataclass
@@ -70,7 +76,8 @@ class _Plan:
     num_logprobs: int  # -1: none
     allowed: DeviceMasks | None
     bad_words: BadWordsPlan | None
-    edits: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
+    bias: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
+    ends: tuple[mx.array, mx.array] | None  # rows, tokens: it is too early for them
     slots: mx.array | None  # (R,) rows of `seen` of the rows with penalties
     all_slots: bool  # slots are 0, 1, 2, ..., all of them
     penalty_rows: mx.array | None  # (R,) where these are in the batch, None: they are all of it
@@ -138,8 +145,8 @@ class Sampler:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self._rows = np.full(max_num_seqs, _NEUTRAL)
-        # Additions to single logits: req_index -> token ids, addends, num_generated when they end.
-        self._edits: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # token ids, addends
+        self._ends: dict[int, tuple[np.ndarray, int]] = {}  # stop token ids, min_tokens
         self._allowed: dict[int, np.ndarray] = {}  # req_index -> bits, see TokenMasks
         self._bad_words = BadWords(max_num_seqs, vocab_size)
         self._seen: mx.array | None = None
@@ -178,37 +185,36 @@ class Sampler:
         row["repetition"] = min(max(params.repetition_penalty, 1 / _LARGE), _LARGE)
         row["frequency"] = params.frequency_penalty
         row["presence"] = params.presence_penalty
-        self._add_edits(req_index, params, eos_token_ids)
+        self._add_bias(req_index, params)
+        self._add_ends(req_index, params, eos_token_ids)
         if (row["repetition"], row["frequency"], row["presence"]) != (1, 0, 0):
             row["slot"] = self._take_slot(np.asarray(token_ids), num_prompt_tokens)
         self._bad_words.add(req_index, bad_words, np.asarray(token_ids)[num_prompt_tokens:])
         if params.allowed_token_ids is not None:
             self._allowed[req_index] = pack_mask(params.allowed_token_ids, self.vocab_size)
 
-    def _add_edits(
+    def _add_bias(self, req_index: int, params: SamplingParams) -> None:
+        bias = {t: b for t, b in (params.logit_bias or {}).items() if 0 <= t < self.vocab_size}
+        if bias:
+            addends = np.array(list(bias.values()), np.float64)
+            addends = np.where(np.isfinite(addends), np.clip(addends, -_LARGE, _LARGE), addends)
+            self._bias[req_index] = np.array(list(bias), np.int32), addends.astype(np.float32)
+
+    def _add_ends(
         self, req_index: int, params: SamplingParams, eos_token_ids: Sequence[int]
     ) -> None:
-        bias = params.logit_bias or {}
-        banned: set[int] = set()
         if params.min_tokens > self._rows[req_index]["num_generated"]:
-            banned.update(params.stop_token_ids or (), () if params.ignore_eos else eos_token_ids)
-        if not bias and not banned:
-            return
-        tokens = np.array([*bias, *banned], np.int64)
-        addends = np.array([*bias.values(), *[-inf] * len(banned)])
-        addends = np.where(np.isfinite(addends), np.clip(addends, -_LARGE, _LARGE), addends)
-        until = [_FOREVER, min(params.min_tokens, _FOREVER)]
-        until = np.repeat(until, [len(bias), len(banned)])
-        known = (tokens >= 0) & (tokens < self.vocab_size)
-        self._edits[req_index] = (
-            tokens[known].astype(np.int32), addends[known].astype(np.float32), until[known],
-        )  # fmt: skip
+            ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+            known = [t for t in ends if 0 <= t < self.vocab_size]
+            if known:
+                self._ends[req_index] = np.array(known, np.int32), params.min_tokens
 
     def remove(self, req_index: int) -> None:
         """Give the row back; nothing happens if it is free."""
         self._version += 1
         self._rows[req_index] = _NEUTRAL
-        self._edits.pop(req_index, None)
+        self._bias.pop(req_index, None)
+        self._ends.pop(req_index, None)
         self._allowed.pop(req_index, None)
         self._bad_words.remove(req_index)
         if self._seen is not None and (self._rows["slot"] < 0).all():
@@ -258,9 +264,11 @@ class Sampler:
             x = plan.allowed.apply(x)
         if plan.bad_words is not None:
             x = self._bad_words.ban(x.astype(mx.float32), plan.bad_words)
-        if plan.edits is not None:
-            rows, tokens, addends = plan.edits
+        if plan.bias is not None:
+            rows, tokens, addends = plan.bias
             x = x.astype(mx.float32).at[rows, tokens].add(addends)
+        if plan.ends is not None:
+            x = hold_back_ends(x, *plan.ends, grammar)
         if plan.slots is not None:
             x = self._penalize(x.astype(mx.float32), plan)
         if plan.temperature is not None:
@@ -275,6 +283,7 @@ class Sampler:
             else:
                 x = ops.perturb(x, bits, plan.temperature)
         token_ids = ops.argmax(x).view(mx.int32)
+        for_host = undrawn.mark(x, token_ids)
         if plan.slots is not None:
             drawn = token_ids if plan.penalty_rows is None else token_ids[plan.penalty_rows]
             self._seen = self._seen.at[plan.slots, drawn].add(2)
@@ -283,8 +292,9 @@ class Sampler:
         self._rows["num_generated"][req_indices] += 1
         plan.calls_left -= 1
         if plan.num_logprobs < 0:
-            return SamplerOutput(token_ids, None)
-        return SamplerOutput(token_ids, ops.gather_logprobs(logits, token_ids, plan.num_logprobs))
+            return SamplerOutput(token_ids, None, for_host)
+        logprobs = ops.gather_logprobs(logits, token_ids, plan.num_logprobs)
+        return SamplerOutput(token_ids, logprobs, for_host)
 
     def _penalize(self, x: mx.array, plan: _Plan) -> mx.array:
         seen = self._seen if plan.all_slots else self._seen[plan.slots]
@@ -305,7 +315,7 @@ class Sampler:
 
     def _make_plan(self, key: tuple[int, bytes], req_indices: np.ndarray) -> _Plan:
         table = self._rows[req_indices]
-        edits, calls_left = self._select_edits(req_indices)
+        ends, calls_left = self._select_ends(req_indices)
         penalized = np.flatnonzero(table["slot"] >= 0)
         slots = penalty_rows = repetition = frequency = presence = None
         all_slots = False
@@ -321,8 +331,8 @@ class Sampler:
         is_random = table["temperature"].any()
         return _Plan(
             key, calls_left, int(table["num_logprobs"].max()), self._select_allowed(req_indices),
-            self._bad_words.plan(req_indices), edits, slots, all_slots,
-            penalty_rows, repetition, frequency, presence,
+            self._bad_words.plan(req_indices), self._select_bias(req_indices), ends,
+            slots, all_slots, penalty_rows, repetition, frequency, presence,
             ops.column(table["temperature"]) if is_random else None,
             ops.make_filters(
                 table["temperature"], table["min_p"], table["top_k"], table["top_p"],
@@ -337,20 +347,26 @@ class Sampler:
         bits = np.stack([self._allowed[r] for r in req_indices[rows].tolist()])
         return DeviceMasks(TokenMasks(np.array(rows), bits), len(req_indices))
 
-    def _select_edits(
-        self, req_indices: np.ndarray
-    ) -> tuple[tuple[mx.array, mx.array, mx.array] | None, int]:
-        """Edits of these rows as flat arrays, and after how many calls the first of them ends."""
-        if not self._edits:
+    def _select_bias(self, req_indices: np.ndarray) -> tuple[mx.array, mx.array, mx.array] | None:
+        mine = [(i, *self._bias[r]) for i, r in enumerate(req_indices.tolist()) if r in self._bias]
+        if not mine:
+            return None
+        rows = np.concatenate([np.full(len(tokens), i, np.int32) for i, tokens, _ in mine])
+        tokens, addends = (np.concatenate([entry[at] for entry in mine]) for at in (1, 2))
+        return mx.array(rows), mx.array(tokens), mx.array(addends)
+
+    def _select_ends(self, req_indices: np.ndarray) -> tuple[tuple[mx.array, mx.array] | None, int]:
+        """Rows and tokens of what must not come yet, and after how many calls the first of these
+        rows reaches its min_tokens."""
+        rows, tokens, calls_left = [], [], _FOREVER
+        for i, r in enumerate(req_indices.tolist()):
+            if r in self._ends:
+                ends, min_tokens = self._ends[r]
+                left = min_tokens - int(self._rows["num_generated"][r])
+                if left > 0:
+                    rows.append(np.full(len(ends), i, np.int32))
+                    tokens.append(ends)
+                    calls_left = min(calls_left, left)
+        if not rows:
             return None, _FOREVER
-        position = np.full(self.max_num_seqs, -1, np.int32)
-        position[req_indices] = np.arange(len(req_indices), dtype=np.int32)
-        lengths = [len(tokens) for tokens, _, _ in self._edits.values()]
-        req_index = np.repeat(np.fromiter(self._edits, np.int32, len(self._edits)), lengths)
-        tokens, addends, until = map(np.concatenate, zip(*self._edits.values(), strict=True))
-        left = until - self._rows["num_generated"][req_index]
-        now = (position[req_index] >= 0) & (left > 0)
-        if not now.any():
-            return None, _FOREVER
-        flat = (position[req_index[now]], tokens[now], addends[now])
-        return tuple(mx.array(a) for a in flat), int(left[now].min())
+        return (mx.array(np.concatenate(rows)), mx.array(np.concatenate(tokens))), calls_left

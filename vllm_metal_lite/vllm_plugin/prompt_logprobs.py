@@ -28,4 +28,10 @@ class PromptLogprobs:
         import torch
         from vllm.v1.outputs import LogprobsTensors
 
-        return LogprobsTensors(*map(torch.from_numpy, (self.token_ids, self.logprobs, self.ranks)))
+        def tensor(array: np.ndarray) -> Any:
+            # torch gives an empty array (a prompt of one token) strides of 0, and vLLM cannot send
+            # a tensor with those.
+            made = torch.from_numpy(array)
+            return made if made.numel() else torch.empty(array.shape, dtype=made.dtype)
+
+        return LogprobsTensors(*map(tensor, (self.token_ids, self.logprobs, self.ranks)))

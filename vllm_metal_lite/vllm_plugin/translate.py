@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.sampling import undrawn
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
     from vllm_metal_lite.runner.result import Logprobs, StepResult
     from vllm_metal_lite.sampling.sampler import Sampler
+
+
+logger = init_logger("vllm.metal_lite")
 
 
 @dataclass(slots=True)
@@ -38,6 +43,8 @@ class _Request:
     num_prompt_tokens: int
     tokens: np.ndarray  # all that were known when it last got its row
     prompt_logprobs: PromptLogprobs | None
+    has_grammar: bool
+    is_undrawn: bool = False  # no token could be sampled for it, and the log says so
     req_index: int | None = None
 
 
@@ -106,6 +113,7 @@ class StepTranslator:
             len(new.prompt_token_ids),
             np.array(tokens, np.int32),
             prompt_logprobs,
+            vllm_params.structured_outputs is not None,
         )
         self._requests[new.req_id] = request
         self._seat(request, new.block_ids)
@@ -168,11 +176,12 @@ class StepTranslator:
 
     def finish(self, step: Step, result: "StepResult") -> ModelRunnerOutput:
         """Take note of the tokens sampled, and report them as vLLM wants them."""
-        self.inputs.append_tokens(step.req_indices, result.token_ids)
+        token_ids, segments = result.token_ids, step.batch.sample_segments.tolist()
+        for row, reason in result.undrawn.items():
+            token_ids[row] = self._end_undrawn(step.req_ids[segments[row]], reason)
+        self.inputs.append_tokens(step.req_indices, token_ids)
         sampled: list[list[int]] = [[] for _ in step.req_ids]
-        for segment, token in zip(
-            step.batch.sample_segments.tolist(), result.token_ids.tolist(), strict=True
-        ):
+        for segment, token in zip(segments, token_ids.tolist(), strict=True):
             sampled[segment] = [token]
         return ModelRunnerOutput(
             req_ids=step.req_ids,
@@ -181,6 +190,22 @@ class StepTranslator:
             logprobs=_logprobs(result.logprobs, sampled),
             prompt_logprobs_dict=self._prompt_logprobs(step, result),
         )
+
+    def _end_undrawn(self, req_id: str, reason: int) -> int:
+        """The token to report for a request that no token can be sampled for, after a line of log.
+
+        A worker cannot fail a single request: vLLM takes a token, or an exception, which ends the
+        engine.  A grammar refuses token 0, and vLLM then ends the request with an error.  Any other
+        request ends as if it had stopped, if one of its tokens stops it.
+        """
+        request = self._requests[req_id]
+        row = request.req_index
+        num_generated = int(self.inputs.num_tokens[row]) - request.num_prompt_tokens
+        if not request.is_undrawn:  # vLLM may have scheduled a step more
+            why = undrawn.why(reason, request.params, num_generated, request.has_grammar)
+            logger.error("Request %s: %s", req_id, why)
+        request.is_undrawn = True
+        return 0 if request.has_grammar else min(request.stop_token_ids, default=0)
 
     def _prompt_logprobs(self, step: Step, result: "StepResult") -> dict[str, Any]:
         batch, done = step.batch, {}

@@ -12,17 +12,15 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Attention
-from vllm_metal_lite.attention.select import choose
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import KV_BITS, EngineConfig
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
-from vllm_metal_lite.fusion.tune import tune_products
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model.fit import check_fusing
+from vllm_metal_lite.model.adapters.modules import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import memory as sizing
+from vllm_metal_lite.runner.build import build_runner, choose_attention
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
@@ -42,6 +40,17 @@ _NAME = "layers.{}"
 _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
 
 
+def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
+    """vLLM multiplies the trained context by the factor of rope_scaling, "dynamic" too."""
+    limit = rotation_limit(model.packed.model)
+    if limit is not None and max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len ({max_model_len}) is above {limit}: behind its trained context this "
+            "model's rotation (rope_scaling: dynamic) depends on the length of each request, which "
+            f"vllm-metal-lite does not support: give --max-model-len {limit}"
+        )
+
+
 def _kv_bits(text: str | None) -> int | None:
     """METAL_LITE_KV_BITS as a number; ConfigError if EngineConfig would not take it."""
     if not text:
@@ -49,6 +58,10 @@ def _kv_bits(text: str | None) -> int | None:
     if text not in map(str, KV_BITS):
         raise ConfigError(f"METAL_LITE_KV_BITS must be one of {list(KV_BITS)}, got {text!r}")
     return int(text)
+
+
+def _attention_option() -> str:
+    return os.environ.get("METAL_LITE_ATTENTION", "auto")
 
 
 class MetalLiteWorker(WorkerBase):
@@ -75,6 +88,7 @@ class MetalLiteWorker(WorkerBase):
             raise ConfigError("vllm-metal-lite does not support dummy weights")
         model = load(self.model_config.model, self._dtype(), self.model_config.trust_remote_code)
         self.model = model.with_kv_bits(_kv_bits(os.environ.get("METAL_LITE_KV_BITS")))
+        _check_rotation(self.model, self.model_config.max_model_len)
         sizing.limit_buffer_cache()
         reason = self.model.packed.no_prefix_cache
         if reason and self.cache_config.enable_prefix_caching:
@@ -106,7 +120,8 @@ class MetalLiteWorker(WorkerBase):
         if len(shapes) > 1:
             return False
         store = PagedStore(self.model.kv_specs, 1, self.cache_config.block_size)
-        return self._choose(store)[0].name == "kernels"
+        attention, *_ = choose_attention(self.model, store, _attention_option())
+        return attention.name == "kernels"
 
     @property
     def _specs(self) -> list[LayerSpec]:
@@ -192,16 +207,10 @@ class MetalLiteWorker(WorkerBase):
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
         )  # fmt: skip
-        attention, reason = self._choose(store)
-        check_fusing(self.model.packed, attention)
-        reason += tune_products(self.model.packed, attention)
-        logger.info("Attention: %s (%s)", attention.name, reason)
-        self.runner = ModelRunner(self.model.packed, attention, self._sampler)
-
-    def _choose(self, store: PagedStore) -> tuple[Attention, str]:
-        option = os.environ.get("METAL_LITE_ATTENTION", "auto")
-        packed, shapes = self.model.packed, self.model.attention_shapes
-        return choose(option, store, shapes, packed.by_segment)
+        assembly = build_runner(self.model, store, self._sampler, _attention_option())
+        self.runner = assembly.runner
+        name = self.runner.attention.name
+        logger.info("Attention: %s (%s)", name, assembly.attention_reason)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run one token, so that the first request does not pay for what is made once."""

@@ -62,6 +62,7 @@ class KernelAttention:
     ) -> None:
         self.store, self.prefill = store, prefill
         self.rows_as_decodes, self.gathers_rows = rows_as_decodes, gathers_rows
+        self._shares_prefixes = shares
         self._head_groups = sorted(head_groups)
         # Layers that see all of a prefix, in a form that matrices take.
         self.shares = [
@@ -77,6 +78,17 @@ class KernelAttention:
         for spec, group in zip(store.specs, store.group_of, strict=True):
             windows[group].append(spec.window)
         self._windows = [None if None in w else max(w, default=None) for w in windows]
+
+    def over(self, store: PagedStore) -> "KernelAttention":
+        """The same, over another store."""
+        return KernelAttention(
+            store,
+            self.prefill,
+            self._head_groups,
+            shares=self._shares_prefixes,
+            gathers_rows=self.gathers_rows,
+            rows_as_decodes=self.rows_as_decodes,
+        )
 
     def new_state(self) -> list[mx.array]:
         state = [new_token()[:1]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models import gemma2, llama4
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.adapters import latent
@@ -71,10 +72,32 @@ class Llama4Attention(llama4.Attention):
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
 
 
+class DynamicRoPE(DynamicNTKScalingRoPE):
+    """Its base grows with the length of each request, but only beyond the trained context.
+
+    `rotation_limit` keeps packed steps within that, where the base is the plain one for every row.
+    """
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        if not isinstance(offset, mx.array):
+            return super().__call__(x, offset)
+        return mx.fast.rope(
+            x, self.dims, traditional=self.traditional, base=self.base, scale=1.0, offset=offset
+        )
+
+
+def rotation_limit(model: nn.Module) -> int | None:
+    """The longest context for which a model's rotations are the same for every request, None if
+    there is no such limit."""
+    ropes = (m for m in model.modules() if isinstance(m, DynamicNTKScalingRoPE))
+    return min((rope.max_position_embeddings for rope in ropes), default=None)
+
+
 _ADAPTERS: dict[type[nn.Module], type[nn.Module]] = {
     gemma2.Attention: Gemma2Attention,
     llama4.Attention: Llama4Attention,
     llama4.LlamaModel: Llama4Body,
+    DynamicNTKScalingRoPE: DynamicRoPE,
     **latent.ADAPTERS,
 }
 

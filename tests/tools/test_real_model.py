@@ -14,7 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
 
 _spec = importlib.util.spec_from_file_location(
-    "real_model", Path(__file__).parents[1] / "tools" / "real_model.py"
+    "real_model", Path(__file__).parents[2] / "tools" / "real_model.py"
 )
 real_model = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(real_model)

@@ -1,0 +1,148 @@
+"""Every kind of rope scaling that mlx-lm knows: packed steps give what mlx-lm gives alone."""
+
+import inspect
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from mlx_lm.models import rope_utils
+
+from metal.host import compiler_available, installed
+from tests.support import tiny_models as tiny
+from tests.support.arch_configs import config_of
+from tests.support.conformance import (
+    MODES,
+    PROMPT_LENGTHS,
+    SEQUENCES,
+    TOLERANCE,
+    Bench,
+    native_logits,
+)
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model import loader, trial
+from vllm_metal_lite.model.adapters.modules import rotation_limit
+from vllm_metal_lite.sampling_params import SamplingParams
+
+TRAINED = 64
+_YARN = {
+    "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.5,
+    "beta_fast": 32, "beta_slow": 1,
+}  # fmt: skip
+_LONG = {
+    "long_factor": [1.5] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+# By `initialize_rope`, and what models have in its place.
+KINDS = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 16},
+    "yarn": _YARN,
+    "deepseek_yarn": _YARN,
+    "telechat3-yarn": _YARN,
+    "longrope": _LONG,
+    "proportional": {"partial_rotary_factor": 0.5, "factor": 2.0},
+    "mrope": {"mrope_section": [2, 3, 3]},
+}  # fmt: skip
+MODELS = {
+    **{f"llama/{kind}": {"rope_type": kind, **how} for kind, how in KINDS.items()},
+    "deepseek/linear": {"type": "linear", "factor": 2.0},
+    "deepseek_v2/yarn": {"type": "yarn", **_YARN},
+    "deepseek_v3/deepseek_yarn": {"type": "deepseek_yarn", **_YARN},
+    "hunyuan_v1_dense/alpha": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    "internlm2/dynamic": {"type": "dynamic", "factor": 2.0},
+    "internlm2/linear": {"type": "linear", "factor": 2.0},
+    "internlm3/dynamic": {"rope_type": "dynamic", "factor": 6.0},
+    "minicpm3/longrope": {"type": "longrope", **_LONG, "long_factor": [1.5] * 4},
+    "nemotron/linear": {"type": "linear", "factor": 2.0},
+    "phi3/linear": {"type": "linear", "factor": 2.0, "long_factor": []},
+    "phi3/su": {"type": "su", **_LONG},
+    "phimoe/longrope": {"type": "longrope", **_LONG, "long_mscale": 1.2, "short_mscale": 1.1},
+    "qwen2_moe/linear": {"type": "linear", "factor": 2.0},
+}
+# They rotate as without: dynamic scaling within the trained context, mrope for text, and what
+# mlx-lm takes and ignores.
+PLAIN = (
+    "llama/default", "llama/dynamic", "llama/mrope", "internlm2/dynamic", "internlm3/dynamic",
+    "qwen2_moe/linear",
+)  # fmt: skip
+
+
+def config(name: str, **changes) -> dict:
+    module = name.partition("/")[0]
+    scaling = {"rope_scaling": MODELS[name], "max_position_embeddings": TRAINED}
+    if module == "phi3":
+        scaling["partial_rotary_factor"] = 1.0
+    return {**config_of(module), **scaling, **changes}
+
+
+def test_every_kind_is_here():
+    source = inspect.getsource(rope_utils.initialize_rope)
+    compared = re.findall(r"rope_type (?:==|in) ([^:]*):", source)
+    assert {kind for text in compared for kind in re.findall(r'"([^"]+)"', text)} == set(KINDS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_steps_give_what_mlx_lm_gives(name):
+    model = tiny.build(config(name))
+    expected = [native_logits(model, s, n) for s, n in zip(SEQUENCES, PROMPT_LENGTHS, strict=True)]
+    if name.partition("/")[0] not in ("deepseek_v2", "minicpm3"):  # which always scale
+        plain = native_logits(tiny.build(config(name, rope_scaling=None)), SEQUENCES[2], 30)
+        assert bool(np.abs(plain - expected[2]).max() < 1e-4) is (name in PLAIN)
+    loaded = loader.from_model(model, None, config(name), name)
+    assert loaded.packed.by_segment is None
+    scale = max(np.abs(e).max() for e in expected)
+    for run in MODES.values():
+        for (request, length), logits in run(Bench(loaded)).items():
+            error = np.abs(logits - expected[request][length - 1]).max()
+            assert error < TOLERANCE * scale, run.__name__
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_launches_rotate_alike(monkeypatch, kind):
+    launches, launch = Counter(), Kernel.__call__
+
+    def counting(self, arrays, template, *args):
+        launches["fused" if template.get("FUSED") else self.name] += 1
+        return launch(self, arrays, template, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", counting)
+    name = f"llama/{kind}"
+    packed = loader.from_model(tiny.build(config(name)), None, config(name), name).packed
+    attention = KernelAttention(PagedStore(packed.attention_specs, 4, trial.BLOCK), "gather")
+    draw = trial.Draw(packed.model, tiny.VOCAB)
+    with installed():
+        assert max(row.error for row in draw.rows(packed, attention)) < 1e-4
+    steps = len(trial.STEPS) * len(packed.attention_specs)
+    assert launches["rope_write"] + launches["fused"] == steps
+
+
+@pytest.mark.parametrize("name", ["internlm2/dynamic", "internlm3/dynamic"])
+def test_a_base_that_grows_with_each_request_ends_the_context(name):
+    """Behind the trained context mlx-lm's own answer depends on how a prompt is cut."""
+    model = tiny.build(config(name))
+    tokens = tiny.prompts(1, TRAINED + 8, TRAINED + 8)[0]
+    whole, halves = (native_logits(model, tokens, n) for n in (len(tokens), TRAINED // 2))
+    assert np.abs(whole - halves)[: TRAINED // 2].max() > 0.1
+    within = [native_logits(model, tokens[:TRAINED], n) for n in (TRAINED, TRAINED // 2)]
+    np.testing.assert_allclose(*within, atol=1e-3)
+
+    loaded = loader.from_model(model, None, config(name, max_position_embeddings=999), name)
+    assert (loaded.max_position, loaded.context_guess) == (TRAINED, None)
+    options = {"block_size": 8, "num_blocks": 32, "max_num_seqs": 1}
+    with pytest.raises(ConfigError, match=rf"max_model_len \(65\) is above .*\({TRAINED}\)"):
+        LLMEngine(loaded, EngineConfig(**options, max_model_len=TRAINED + 1))
+    assert rotation_limit(tiny.native("internlm2")) is None
+    # The last token that fits is mlx-lm's too.
+    engine = LLMEngine(loaded, EngineConfig(**options))
+    engine.add_request("r", tokens[: TRAINED - 3], SamplingParams(temperature=0, max_tokens=3))
+    assert tiny.run(engine)["r"].outputs[0].token_ids == tiny.alone(model, tokens[: TRAINED - 3], 3)

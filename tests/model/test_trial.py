@@ -1,0 +1,133 @@
+"""The trial of a packed model: rounding alone never fails it, and a misfit always does."""
+
+from dataclasses import replace
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from tests.support import tiny_models as tiny
+from tests.support.arch_configs import config_of
+from tests.support.rounding import medians, of_16_bits, rounding
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model import loader, trial
+from vllm_metal_lite.model.adapters.modules import adapt
+from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.packed import PackedModel
+
+# What routes a token to 4 of 16 experts, in many layers, is chaotic: rounding flips experts.
+EXPERTS = {
+    "num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 12,
+}  # fmt: skip
+NAMES = ("llama", "qwen3_moe", "glm4_moe_lite")  # dense; experts; experts and latent attention
+
+
+def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes) -> nn.Module:
+    model = rounding(tiny.build({**config_of(name), **changes}, seed))
+    model.set_dtype(dtype)
+    adapt(model)
+    return model
+
+
+def packed(model: nn.Module, name: str) -> PackedModel:
+    return PackedModel(model, inspect(model, name))
+
+
+def attention(form: PackedModel, cls: type = ReferenceAttention) -> ReferenceAttention:
+    return cls(PagedStore(form.layout.specs, 4, trial.BLOCK))
+
+
+class Blind(ReferenceAttention):
+    """As if a module attended to nothing but its own rows."""
+
+    def attend(self, layer, q, step, **how):
+        return super().attend(layer, q, step, **how | {"window": 1})
+
+
+class Restarting(ReferenceAttention):
+    """As if positions began again in each block of four tokens."""
+
+    def prepare(self, batch, num_rows):
+        step = super().prepare(batch, num_rows)
+        step.positions = step.positions % 4
+        return step
+
+
+class Swapped(ReferenceAttention):
+    """Each request reads the blocks of the other."""
+
+    def prepare(self, batch, num_rows):
+        return super().prepare(replace(batch, block_tables=batch.block_tables ^ 2), num_rows)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
+def test_a_model_whose_experts_flip_is_not_refused(name):
+    """By an error that a fixed limit for the median row (0.25) would refuse."""
+    refused = 0
+    for seed in range(2):
+        model = build(name, seed=seed, **EXPERTS)
+        form = packed(model, name)
+        rows = trial.Draw(model, tiny.VOCAB).rows(form, attention(form))
+        refused += max(medians(rows)) > 0.25
+        assert trial.Trial(model, tiny.VOCAB).problem(form, attention(form)) is None
+    assert refused
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_fit_is_refused_whatever_rounding_does(monkeypatch, name, dtype):
+    monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+    model = build(name, dtype, **EXPERTS | {"num_hidden_layers": 4})
+    form, judge = packed(model, name), trial.Trial(model, tiny.VOCAB)
+    assert judge.problem(form, attention(form)) is None
+    for wrong in (Blind, Restarting, Swapped):
+        problem = judge.problem(form, attention(form, wrong))
+        assert problem is not None, wrong
+        assert "away from mlx-lm's own" in problem.text
+
+
+def test_one_wrong_row_is_enough_without_16_bits(monkeypatch):
+    model = tiny.build(config_of("llama"))
+    form, judge = packed(model, "llama"), trial.Trial(model, tiny.VOCAB)
+    rows = trial.Draw.rows
+
+    def one_wrong(self, *args):
+        first, *others = rows(self, *args)
+        return [first._replace(error=0.5), *others]
+
+    monkeypatch.setattr(trial.Draw, "rows", one_wrong)
+    assert "a row of its packed logits is 0.5" in judge.problem(form, attention(form)).text
+
+
+def test_tokens_are_drawn_again_where_a_row_flips_by_chance(monkeypatch):
+    """Noise that the chunks did not show: the second tokens are as they should be."""
+    model = tiny.build(config_of("llama"))
+    form, judge, draws = packed(model, "llama"), trial.Trial(model, tiny.VOCAB), []
+    rows = trial.Draw.rows
+
+    def flipped(self, *args):
+        draws.append(self)
+        first, *others = rows(self, *args)
+        return [first._replace(error=0.5), *others] if len(draws) == 1 else [first, *others]
+
+    monkeypatch.setattr(trial.Draw, "rows", flipped)
+    assert judge.problem(form, attention(form)) is None
+    assert len(set(map(id, draws))) == 2
+
+
+def test_logits_that_are_nan_are_a_misfit_only_if_the_models_own_are_not():
+    own, nan = np.array([1.0, -np.inf, 2.0]), np.full(3, np.nan)
+    assert trial._distance(own, own) == 0
+    assert trial._distance(nan, own) == np.inf
+    assert trial._distance(own, nan) == trial._distance(nan, nan) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "deepseek_v2"])
+def test_a_first_trial_of_tokens_is_enough_for_a_model_that_fits(monkeypatch, name):
+    """And what it costs is one shot of the model itself."""
+    monkeypatch.setattr(trial, "_DRAWS", 1)
+    monkeypatch.setattr(trial.Draw, "noise", property(lambda self: 1 / 0))
+    config = config_of(name)
+    assert not loader.from_model(tiny.build(config), None, config, name).packed.by_segment

@@ -1,0 +1,48 @@
+"""Rounding as a GPU has it: products of another shape are summed in another order.
+
+MLX's CPU backend rounds each row by itself, so chunks there give the very bits of a single shot.
+"""
+
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model.trial import Row
+
+EPSILON = 2**-9  # of bfloat16
+_PRODUCTS = (nn.Linear, SwitchLinear, MultiLinear)
+
+
+def rounding(model: nn.Module, epsilon: float = EPSILON) -> nn.Module:
+    """The model, whose products now have an error that depends on the shape of the result."""
+    for number, (_, module) in enumerate(model.named_modules()):
+        if type(module) in _PRODUCTS:
+            module.__class__ = _rounded(type(module), number, epsilon)
+    return model
+
+
+def _rounded(base: type, number: int, epsilon: float) -> type:
+    def call(self, x, *args, **kwargs):
+        y = base.__call__(self, x, *args, **kwargs)
+        key = mx.random.key(1000 * number + sum(7**i * n for i, n in enumerate(y.shape)))
+        return y * (1 + epsilon * mx.random.normal(y.shape, key=key)).astype(y.dtype)
+
+    return type(base.__name__, (base,), {"__call__": call})
+
+
+def of_16_bits(gather_mm):
+    """`mx.gather_mm`, which on a CPU multiplies float32 only, for other types too."""
+
+    def call(a, b, *args, **how):
+        y = gather_mm(a.astype(mx.float32), b.astype(mx.float32), *args, **how)
+        return y.astype(a.dtype)
+
+    return call
+
+
+def medians(rows: list[Row]) -> list[float]:
+    """Of the errors of each kind of row in a trial."""
+    kinds = {row.kind for row in rows}
+    return [float(np.median([r.error for r in rows if r.kind == kind])) for kind in kinds]

@@ -1,0 +1,85 @@
+"""Which launches of a model's steps become one: by checks, by a trial, and by timing."""
+
+import sys
+import warnings
+from collections.abc import Collection
+from dataclasses import replace
+from types import ModuleType
+
+import mlx.nn as nn
+from mlx_lm.models import activations
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.base import Attention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.fusion.joined import join_projections, joined_projections
+from vllm_metal_lite.fusion.linear import fuse_linears
+from vllm_metal_lite.fusion.tune import NONE, faster_rows
+from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
+from vllm_metal_lite.model.trial import Problem, Trial
+
+# Kernels without which nothing is fused.
+_NEEDED = frozenset(("rope_write", "add_rms_norm", "fused_decode", "gather_rows"))
+
+
+def decide(
+    packed: PackedModel, attention: Attention, wrong: Collection[str] = ()
+) -> tuple[Fusion, str]:
+    """The fusion of a model's steps, and what the start-up line says of it.
+
+    wrong: kernels that fail their check on this device.  Each of the others was checked by itself;
+    tried here is whether they stand for what this model computes.  If not, nothing is fused, with
+    a warning.  Changes the model in place, which any forward without fusion does not notice.
+    """
+    if not isinstance(attention, KernelAttention) or not _NEEDED.isdisjoint(wrong):
+        return NO_FUSION, ""
+    # A CPU's time is in the products themselves, and parts of a product are not contiguous there.
+    if not backend.is_cpu():
+        join_projections(packed.model)
+    fuse_linears(packed.model)
+    fusion = FusedLaunches(
+        tuple(joined_projections(packed.model)), tuple(_activations(packed.model))
+    )
+    trial = Trial(packed.model, packed.layout.vocab_size)
+    if wrong_logits := _problem(trial, packed, attention, fusion):
+        message = f"fused launches do not suit this model: {wrong_logits.text}"
+        warnings.warn(message, stacklevel=2)
+        return NO_FUSION, ""
+    if "skinny_gemm" in wrong or all(s.dtype == mx.float32 for s in packed.attention_specs):
+        return fusion, ""
+    return _with_skinny_gemm(trial, packed, attention, fusion)
+
+
+def _with_skinny_gemm(
+    trial: Trial, packed: PackedModel, attention: KernelAttention, fusion: FusedLaunches
+) -> tuple[FusedLaunches, str]:
+    """Larger steps go without `skinny_gemm` in any case, so steps were tried without it first."""
+    skinny = replace(fusion, skinny_rows=range(1, MAX_ROWS + 1))
+    if wrong_logits := _problem(trial, packed, attention, skinny):
+        message = f"products by skinny_gemm do not suit this model: {wrong_logits.text}"
+        warnings.warn(message, stacklevel=3)
+        return fusion, ""
+    rows = faster_rows(packed, attention, skinny)
+    if rows == NONE:
+        return fusion, ""
+    count = "one row" if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"
+    return replace(fusion, skinny_rows=rows), f"; products of {count} by skinny_gemm"
+
+
+def _problem(
+    trial: Trial, packed: PackedModel, attention: KernelAttention, fusion: Fusion
+) -> Problem | None:
+    store = PagedStore(packed.attention_specs, 4, attention.store.block_size)
+    return trial.problem(packed, attention.over(store), fusion)
+
+
+def _activations(model: nn.Module) -> list[ModuleType]:
+    """The modules that define some part of a model and know mlx-lm's `swiglu` by that name."""
+    parts = {type(module) for _, module in model.named_modules()}
+    names = {base.__module__ for part in parts for base in part.__mro__}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    return [m for m in modules if getattr(m, "swiglu", None) is activations.swiglu]

@@ -1,0 +1,1 @@
+"""Modules of mlx-lm that ask the seam instead of computing by hand."""

@@ -1,0 +1,1 @@
+"""Modules that must see sequences, not packed rows."""

@@ -1,0 +1,202 @@
+"""Whether a packed model's logits are the model's own, but for rounding.
+
+Rounding can move logits far: where it sends a token to another expert, that row is as wrong as one
+that read a wrong context.  So the measure is the model's own noise: mlx-lm runs the same tokens in
+chunks of several sizes, and how far those logits are from a single shot's is what rounding does to
+this model, in its type, on this device.  An error of attention (a mask, a position, a block) moves
+nearly every row that it concerns by about the spread of the logits.  An error of rounding moves
+some rows, and the rows of the chunkings just as often.
+"""
+
+import traceback
+from functools import cached_property
+from typing import NamedTuple
+
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from vllm_metal_lite.attention.base import Attention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
+from vllm_metal_lite.model.seam import hooks, layer_cache, placeholders
+
+# Two requests, of 9 and 14 tokens: (computed before, computed now) in the steps of the trial.
+# Prompts, then a decode beside a chunk, then decodes, then one decode and no other, for a step of
+# one row may take kernels of its own.
+LENGTHS = (9, 14)
+STEPS = (
+    ((0, 0), (4, 3)),
+    ((4, 3), (1, 6)),
+    ((5, 9), (1, 1)),
+    ((6, 10), (1, 1)),
+    *(((7, n), (0, 1)) for n in (11, 12, 13)),
+    *(((n, 14), (1, 0)) for n in (7, 8)),
+)
+BLOCK = 8
+
+# Chunks in which mlx-lm itself runs the tokens.  Latent attention takes other products for 1.
+_CHUNKS = (1, 2, 5)
+
+# A distance is relative to the spread of the logits.  Rows are compared with noise plus this much:
+# mlx-lm's chunks may round all alike where a packed step cannot.
+_16_BIT = (mx.float16, mx.bfloat16)
+_LIMIT, _LIMIT_16_BIT = 0.05, 0.25
+# Without 16 bits not one row may be beyond the limit plus so many times the worst noise.
+_WORST = 3
+# Tokens are drawn anew where a trial fails: what does not fit fails with any.
+_DRAWS = 4
+
+# Where a model comes that uses K and V, or a mask, as arrays.
+_SEAM = tuple(module.__name__ for module in (placeholders, hooks, layer_cache))
+
+
+class Problem(NamedTuple):
+    """text: one line.  is_unexpected: an exception that is not due to how the model is written."""
+
+    text: str
+    is_unexpected: bool = False
+
+
+class Row(NamedTuple):
+    """A row of a packed step.  kind: of its segment: prompt, chunk, decode, or one row (a decode in
+    a step of its own).  error: the distance of its logits.  request, position: its token."""
+
+    kind: str
+    error: float
+    request: int
+    position: int
+
+
+class Draw:
+    """Random tokens of two requests, and a model's own logits of them."""
+
+    def __init__(self, model: nn.Module, vocab_size: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self._model = model
+        self.sequences = [rng.integers(0, vocab_size, n) for n in LENGTHS]
+        self.own = [_native(model, s, len(s)) for s in self.sequences]
+
+    @cached_property
+    def noise(self) -> list[np.ndarray]:
+        """Distances of the model's own logits in chunks, (positions, chunkings) a request."""
+        return [
+            np.transpose([list(map(_distance, _native(self._model, s, n), own)) for n in _CHUNKS])
+            for s, own in zip(self.sequences, self.own, strict=True)
+        ]
+
+    def rows(self, packed: PackedModel, attention: Attention, fusion: Fusion) -> list[Row]:
+        """The rows of a packed model's steps.  attention: over a store of 4 blocks."""
+        size = attention.store.block_size
+        inputs = InputBatch(2, 2 * size, size, len(attention.store.num_blocks))
+        seats = np.array([inputs.add(s, len(s)) for s in self.sequences])
+        for seat in seats:
+            inputs.append_blocks(seat, [2 * seat + 1, 2 * seat])
+        rows: list[Row] = []
+        state = attention.new_state()
+        for computed, scheduled in STEPS:
+            counts = np.array(scheduled)
+            now = counts > 0
+            batch = inputs.pack(seats[now], np.array(computed)[now], counts[now])
+            step = attention.prepare(batch, batch.num_tokens)
+            bound = attention.begin(step, state)
+            logits = packed(bound, mx.arange(batch.num_tokens), fusion).astype(mx.float32)
+            state = bound.state
+            mx.eval(logits, state, attention.store.states.arrays)
+            got = iter(np.array(logits))
+            for request, (start, count) in enumerate(zip(computed, scheduled, strict=True)):
+                kind = "prompt" if start == 0 else "chunk" if count > 1 else "decode"
+                kind = "one row" if batch.num_tokens == 1 else kind
+                for position in range(start, start + count):
+                    error = _distance(next(got), self.own[request][position])
+                    rows.append(Row(kind, error, request, position))
+        return rows
+
+
+class Trial:
+    """Tries packed forms of a model; what the model itself computes is kept for the next form."""
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        self._model, self._vocab_size = model, vocab_size
+        self._exact = all(w.dtype not in _16_BIT for _, w in tree_flatten(model.parameters()))
+        self._limit = _LIMIT if self._exact else _LIMIT_16_BIT
+        self._draws: list[Draw] = []
+        self._draw(0)
+
+    def problem(
+        self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
+    ) -> Problem | None:
+        """Why a packed model does not fit, None if it does.
+
+        attention: over a store of 4 blocks.
+        """
+        errors: dict[str, list[float]] = {}
+        noise: dict[str, list[np.ndarray]] = {}
+        for number in range(_DRAWS):
+            try:
+                draw = self._draw(number)
+                rows = draw.rows(packed, attention, fusion)
+                worst = max(row.error for row in rows)
+                if worst <= self._limit:
+                    return None
+                for row in rows:
+                    if row.position:  # the first token of a request has no context to mistake
+                        errors.setdefault(row.kind, []).append(row.error)
+                        noise.setdefault(row.kind, []).append(draw.noise[row.request][row.position])
+            except Exception as e:
+                return Problem(f"{type(e).__name__}: {one_line(e)}", _is_unexpected(e))
+            shares = {kind: self._share_beyond(errors[kind], noise[kind]) for kind in errors}
+            most = max(np.max(n) for n in noise.values())
+            if max(shares.values()) <= 0.5 and not (
+                self._exact and worst > self._limit + _WORST * most
+            ):
+                return None
+        kind = max(shares, key=shares.get)
+        if shares[kind] <= 0.5:
+            text = f"a row of its packed logits is {worst:.2g} of their spread away from mlx-lm's"
+            return Problem(f"{text} own, whose own chunks differ by at most {most:.2g}")
+        return Problem(
+            f"its packed logits ({kind}) are {np.median(errors[kind]):.2g} of their spread away "
+            f"from mlx-lm's own, whose own chunks differ by {np.median(noise[kind]):.2g}"
+        )
+
+    def _draw(self, number: int) -> Draw:
+        if number == len(self._draws):
+            self._draws.append(Draw(self._model, self._vocab_size, number))
+        return self._draws[number]
+
+    def _share_beyond(self, errors: list[float], noise: list[np.ndarray]) -> float:
+        """Of all pairs of a packed row and a row of a chunking, in how many the first is farther
+        away by more than the limit: half or less if they are alike, nearly 1 if they are not."""
+        limits = np.sort(np.concatenate(noise)) + self._limit
+        return float(np.mean(np.searchsorted(limits, errors)) / len(limits))
+
+
+def _is_unexpected(e: Exception) -> bool:
+    """Whether our code, or MLX called from there, raised it, not a model (or the seam in its place)
+    that uses what stands for K and V in a way that was not foreseen."""
+    *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+    name = frame.f_globals["__name__"]
+    return name.startswith("vllm_metal_lite.") and name not in _SEAM
+
+
+def _distance(got: np.ndarray, expected: np.ndarray) -> float:
+    """0 where the model's own logits are NaN; infinite where others are."""
+    finite = np.isfinite(expected)  # some models forbid tokens with -inf
+    if not finite.any():
+        return 0.0
+    expected, difference = expected[finite], got[finite] - expected[finite]
+    error = np.sqrt(np.mean(difference**2)) / max(expected.std(), np.finfo(np.float32).tiny)
+    return float("inf") if np.isnan(error) else float(error)
+
+
+def _native(model: nn.Module, tokens: np.ndarray, chunk: int) -> np.ndarray:
+    """mlx-lm's logits (len(tokens), V) of one sequence, so many tokens at a time."""
+    cache, parts = make_prompt_cache(model), []
+    for start in range(0, len(tokens), chunk):
+        logits = model(mx.array(tokens[start : start + chunk])[None], cache=cache)[0]
+        parts.append(np.array(logits.astype(mx.float32)))
+    return np.concatenate(parts)

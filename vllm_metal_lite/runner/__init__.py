@@ -1,0 +1,1 @@
+"""One step: assembled, compiled, submitted, read."""

@@ -1,0 +1,43 @@
+"""Rows of logits that no token can be sampled from: marked on the device, named on the host.
+
+The mark travels in the place of the token, so the host learns of it when it reads the tokens, and
+waits for nothing more.  The device goes on with token 0, which nobody sees.
+"""
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.sampling.logits import fused
+from vllm_metal_lite.sampling_params import SamplingParams
+
+# In the place of a token: all of its row's logits are -inf, or the best of them is NaN.
+MASKED, NAN = -2, -3
+
+
+def mark(x: mx.array, token_ids: mx.array) -> mx.array:
+    """(T,) int32: token_ids, the argmax of x (T, V), or MASKED or NAN.
+
+    Two launches on a GPU, which read one value a row.
+    """
+    return _mark(mx.take_along_axis(x, token_ids[:, None], -1).squeeze(-1), token_ids)
+
+
+@fused
+def _mark(best: mx.array, token_ids: mx.array) -> mx.array:
+    return mx.where(best > -mx.inf, token_ids, mx.where(best == -mx.inf, MASKED, NAN))
+
+
+def why(reason: int, params: SamplingParams, num_generated: int, has_grammar: bool = False) -> str:
+    """One line for the request whose row is MASKED or NAN, after so many tokens."""
+    if reason == NAN:
+        return (
+            "no token can be sampled: the model's logits are NaN (its weights are damaged, or its "
+            "numbers do not fit its dtype)"
+        )
+    rules = {
+        "the grammar": has_grammar,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words,
+        "min_tokens (until then, no stop token)": params.min_tokens > num_generated,
+    }
+    named = " and ".join(name for name, applies in rules.items() if applies)
+    reason = f"nothing is left by {named}" if named else "the model's logits are all -inf"
+    return f"no token can be sampled: {reason}"
