@@ -43,10 +43,10 @@ _CHUNKS = (1, 2, 5)
 
 # A distance is relative to the spread of the logits.  Rows are compared with noise plus this much:
 # mlx-lm's chunks may round all alike where a packed step cannot.
+_LIMIT = 0.25
+# Without 16 bits not one row may be beyond this much plus so many times the worst noise.
 _16_BIT = (mx.float16, mx.bfloat16)
-_LIMIT, _LIMIT_16_BIT = 0.05, 0.25
-# Without 16 bits not one row may be beyond the limit plus so many times the worst noise.
-_WORST = 3
+_EXACT_LIMIT, _WORST = 0.05, 3
 # Tokens are drawn anew where a trial fails: what does not fit fails with any.
 _DRAWS = 4
 
@@ -122,7 +122,7 @@ class Trial:
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
         self._model, self._vocab_size = model, vocab_size
         self._exact = all(w.dtype not in _16_BIT for _, w in tree_flatten(model.parameters()))
-        self._limit = _LIMIT if self._exact else _LIMIT_16_BIT
+        self._limit = _EXACT_LIMIT if self._exact else _LIMIT
         self._draws: list[Draw] = []
         self._draw(0)
 
@@ -148,11 +148,10 @@ class Trial:
                         noise.setdefault(row.kind, []).append(draw.noise[row.request][row.position])
             except Exception as e:
                 return Problem(f"{type(e).__name__}: {one_line(e)}", _is_unexpected(e))
-            shares = {kind: self._share_beyond(errors[kind], noise[kind]) for kind in errors}
+            shares = {kind: _share_beyond(errors[kind], noise[kind]) for kind in errors}
             most = max(np.max(n) for n in noise.values())
-            if max(shares.values()) <= 0.5 and not (
-                self._exact and worst > self._limit + _WORST * most
-            ):
+            is_close = not self._exact or worst <= _EXACT_LIMIT + _WORST * most
+            if is_close and max(shares.values()) <= 0.5:
                 return None
         kind = max(shares, key=shares.get)
         if shares[kind] <= 0.5:
@@ -168,11 +167,12 @@ class Trial:
             self._draws.append(Draw(self._model, self._vocab_size, number))
         return self._draws[number]
 
-    def _share_beyond(self, errors: list[float], noise: list[np.ndarray]) -> float:
-        """Of all pairs of a packed row and a row of a chunking, in how many the first is farther
-        away by more than the limit: half or less if they are alike, nearly 1 if they are not."""
-        limits = np.sort(np.concatenate(noise)) + self._limit
-        return float(np.mean(np.searchsorted(limits, errors)) / len(limits))
+
+def _share_beyond(errors: list[float], noise: list[np.ndarray]) -> float:
+    """Of all pairs of a packed row and a row of a chunking, in how many the first is farther away
+    by more than the limit: half or less if they are alike, nearly 1 if they are not."""
+    limits = np.sort(np.concatenate(noise)) + _LIMIT
+    return float(np.mean(np.searchsorted(limits, errors)) / len(limits))
 
 
 def _is_unexpected(e: Exception) -> bool:
