@@ -14,6 +14,7 @@ from tests.attention.test_plan import BLOCK_SIZE, make_batch
 from tests.support.attention_oracle import paged_attention
 from tests.support.poison import poison
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.sdpa import calls as sdpa_calls
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
