@@ -1,6 +1,6 @@
 """Steps one after another, each launched before the tokens of the one before are known.
 
-A batch goes this way.  `InputBatch.pack` cuts a ForwardBatch out of the table.  `launch` gives it to
+The way of a batch: `InputBatch.pack` cuts a ForwardBatch out of the table.  `launch` gives it to
 the runner, which prepares it for the attention (Step), runs the model on it (logits) and samples
 (StepResult).  All of that is lazy: the device works, and the host goes on.
 
