@@ -8,13 +8,10 @@ from vllm_metal_lite.runner.result import Logprobs
 
 
 class PromptLogprobs:
-    """Rows 0 to n - 2: what the model thought of prompt tokens 1 to n - 1; k most likely each.
-
-    taken: vLLM has them.
-    """
+    """Rows 0 to n - 2: what the model thought of prompt tokens 1 to n - 1; k most likely each."""
 
     def __init__(self, num_prompt_tokens: int, k: int) -> None:
-        self.k, self.taken = k, False
+        self.k = k
         rows = num_prompt_tokens - 1
         self.token_ids = np.zeros((rows, 1 + k), np.int32)
         self.logprobs = np.zeros((rows, 1 + k), np.float32)
@@ -40,5 +37,4 @@ class PromptLogprobs:
 
         arrays = self.token_ids, self.logprobs, self.ranks
         del self.token_ids, self.logprobs, self.ranks
-        self.taken = True
         return LogprobsTensors(*map(tensor, arrays))

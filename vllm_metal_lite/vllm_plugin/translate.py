@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class Request:
     """A request that vLLM has not finished.
 
-    req_index None: it was preempted, and waits.  prompt_logprobs: those gathered since it last got
-    its row.  is_undrawn: no token could be sampled for it, and the log says so.
+    num_prompt_logprobs: as in SamplingParams.  req_index None: it was preempted, and waits.
+    prompt_logprobs: those gathered since it last got its row, if vLLM does not have them.
+    is_undrawn: no token could be sampled for it, and the log says so.
     """
 
     params: SamplingParams
@@ -36,6 +37,7 @@ class Request:
     stop_token_ids: tuple[int, ...]
     bad_words: list[list[int]]
     num_prompt_tokens: int
+    num_prompt_logprobs: int | None
     has_grammar: bool
     prompt_logprobs: PromptLogprobs | None = None
     is_undrawn: bool = False
@@ -98,15 +100,17 @@ class StepTranslator:
             asked = new.sampling_params.seed
             seed = asked if asked is not None else hash((self.seed, self._num_seen))
             self._num_seen += 1
-        vllm_params = new.sampling_params
+        vllm_params, prompt = new.sampling_params, len(new.prompt_token_ids)
+        params = translate_params(vllm_params, self.sampler.vocab_size)
+        is_next_turn = known is not None and known.num_prompt_tokens != prompt
         request = Request(
-            translate_params(vllm_params, self.sampler.vocab_size),
+            params,
             seed,
             tuple(vllm_params.all_stop_token_ids),
             vllm_params.bad_words_token_ids or [],
-            len(new.prompt_token_ids),
+            prompt,
+            None if is_next_turn else params.prompt_logprobs,
             vllm_params.structured_outputs is not None,
-            known.prompt_logprobs if known else None,
         )
         self._requests[new.req_id] = request
         self._seat(request, tokens, new.block_ids)
@@ -126,10 +130,11 @@ class StepTranslator:
     def _seat(
         self, request: Request, token_ids: Sequence[int], block_ids: Sequence[Sequence[int]]
     ) -> None:
-        tokens, prompt, scored = np.array(token_ids, np.int32), request.num_prompt_tokens, None
-        k, gathered = request.params.prompt_logprobs, request.prompt_logprobs
-        if k is not None and not (gathered and gathered.taken):
-            # All of them again: a step under way may still put some, which vLLM will throw away.
+        tokens, prompt = np.array(token_ids, np.int32), request.num_prompt_tokens
+        k, scored = request.num_prompt_logprobs, None
+        request.prompt_logprobs = None
+        # vLLM gets a prompt's with its first token.  If it threw away both, they come again.
+        if k is not None and len(tokens) == prompt:
             request.prompt_logprobs, scored = PromptLogprobs(prompt, k), 0
         request.req_index = row = self.inputs.add(tokens, prompt, scored)
         if block_ids:
@@ -157,9 +162,7 @@ class StepTranslator:
         prompt_logprobs = {
             segment: request.prompt_logprobs
             for segment, (req_id, request) in enumerate(zip(req_ids, requests, strict=True))
-            if request.prompt_logprobs is not None
-            and computed[req_id] < request.num_prompt_tokens
-            and not request.prompt_logprobs.taken
+            if request.prompt_logprobs is not None and computed[req_id] < request.num_prompt_tokens
         }
         return Step(req_ids, requests, batch, prompt_logprobs)
 
