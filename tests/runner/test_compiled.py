@@ -118,7 +118,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
     attention = KernelAttention(engine.runner.attention.store, prefill, groups=groups)
-    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
@@ -141,7 +141,7 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
     engine = tiny.engine("qwen3", mx.bfloat16, max_num_batched_tokens=24)
     monkeypatch.setattr(PackedModel, "__call__", noting)
     attention = KernelAttention(engine.runner.attention.store, "gather", skinny_rows=range(2, 9))
-    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     tokens_of(engine)
     all_seven = 7 * len(attention.store.specs)

@@ -95,6 +95,6 @@ def compile_on_cpu(
     """Put ArrayAttention into an engine and have its steps compiled."""
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
     attention = ArrayAttention(engine.runner.attention.store, prefill, groups, rows_as_decodes)
-    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     return engine

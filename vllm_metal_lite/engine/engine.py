@@ -20,6 +20,7 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.memory import limit_buffer_cache, size_store
 from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
+from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.masks import bad_word_ids
 from vllm_metal_lite.sampling.sampler import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -51,11 +52,11 @@ class LLMEngine:
         store = PagedStore(model.kv_specs, self.kv_groups, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
         assembly = build_runner(model, store, self.sampler, self.config.attention)
-        self.runner, self.attention_reason = assembly.runner, assembly.attention_reason
+        self.attention_reason = assembly.attention_reason
         self.inputs = InputBatch(
             seats, self.max_model_len, self.config.block_size, len(self.kv_groups)
         )
-        self.pipeline = Pipeline(self.runner, self.inputs)
+        self.pipeline = Pipeline(assembly.runner, self.inputs)
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(scheduling, self.kv_groups, self.max_model_len)
@@ -72,6 +73,10 @@ class LLMEngine:
         """Load a model ("demo", a folder or a Hugging Face name) and build its engine."""
         config = _config_of(config)
         return cls(load(name, config.dtype, config.trust_remote_code), config)
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.pipeline.runner
 
     # Requests
 

@@ -70,10 +70,13 @@ class MetalLiteWorker(WorkerBase):
     """One device, one model.  vLLM calls the methods in about the order in which they stand."""
 
     model: LoadedModel | None = None
-    runner: ModelRunner | None = None
     pipeline: Pipeline | None = None
     translator: StepTranslator | None = None
     _step: Step | None = None
+
+    @property
+    def runner(self) -> ModelRunner | None:
+        return self.pipeline and self.pipeline.runner
 
     # Start
 
@@ -211,8 +214,7 @@ class MetalLiteWorker(WorkerBase):
             shared=len(self._groups) > 1,
         )  # fmt: skip
         assembly = build_runner(self.model, store, self._sampler, _attention_option())
-        self.runner = assembly.runner
-        self.pipeline = Pipeline(self.runner, self.translator.inputs)
+        self.pipeline = Pipeline(assembly.runner, self.translator.inputs)
         name = self.runner.attention.name
         logger.info("Attention: %s (%s)", name, assembly.attention_reason)
 
@@ -263,7 +265,7 @@ class MetalLiteWorker(WorkerBase):
     def sleep(self, level: int = 1) -> None:
         self.synchronize_device()  # what is under way holds K and V
         before = mx.get_active_memory()
-        self.runner = self.pipeline = None
+        self.pipeline = None
         if level >= 2:
             self.model = None
         mx.clear_cache()
@@ -272,7 +274,7 @@ class MetalLiteWorker(WorkerBase):
     def wake_up(self, tags: list[str] | None = None) -> None:
         if self.model is None and (not tags or "weights" in tags):
             self.load_model()
-        if self.runner is None and (not tags or "kv_cache" in tags):
+        if self.pipeline is None and (not tags or "kv_cache" in tags):
             self._make_runner()
 
     # The rest of what vLLM may ask
@@ -307,4 +309,4 @@ class MetalLiteWorker(WorkerBase):
         return set()
 
     def shutdown(self) -> None:
-        self.runner = self.pipeline = self.translator = self.model = None
+        self.pipeline = self.translator = self.model = None
