@@ -1,8 +1,10 @@
 """Steps under way: one ahead, with tokens that the host does not know."""
 
+import gc
 import queue
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -131,3 +133,22 @@ def test_a_failure_is_raised_where_the_step_is_waited_for(monkeypatch):
             bench.pipeline.finish()
     bench.pipeline.clear()
     assert not bench.pipeline.steps
+
+
+def test_a_step_that_is_over_leaves_nothing_to_the_garbage_collector(monkeypatch):
+    """What sees the store must not outlive it: a plugin that sleeps gives its memory back."""
+    bench, seen = Bench(), []
+    attention = bench.pipeline.runner.attention
+    begin = attention.begin
+    monkeypatch.setattr(
+        attention, "begin", lambda *a: (b := begin(*a), seen.append(weakref.ref(b)))[0]
+    )
+    gc.disable()
+    try:
+        for _ in range(3):
+            bench.launch()
+            bench.pipeline.advance()
+        bench.pipeline.finish()
+        assert [ref() for ref in seen] == [None] * 3
+    finally:
+        gc.enable()

@@ -132,21 +132,8 @@ class PackedModel:
         if self.sees_sequences:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)
         layers: list[PagedLayerCache] = []
-
-        def cache(node: Node) -> Any:
-            """An entry of the model's list of caches; those of the store go to `layers`."""
-            if isinstance(node, tuple):
-                return CacheMembers(map(cache, node))
-            if isinstance(node, StateLayer):
-                return StateCache(node.index, node.size, sequences)
-            if node is None:
-                return None
-            spec = self.layout.specs[node.index]
-            layer = fusion.layer_cache(node.index, spec, attention, node.template, sequences)
-            layers.append(layer)
-            return layer
-
-        caches = [cache(node) for node in self.layout.nodes]
+        of_step = attention, fusion, sequences, layers
+        caches = [self._cache(node, *of_step) for node in self.layout.nodes]
         self._rows.wanted, self._rows.taken = logits_indices, False
         try:
             with building(), fusion.building(step):
@@ -160,3 +147,25 @@ class PackedModel:
         if logits_indices is not None and not self._rows.taken:
             logits = logits[logits_indices]
         return logits.squeeze(1)
+
+    # A method: a function inside of `__call__` that calls itself would keep all that it sees, the
+    # store too, until the garbage collector comes.
+    def _cache(
+        self,
+        node: Node,
+        attention: StepAttention,
+        fusion: Fusion,
+        sequences: SequenceStep | None,
+        layers: list[PagedLayerCache],
+    ) -> Any:
+        """An entry of the model's list of caches; those of the store go to `layers` too."""
+        if isinstance(node, tuple):
+            of_step = attention, fusion, sequences, layers
+            return CacheMembers(self._cache(part, *of_step) for part in node)
+        if isinstance(node, StateLayer):
+            return StateCache(node.index, node.size, sequences)
+        if node is None:
+            return None
+        spec = self.layout.specs[node.index]
+        layers.append(fusion.layer_cache(node.index, spec, attention, node.template, sequences))
+        return layers[-1]
