@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -184,24 +182,20 @@ def long_work(count=80, size=300) -> mx.array:
 
 def test_submissions_run_in_their_order_and_python_goes_on_meanwhile():
     thread, before = submit.choose(True), sys.getswitchinterval()
-    times, ended = [], []
+    ended = []
     sys.setswitchinterval(30)  # nobody gets Python's lock by asking for it
     try:
         with thread.building():
             work = [long_work() for _ in range(3)]
         submissions = []
         for arrays in work:
-            times.append(time.perf_counter())
             submissions.append(thread.submit(arrays))
             ended.append([s.ended.is_set() for s in submissions])
-        times.append(time.perf_counter())
         for s in submissions:
             s.wait()
     finally:
         sys.setswitchinterval(before)
-    assert ended == [[False], [True, False], [True, True, False]]
-    first, *others = (b - a for a, b in pairwise(times))
-    assert first < min(others)  # that one waited for nobody
+    assert ended == [[False], [True, False], [True, True, False]]  # each waits for the one before
     assert [float(w[0, 0]) for w in work] == pytest.approx([1 / 300] * 3, rel=1e-3)
 
 
@@ -297,7 +291,7 @@ assert engine.runner.submitter.threaded and engine._steps
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "AsyncEngine(engine)"])
 def test_the_process_ends_with_a_step_under_way(end):
     code = ENDS.format(tests=os.path.dirname(__file__), end=end)
-    how = {"capture_output": True, "text": True, "timeout": 120}
+    how = {"capture_output": True, "text": True, "timeout": 600}
     done = subprocess.run([sys.executable, "-X", "dev", "-c", code], **how)
     assert (done.returncode, done.stderr) == (3 if "3" in end else 0, "")
 
