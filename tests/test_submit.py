@@ -265,7 +265,7 @@ def test_a_server_s_engine():
 
     engine = AsyncEngine(make_engine())
     try:
-        tokens = asyncio.run(asyncio.wait_for(serve(engine), 60))
+        tokens = asyncio.run(asyncio.wait_for(serve(engine), 600))
     finally:
         engine.shutdown()
     assert tokens == [t for t, _ in answers(by_hand(make_engine()), params)]
