@@ -146,8 +146,8 @@ def test_the_context_runs_full_in_an_answer(typist):
 
 def test_control_c_while_the_model_loads(typist, tmp_path):
     folder = shutil.copytree(model_folder(), tmp_path / "model")
-    (folder / "tokenizer_config.json").unlink()
-    os.mkfifo(folder / "tokenizer_config.json")  # which nobody writes: loading does not end
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")  # which nobody writes: loading does not end
     me = typist(model=folder)
     me.wait("Loading")
     me.press(CONTROL_C)
