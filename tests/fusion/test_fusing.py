@@ -79,9 +79,7 @@ def test_projections_of_unlike_weights_stay_apart():
     model = tiny.build(config_of("llama"))
     nn.quantize(model, 32, 4, class_predicate=lambda path, m: "self_attn.v_proj" in path)
     join_projections(model)
-    sizes = {
-        (p.linear.weight.shape[0], len(p.ends) - 1) for p in joined_projections(model)
-    }
+    sizes = {(p.linear.weight.shape[0], len(p.ends) - 1) for p in joined_projections(model)}
     assert sizes == {(96, 2), (192, 2)}  # q and k; gate and up
 
 
