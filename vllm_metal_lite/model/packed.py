@@ -132,21 +132,9 @@ class PackedModel:
         if self.sees_sequences:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)
         layers: list[PagedLayerCache] = []
-
-        def cache(node: Node) -> Any:
-            """An entry of the model's list of caches; those of the store go to `layers`."""
-            if isinstance(node, tuple):
-                return CacheMembers(map(cache, node))
-            if isinstance(node, StateLayer):
-                return StateCache(node.index, node.size, sequences)
-            if node is None:
-                return None
-            spec = self.layout.specs[node.index]
-            layer = fusion.layer_cache(node.index, spec, attention, node.template, sequences)
-            layers.append(layer)
-            return layer
-
-        caches = [cache(node) for node in self.layout.nodes]
+        caches = [
+            self._cache(node, attention, sequences, fusion, layers) for node in self.layout.nodes
+        ]
         self._rows.wanted, self._rows.taken = logits_indices, False
         try:
             with building(), fusion.building(step):
@@ -160,3 +148,26 @@ class PackedModel:
         if logits_indices is not None and not self._rows.taken:
             logits = logits[logits_indices]
         return logits.squeeze(1)
+
+    def _cache(
+        self,
+        node: Node,
+        attention: StepAttention,
+        sequences: SequenceStep | None,
+        fusion: Fusion,
+        layers: list[PagedLayerCache],
+    ) -> Any:
+        """An entry of the model's list of caches; those of the store go to `layers`.
+
+        (No closure: one that calls itself is a cycle, which would keep a step's arrays.)
+        """
+        if isinstance(node, tuple):
+            return CacheMembers(self._cache(n, attention, sequences, fusion, layers) for n in node)
+        if isinstance(node, StateLayer):
+            return StateCache(node.index, node.size, sequences)
+        if node is None:
+            return None
+        spec = self.layout.specs[node.index]
+        layer = fusion.layer_cache(node.index, spec, attention, node.template, sequences)
+        layers.append(layer)
+        return layer
