@@ -8,10 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.attention.test_plan import BLOCK_SIZE, expected_pairs, make_batch
-from tests.attention.test_sdpa import RAGGED, Case, check
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
+from tests.support.attention_cases import (
+    BLOCK_SIZE,
+    RAGGED,
+    Case,
+    check,
+    expected_pairs,
+    make_batch,
+)
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.paged import attention as kernels
 from vllm_metal_lite.attention.paged import common_prefix as shared
@@ -42,11 +48,13 @@ class DecodesCase(Case):
 
     def run(self, padding=0, **how):
         self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
-        self.attention = KernelAttention(self.store, "gather", rows_as_decodes=ROWS_AS_DECODES)
-        step = self.attention.prepare(self.batch, self.batch.num_tokens)
-        assert step.prompts is None
-        assert step.num_decodes == self.batch.num_tokens
-        self.prefix_len = step.prefix_len
+        self.attention = KernelAttention(
+            self.store, "gather", self.head_groups, rows_as_decodes=ROWS_AS_DECODES
+        )
+        plan = self.attention.prepare(self.batch, self.batch.num_tokens).plan
+        assert plan.prompts is None
+        assert plan.num_decodes == self.batch.num_tokens
+        self.prefix_len = plan.prefix_len
         return super().run(padding, **how)
 
 
@@ -73,8 +81,8 @@ def test_a_quantised_store(bits):
 
 def prepared(segments, padding=0, limit=ROWS_AS_DECODES):
     case = Case(segments)
-    attention = KernelAttention(case.store, "gather", rows_as_decodes=limit)
-    return attention.prepare(case.batch, case.batch.num_tokens + padding)
+    attention = KernelAttention(case.store, "gather", case.head_groups, rows_as_decodes=limit)
+    return attention.prepare(case.batch, case.batch.num_tokens + padding).plan
 
 
 def test_only_small_steps(monkeypatch):
@@ -134,8 +142,8 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
     for ours, wanted in zip(scores, expected_scores, strict=True):
         np.testing.assert_allclose(ours, wanted, 1e-4, 1e-4)
     assert engine.runner.compiled.reason is None
-    assert all(step.prompts is None for step in steps)
-    assert any(step.prefix_len for step in steps)
+    assert all(step.plan.prompts is None for step in steps)
+    assert any(step.plan.prefix_len for step in steps)
     assert engine.metrics()["compiled_steps"] > 0
 
 

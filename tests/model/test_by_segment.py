@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
-from tests.runner.test_runner import PROMPTS, check_that_decodes_copy_less_than
-from tests.runner.test_runner import Bench as RunnerBench
 from tests.support import tiny_models as tiny
-from vllm_metal_lite.attention.sdpa import reference
-from vllm_metal_lite.attention.select import choose
+from tests.support.runner_bench import PROMPTS, RunnerBench, check_that_decodes_copy_less_than
+from vllm_metal_lite.attention.sdpa import run
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
@@ -20,6 +18,7 @@ from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
 from vllm_metal_lite.model.sequences.runs import plan_runs
+from vllm_metal_lite.runner.build import choose_attention
 
 # What makes each of them need it.
 NAMES = {
@@ -34,16 +33,17 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_who_needs_it_and_what_follows(name, monkeypatch):
-    packed = tiny.packed(name).packed
+    model = tiny.packed(name)
+    packed = model.packed
     assert packed.by_segment
     assert packed.no_prefix_cache
     store = PagedStore(packed.attention_specs, 4, 8)
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
-    attention, reason = choose("auto", store, [], packed.by_segment)
+    attention, reason, _ = choose_attention(model, store, "auto")
     assert attention.name == "reference"
     assert reason.endswith(f"a segment at a time: {packed.by_segment}")
     with pytest.raises(ConfigError, match="a segment at a time"):
-        choose("kernels", store, [], packed.by_segment)
+        choose_attention(model, store, "kernels")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "llama4", "deepseek_v3", "qwen3_next"])
@@ -71,7 +71,7 @@ def test_metrics_say_it_too():
 
 @pytest.mark.parametrize("option", ["auto", "reference"])
 @pytest.mark.parametrize(
-    ("where", "what"), [(reference, "_sdpa"), (mx, "eval")], ids=["call", "evaluation"]
+    ("where", "what"), [(run, "_sdpa"), (mx, "eval")], ids=["call", "evaluation"]
 )
 def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, option, where, what):
     """As if a backend lacked what only packed attention needs: MLX raises, and so does sqrt."""

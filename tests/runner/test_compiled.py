@@ -19,6 +19,8 @@ from vllm_metal_lite.attention.paged import attention as kernels_of_steps
 from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import compiled, runner
@@ -85,9 +87,9 @@ def count_traces(engine, monkeypatch) -> list[bool]:
     """A list that grows by one a forward that is built; True: to be compiled."""
     traced, call = [], type(engine.runner.model).__call__
 
-    def counting(self, step, attention, wanted):
-        traced.append(step.batch is None)
-        return call(self, step, attention, wanted)
+    def counting(self, attention, *args):
+        traced.append(attention.step.batch is None)
+        return call(self, attention, *args)
 
     monkeypatch.setattr(type(engine.runner.model), "__call__", counting)
     return traced
@@ -117,7 +119,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     monkeypatch.setattr(Kernel, "__call__", launch_nothing)
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
-    attention = KernelAttention(engine.runner.attention.store, prefill, groups=groups)
+    attention = KernelAttention(engine.runner.attention.store, prefill, groups)
     engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
@@ -130,9 +132,9 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
     stubs, products = Stubs(monkeypatch), Counter()
     call = PackedModel.__call__
 
-    def noting(self, step, attention, wanted):
+    def noting(self, attention, *args):
         stubs.needed()
-        logits = call(self, step, attention, wanted)
+        logits, step = call(self, attention, *args), attention.step
         needed = stubs.needed(logits, *attention.state)
         skinny = sum(n for launch, n in needed.items() if launch.startswith("skinny_gemm"))
         products[step.batch is None, len(step.token_ids), skinny] += 1
@@ -140,8 +142,10 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
 
     engine = tiny.engine("qwen3", mx.bfloat16, max_num_batched_tokens=24)
     monkeypatch.setattr(PackedModel, "__call__", noting)
-    attention = KernelAttention(engine.runner.attention.store, "gather", skinny_rows=range(2, 9))
-    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    attention = KernelAttention(engine.runner.attention.store, "gather", {2})
+    fuse_linears(engine.model.packed.model)
+    fusion = FusedLaunches(skinny_rows=range(2, 9))
+    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler, fusion)
     engine.runner.compiled.reason = None
     tokens_of(engine)
     all_seven = 7 * len(attention.store.specs)
@@ -180,11 +184,11 @@ def compiled_with_prompts(engine, monkeypatch) -> list:
     """A list that grows by the steps that are run compiled and are not all decodes."""
     steps, call = [], CompiledSteps.__call__
 
-    def noting(self, step):
-        logits = call(self, step)
-        if logits is not None and step.prompts:
+    def noting(self, step, state):
+        result = call(self, step, state)
+        if result is not None and step.plan.prompts:
             steps.append(step)
-        return logits
+        return result
 
     monkeypatch.setattr(CompiledSteps, "__call__", noting)
     return steps
@@ -308,7 +312,7 @@ def test_a_wave_of_like_prompts_behind_a_cached_prefix_is_compiled(monkeypatch):
         assert "decode" in engine._requests
         answers.append({name: o.outputs[0].token_ids for name, o in done.items()})
     assert answers[0] == answers[1]
-    shapes = {step.prompts.sdpa[0].arrays[0].shape for step in steps}
+    shapes = {step.plan.prompts.sdpa[0].arrays[0].shape for step in steps}
     assert len(steps) >= 1
     assert shapes == {(4, 8)}
 

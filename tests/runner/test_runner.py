@@ -5,8 +5,8 @@ import pytest
 
 from tests.support import tiny_models as tiny
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import StepMetadata
-from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.attention.base import make_step
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferencePlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -52,6 +52,10 @@ class Bench:
 PROMPTS = tiny.prompts(2, 20, 20, seed=3)
 
 
+def step_of(batch, num_rows):
+    return make_step(batch, num_rows, ReferencePlan(()))
+
+
 @pytest.mark.parametrize("num_rows", [6, 8])
 def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     """By seat: the order may be another, some have ended, and other rows know their tokens."""
@@ -63,18 +67,18 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     inputs.append_tokens(np.array([0, 2, 3]), np.full(3, UNKNOWN_TOKEN))
     ones = np.array([1, 1])
     batch = inputs.pack(np.array([0, 3]), 2 * ones, ones)
-    assert before.complete(StepMetadata(batch, num_rows).on_device())[:2].tolist() == [10, 13]
+    assert before.complete(step_of(batch, num_rows))[:2].tolist() == [10, 13]
     batch = inputs.pack(np.array([3, 0, 2]), np.full(3, 2), np.full(3, 1))
-    known = before.complete(StepMetadata(batch, num_rows).on_device())
+    known = before.complete(step_of(batch, num_rows))
     assert known[:3].tolist() == [13, 10, 12]
     assert known.shape == (num_rows,)
     inputs.token_ids[1] = range(20, 36)
     inputs.num_tokens[1] = 9
     batch = inputs.pack(np.array([2, 0, 1]), np.array([2, 2, 3]), np.array([1, 1, 4]))
-    known = before.complete(StepMetadata(batch, num_rows).on_device())
+    known = before.complete(step_of(batch, num_rows))
     assert known[:6].tolist() == [12, 10, 23, 24, 25, 26]
     batch = inputs.pack(np.array([1]), np.array([3]), np.array([6]))
-    known = before.complete(StepMetadata(batch, num_rows).on_device())
+    known = before.complete(step_of(batch, num_rows))
     assert known[:6].tolist() == [*range(23, 29)]
 
 
@@ -104,7 +108,7 @@ def test_the_tokens_of_a_step_whose_rows_all_go_on_are_handed_on_as_they_are():
     sampled = mx.array([5, 6])
     inputs.append_tokens(rows, np.full(2, UNKNOWN_TOKEN))
     batch = inputs.pack(rows, np.array([1, 1]), np.array([1, 1]))
-    assert StepResult(rows, sampled, None, None).complete(StepMetadata(batch, 2)) is sampled
+    assert StepResult(rows, sampled, None, None).complete(step_of(batch, 2)) is sampled
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])

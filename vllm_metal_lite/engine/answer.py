@@ -1,17 +1,13 @@
 """One answer being generated: its tokens, text, log-probabilities, and when it ends."""
 
-from typing import TYPE_CHECKING
-
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_metal_lite.runner.result import Logprobs
 from vllm_metal_lite.sampling import undrawn
 from vllm_metal_lite.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from vllm_metal_lite.runner.result import Logprobs
-    from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.request import Request
 
 
 class Answer:
@@ -22,7 +18,7 @@ class Answer:
 
     def __init__(
         self,
-        request: "Request",
+        request: Request,
         params: SamplingParams,
         result: RequestOutput,
         index: int,
@@ -100,19 +96,19 @@ class Answer:
         self.abort("error")
         return True
 
-    def append_logprobs(self, logprobs: "Logprobs", row: int) -> None:
+    def append_logprobs(self, logprobs: Logprobs, row: int) -> None:
         """Report a sampled token's row of log-probabilities, if they were asked for."""
         if self.output.logprobs is not None:
             self.output.logprobs.append(self._logprobs(logprobs, row, self.params.logprobs))
             self.output.cumulative_logprob += float(logprobs.logprobs[row, 0])
 
-    def append_prompt_logprobs(self, logprobs: "Logprobs", row: int) -> None:
+    def append_prompt_logprobs(self, logprobs: Logprobs, row: int) -> None:
         """Report the next prompt token's log-probabilities."""
         self.result.prompt_logprobs.append(
             self._logprobs(logprobs, row, self.params.prompt_logprobs)
         )
 
-    def _logprobs(self, logprobs: "Logprobs", row: int, k: int) -> dict[int, Logprob]:
+    def _logprobs(self, logprobs: Logprobs, row: int, k: int) -> dict[int, Logprob]:
         ids = logprobs.token_ids[row, : k + 1].tolist()
         values = logprobs.logprobs[row, : k + 1].tolist()
         ranks = [int(logprobs.ranks[row]), *range(1, len(ids))]

@@ -1,5 +1,6 @@
 """An mlx-lm model that takes packed steps: its caches for a step, and which rows reach its head."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ import mlx.nn as nn
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.layout import Layout, Node, StateLayer, is_part, outermost
+from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, is_part, outermost
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.sequences.recurrent import StateCache
@@ -73,6 +74,17 @@ class NoFusion:
 NO_FUSION = NoFusion()
 
 
+def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
+    """An entry of the model's list of caches.
+
+    Not a closure of the forward: one that calls itself is a reference cycle, and would keep the
+    step's arrays until Python's garbage collector runs.
+    """
+    if isinstance(node, tuple):
+        return CacheMembers(_map_leaves(cache, member) for member in node)
+    return None if node is None else cache(node)
+
+
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
@@ -133,20 +145,15 @@ class PackedModel:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)
         layers: list[PagedLayerCache] = []
 
-        def cache(node: Node) -> Any:
-            """An entry of the model's list of caches; those of the store go to `layers`."""
-            if isinstance(node, tuple):
-                return CacheMembers(map(cache, node))
+        def cache(node: PagedLayer | StateLayer) -> Any:
             if isinstance(node, StateLayer):
                 return StateCache(node.index, node.size, sequences)
-            if node is None:
-                return None
             spec = self.layout.specs[node.index]
             layer = fusion.layer_cache(node.index, spec, attention, node.template, sequences)
             layers.append(layer)
             return layer
 
-        caches = [cache(node) for node in self.layout.nodes]
+        caches = [_map_leaves(cache, node) for node in self.layout.nodes]
         self._rows.wanted, self._rows.taken = logits_indices, False
         try:
             with building(), fusion.building(step):

@@ -88,7 +88,9 @@ class Draw:
             for s, own in zip(self.sequences, self.own, strict=True)
         ]
 
-    def rows(self, packed: PackedModel, attention: Attention, fusion: Fusion) -> list[Row]:
+    def rows(
+        self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
+    ) -> list[Row]:
         """The rows of a packed model's steps.  attention: over a store of 4 blocks."""
         size = attention.store.block_size
         inputs = InputBatch(2, 2 * size, size, len(attention.store.num_blocks))

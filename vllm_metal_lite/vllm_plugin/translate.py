@@ -16,18 +16,16 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.runner.result import Logprobs, StepResult
 from vllm_metal_lite.sampling import undrawn
 from vllm_metal_lite.sampling.masks import TokenMasks
+from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
-
-    from vllm_metal_lite.runner.result import Logprobs, StepResult
-    from vllm_metal_lite.sampling.sampler import Sampler
-
 
 logger = init_logger("vllm.metal_lite")
 
@@ -65,7 +63,7 @@ class Step:
 class StepTranslator:
     """The requests of a worker, in the same tables that the embedded engine fills."""
 
-    def __init__(self, inputs: InputBatch, sampler: "Sampler", seed: int) -> None:
+    def __init__(self, inputs: InputBatch, sampler: Sampler, seed: int) -> None:
         self.inputs, self.sampler, self.seed = inputs, sampler, seed
         self._requests: dict[str, _Request] = {}
         self._num_seen = 0
@@ -174,7 +172,7 @@ class StepTranslator:
             return None
         return TokenMasks(np.array(rows)[picked], np.asarray(grammar.grammar_bitmask)[picked])
 
-    def finish(self, step: Step, result: "StepResult") -> ModelRunnerOutput:
+    def finish(self, step: Step, result: StepResult) -> ModelRunnerOutput:
         """Take note of the tokens sampled, and report them as vLLM wants them."""
         token_ids, segments = result.token_ids, step.batch.sample_segments.tolist()
         for row, reason in result.undrawn.items():
@@ -207,7 +205,7 @@ class StepTranslator:
         request.is_undrawn = True
         return 0 if request.has_grammar else min(request.stop_token_ids, default=0)
 
-    def _prompt_logprobs(self, step: Step, result: "StepResult") -> dict[str, Any]:
+    def _prompt_logprobs(self, step: Step, result: StepResult) -> dict[str, Any]:
         batch, done = step.batch, {}
         if result.prompt_logprobs is not None:
             scored_rows = batch.logits_indices[len(batch.sample_segments) :]
@@ -236,7 +234,7 @@ class StepTranslator:
         return self._requests.keys()
 
 
-def _logprobs(logprobs: "Logprobs | None", sampled: list[list[int]]) -> LogprobsLists | None:
+def _logprobs(logprobs: Logprobs | None, sampled: list[list[int]]) -> LogprobsLists | None:
     """Rows are counted by tokens sampled: a chunk in the middle of a prompt has none."""
     if logprobs is None:
         return None
