@@ -6,7 +6,7 @@ v_head_dim), where slot = block_id * block_size + offset in the block.  This is 
 addressed by one number.  One more block lies behind the last: rows of padding are written there,
 and nobody reads it.
 
-A quantised store has rows of 32-bit words instead of values: see quantised.py.
+A quantised store has rows of 32-bit words instead of values: see row_format.py.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class PagedStore:
     shared: all groups take their blocks from one pool (vLLM does so); layers at the same place of
     their groups, which are of one shape, then share their arrays.
     num_blocks: of each group.  group_of: the group of each layer.
-    states: what recurrent layers keep, by seat and not by block; see state.py.
+    states: what recurrent layers keep, by seat and not by block; see recurrent_state.py.
     """
 
     def __init__(
