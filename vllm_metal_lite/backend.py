@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 from functools import cache
+from importlib.metadata import version
 
 _LIBRARIES = {
     "MKL": ("libmkl_rt.so.2", "libmkl_rt.so.3", "libmkl_rt.so"),
@@ -41,6 +42,10 @@ if os.environ.get("METAL_LITE_DEVICE") == "cpu":
     mx.set_default_device(mx.cpu)
 
 
+def mlx_version() -> str:
+    return version("mlx")
+
+
 @cache
 def name() -> str:
     """Where MLX computes: "metal", "cuda" or "cpu"."""
@@ -57,8 +62,8 @@ def describe() -> str:
     """One line for the start-up message: the device and, on a CPU, which BLAS is in use."""
     if not is_cpu():
         info = mx.device_info()
-        return f"MLX {mx.__version__} on {info.get('device_name', name())} ({name()})"
-    line = f"MLX {mx.__version__} on {os.cpu_count()} CPU cores"
+        return f"MLX {mlx_version()} on {info.get('device_name', name())} ({name()})"
+    line = f"MLX {mlx_version()} on {os.cpu_count()} CPU cores"
     if sys.platform != "linux":
         return line
     if blas:

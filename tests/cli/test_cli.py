@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.cli_kit import COMMAND, model_folder, pipe
+from tests.support.cli_kit import COMMAND, SAFETY, model_folder, pipe
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.cli.options import sampling_fields
@@ -105,7 +105,7 @@ def test_closed_streams_and_broken_pipes(tmp_path):
         {command} generate {prompts} --max-num-seqs 2 --model {model_folder()} 2>{tmp_path}/err |
             head -1; echo "no reader: ${{PIPESTATUS[0]}}"
     """
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=SAFETY)
     lines = done.stdout.splitlines()
     assert lines[:2] == ["closed stdin: 1", "closed outputs: 0"]
     assert lines[2].startswith('{"id": 1, ')

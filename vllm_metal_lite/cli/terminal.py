@@ -2,6 +2,7 @@
 
 import os
 import sys
+from io import TextIOWrapper
 from types import ModuleType
 from typing import TextIO
 
@@ -28,7 +29,8 @@ class Terminal:
         self._dim = _has_colour(sys.stderr)
         self._filter = sys.stdout.isatty()
         for stream in (sys.stdin, sys.stdout, sys.stderr):
-            stream.reconfigure(errors="replace")
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="replace")
         self._readline = _readline() if self.interactive else None
 
     def write(self, text: str) -> None:

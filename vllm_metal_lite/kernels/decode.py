@@ -13,7 +13,7 @@ from vllm_metal_lite.kernels.common import (
     no_sinks,
     num_splits,
 )
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix
 from vllm_metal_lite.kv.row_format import RowFormat
@@ -99,7 +99,7 @@ def paged_decode(
     splits, simdgroups = plan.splits, plan.simdgroups
     partial = splits > 1
     out_dtype = mx.float32 if partial else dtype
-    template = {
+    template: Template = {
         "T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
         "FUSED": fused, **new, "PREFIX_SPLITS": 0 if prefix is None else prefix.lse.shape[2],
         **format_template(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
@@ -157,10 +157,9 @@ def _lanes(
     for lanes in (32, 16, 8, 4, 2, 1):
         if k_words % lanes or v_words % lanes:
             continue
-        widths = [
-            math.gcd(words // lanes, widest)
-            for words, widest in ((k_words, k_widest), (v_words, v_widest))
-        ]
+        k_width = math.gcd(k_words // lanes, k_widest)
+        v_width = math.gcd(v_words // lanes, v_widest)
         part = max(k_words, v_words) // lanes
-        options.append((part + 8 // min(widths), lanes, *widths))
-    return min(options)[1:]
+        options.append((part + 8 // min(k_width, v_width), lanes, k_width, v_width))
+    _, lanes, k_width, v_width = min(options)
+    return lanes, k_width, v_width

@@ -3,7 +3,7 @@ one launch."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import MAX_DECODE_DIM, head_size_problem
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NewRows, Rope
 from vllm_metal_lite.specs import AttentionShape
 
@@ -57,15 +57,16 @@ def rope_write(
     count, heads = rows.q.array.shape[0], rows.num_heads
     _, kv_heads, k_dim = keys.shape
     groups, at_once = _spread(count, heads + 2 * kv_heads)
-    template = {
+    template: Template = {
         "T": keys.dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads, "K_DIM": k_dim,
         "V_DIM": values.shape[2], "HEADS": at_once, "SIMDGROUPS": _SIMDGROUPS,
     }  # fmt: skip
-    return tuple(_ROPE_WRITE(
+    q, token = _ROPE_WRITE(
         [*rows.arrays, positions, slot_mapping, keys, values, token],
         template | rows.template(keys, values), (groups, count, 1), 32 * _SIMDGROUPS,
         [(count, heads, k_dim), (1,)], [keys.dtype, mx.float32],
-    ))  # fmt: skip
+    )  # fmt: skip
+    return q, token
 
 
 def _spread(rows: int, heads: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from vllm_metal_lite.kernels.common import (
     no_sinks,
     num_splits,
 )
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, keys_at_once
 
@@ -85,7 +85,7 @@ def shared_prefix(
     if problem := head_size_problem((k_dim, v_dim), MAX_PREFILL_DIM):
         raise ValueError(problem)
     group, simdgroups = heads // kv_heads, TILE_ROWS // 8
-    template = {
+    template: Template = {
         "T": keys.dtype, "FUSED": fused, **{name: new[name] for name in _OF_QUERIES},
         "KV_HEADS": kv_heads, "GROUP": group, "K_DIM": k_dim, "V_DIM": v_dim,
         "BLOCK_SIZE": block_size, "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0),

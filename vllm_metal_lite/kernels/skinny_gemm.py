@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import bits, no_sinks
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _SKINNY_GEMM = Kernel("skinny_gemm", ["x", "w", "gain", "residual"], ["y"])
 
@@ -75,12 +75,12 @@ def skinny_gemm(
     """
     rows, outputs = len(x), len(weight)
     width = outputs // 2 if swiglu else outputs
-    _check(x, weight, norm, residual, (rows, width), swiglu and outputs % 2)
+    _check(x, weight, norm, residual, (rows, width), swiglu and outputs % 2 == 1)
     simdgroups, at_once = plan or gemm_plan(rows, outputs)
     tiles = -(-rows // 8)
     # The kernel has four floats of nothing behind each row of sums.
     room = _SUM_BYTES // (simdgroups * 8 * (_COLUMNS + 4) * 4)
-    template = {
+    template: Template = {
         "T": x.dtype, "DEPTH": x.shape[1], "ROW_TILES": tiles, "FULL": rows % 8 == 0,
         "SIMDGROUPS": simdgroups, "AT_ONCE": at_once, "HELD": -(-tiles // -(-tiles // room)),
         "NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0),

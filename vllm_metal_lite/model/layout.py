@@ -73,7 +73,7 @@ class Layout:
             return None
         _, heads, _, k_dim = cache.keys.shape
         v_dim = cache.values.shape[-1]
-        # An adapted module (adapters.py) may keep something else than mlx-lm's own.
+        # An adapted module (adapters/) may keep something else than mlx-lm's own.
         heads, k_dim, v_dim = getattr(cache.user, "kept_dims", (heads, k_dim, v_dim))
         window = cache.max_size if isinstance(cache, RotatingKVCache) else None
         chunk = cache.chunk_size if isinstance(cache, ChunkedKVCache) else None

@@ -88,8 +88,8 @@ def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
-    by_segment: why attention modules see sequences too, a segment at a time (sequences.py), in one
-    line; None if they do not have to.
+    by_segment: why attention modules see sequences too, a segment at a time (sequences/runs.py),
+    in one line; None if they do not have to.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, by_segment: str | None = None) -> None:

@@ -69,11 +69,11 @@ def penalize_frequency(
 def _blocks(x: mx.array) -> mx.array:
     """(T, V) as (T, blocks, _BLOCK), the last one filled up with -inf."""
     if x.shape[1] % _BLOCK:
-        x = mx.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)), constant_values=-mx.inf)
+        x = mx.pad(x, [(0, 0), (0, -x.shape[1] % _BLOCK)], constant_values=-mx.inf)
     return x.reshape(len(x), -1, _BLOCK)
 
 
-def is_small(k: int, vocab_size: int) -> bool:
+def is_small(k: int | np.ndarray, vocab_size: int) -> bool | np.ndarray:
     """Whether the k largest logits of a row can be found by sorting less than half of it."""
     return 2 * k * _BLOCK < vocab_size
 
@@ -164,6 +164,7 @@ def thresholds(x: mx.array, groups: list[Filters]) -> mx.array:
 def _threshold(x: mx.array, f: Filters) -> mx.array:
     """Min-p, then top-k, then top-p of the mass that is left.  The best token always stays."""
     if not f.k:
+        assert f.min_p is not None, "a group that sorts nothing filters by min-p alone"
         return x.max(-1, keepdims=True) + f.min_p
     s = mx.sort(candidates(x, f.k)[0], -1)
     size, best = s.shape[1], s[:, -1:]

@@ -1,7 +1,8 @@
 """Modules that compute scores, masks or positions by hand, taught to ask the seam instead.
 
 One class a module, with the module's own weights; outside a packed forward it is the original.
-What is not here runs too, a segment at a time (kv_segments.py): these are worth the speed.
+What is not here runs too, a segment at a time (sequences/kv_segments.py): these are
+worth the speed.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Recurrent layers: what one sees as its cache during a packed forward.
 
 Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their state in an
-`ArraysCache` of a few arrays (B, ...).  The modules that touch it see sequences (sequences.py), all
-decodes as one batch; their states lie in the store by seat (kv/state.py).
+`ArraysCache` of a few arrays (B, ...).  The modules that touch it see sequences (runs.py), all
+decodes as one batch; their states lie in the store by seat (kv/recurrent_state.py).
 """
 
 from typing import Any
