@@ -1,9 +1,11 @@
 """Joined projections and fused launches give what the model's own operations give."""
 
+import contextlib
 import io
 import warnings
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.nn as nn
 import numpy as np
@@ -18,15 +20,22 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
-from vllm_metal_lite.fusion.joined import Part, join_projections, joined_projections
+from vllm_metal_lite.fusion.joined import (
+    JoinedProjection,
+    Part,
+    join_projections,
+    joined_projections,
+)
 from vllm_metal_lite.fusion.traced import Sum, Traced, as_view, origin_of, rows_of, up_to_date
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
 from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import trial
+from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
@@ -316,3 +325,56 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, wrong):
     layers = len(packed.attention_specs)
     # Tried with MLX's products; with the kernel these few rows have their norms and sums in it.
     assert launches["add_rms_norm"] == 2 * layers * len(trial.STEPS)
+
+
+# One model, several engines
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
+    """Also of one that breaks off between two parts of a product."""
+    model = tiny.build(config_of("llama"))
+    packed, fusion = PackedModel(model, inspect(model, "llama")), fuse(model, joins=True)
+    attention = KernelAttention(PagedStore(packed.attention_specs, 4, trial.BLOCK), "gather", ())
+    assert fusion.joined
+    part, countdown = JoinedProjection.part, [0]
+
+    def breaking_off(self, index, x):
+        countdown[0] -= 1
+        return part(self, index, x) if countdown[0] else 1 / 0
+
+    monkeypatch.setattr(JoinedProjection, "part", breaking_off)
+    draw = trial.Draw(model, VOCAB)
+    for calls in (2, 5, 1 << 30):
+        countdown[0] = calls
+        with installed(), contextlib.suppress(ZeroDivisionError):
+            draw.rows(packed, attention, fusion)
+        assert all(p._x is p._y is None for p in fusion.joined)
+    assert countdown[0] > 1
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+def test_engines_with_and_without_fused_launches_share_a_model(monkeypatch):
+    """As on a GPU, where projections are joined, in turns, and each starts while others run."""
+    monkeypatch.setattr(decide, "backend", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}))
+    config, prompts = config_of("qwen3"), tiny.prompts(3)
+    loaded = loader.from_model(tiny.build(config), None, config, "shared")
+    options = EngineConfig(block_size=8, num_blocks=32, max_num_seqs=4, max_model_len=64)
+    engines = []
+    with installed():
+        for attention in ("reference", "kernels", "reference", "kernels"):
+            engines.append(LLMEngine(loaded, replace(options, attention=attention)))
+            for i, prompt in enumerate(prompts):
+                params = SamplingParams(temperature=0, max_tokens=6)
+                engines[-1].add_request(str(i), prompt, params)
+            for engine in engines:
+                engine.step()
+        done = [tiny.run(engine) for engine in engines]
+    reference, fused = engines[0].runner.fusion, engines[1].runner.fusion
+    assert reference is engines[2].runner.fusion is NO_FUSION
+    assert len(fused.joined) == len(engines[3].runner.fusion.joined) == 2 * 3
+    for outputs in done:
+        for i, prompt in enumerate(prompts):
+            expected = tiny.alone(tiny.native("qwen3"), prompt, 6)
+            assert outputs[str(i)].outputs[0].token_ids == expected
