@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from tests.support import tiny_models as tiny
-from tests.support.runner_bench import PROMPTS, RunnerBench, check_that_decodes_copy_less_than
+from tests.support.runner_bench import RunnerBench, check_that_decodes_copy_less_than
 from vllm_metal_lite.attention.sdpa import run
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -141,7 +141,7 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
 @pytest.mark.parametrize("name", ["gpt_bigcode", "plamo", "deepseek_v32"])
 def test_a_decode_step_copies_no_store(name):
     """Executed on the CPU: K and V are read before they are written, so MLX writes in place."""
-    bench = RunnerBench(PROMPTS, num_blocks=8192, name=name)
+    bench = RunnerBench(tiny.prompts(2, 20, 20, seed=3), num_blocks=8192, name=name)
     layer = max(k.nbytes for k in bench.runner.attention.store.keys)
     check_that_decodes_copy_less_than(bench, layer // 8)
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
-from vllm_metal_lite.attention.paged.attention import ROWS_AS_DECODES, KernelAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.config import ATTENTION
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.common import unsupported
 from vllm_metal_lite.kv.store import PagedStore
@@ -83,7 +84,7 @@ def select(
         {s.num_heads // s.num_kv_heads for s in shapes},
         shares=shares,
         gathers_rows="gather_rows" not in wrong,
-        rows_as_decodes=ROWS_AS_DECODES if shares else 0,
+        rows_as_decodes=profile().rows_as_decodes if shares else 0,
     )
     checked = "the others right" if wrong else "right"
     how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[verdict.prefill]

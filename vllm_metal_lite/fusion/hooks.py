@@ -10,6 +10,7 @@ from types import ModuleType
 
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.traced import (
     Multiplied,
     Normed,
@@ -23,7 +24,7 @@ from vllm_metal_lite.fusion.traced import (
 )
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
-from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS, RowNorm
+from vllm_metal_lite.kernels.skinny_gemm import RowNorm
 from vllm_metal_lite.model.seam.hooks import Hook
 
 
@@ -45,7 +46,7 @@ def _rms_norm(original: Callable, skinny_rows: range) -> Callable:
         origin, shape = origin_of(x), x.shape[:-1]
         rows = x.size // x.shape[-1]
         # So few that each threadgroup of a product may normalise all of them.
-        few = rows in skinny_rows and rows <= MAX_NORMED_ROWS
+        few = rows in skinny_rows and rows <= profile().max_normed_rows
         if isinstance(origin, Sum) and origin.total is None:
             total = _with_product(origin) if few else None
             if total is None:

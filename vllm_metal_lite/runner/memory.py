@@ -14,18 +14,11 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
-
-# Share of `backend.memory_limit()` used unless --memory-fraction says otherwise.  On a CPU that
-# limit is all of the machine's memory, which others use too.
-DEFAULT_FRACTION = {"metal": 0.9, "cuda": 0.9, "cpu": 0.4}
-
-# A full step takes a CPU seconds; a part of it, scaled up, errs on the safe side.
-_PROFILE_ROWS_ON_CPU = 64
-_PROFILE_CONTEXT = 4096
 
 # How long the average request is, in windows, where memory is shared between layers that keep a
 # window and layers that keep all.
@@ -142,7 +135,7 @@ def _fitting_groups(
     def size(num_blocks: int) -> int:
         return store_bytes(model, groups(num_blocks), config.block_size)
 
-    fraction = config.memory_fraction or DEFAULT_FRACTION[backend.name()]
+    fraction = config.memory_fraction or profile().memory_fraction
     peak = step_peak_bytes(model, config, max_model_len)
     left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
     if left < size(1):
@@ -183,12 +176,11 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     One chunk with earlier context, and every seat asking for logits.  The context is one block
     over and over, so that the store it needs is tiny.
     """
-    rows = min(config.max_num_batched_tokens, max_model_len)
-    if backend.is_cpu():
-        rows = min(rows, _PROFILE_ROWS_ON_CPU)
+    device = profile()
+    rows = min(config.max_num_batched_tokens, max_model_len, device.profile_rows)
     seats = min(config.max_num_seqs, rows)
     bs = config.block_size
-    context = max(min(max_model_len, _PROFILE_CONTEXT), rows)
+    context = max(min(max_model_len, device.profile_context), rows)
     inputs = InputBatch(seats, context, bs)
     lengths = np.ones(seats, np.int64)
     lengths[-1] = rows - seats + 1

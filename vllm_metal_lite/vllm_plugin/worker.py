@@ -15,6 +15,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import KV_BITS, EngineConfig
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.adapters.modules import rotation_limit
@@ -158,7 +159,7 @@ class MetalLiteWorker(WorkerBase):
             return int(asked)
         fraction = self.cache_config.gpu_memory_utilization
         if backend.is_cpu():  # others use this memory too
-            fraction = min(fraction, sizing.DEFAULT_FRACTION["cpu"])
+            fraction = min(fraction, profile().memory_fraction)
         max_model_len = self.model_config.max_model_len
         peak = sizing.step_peak_bytes(self.model, config, max_model_len)
         left = int(limit * fraction) - weights - peak

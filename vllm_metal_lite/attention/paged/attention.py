@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterator
 
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.heads import Heads
-from vllm_metal_lite.attention.paged import common_prefix
 from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix, PrefixSearch
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_step
-from vllm_metal_lite.attention.paged.prompts import SMALL_ROWS, SdpaPrompts, VarlenPrompts
+from vllm_metal_lite.attention.paged.prompts import SdpaPrompts, VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls
 from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, new_token
 from vllm_metal_lite.kernels.decode import paged_decode
@@ -31,12 +31,6 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
 PREFILLS = ("varlen", "gather")
-
-# Most rows of a step in which prompts are decodes too, a row each: they wait for launches more than
-# for keys that are read by several rows.
-ROWS_AS_DECODES = 64
-# Most keys that its rows of prompts may read, each for itself, beside the prefix that they share.
-_MAX_OWN_KEYS = 1 << 14
 
 
 class KernelAttention:
@@ -99,7 +93,7 @@ class KernelAttention:
         (decodes, prefix), prompts = self._decodes(batch, num_rows), None
         if decodes.num_decodes < decodes.num_segments:
             rest, rows = batch.prefills(), num_rows - batch.num_decodes
-            repeats = batch.num_decodes > 0 and rows <= SMALL_ROWS
+            repeats = batch.num_decodes > 0 and rows <= profile().small_rows
             if self.prefill == "varlen":
                 prompts = VarlenPrompts.plan(rest, rows, self._head_groups, repeats)
             else:
@@ -117,13 +111,14 @@ class KernelAttention:
         Rows of a chunk are as many decodes that share what is before it: so a small step needs no
         launches for its prompts, and the keys before a chunk are read in parts side by side.
         """
+        device = profile()
         if batch.num_decodes < batch.num_segments and num_rows <= self.rows_as_decodes:
             rows, first = batch.as_decodes(), batch.num_decodes
-            prefix = self._common_prefix(rows, common_prefix.MIN_SAVED_FOR_PROMPTS)
+            prefix = self._common_prefix(rows, device.min_saved_for_prompts)
             own = rows.seq_lens - (prefix.lens if prefix else 0)
-            if own[first:].sum() <= _MAX_OWN_KEYS:
+            if own[first:].sum() <= device.max_own_keys:
                 return rows, prefix
-        return batch, self._common_prefix(batch, common_prefix.MIN_SAVED_TOKENS)
+        return batch, self._common_prefix(batch, device.min_saved_tokens)
 
     def _common_prefix(self, batch: ForwardBatch, min_saved: int) -> CommonPrefix | None:
         if not self._sharing_groups:

@@ -9,7 +9,6 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import upload
 from vllm_metal_lite.attention.sdpa.plan import (
-    MAX_GATHERED_KEYS,
     Group,
     places,
     plan_groups,
@@ -17,13 +16,7 @@ from vllm_metal_lite.attention.sdpa.plan import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-
-# The CPU backend has no fused kernel: scores are computed in full, a causal half for nothing, and
-# exp dominates.  Small query tiles save most of that half; a call costs little beside it.
-# Elsewhere SDPA is fused and skips what "causal" hides, and calls are what costs: in the time that
-# the host needs for one, an H200 computes some 2 million scores of 16 heads.
-_COSTS = {"cpu": {"tile": 256, "call_cost": 1 << 13}}
-_FUSED_COSTS = {"tile": 1 << 30, "call_cost": 1 << 21}
+from vllm_metal_lite.devices import profile
 
 
 class DeviceGroup:
@@ -114,7 +107,7 @@ class SdpaCalls:
         """Slots (K,) of the store that are gathered at once, and how they are cut into calls."""
         groups, found = [g.group for g in self.groups], []
         sizes = np.array([prod(g.kv_slots.shape) for g in groups])
-        for pack in split_packs(np.arange(len(groups)), sizes, MAX_GATHERED_KEYS):
+        for pack in split_packs(np.arange(len(groups)), sizes, profile().max_gathered_keys):
             slots = [groups[i].kv_slots.reshape(-1) for i in pack]
             together = slots[0] if len(slots) == 1 else np.concatenate(slots)
             found.append((mx.array(together), EndToEnd([groups[i].kv_slots.shape for i in pack])))
@@ -133,8 +126,11 @@ class SdpaPlan:
         window = None if window is not None and window >= longest else window
         chunk = None if chunk is not None and chunk >= longest else chunk
         if (window, chunk) not in self._plans:
-            costs = _COSTS.get(backend.name(), _FUSED_COSTS)
-            groups = plan_groups(self.batch, window, chunk=chunk, **costs)
+            device = profile()
+            groups = plan_groups(
+                self.batch, window, chunk=chunk, tile=device.sdpa_tile,
+                call_cost=device.sdpa_call_cost,
+            )  # fmt: skip
             rows, place = places(groups, self.num_rows)
             on_device = [DeviceGroup(g, window) for g in groups]
             self._plans[window, chunk] = SdpaCalls(on_device, *upload([rows, place]))

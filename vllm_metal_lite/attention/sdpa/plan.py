@@ -14,12 +14,7 @@ import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
-
-# What a call costs is counted in scores.  A key costs as many again, for it is copied out of the
-# store: on the CPU 1.3 us against 13 ns a score.
-KEY_COST = 64
-# Most keys that one call gathers, so that its copy of K and V stays small beside the store.
-MAX_GATHERED_KEYS = 1 << 17
+from vllm_metal_lite.devices import profile
 
 NEVER = np.iinfo(np.int32).max  # position of a padding key: behind every query
 
@@ -50,7 +45,7 @@ class Group:
 
 def cost(q_len: int, kv_len: int) -> int:
     """What attention of q_len queries to kv_len keys costs, in scores."""
-    return (q_len + KEY_COST) * kv_len
+    return (q_len + profile().key_cost) * kv_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +157,16 @@ def _alike(tiles: Tiles, call_cost: int) -> tuple[int, list[np.ndarray]]:
     kv_len = tiles.kv_end - tiles.kv_start
     order = np.lexsort((-kv_len, -tiles.q_len))
     q_len, kv_len = tiles.q_len[order].astype(np.int64), kv_len[order].astype(np.int64)
+    max_keys = profile().max_gathered_keys
     least = np.zeros(len(tiles) + 1, np.int64)  # cost of the first n
     begins = np.zeros(len(tiles) + 1, np.int64)  # where the last batch of the first n begins
     for end in range(1, len(tiles) + 1):
-        most = max(1, MAX_GATHERED_KEYS // int(kv_len[end - 1]))
+        most = max(1, max_keys // int(kv_len[end - 1]))
         first = max(0, end - most)
         longest = np.maximum.accumulate(kv_len[first:end][::-1])[::-1]
         count = np.arange(end - first, 0, -1)
         total = least[first:end] + count * cost(q_len[first:end], longest) + call_cost
-        total[(count > 1) & (count * longest > MAX_GATHERED_KEYS)] = np.iinfo(np.int64).max
+        total[(count > 1) & (count * longest > max_keys)] = np.iinfo(np.int64).max
         at = int(total.argmin())
         begins[end], least[end] = first + at, total[at]
     batches, end = [], len(tiles)
