@@ -70,6 +70,7 @@ def fit(
                 _warn_by_segment(packed.by_segment, model_type, last and last.is_unexpected)
             return packed, list(attention.shapes)
         last = problem
+    assert last is not None
     raise ModelLoadError(f"the architecture {model_type} is not supported: {last.text}")
 
 
