@@ -51,7 +51,7 @@ class Step:
     variant: what a compiled step depends on beside `arrays`; None if a step is not compiled.
     """
 
-    batch: ForwardBatch | None  # None while a step is traced
+    batch: ForwardBatch
     num_rows: int
     token_ids: mx.array
     positions: mx.array

@@ -121,8 +121,8 @@ def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len
     windows long but at most half of the longest.  A larger share would hold more short requests, a
     smaller one longer contexts.  One request and a step of its tokens always fit.
     """
-    size = config.block_size
-    average = min(_AVERAGE_WINDOWS * group.window, max_model_len // 2)
+    size, window = config.block_size, group.window or max_model_len
+    average = min(_AVERAGE_WINDOWS * window, max_model_len // 2)
     share = group.most_blocks(average, 1, size) / max(-(-average // size), 1)
     least = group.most_blocks(max_model_len, config.max_num_batched_tokens, size)
     most = min(num_blocks, _most_owned(group, config, max_model_len))

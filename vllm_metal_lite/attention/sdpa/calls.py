@@ -56,7 +56,7 @@ class DeviceGroup:
     """One call of SDPA: the indices, and the mask once `run_calls` asks for it."""
 
     def __init__(self, indices: Indices, mask: str | None, window: int | None = None) -> None:
-        self.indices, self.kind, self.window = indices, mask, window
+        self.group, self.kind, self.window = indices, mask, window
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -67,7 +67,7 @@ class DeviceGroup:
         """
         heads = store.shape[1]
         if heads not in self._head_rows:
-            first = self.indices.kv_slots[:, None, :] * heads
+            first = self.group.kv_slots[:, None, :] * heads
             self._head_rows[heads] = first + mx.arange(heads)[:, None]
         return store.reshape(-1, store.shape[2])[self._head_rows[heads]]
 
@@ -79,7 +79,7 @@ class DeviceGroup:
         additive = backend.name() == "cuda"
         key = dtype if additive else mx.bool_
         if key not in self._masks:
-            at = self.indices
+            at = self.group
             q_pos, kv_pos = at.q_pos[:, :, None], at.kv_pos[:, None, :]
             visible = kv_pos <= q_pos
             if self.window is not None:
@@ -128,12 +128,12 @@ class SdpaCalls:
         self, groups: list[DeviceGroup], q_rows: mx.array | None, place: mx.array | None
     ) -> None:
         self.groups, self.q_rows, self.place = groups, q_rows, place
-        self.queries = EndToEnd([g.indices.q_pos.shape for g in groups])
+        self.queries = EndToEnd([g.group.q_pos.shape for g in groups])
 
     @cached_property
     def gathers(self) -> list[tuple[mx.array, EndToEnd]]:
         """Slots (K,) of the store that are gathered at once, and how they are cut into calls."""
-        all_slots, found = [g.indices.kv_slots for g in self.groups], []
+        all_slots, found = [g.group.kv_slots for g in self.groups], []
         sizes = np.array([slots.size for slots in all_slots])
         for pack in split_packs(np.arange(len(all_slots)), sizes, MAX_GATHERED_KEYS):
             parts = [all_slots[i] for i in pack]
