@@ -12,6 +12,8 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
+from vllm_metal_lite import envs
+
 _LIBRARIES = {
     "MKL": ("libmkl_rt.so.2", "libmkl_rt.so.3", "libmkl_rt.so"),
     "OpenBLAS": ("libopenblas.so.0", "libopenblas.so"),
@@ -40,7 +42,7 @@ blas = _preload_blas()
 import mlx.core as mx  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-if os.environ.get("METAL_LITE_DEVICE") == "cpu":
+if envs.device() == "cpu":
     mx.set_default_device(mx.cpu)
 
 
