@@ -1,7 +1,7 @@
 """How many blocks the device holds: what may be used, less weights, states and a step's peak."""
 
+import logging
 import math
-import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +18,8 @@ from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
+
+logger = logging.getLogger(__name__)
 
 # Share of `backend.memory_limit()` used unless --memory-fraction says otherwise.  On a CPU that
 # limit is all of the machine's memory, which others use too.
@@ -49,10 +51,9 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
     wanted = config.max_model_len
     if model.context_guess is not None and (wanted is None or wanted > model.max_position):
         used = "max_model_len may be larger" if wanted is None else f"max_model_len is {wanted}"
-        warnings.warn(
+        logger.warning(
             f"config.json does not say how long the context of {model.name} is; "
-            f"{model.max_position} tokens are a guess ({model.context_guess}), and {used}",
-            stacklevel=2,
+            f"{model.max_position} tokens are a guess ({model.context_guess}), and {used}"
         )
     elif wanted is not None and wanted > model.max_position:
         raise ConfigError(
