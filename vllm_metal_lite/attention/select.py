@@ -1,6 +1,6 @@
 """Which attention path serves a model on this device, and why."""
 
-import warnings
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +14,8 @@ from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.common import unsupported
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape
+
+logger = logging.getLogger(__name__)
 
 # These kernels are optional: each has a fallback.
 OPTIONAL_KERNELS = frozenset(
@@ -67,10 +69,9 @@ def select(
     if wrong and option == "auto":
         slower = "the reference attention, which is slower"
         instead = slower if fatal else "MLX's own operations instead"
-        warnings.warn(
+        logger.warning(
             f"a kernel fails its check on this device: {next(iter(verdict.failures.values()))}; "
-            f"using {instead}. Please report what `vllm-metal-lite doctor` prints.",
-            stacklevel=2,
+            f"using {instead}. Please report what `vllm-metal-lite doctor` prints."
         )
     if fatal:
         reason = f"a kernel fails its check: {verdict.failures[fatal[0]]}"

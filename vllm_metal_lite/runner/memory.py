@@ -1,7 +1,7 @@
 """How many blocks the device holds: what may be used, less weights, states and a step's peak."""
 
+import logging
 import math
-import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +19,8 @@ from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
+
+logger = logging.getLogger(__name__)
 
 # How long the average request is, in windows, where memory is shared between layers that keep a
 # window and layers that keep all.
@@ -42,10 +44,9 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
     wanted = config.max_model_len
     if model.context_guess is not None and (wanted is None or wanted > model.max_position):
         used = "max_model_len may be larger" if wanted is None else f"max_model_len is {wanted}"
-        warnings.warn(
+        logger.warning(
             f"config.json does not say how long the context of {model.name} is; "
-            f"{model.max_position} tokens are a guess ({model.context_guess}), and {used}",
-            stacklevel=2,
+            f"{model.max_position} tokens are a guess ({model.context_guess}), and {used}"
         )
     elif wanted is not None and wanted > model.max_position:
         raise ConfigError(
@@ -114,8 +115,8 @@ def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len
     windows long but at most half of the longest.  A larger share would hold more short requests, a
     smaller one longer contexts.  One request and a step of its tokens always fit.
     """
-    size = config.block_size
-    average = min(_AVERAGE_WINDOWS * group.window, max_model_len // 2)
+    size, window = config.block_size, group.window or max_model_len
+    average = min(_AVERAGE_WINDOWS * window, max_model_len // 2)
     share = group.most_blocks(average, 1, size) / max(-(-average // size), 1)
     least = group.most_blocks(max_model_len, config.max_num_batched_tokens, size)
     most = min(num_blocks, _most_owned(group, config, max_model_len))

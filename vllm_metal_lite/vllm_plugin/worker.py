@@ -1,6 +1,5 @@
 """The worker: our runner, where vLLM expects one of its own."""
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_metal_lite import backend
+from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import KV_BITS, EngineConfig
@@ -26,6 +25,7 @@ from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
+from vllm_metal_lite.vllm_plugin.logs import log_through_vllm
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:
@@ -61,10 +61,6 @@ def _kv_bits(text: str | None) -> int | None:
     return int(text)
 
 
-def _attention_option() -> str:
-    return os.environ.get("METAL_LITE_ATTENTION", "auto")
-
-
 class MetalLiteWorker(WorkerBase):
     """One device, one model.  vLLM calls the methods in about the order in which they stand."""
 
@@ -76,9 +72,10 @@ class MetalLiteWorker(WorkerBase):
     # Start
 
     def init_device(self) -> None:
+        log_through_vllm()
         self.device = torch.device("cpu")
         guard_torch_accelerator()
-        if backend.is_cpu() and os.environ.get("METAL_LITE_DEVICE") != "cpu":
+        if backend.is_cpu() and envs.device() != "cpu":
             raise ConfigError(
                 "MLX sees no GPU here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
             )
@@ -88,7 +85,7 @@ class MetalLiteWorker(WorkerBase):
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
         model = load(self.model_config.model, self._dtype(), self.model_config.trust_remote_code)
-        self.model = model.with_kv_bits(_kv_bits(os.environ.get("METAL_LITE_KV_BITS")))
+        self.model = model.with_kv_bits(_kv_bits(envs.kv_bits()))
         _check_rotation(self.model, self.model_config.max_model_len)
         sizing.limit_buffer_cache()
         reason = self.model.packed.no_prefix_cache
@@ -121,7 +118,7 @@ class MetalLiteWorker(WorkerBase):
         if len(shapes) > 1:
             return False
         store = PagedStore(self.model.kv_specs, 1, self.cache_config.block_size)
-        attention, *_ = choose_attention(self.model, store, _attention_option())
+        attention, *_ = choose_attention(self.model, store, envs.attention())
         return attention.name == "kernels"
 
     @property
@@ -208,7 +205,7 @@ class MetalLiteWorker(WorkerBase):
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
         )  # fmt: skip
-        assembly = build_runner(self.model, store, self._sampler, _attention_option())
+        assembly = build_runner(self.model, store, self._sampler, envs.attention())
         self.runner = assembly.runner
         name = self.runner.attention.name
         logger.info("Attention: %s (%s)", name, assembly.attention_reason)

@@ -12,9 +12,14 @@ from math import prod
 import numpy as np
 
 from vllm_metal_lite.attention.base import Arrays, pad_rows
-from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, SdpaPlan
+from vllm_metal_lite.attention.sdpa.calls import (
+    DeviceGroup,
+    Indices,
+    SdpaCalls,
+    SdpaPlan,
+    on_device,
+)
 from vllm_metal_lite.attention.sdpa.plan import (
-    Group,
     batch_shape,
     in_one_batch,
     in_one_call,
@@ -59,10 +64,10 @@ class VarlenPrompts:
         width = power_of_two(-(-longest // batch.block_size))
         cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
         return cls(
-            tuple(pad_tables(b.block_tables, segments, width) for b in batch.by_group),
-            cu_seqlens_q,
-            pad_rows(batch.seq_lens, segments),
-            {g: plan_tiles(cu_seqlens_q, num_rows, g) for g in sorted(head_groups)},
+            tuple(mx.array(pad_tables(b.block_tables, segments, width)) for b in batch.by_group),
+            mx.array(cu_seqlens_q),
+            mx.array(pad_rows(batch.seq_lens, segments)),
+            {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(head_groups)},
             repeats,
         )
 
@@ -85,28 +90,27 @@ class VarlenPrompts:
 class OneCall:
     """In SdpaPlan's place: all segments of a KV group in one call, whatever the window.
 
-    group: its arrays are all of the call's but `place`, see SdpaCalls.
+    place: see SdpaCalls.
     """
 
-    group: Group
+    indices: Indices
     place: mx.array | None
     _calls: dict[int | None, SdpaCalls] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def arrays(self) -> Arrays:
-        g = self.group
-        return g.q_rows, g.kv_slots, g.q_pos, g.kv_pos, g.segments, g.kv_segments, self.place
+        return *self.indices, self.place
 
     def with_arrays(self, arrays: Arrays) -> "OneCall":
-        q_rows, kv_slots, q_pos, kv_pos, segments, kv_segments, place = arrays
-        return OneCall(
-            Group(q_rows, kv_slots, q_pos, kv_pos, "array", segments, kv_segments), place
-        )
+        *indices, place = arrays
+        return OneCall(Indices(*indices), place)
 
     def calls(self, window: int | None, chunk: int | None = None) -> SdpaCalls:
         if window not in self._calls:
-            rows = None if self.group.q_rows is None else self.group.q_rows.reshape(-1)
-            self._calls[window] = SdpaCalls([DeviceGroup(self.group, window)], rows, self.place)
+            rows = self.indices.q_rows
+            rows = None if rows is None else rows.reshape(-1)
+            group = DeviceGroup(self.indices, "array", window)
+            self._calls[window] = SdpaCalls([group], rows, self.place)
         return self._calls[window]
 
 
@@ -142,15 +146,13 @@ class SdpaPrompts:
                 _, place = places([group], num_rows)
             else:
                 group, place = in_one_call(b, num_rows, min_keys, window), None
-            calls.append(OneCall(group, place))
+            calls.append(OneCall(Indices.of(group), on_device(place)))
         return cls(tuple(calls), repeats=True)
 
     @property
     def arrays(self) -> Arrays:
-        return [call.arrays for call in self.sdpa] if self.repeats else None
+        return [call.arrays for call in self.sdpa]
 
     def with_arrays(self, arrays: Arrays) -> "SdpaPrompts":
-        if not self.repeats:
-            return self
         calls = zip(self.sdpa, arrays, strict=True)
         return replace(self, sdpa=tuple(call.with_arrays(a) for call, a in calls))

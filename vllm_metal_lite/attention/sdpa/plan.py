@@ -9,6 +9,7 @@ one formula serves every group:  key visible = same segment and k_pos <= q_pos (
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from vllm_metal_lite.devices import profile
 
 NEVER = np.iinfo(np.int32).max  # position of a padding key: behind every query
 
+Lengths = TypeVar("Lengths", int, np.ndarray)
+
 
 def power_of_two(n: int) -> int:
     """The smallest one that is at least n, for n of at least 1."""
@@ -26,12 +29,12 @@ def power_of_two(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One call of SDPA: B rows of Lq queries over Lk keys.
+    """One call of SDPA on the host: B rows of Lq queries over Lk keys.
 
     q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, as they are.
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
     "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
-    segments of rows and keys).  The arrays may be on the device already.
+    segments of rows and keys).
     """
 
     q_rows: np.ndarray | None
@@ -43,7 +46,7 @@ class Group:
     kv_segments: np.ndarray | None = None
 
 
-def cost(q_len: int, kv_len: int) -> int:
+def cost(q_len: Lengths, kv_len: Lengths) -> Lengths:
     """What attention of q_len queries to kv_len keys costs, in scores."""
     return (q_len + profile().key_cost) * kv_len
 
@@ -89,7 +92,7 @@ def plan_groups(
                 groups.append(_packed(batch, pack))
                 continue
         loose.append(pack)
-    for segments in (loose and np.concatenate(loose), np.flatnonzero(~complete)):
+    for segments in (*([np.concatenate(loose)] if loose else []), np.flatnonzero(~complete)):
         if len(segments):
             tiles = _tiles(batch, segments, window, chunk, tile)
             groups += [_padded(batch, tiles[i], window) for i in _alike(tiles, call_cost)[1]]
@@ -220,7 +223,7 @@ def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.nd
 
     None where rows are the first T, in order, and where places are those of the rows.
     """
-    rows = np.concatenate([g.q_rows.ravel() for g in groups])
+    rows = np.concatenate([g.q_rows.ravel() for g in groups if g.q_rows is not None])
     place = np.zeros(num_rows, np.int32)
     # Backwards, so that a row's first place wins: later ones are padding, which under a plain
     # "causal" saw too far.
