@@ -21,17 +21,22 @@ from vllm_metal_lite.model.adapters.modules import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import memory as sizing
 from vllm_metal_lite.runner.build import build_runner, choose_attention
+from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
+<<<<<<< HEAD
 from vllm_metal_lite.vllm_plugin.logs import log_through_vllm
+=======
+from vllm_metal_lite.vllm_plugin.outputs import StepOutput
+>>>>>>> r2
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 logger = init_logger("vllm.metal_lite")
 
@@ -65,9 +70,13 @@ class MetalLiteWorker(WorkerBase):
     """One device, one model.  vLLM calls the methods in about the order in which they stand."""
 
     model: LoadedModel | None = None
-    runner: ModelRunner | None = None
+    pipeline: Pipeline | None = None
     translator: StepTranslator | None = None
     _step: Step | None = None
+
+    @property
+    def runner(self) -> ModelRunner | None:
+        return self.pipeline and self.pipeline.runner
 
     # Start
 
@@ -205,8 +214,13 @@ class MetalLiteWorker(WorkerBase):
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
         )  # fmt: skip
+<<<<<<< HEAD
         assembly = build_runner(self.model, store, self._sampler, envs.attention())
         self.runner = assembly.runner
+=======
+        assembly = build_runner(self.model, store, self._sampler, _attention_option())
+        self.pipeline = Pipeline(assembly.runner, self.translator.inputs)
+>>>>>>> r2
         name = self.runner.attention.name
         logger.info("Attention: %s (%s)", name, assembly.attention_reason)
 
@@ -226,17 +240,28 @@ class MetalLiteWorker(WorkerBase):
     # A step
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | None":
-        """Take note of the step; it runs in `sample_tokens`, when the grammar's mask is known."""
+        """Take note of the step; it runs in `sample_tokens`, when the grammar's mask is known.
+
+        With async scheduling the step before may be under way, and vLLM has the output of all
+        others.
+        """
+        self.pipeline.advance()
         self._step = self.translator.begin(scheduler_output)
         return EMPTY_MODEL_RUNNER_OUTPUT if self._step is None else None
 
-    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> "ModelRunnerOutput":
+    def sample_tokens(
+        self, grammar_output: "GrammarOutput | None"
+    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput":
         step, self._step = self._step, None
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         masks = self.translator.masks(step, grammar_output)
-        result = self.runner.execute(step.batch, step.req_indices, step.num_prompt_logprobs, masks)
-        return self.translator.finish(step, result)
+        launched = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        output = StepOutput(step, launched.result)
+        if self.scheduler_config.async_scheduling:
+            return output
+        launched.result.wait()
+        return output.get_output()
 
     def take_draft_token_ids(self) -> None:
         return None
@@ -246,7 +271,7 @@ class MetalLiteWorker(WorkerBase):
     def sleep(self, level: int = 1) -> None:
         self.synchronize_device()  # what is under way holds K and V
         before = mx.get_active_memory()
-        self.runner = None
+        self.pipeline = None
         if level >= 2:
             self.model = None
         mx.clear_cache()
@@ -255,7 +280,7 @@ class MetalLiteWorker(WorkerBase):
     def wake_up(self, tags: list[str] | None = None) -> None:
         if self.model is None and (not tags or "weights" in tags):
             self.load_model()
-        if self.runner is None and (not tags or "kv_cache" in tags):
+        if self.pipeline is None and (not tags or "kv_cache" in tags):
             self._make_runner()
 
     # The rest of what vLLM may ask
@@ -290,4 +315,4 @@ class MetalLiteWorker(WorkerBase):
         return set()
 
     def shutdown(self) -> None:
-        self.runner = self.translator = self.model = None
+        self.pipeline = self.translator = self.model = None
