@@ -12,11 +12,6 @@ import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
-<<<<<<< HEAD
-from vllm_metal_lite.runner.result import Logprobs, StepResult
-from vllm_metal_lite.sampling import undrawn
-=======
->>>>>>> r2
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -25,12 +20,6 @@ from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
-
-<<<<<<< HEAD
-logger = init_logger("vllm.metal_lite")
-=======
-    from vllm_metal_lite.sampling.sampler import Sampler
->>>>>>> r2
 
 
 @dataclass(slots=True)
@@ -187,77 +176,6 @@ class StepTranslator:
             return None
         return TokenMasks(np.array(rows)[picked], np.asarray(grammar.grammar_bitmask)[picked])
 
-<<<<<<< HEAD
-    def finish(self, step: Step, result: StepResult) -> ModelRunnerOutput:
-        """Take note of the tokens sampled, and report them as vLLM wants them."""
-        token_ids, segments = result.token_ids, step.batch.sample_segments.tolist()
-        for row, reason in result.undrawn.items():
-            token_ids[row] = self._end_undrawn(step.req_ids[segments[row]], reason)
-        self.inputs.append_tokens(step.req_indices, token_ids)
-        sampled: list[list[int]] = [[] for _ in step.req_ids]
-        for segment, token in zip(segments, token_ids.tolist(), strict=True):
-            sampled[segment] = [token]
-        return ModelRunnerOutput(
-            req_ids=step.req_ids,
-            req_id_to_index={req_id: i for i, req_id in enumerate(step.req_ids)},
-            sampled_token_ids=sampled,
-            logprobs=_logprobs(result.logprobs, sampled),
-            prompt_logprobs_dict=self._prompt_logprobs(step, result),
-        )
-
-    def _end_undrawn(self, req_id: str, reason: int) -> int:
-        """The token to report for a request that no token can be sampled for, after a line of log.
-
-        A worker cannot fail a single request: vLLM takes a token, or an exception, which ends the
-        engine.  A grammar refuses token 0, and vLLM then ends the request with an error.  Any other
-        request ends as if it had stopped, if one of its tokens stops it.
-        """
-        request = self._requests[req_id]
-        row = request.req_index
-        num_generated = int(self.inputs.num_tokens[row]) - request.num_prompt_tokens
-        if not request.is_undrawn:  # vLLM may have scheduled a step more
-            why = undrawn.why(reason, request.params, num_generated, request.has_grammar)
-            logger.error("Request %s: %s", req_id, why)
-        request.is_undrawn = True
-        return 0 if request.has_grammar else min(request.stop_token_ids, default=0)
-
-    def _prompt_logprobs(self, step: Step, result: StepResult) -> dict[str, Any]:
-        batch, done = step.batch, {}
-        if result.prompt_logprobs is not None:
-            scored_rows = batch.logits_indices[len(batch.sample_segments) :]
-            positions = batch.positions[scored_rows]
-            for segment in np.unique(batch.prompt_segments).tolist():
-                at = np.flatnonzero(batch.prompt_segments == segment)
-                request = self._requests[step.req_ids[segment]]
-                request.prompt_logprobs.put(positions[at], result.prompt_logprobs, at)
-        for segment, req_id in enumerate(step.req_ids):
-            request = self._requests[req_id]
-            if request.prompt_logprobs is not None and (
-                batch.seq_lens[segment] >= request.num_prompt_tokens
-            ):
-                done[req_id] = request.prompt_logprobs.tensors()
-                request.prompt_logprobs = None
-        return done
-
-    def clear(self) -> None:
-        """Forget every request."""
-        for request in self._requests.values():
-            self._unseat(request)
-        self._requests.clear()
-
     @property
     def request_ids(self) -> Iterable[str]:
         return self._requests.keys()
-
-
-def _logprobs(logprobs: Logprobs | None, sampled: list[list[int]]) -> LogprobsLists | None:
-    """Rows are counted by tokens sampled: a chunk in the middle of a prompt has none."""
-    if logprobs is None:
-        return None
-    starts = list(itertools.accumulate(map(len, sampled), initial=0))
-    return LogprobsLists(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, starts)
-=======
-    @property
-    def request_ids(self) -> Iterable[str]:
-        return self._requests.keys()
->>>>>>> r2

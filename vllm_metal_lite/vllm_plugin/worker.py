@@ -26,11 +26,8 @@ from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
-<<<<<<< HEAD
 from vllm_metal_lite.vllm_plugin.logs import log_through_vllm
-=======
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
->>>>>>> r2
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:
@@ -214,13 +211,8 @@ class MetalLiteWorker(WorkerBase):
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
         )  # fmt: skip
-<<<<<<< HEAD
         assembly = build_runner(self.model, store, self._sampler, envs.attention())
-        self.runner = assembly.runner
-=======
-        assembly = build_runner(self.model, store, self._sampler, _attention_option())
         self.pipeline = Pipeline(assembly.runner, self.translator.inputs)
->>>>>>> r2
         name = self.runner.attention.name
         logger.info("Attention: %s (%s)", name, assembly.attention_reason)
 
