@@ -8,7 +8,7 @@
 //
 // The pairs lie in the row itself, not in arrays of their own: a head of 128 values in 8 bits is one
 // run of 136 bytes, where two pairs elsewhere would cost a fetch of 32 bytes for 8; and kernels take
-// no further inputs.  kv/quantised.py defines the form; it differs from mx.quantize in that low is
+// no further inputs.  kv/row_format.py defines the form; it differs from mx.quantize in that low is
 // the smallest value itself and the scale is rounded before it is used, which errs less.
 #include "words.h"
 

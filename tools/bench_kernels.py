@@ -20,6 +20,7 @@ from bench_products import products  # noqa: F401 (a section)
 from run_main import run_main
 
 from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -208,14 +209,17 @@ def shared() -> bool:
             mx.eval(q, store.keys, store.values)
             outputs, times = [], []
             for shares in (True, False):
-                attention = KernelAttention(store, "gather", shares=shares)
+                attention = KernelAttention(
+                    store, "gather", {shape.num_heads // shape.num_kv_heads}, shares=shares
+                )
                 step = attention.prepare(batch, rows)
-                call = partial(_all_layers, attention, step, shape.k_head_dim**-0.5)
+                state, scale = attention.new_state(), shape.k_head_dim**-0.5
+                call = partial(_all_layers, attention, step, state, scale)
                 outputs.append(call(q).astype(mx.float32))
                 times.append(1e6 * measure.seconds_per_call(call, q, chain=12) / layers)
                 if shares:
                     splits = prefix_splits(
-                        rows, shape.num_heads, spec.num_kv_heads, step.prefix_len
+                        rows, shape.num_heads, spec.num_kv_heads, step.plan.prefix_len
                     )
             difference = (mx.abs(outputs[0] - outputs[1]).max() / mx.abs(outputs[1]).max()).item()
             passed &= difference <= 0.02  # of the largest: weights and results are rounded
@@ -237,9 +241,12 @@ def _behind_a_prefix(rows: int, prefix: int, own: int, size: int) -> ForwardBatc
     return inputs.pack(index, np.full(rows, prefix + own - 1), np.ones(rows, int))
 
 
-def _all_layers(attention: KernelAttention, step: object, scale: float, q: mx.array) -> mx.array:
+def _all_layers(
+    attention: KernelAttention, step: Step, state: list[mx.array], scale: float, q: mx.array
+) -> mx.array:
+    bound = attention.begin(step, state)
     for layer in range(len(attention.store.specs)):
-        q = attention.attend(layer, q, step, scale=scale)
+        q = bound.attend(layer, q, scale=scale)
     return q
 
 

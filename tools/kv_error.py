@@ -79,8 +79,8 @@ def attention_errors(length: int, dtype: mx.Dtype, num_queries: int = 16) -> dic
         store = PagedStore([spec], length // BLOCK, BLOCK)
         store.write(0, k, v, slots)
         attention = ReferenceAttention(store)
-        step = attention.prepare(batch, 1)
-        out = [attention.attend(0, q[i : i + 1], step, scale=scale) for i in range(num_queries)]
+        step = attention.begin(attention.prepare(batch, 1), attention.new_state())
+        out = [step.attend(0, q[i : i + 1], scale=scale) for i in range(num_queries)]
         errors[f"ours, {bits or 8 * dtype.size}"] = error(mx.concatenate(out))
     for bits in BITS[1:]:
         cache = QuantizedKVCache(64, bits)
@@ -99,7 +99,8 @@ def packed_logits(model: LoadedModel, tokens: list[int]) -> np.ndarray:
     store = PagedStore(model.kv_specs, -(-len(tokens) // BLOCK), BLOCK)
     attention = ReferenceAttention(store)
     step = attention.prepare(batch, batch.num_tokens)
-    return np.array(model.packed(step, attention, None).astype(mx.float32))
+    bound = attention.begin(step, attention.new_state())
+    return np.array(model.packed(bound, None).astype(mx.float32))
 
 
 def native_logits(model: LoadedModel, tokens: list[int], bits: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from serving_loads import Load
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
-from vllm_metal_lite.fusion.joined import Part, joined_projections
+from vllm_metal_lite.fusion.joined import Part
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
@@ -186,9 +186,9 @@ _NATIVE: dict[int, nn.Module] = {}
 
 
 def native(model: LoadedModel) -> nn.Module:
-    """A model as mlx-lm has it: where ours joined projections, a copy with all of them apart."""
+    """A model as mlx-lm has it: a copy with all projections apart, since our engine joins them."""
     ours = model.packed.model
-    if not joined_projections(ours):
+    if backend.is_cpu():  # where nothing is joined
         return ours
     if id(model) not in _NATIVE:
         theirs = copy.deepcopy(ours)

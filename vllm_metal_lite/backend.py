@@ -9,6 +9,10 @@ import ctypes
 import os
 import sys
 from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from vllm_metal_lite import envs
 
 _LIBRARIES = {
     "MKL": ("libmkl_rt.so.2", "libmkl_rt.so.3", "libmkl_rt.so"),
@@ -36,9 +40,19 @@ def _preload_blas() -> str | None:
 blas = _preload_blas()
 
 import mlx.core as mx  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
 
-if os.environ.get("METAL_LITE_DEVICE") == "cpu":
+if envs.device() == "cpu":
     mx.set_default_device(mx.cpu)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The arrays (or None) at the ends of nested dicts, lists and tuples, such as parameters."""
+    return list(dict(tree_flatten(tree)).values())
+
+
+def mlx_version() -> str:
+    return version("mlx")
 
 
 @cache
@@ -57,8 +71,8 @@ def describe() -> str:
     """One line for the start-up message: the device and, on a CPU, which BLAS is in use."""
     if not is_cpu():
         info = mx.device_info()
-        return f"MLX {mx.__version__} on {info.get('device_name', name())} ({name()})"
-    line = f"MLX {mx.__version__} on {os.cpu_count()} CPU cores"
+        return f"MLX {mlx_version()} on {info.get('device_name', name())} ({name()})"
+    line = f"MLX {mlx_version()} on {os.cpu_count()} CPU cores"
     if sys.platform != "linux":
         return line
     if blas:

@@ -44,13 +44,13 @@ ENGINE_RULES = {
 class EngineConfig:
     """Options of the engine; `ConfigError` names the value and the limit if one is out of range.
 
-    num_blocks None: as many as the memory holds (see `kv/sizing.py`).
+    num_blocks None: as many as the memory holds (see `runner/memory.py`).
     max_model_len None: the model's own context length, or less if the store cannot hold it.
     long_prefill_token_threshold: most prompt tokens that one request gets in one step; 0 = no
     limit of its own.
-    memory_fraction None: what is safe on the device (see `kv/sizing.py`).
+    memory_fraction None: what is safe on the device (see `runner/memory.py`).
     dtype "auto": what the weights have on a GPU, float32 (quantised weights expanded) on a CPU.
-    kv_bits: keep K and V in 8 or 4 bits a value (see `kv/quantised.py`); None: as they are.
+    kv_bits: keep K and V in 8 or 4 bits a value (see `kv/row_format.py`); None: as they are.
     attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
     trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """

@@ -14,11 +14,34 @@ class Logprob:
     decoded_token: str | None = None
 
 
+class _Text:
+    """A field that may be given a function: reading the field calls it.
+
+    The last call is that of a finished answer, whose text is kept.  (A descriptor as a default is
+    a dataclass's own way to have such a field; the default is what the class gives.)
+    """
+
+    def __get__(self, output: "CompletionOutput | None", owner: type) -> str:
+        if output is None:
+            return ""
+        text = output._text
+        if isinstance(text, str):
+            return text
+        finished = output.finished  # asked first: another thread may end the answer
+        text = text()
+        if finished:
+            output._text = text
+        return text
+
+    def __set__(self, output: "CompletionOutput", text: str | Callable[[], str]) -> None:
+        output._text = text
+
+
 @dataclass
 class CompletionOutput:
     """One of a request's `n` answers.
 
-    text: made from the tokens when it is read, so it costs nothing where nobody does.
+    text: made from the tokens when it is read, so an answer that nobody reads costs nothing.
     finish_reason: None while running, then "stop" (end of sequence, stop string or stop token),
     "length" (max_tokens or the context is reached), "abort" or "error".
     error: why no further token could be sampled, in one line; None unless finish_reason is "error".
@@ -26,7 +49,7 @@ class CompletionOutput:
     """
 
     index: int
-    text: str = ""
+    text: str = _Text()
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
@@ -41,25 +64,6 @@ class CompletionOutput:
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which stay as they are: the text, not what it comes from."""
         return {**self.__dict__, "_text": self.text}
-
-
-def _get_text(output: CompletionOutput) -> str:
-    text = output._text
-    if isinstance(text, str):
-        return text
-    finished = output.finish_reason is not None  # asked first: another thread may end it
-    text = text()
-    if finished:
-        output._text = text
-    return text
-
-
-def _set_text(output: CompletionOutput, text: str | Callable[[], str]) -> None:
-    output._text = text
-
-
-# Behind the dataclass's back: for it, `text` is a field like the others, with a default.
-CompletionOutput.text = property(_get_text, _set_text)
 
 
 @dataclass(slots=True)

@@ -41,7 +41,8 @@ def compiler() -> tuple[str, ...] | None:
     if spec := importlib.util.find_spec("ziglang"):
         zig = Path(spec.submodule_search_locations[0]) / "zig"
         if zig.exists():
-            return (str(zig), "c++")
+            # zig's own default is the CPU at hand; that of clang++ and g++ is a plain one too.
+            return (str(zig), "c++", "-mcpu=baseline")
     for name in ("clang++", "g++"):
         if path := shutil.which(name):
             return (path,)
@@ -85,7 +86,7 @@ def _environment() -> dict[str, str]:
 
 @functools.cache
 def _runtime_hash() -> str:
-    digest = hashlib.sha256(_version().encode())
+    digest = hashlib.sha256("\0".join([*compiler(), _version()]).encode())
     for path in sorted(HEADERS.rglob("*")):
         if path.is_file():
             digest.update(path.read_bytes())

@@ -1,6 +1,7 @@
 """Which decodes share a prefix, and whole engines whose decodes do."""
 
 from contextlib import nullcontext
+from dataclasses import fields, is_dataclass
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
+from tests.support.attention_cases import begin
 from tests.support.attention_oracle import paged_attention
 from tests.support.declared_order import recording
+from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.paged import attention as kernels
 from vllm_metal_lite.attention.paged import common_prefix as shared
@@ -20,7 +23,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.cache_ops import kv_write
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.runner import runner
+from vllm_metal_lite.runner.compiled import _emptied
 
 BLOCK_SIZE = 8
 
@@ -37,7 +40,7 @@ needs_kernels = pytest.mark.skipif(
 )
 def test_the_prefix_that_saves_most_is_found(rows, fewest, groups):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "_ROW_COST", 0)
+        change_device(patch, prefix_row_cost=0)
         # A block's number tells what is before it too, as in a cache of prefixes.
         names = {word[:i] for word, _ in rows for i in range(1, len(word) + 1)}
         blocks = {name: i for i, name in enumerate(sorted(names))}
@@ -170,7 +173,7 @@ def array_of(rng, *shape):
 @pytest.mark.parametrize("order", [min, max])
 def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order):
     """The first key of the prefix is another one in each of two steps."""
-    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", 1)
+    change_device(monkeypatch, min_saved_tokens=1)
     rng = np.random.default_rng(0)
     store = PagedStore([LayerSpec(2, 32, 32, mx.float32)], 4, BLOCK_SIZE)
     for arrays in (store.keys, store.values):
@@ -184,14 +187,14 @@ def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order
     q, keys, values = array_of(rng, 2, 4, 32), np.array(store.keys[0]), np.array(store.values[0])
     expected = []
     with recording() as launches:
-        attention = kernels.KernelAttention(store, "varlen")
-        step = attention.prepare(batch, 2)
+        attention = kernels.KernelAttention(store, "varlen", {2})
+        step = begin(attention, batch, 2)
         for _ in range(2):
             k, v = array_of(rng, 1, 2, 32), array_of(rng, 1, 2, 32)
             mx.eval(k, v, q, store.keys, store.values)
             arrays = mx.array([BLOCK_SIZE], mx.int32), *store.arrays
-            attention.token = kv_write(k, v, *arrays, attention.token)
-            attention.attend(0, q, step, scale=0.2)
+            step.token = kv_write(k, v, *arrays, step.token)
+            step.attend(0, q, scale=0.2)
             keys[BLOCK_SIZE], values[BLOCK_SIZE] = np.array(k[0]), np.array(v[0])
             expected.append(paged_attention(
                 np.array(q), keys, values, batch.block_tables, batch.cu_seqlens_q, lens,
@@ -217,7 +220,7 @@ def cache_of_verdicts(tmp_path_factory):
 @pytest.fixture
 def steps(monkeypatch):
     """Of every step, the prefix of its decodes or None; any that can be is shared."""
-    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", BLOCK_SIZE)
+    change_device(monkeypatch, min_saved_tokens=BLOCK_SIZE)
     found = []
 
     class Recording(PrefixSearch):
@@ -260,7 +263,7 @@ def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length
     lens = {int(s.lens.max()) for s in steps if s}
     assert lens == ({length // 8 * 8} if length >= 8 else set())
     assert all(np.count_nonzero(s.lens) <= 3 for s in steps if s)
-    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", 1 << 30)
+    change_device(monkeypatch, min_saved_tokens=1 << 30)
     steps.clear()
     assert tokens_of(engine_of("llama"), prompts) == got
     assert not any(steps)
@@ -305,7 +308,7 @@ def test_a_newcomer_without_the_prefix_reads_its_own_keys(on_kernels, steps):
 
 def test_compiled_steps_that_share(steps, monkeypatch):
     """By ArrayAttention, which takes the blocks of the prefix from the leader."""
-    monkeypatch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
+    pad_to_powers_of_two(monkeypatch)
     prompts = [PREFIX[:26] + rest for rest in OTHERS] + [OTHERS[3]]
     options = {"max_num_batched_tokens": 24, "block_size": BLOCK_SIZE}
     expected = tokens_of(tiny.engine("qwen3", **options), prompts, 24)
@@ -317,6 +320,18 @@ def test_compiled_steps_that_share(steps, monkeypatch):
     assert engine.runner.compiled.reason is None
 
 
+def arrays_in(value) -> list[mx.array]:
+    if isinstance(value, mx.array):
+        return [value]
+    if is_dataclass(value):
+        value = [getattr(value, f.name) for f in fields(value)]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [a for entry in value for a in arrays_in(entry)]
+
+
 def test_a_step_without_its_arrays_holds_none(steps):
     """What a compiled step would keep of the one that it was made of."""
     engine = compile_on_cpu(tiny.engine("qwen3", block_size=BLOCK_SIZE))
@@ -324,7 +339,7 @@ def test_a_step_without_its_arrays_holds_none(steps):
     engine.runner.attention.prepare = lambda *args: prepared.append(prepare(*args)) or prepared[-1]
     tokens_of(engine, [PREFIX[:20] + rest for rest in OTHERS[:2]], 4)
     step = prepared[-1]
-    assert step.prefix_len == 16
-    assert step.prefix_len in step.variant
-    left = vars(step.with_arrays(None)).values()
-    assert not [value for value in left if isinstance(value, mx.array)]
+    assert step.plan.prefix_len == 16
+    assert step.plan.prefix_len in step.variant
+    assert arrays_in(step)
+    assert not arrays_in(step.with_arrays(_emptied(step.arrays)))

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed
-from tests.attention.test_sdpa import RAGGED, Case, check
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
+from tests.support.attention_cases import RAGGED, Case, check
 from tests.support.declared_order import Launches, recording
+from tests.support.device import change_device
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.attention.paged import attention as kernels_of_steps
 from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
-from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
+from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention, KernelStepAttention
+from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import selfcheck
+from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.launch import Kernel
 
@@ -39,7 +40,7 @@ class KernelCase(Case):
 
     def run(self, padding=0, **how):
         self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
-        self.attention = KernelAttention(self.store, self.prefill)
+        self.attention = KernelAttention(self.store, self.prefill, self.head_groups)
         return super().run(padding, **how)
 
 
@@ -53,15 +54,14 @@ def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
 
 
 def test_a_large_step_is_cut_into_calls(monkeypatch):
-    monkeypatch.setattr(kernels_of_steps, "SMALL_ROWS", 1)
+    change_device(monkeypatch, small_rows=1)
     check(KernelCase(RAGGED, prefill="gather", sinks=True), padding=3, window=5)
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 11}, {"softcap": 2.0}], ids=str)
 def test_prompts_of_like_lengths_are_one_batch(monkeypatch, how):
     """A step that repeats, of decodes and of chunks that end to end would see each other's keys."""
-    monkeypatch.setattr(prompts_of_steps, "_MIN_ROWS", 1)
-    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 16)
+    change_device(monkeypatch, min_segment_rows=1, min_keys=16)
     batches = []
     made = prompts_of_steps.in_one_batch
     monkeypatch.setattr(
@@ -88,11 +88,12 @@ def test_a_quantised_store(dtype, bits):
 # The order of launches
 
 
-def two_steps(attention_of) -> tuple[Launches, list[mx.array], list[np.ndarray]]:
+def two_steps(kind=KernelAttention) -> tuple[Launches, list[mx.array], list[np.ndarray]]:
     """One decode twice, the second time into the slot that the first one read: the launches, what
     the two attended to, and what that should be."""
     case = Case([(17, 1)], seed=1)
-    attention = attention_of(case.store)
+    attention = kind(case.store, "varlen", case.head_groups)
+    state = attention.new_state()
     rng = np.random.default_rng(0)
     keys, values = (np.array(a[0]) for a in (case.store.keys, case.store.values))
     expected = []
@@ -100,10 +101,11 @@ def two_steps(attention_of) -> tuple[Launches, list[mx.array], list[np.ndarray]]
         for _ in range(2):
             k, v, q = (mx.array(rng.standard_normal(shape).astype(np.float32))
                        for shape in (keys[:1].shape, values[:1].shape, case.q.shape))  # fmt: skip
-            step = attention.prepare(case.batch, 1)
+            step = attention.begin(attention.prepare(case.batch, 1), state)
             mx.eval(k, v, q)
-            attention.write(0, k, v, step)
-            attention.attend(0, q, step, scale=case.scale)
+            step.write(0, k, v)
+            step.attend(0, q, scale=case.scale)
+            state = [step.token]
             slot = int(case.batch.slot_mapping[0])
             keys[slot], values[slot] = np.array(k[0]), np.array(v[0])
             case.q, case.k, case.v = q, mx.array(keys), mx.array(values)
@@ -120,32 +122,35 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_that_is_declared_gives_the_same_result(order):
-    launches, outputs, expected = two_steps(lambda store: KernelAttention(store, "varlen"))
+    launches, outputs, expected = two_steps()
     results = launches.run(ORDERS[order])
     for got, wanted in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(np.array(results[id(got)]), wanted, 1e-5, 1e-5)
 
 
-class _NeverTakesAToken(KernelAttention):
+class _NeverTakesAToken(KernelStepAttention):
     """Drops every token: each launch is given a fresh one."""
 
-    def _store(self, layer):
-        return *super()._store(layer)[:2], new_token()
+    token = property(lambda self: new_token(), lambda self, token: None)
 
 
-class _ForgetsTheReader(KernelAttention):
+class _ForgetsTheReader(KernelStepAttention):
     """Drops the reader's token: a later write does not wait for it."""
 
-    def attend(self, layer, q, step, **how):
+    def attend(self, layer, q, **how):
         token = self.token
-        out = super().attend(layer, q, step, **how)
+        out = super().attend(layer, q, **how)
         self.token = token
         return out
 
 
-@pytest.mark.parametrize("attention", [_NeverTakesAToken, _ForgetsTheReader])
-def test_a_dropped_token_is_noticed(attention):
-    launches, outputs, expected = two_steps(lambda store: attention(store, "varlen"))
+@pytest.mark.parametrize("step", [_NeverTakesAToken, _ForgetsTheReader])
+def test_a_dropped_token_is_noticed(step):
+    class Faulty(KernelAttention):
+        def begin(self, *args):
+            return step(self, args[0], *args[1])
+
+    launches, outputs, expected = two_steps(Faulty)
     results = launches.run(max)  # the latest first: a write overtakes the read before it
     wrong = [
         not np.allclose(np.array(results[id(got)]), wanted, 1e-3, 1e-3)
@@ -207,7 +212,7 @@ def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(
     monkeypatch, name, prefill, kv_bits
 ):
     """Chunks, mixed steps, cached prefixes and preemptions."""
-    monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), prefill))
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, prefill))
     model = tiny.packed(name)
     prompts = tiny.prompts(4, 9, 16, seed=5)
     prompts.append(prompts[1][:8] + prompts[2])

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.attention_cases import expected_pairs, make_batch
 from vllm_metal_lite.attention.sdpa.plan import (
     NEVER,
     Group,
@@ -19,45 +20,7 @@ from vllm_metal_lite.attention.sdpa.plan import (
     quarter_power,
     split_packs,
 )
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
-
-BLOCK_SIZE = 8
-
-
-def make_batch(segments: list[tuple[int, int]], seed: int = 0) -> ForwardBatch:
-    """(tokens computed before, tokens of this step) a segment; block tables are a permutation."""
-    segments = sorted(segments, key=lambda s: s[1] > 1)
-    longest = max(before + count for before, count in segments)
-    inputs = InputBatch(len(segments), longest, BLOCK_SIZE)
-    counts = [-(-(before + count) // BLOCK_SIZE) for before, count in segments]
-    blocks = np.random.default_rng(seed).permutation(sum(counts)).tolist()
-    rows = []
-    for (before, count), num_blocks in zip(segments, counts, strict=True):
-        rows.append(inputs.add([0] * (before + count), before + count))
-        inputs.append_blocks(rows[-1], [blocks.pop() for _ in range(num_blocks)])
-    before, count = np.array(segments).T
-    batch = inputs.pack(np.array(rows), before, count)
-    batch.validate(sum(counts))
-    return batch
-
-
-def expected_pairs(
-    batch: ForwardBatch, window: int | None, chunk: int | None = None
-) -> dict[int, list[int]]:
-    """By definition: the slots that each row sees, in order of position."""
-    seen = {}
-    for s, length in enumerate(batch.seq_lens.tolist()):
-        table = batch.block_tables[s]
-        for row in range(batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]):
-            position = int(batch.positions[row])
-            start = 0 if window is None else max(0, position - window + 1)
-            start = start if chunk is None else max(start, position // chunk * chunk)
-            assert position < length
-            at = np.arange(start, position + 1)
-            seen[row] = (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).tolist()
-    return seen
 
 
 def visible(group: Group, window: int | None) -> np.ndarray:

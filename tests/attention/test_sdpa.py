@@ -10,78 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.test_plan import BLOCK_SIZE, make_batch
-from tests.support.attention_oracle import paged_attention
-from tests.support.poison import poison
+from tests.support.attention_cases import (
+    BLOCK_SIZE,
+    RAGGED,
+    TOLERANCE,
+    Case,
+    begin,
+    check,
+    make_batch,
+)
+from tests.support.device import change_device
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa import calls as sdpa_calls
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
-
-
-class Case:
-    """A filled store and the queries of one step, exact in `dtype`; to be run with one window."""
-
-    def __init__(
-        self, segments, *, heads=4, kv_heads=2, dim=32, v_dim=None, dtype=mx.float32,
-        sinks=False, seed=0, bits=None,
-    ) -> None:  # fmt: skip
-        rng = np.random.default_rng(seed)
-        self.batch, self.dtype = make_batch(segments, seed), dtype
-        self.scale = dim**-0.5
-        num_blocks = int(self.batch.block_tables.max()) + 2
-        slots = (num_blocks + 1) * BLOCK_SIZE
-
-        def draw(*shape: int) -> mx.array:
-            return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-
-        self.q = draw(self.batch.num_tokens, heads, dim)
-        self.k, self.v = draw(slots, kv_heads, dim), draw(slots, kv_heads, v_dim or dim)
-        self.sinks = 2 * draw(heads) if sinks else None
-        spec = LayerSpec(kv_heads, dim, v_dim or dim, dtype, bits=bits)
-        self.store = PagedStore([spec], num_blocks, BLOCK_SIZE)
-        every = mx.arange(slots)
-        self.store.write(0, self.k, self.v, every)
-        self.k, self.v = spec.k_row.rounded(self.k), spec.v_row.rounded(self.v)
-        self.attention = ReferenceAttention(self.store)
-
-    def run(self, padding: int = 0, **how) -> np.ndarray:
-        """NaN in every slot that no row sees."""
-        n, b = self.batch.num_tokens, self.batch
-        seen = np.zeros(len(self.k), bool)
-        first = b.seq_lens - np.diff(b.cu_seqlens_q) + 1 - (how.get("window") or 1 << 20)
-        for table, start, end in zip(b.block_tables, first, b.seq_lens, strict=True):
-            at = np.arange(max(start, 0), end)
-            seen[table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE] = True
-        poison(self.store, [seen])
-        step = self.attention.prepare(self.batch, n + padding)
-        q = mx.concatenate([self.q, mx.full((padding, *self.q.shape[1:]), 7, self.dtype)])
-        out = self.attention.attend(0, q, step, scale=self.scale, sinks=self.sinks, **how)
-        assert out.shape == (n + padding, self.q.shape[1], self.v.shape[2])
-        assert out.dtype == self.dtype
-        return np.array(out[:n].astype(mx.float32))
-
-    def expected(self, window: int | None = None, softcap: float | None = None) -> np.ndarray:
-        q, k, v = (np.array(a.astype(mx.float32)) for a in (self.q, self.k, self.v))
-        b, sinks = self.batch, self.sinks
-        return paged_attention(
-            q, k, v, b.block_tables, b.cu_seqlens_q, b.seq_lens, block_size=BLOCK_SIZE,
-            scale=self.scale, window=window, softcap=softcap,
-            sinks=None if sinks is None else np.array(sinks.astype(mx.float32)),
-        )  # fmt: skip
-
-
-def check(case: Case, padding: int = 0, **how) -> None:
-    got, expected = case.run(padding, **how), case.expected(**how)
-    error = np.abs(got - expected).max() / max(1.0, np.abs(expected).max())
-    assert error < TOLERANCE[case.dtype], error
-
-
-RAGGED = [(0, 1), (17, 1), (30, 1), (0, 13), (0, 13), (0, 30), (21, 9), (8, 25)]
 shape = st.tuples(st.integers(0, 40), st.integers(1, 20)) | st.tuples(
     st.just(0), st.integers(1, 20)
 )
@@ -124,7 +68,8 @@ def test_softcap_and_sinks_in_narrow_types(dtype):
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_backend_cuts_the_step_its_own_way_to_the_same_result(monkeypatch, where, window):
     monkeypatch.setattr(backend, "name", lambda: where)
-    monkeypatch.setitem(sdpa_calls._COSTS["cpu"], "tile", 8)
+    if where == "cpu":
+        change_device(monkeypatch, sdpa_tile=8)
     check(Case(RAGGED), padding=3, window=window)
     check(Case(RAGGED, sinks=True), window=window, softcap=3.0)
 
@@ -134,8 +79,8 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     case = Case([(0, 60), (0, 3), (0, 5), (0, 2)])
     results, forms = [], []
     for cost in (1 << 20, 0):
-        monkeypatch.setitem(sdpa_calls._COSTS["cpu"], "call_cost", cost)
-        groups = case.attention.prepare(case.batch, 70).sdpa[0].calls(None).groups
+        change_device(monkeypatch, sdpa_call_cost=cost)
+        groups = case.attention.prepare(case.batch, 70).plan.sdpa[0].calls(None).groups
         forms.append([g.group.segments is not None for g in groups])
         results.append(case.run())
     assert forms[0] == [True]
@@ -145,7 +90,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
 
 
 def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
-    calls = case.attention.prepare(case.batch, case.batch.num_tokens).sdpa[0].calls(window)
+    calls = case.attention.prepare(case.batch, case.batch.num_tokens).plan.sdpa[0].calls(window)
     return [m for g in calls.groups if isinstance(m := g.mask(dtype), mx.array)]
 
 
@@ -162,7 +107,7 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
 def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
     case = Case(RAGGED)
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    first, second = (step.sdpa[0].calls(7).groups for _ in range(2))
+    first, second = (step.plan.sdpa[0].calls(7).groups for _ in range(2))
     assert first is second
     assert first[0].mask_array(mx.float32) is second[0].mask_array(mx.float32)
 
@@ -171,8 +116,8 @@ def test_a_window_that_hides_nothing_is_no_window():
     case = Case(RAGGED)
     longest = int(case.batch.seq_lens.max())
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    assert step.sdpa[0].calls(longest) is step.sdpa[0].calls(None)
-    assert step.sdpa[0].calls(longest - 1) is not step.sdpa[0].calls(None)
+    assert step.plan.sdpa[0].calls(longest) is step.plan.sdpa[0].calls(None)
+    assert step.plan.sdpa[0].calls(longest - 1) is not step.plan.sdpa[0].calls(None)
 
 
 def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:
@@ -190,12 +135,12 @@ def test_the_store_is_written_in_place(bits):
     store = PagedStore([spec], num_blocks, BLOCK_SIZE)
     attention = ReferenceAttention(store)
     for slot in (0, 8, 8 * 9):
-        step = attention.prepare(one_token_batch(slot, num_blocks), 1)
+        step = begin(attention, one_token_batch(slot, num_blocks), 1)
         row = mx.full((1, 4, 128), slot + 1.0)
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        attention.write(0, row, row, step)
-        out = attention.attend(0, row, step, scale=1.0)
+        step.write(0, row, row)
+        out = step.attend(0, row, scale=1.0)
         mx.eval(out, store.arrays)
         assert mx.get_peak_memory() - before < store.nbytes // 16
         assert mx.array_equal(out, row)
@@ -206,10 +151,10 @@ def test_rows_of_padding_write_nowhere_that_is_read():
     case = Case(RAGGED)
     before = np.array(case.store.keys[0])
     n = case.batch.num_tokens
-    step = case.attention.prepare(case.batch, n + 5)
+    step = begin(case.attention, case.batch, n + 5)
     rows = mx.full((n + 5, 2, 32), float("nan"))
     rows[:n] = case.k[mx.array(case.batch.slot_mapping)]
-    case.attention.write(0, rows, rows, step)
+    step.write(0, rows, rows)
     after = np.array(case.store.keys[0])
     last = case.store.padding_slots[0]
     np.testing.assert_array_equal(after[:last], before[:last])

@@ -1,11 +1,12 @@
 """The command line's front door: help, errors of one line, exit codes, closed streams."""
 
+import logging
 import subprocess
 import sys
 
 import pytest
 
-from tests.support.cli_kit import COMMAND, model_folder, pipe
+from tests.support.cli_kit import COMMAND, SAFETY, model_folder, pipe
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.cli.options import sampling_fields
@@ -65,6 +66,17 @@ def test_a_bad_command_line_is_one_line_and_2(argv, capsys):
     assert err.count("\n") == 1
 
 
+def test_a_warning_of_the_package_is_a_line_on_stderr(monkeypatch, capsys):
+    logger = logging.getLogger("vllm_metal_lite.model.fit")
+    monkeypatch.setattr(
+        "vllm_metal_lite.cli.doctor.run", lambda _: logger.warning("%d%% slower", 50)
+    )
+    main(["doctor"])
+    assert capsys.readouterr() == ("", "warning: 50% slower\n")
+    logger.warning("The command is over")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_bad_model_is_one_line_and_1(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -105,7 +117,7 @@ def test_closed_streams_and_broken_pipes(tmp_path):
         {command} generate {prompts} --max-num-seqs 2 --model {model_folder()} 2>{tmp_path}/err |
             head -1; echo "no reader: ${{PIPESTATUS[0]}}"
     """
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=SAFETY)
     lines = done.stdout.splitlines()
     assert lines[:2] == ["closed stdin: 1", "closed outputs: 0"]
     assert lines[2].startswith('{"id": 1, ')

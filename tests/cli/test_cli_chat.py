@@ -1,11 +1,14 @@
 """`vllm-metal-lite chat`: as a person at a terminal meets it, and in a pipe."""
 
+import os
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.support.cli_kit import CONTEXT, Typist, model_folder, pipe
+from tests.support.cli_kit import CONTEXT, CONTROL_C, ENDLESS, Typist, model_folder, pipe
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.engine.llm import LLM
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -19,9 +22,9 @@ def typist():
     """Starts the chat at a terminal; greedy, and without colours."""
     people = []
 
-    def start(*flags: str, colour: bool = False) -> Typist:
-        env = {"NO_COLOR": "" if colour else "1"}
-        people.append(Typist("chat", model_folder(), "--temperature", "0", *flags, env=env))
+    def start(*flags: str, colour: bool = False, model: Path | None = None) -> Typist:
+        env, model = {"NO_COLOR": "" if colour else "1"}, model or model_folder()
+        people.append(Typist("chat", model, "--temperature", "0", *flags, env=env))
         return people[-1]
 
     yield start
@@ -95,20 +98,20 @@ def test_a_conversation(typist):
 
 
 def test_control_c(typist):
-    me = typist(colour=True)
+    me = typist(colour=True, model=model_folder(context=ENDLESS))
     me.wait(PROMPT)
     me.type("speak")
     me.wait(r"speak\r\n.{10}")
-    me.interrupt()
+    me.press(CONTROL_C)
     stopped = me.wait(PROMPT)
     assert "] stopped" in stopped
     said = _status(stopped)
-    assert 0 < said["new"] < CONTEXT - said["prompt"]
+    assert 0 < said["new"] < ENDLESS - said["prompt"]
     assert ANSI + "[2m[" in stopped
 
     me.type("go on")  # with what was said so far
     me.wait(r"go on\r\n.{10}")
-    me.interrupt()
+    me.press(CONTROL_C)
     after = _status(me.wait(PROMPT))
     assert after["prompt"] > said["prompt"] + len("go on")
     assert after["cached"] >= 16 * (said["prompt"] // 16)
@@ -141,10 +144,13 @@ def test_the_context_runs_full_in_an_answer(typist):
     assert me.leave() == 0
 
 
-def test_control_c_while_the_model_loads(typist):
-    me = typist()
+def test_control_c_while_the_model_loads(typist, tmp_path):
+    folder = shutil.copytree(model_folder(), tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")  # which nobody writes: loading does not end
+    me = typist(model=folder)
     me.wait("Loading")
-    me.press("\x03")
+    me.press(CONTROL_C)
     assert me.leave() == 130
     assert "Traceback" not in me.seen
 

@@ -1,6 +1,7 @@
 """The engine in a thread of its own: MLX runs there, streams are read here."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from vllm_metal_lite.errors import RequestError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 
 PROMPTS = tiny.prompts(12, 3, 40, seed=31)
+SAFETY = 600  # seconds after which a run hangs, however busy the machine is
 
 
 def greedy(max_tokens: int = 12, **more) -> SamplingParams:
@@ -29,7 +31,7 @@ def serve(test, **options):
     name = options.pop("name", "llama")
     engine = AsyncEngine(tiny.engine(name, **options))
     try:
-        return asyncio.run(asyncio.wait_for(test(engine), 60))
+        return asyncio.run(asyncio.wait_for(test(engine), SAFETY))
     finally:
         engine.shutdown()
         assert not engine._thread.is_alive()
@@ -48,7 +50,8 @@ async def collect(engine: AsyncEngine, prompt, params, **how) -> list[int]:
 
 async def idle(engine: AsyncEngine) -> dict[str, int]:
     """Metrics once nothing runs; fails if something is never given back."""
-    for _ in range(500):
+    deadline = time.monotonic() + SAFETY / 2
+    while time.monotonic() < deadline:
         metrics = await engine.metrics()
         if not (metrics["requests_running"] or metrics["requests_waiting"]):
             assert metrics["blocks_owned"] == 0
@@ -101,16 +104,34 @@ def test_leaving_a_stream_gives_its_blocks_back():
     serve(test)
 
 
-@pytest.mark.parametrize("after", [0.0, 0.002, 0.05])
+def hold(engine: AsyncEngine, after: int) -> tuple[threading.Event, threading.Event]:
+    """The engine's thread waits before a step, when so many are done; it sets the first event, and
+    goes on at the second."""
+    held, go = threading.Event(), threading.Event()
+    step, steps = engine._engine.step, itertools.count()
+
+    def held_step():
+        if next(steps) == after:
+            held.set()
+            go.wait(SAFETY)
+        return step()
+
+    engine._engine.step = held_step
+    return held, go
+
+
+@pytest.mark.parametrize("after", [None, 0, 1, 20])
 def test_a_cancelled_task_gives_its_blocks_back(after):
     """Also when it is cancelled before the engine's thread has even seen it."""
 
     async def test(engine):
+        held, go = hold(engine, after or 0)
         other = asyncio.create_task(collect(engine, PROMPTS[2], greedy(30)))
         tasks = [asyncio.create_task(collect(engine, p, greedy(80))) for p in PROMPTS[3:6]]
-        await asyncio.sleep(after)
+        await (asyncio.sleep(0) if after is None else asyncio.to_thread(held.wait, SAFETY))
         for task in tasks:
             task.cancel()
+        go.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(r, asyncio.CancelledError) for r in results)
         assert await other == expected(2, 30)
@@ -204,14 +225,19 @@ def test_an_error_reaches_who_has_not_read_all_that_came_before_it():
 
 def test_shutdown_ends_open_streams_and_refuses_new_ones():
     async def test(engine):
+        held, go = hold(engine, after=1)
         stream = asyncio.create_task(collect(engine, PROMPTS[0], greedy(100)))
-        await asyncio.sleep(0.01)
-        await asyncio.to_thread(engine.shutdown)
+        await asyncio.to_thread(held.wait, SAFETY)
+        stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+        while not engine._closed:
+            await asyncio.sleep(0)
+        go.set()
+        await stopping
         with pytest.raises(RuntimeError, match="shut down"):
-            await asyncio.wait_for(stream, 5)
+            await asyncio.wait_for(stream, SAFETY)
         for late in (collect(engine, [1], greedy()), engine.metrics(), engine.abort("x")):
             with pytest.raises(RuntimeError, match="shut down"):
-                await asyncio.wait_for(late, 5)
+                await asyncio.wait_for(late, SAFETY)
         engine.shutdown()  # a second time does nothing
 
     serve(test)
@@ -220,15 +246,16 @@ def test_shutdown_ends_open_streams_and_refuses_new_ones():
 def test_calls_that_wait_in_line_when_the_engine_shuts_down_are_answered():
     async def test(engine):
         held, go = threading.Event(), threading.Event()
-        engine._submit(lambda: (held.set(), go.wait(10)))
-        await asyncio.to_thread(held.wait, 10)
+        engine._submit(lambda: (held.set(), go.wait(SAFETY)))
+        await asyncio.to_thread(held.wait, SAFETY)
         stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown))
-        await asyncio.sleep(0.05)
+        while not engine._closed:
+            await asyncio.sleep(0)
         late = asyncio.create_task(collect(engine, PROMPTS[0], greedy()))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         go.set()
         with pytest.raises(RuntimeError, match="shut down"):
-            await asyncio.wait_for(late, 5)
+            await asyncio.wait_for(late, SAFETY)
         await stopping
 
     serve(test)

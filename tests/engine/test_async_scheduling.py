@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.scheduler.test_scheduler_properties import (
-    MAX_MODEL_LEN,
-    STEMS,
-    Workload,
-    make_config,
-    workloads,
-)
 from tests.support import tiny_models as tiny
 from tests.support.fakes import FakeEngine, FakeStep, expected, fake_config
+from tests.support.workloads import MAX_MODEL_LEN, STEMS, Workload, make_config, workloads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.errors import RequestError

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support import tiny_models as tiny
 from vllm_metal_lite import LLM
+from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -208,7 +209,7 @@ def test_a_step_that_fails_loses_nothing(monkeypatch, error, when):
 def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, layer):
     """Some layers have their writes queued by then; blocks change hands before they happen."""
     engine = tiny.engine(num_blocks=14)
-    attend, countdown = engine.runner.attention.attend, [4 * 3 + layer + 1]
+    attend, countdown = ReferenceStepAttention.attend, [4 * 3 + layer + 1]
 
     def break_off(*args, **how):
         countdown[0] -= 1
@@ -216,7 +217,7 @@ def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, lay
             raise MemoryError("no memory for this layer")
         return attend(*args, **how)
 
-    monkeypatch.setattr(engine.runner.attention, "attend", break_off)
+    monkeypatch.setattr(ReferenceStepAttention, "attend", break_off)
     for i, prompt in enumerate(PROMPTS[:4]):
         engine.add_request(str(i), prompt, greedy(12))
     with pytest.raises(MemoryError):

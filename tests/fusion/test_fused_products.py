@@ -1,5 +1,7 @@
 """Products that take along what is around them give what a model's own operations give."""
 
+from dataclasses import replace
+
 import mlx.nn as nn
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from tests.support.arch_configs import config_of
 from tests.support.rounding import medians, of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.hooks import hooks
-from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections
+from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.joined import JoinedProjection
+from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.fusion.traced import Multiplied, Normed, Traced, as_view, origin_of
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
@@ -34,7 +37,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_modelof_16_bits_computes_the_same(monkeypatch, name):
+def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
     """As near to its own logits as without; its steps have 2 to 7 rows."""
     launch, fused = Kernel.__call__, set()
 
@@ -48,12 +51,13 @@ def test_a_modelof_16_bits_computes_the_same(monkeypatch, name):
     model.set_dtype(mx.float16)
     layout = inspect(model, name)
     draw = trial.Draw(model, layout.vocab_size)
-    packed = PackedModel(model, layout, products=join_projections(model))
+    packed, fusion = PackedModel(model, layout), fuse(model, joins=True)
     with installed():
         for few in (range(0), range(1, 65)):
             fused.clear()
-            attention = KernelAttention(PagedStore(layout.specs, 4, 8), "gather", skinny_rows=few)
-            assert max(medians(draw.rows(packed, attention))) < 0.02
+            attention = KernelAttention(PagedStore(layout.specs, 4, 8), "gather", ())
+            rows = draw.rows(packed, attention, replace(fusion, skinny_rows=few))
+            assert max(medians(rows)) < 0.02
             assert fused == (FUSED[name] if few else set())
 
 
@@ -65,12 +69,9 @@ DEPTH = 64
 
 @pytest.fixture
 def hooked():
-    """Hooks of a step in which products of all numbers of rows go through the kernel."""
-    model = tiny.build(config_of("llama"))
-    model.set_dtype(mx.float16)
-    layout = inspect(model, "llama")
-    attention = KernelAttention(PagedStore(layout.specs, 1, 8), "gather", skinny_rows=range(1, 65))
-    with installed(), hooks(attention, _Step(), {}, [_Activations]):
+    """A fused forward is being built; products of all numbers of rows go through the kernel."""
+    fusion = FusedLaunches(activations=(_Activations,), skinny_rows=range(1, 65))
+    with installed(), fusion.building(_Step()):
         yield
 
 
@@ -92,6 +93,7 @@ def draw(*shape: int, seed: int = 0) -> mx.array:
 def linear(outputs: int, seed: int = 1) -> nn.Linear:
     layer = nn.Linear(DEPTH, outputs, bias=False)
     layer.weight = draw(outputs, DEPTH, seed=seed) / 8
+    fuse_linears(layer)
     return layer
 
 

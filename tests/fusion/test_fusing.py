@@ -1,8 +1,11 @@
 """Joined projections and fused launches give what the model's own operations give."""
 
+import contextlib
 import io
 import warnings
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.nn as nn
 import numpy as np
@@ -14,18 +17,28 @@ from tests.support import tiny_models as tiny
 from tests.support.arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import fusedcheck, selfcheck
-from vllm_metal_lite.fusion.joined import Part, join_projections
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.joined import (
+    JoinedProjection,
+    Part,
+    join_projections,
+    joined_projections,
+)
 from vllm_metal_lite.fusion.traced import Sum, Traced, as_view, origin_of, rows_of, up_to_date
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
-from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model import fit, trial
+from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.layout import inspect
-from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
 from vllm_metal_lite.sampling_params import SamplingParams
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
@@ -51,7 +64,8 @@ def test_a_joined_model_computes_the_same(name):
     model = tiny.build(config_of(name))
     adapt(model)
     before = logits(model), sum(w.nbytes for _, w in tree_flatten(model.parameters()))
-    products = join_projections(model)
+    join_projections(model)
+    products = joined_projections(model)
     assert bool(products) is (name.partition("/")[0] not in NOTHING_TO_JOIN)
     np.testing.assert_allclose(logits(model), before[0], rtol=1e-4, atol=1e-4)
     assert sum(w.nbytes for _, w in tree_flatten(model.parameters())) == before[1]
@@ -73,8 +87,8 @@ def test_projections_of_unlike_weights_stay_apart():
     """8 bits for k: q goes alone, and so does v, for a group is what follows one another."""
     model = tiny.build(config_of("llama"))
     nn.quantize(model, 32, 4, class_predicate=lambda path, m: "self_attn.v_proj" in path)
-    products = join_projections(model)
-    sizes = {(p.linear.weight.shape[0], len(p.ends) - 1) for p in products}
+    join_projections(model)
+    sizes = {(p.linear.weight.shape[0], len(p.ends) - 1) for p in joined_projections(model)}
     assert sizes == {(96, 2), (192, 2)}  # q and k; gate and up
 
 
@@ -168,7 +182,7 @@ def test_rotations_are_compared_by_what_they_do():
         heads,
     ]
     for i, a in enumerate(turned):
-        assert [a.turns_like(b) for b in turned] == [i == j for j in range(4)]
+        assert [a.same_rotation(b) for b in turned] == [i == j for j in range(4)]
 
 
 # Whole models on the CPU host.  Launches a layer of rope_write (in steps of decodes it is part of
@@ -201,10 +215,10 @@ def test_a_fused_model_computes_the_same(monkeypatch, name):
     model = tiny.build(config)
     layout = inspect(model, config["model_type"])
     draw = trial.Draw(model, layout.vocab_size)
-    packed = PackedModel(model, layout, products=join_projections(model))
-    attention = KernelAttention(PagedStore(layout.specs, 4, trial.BLOCK), "gather")
+    packed, fusion = PackedModel(model, layout), fuse(model, joins=True)
+    attention = KernelAttention(PagedStore(layout.specs, 4, trial.BLOCK), "gather", ())
     with installed():
-        assert max(row.error for row in draw.rows(packed, attention)) < 1e-4
+        assert max(row.error for row in draw.rows(packed, attention, fusion)) < 1e-4
     times = len(layout.specs) * len(trial.STEPS)
     decodes = sum(max(scheduled) == 1 for _, scheduled in trial.STEPS)
     rotations = LAUNCHES[name][0] * len(layout.specs)
@@ -227,7 +241,7 @@ def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, recwarn, tm
     prompts = tiny.prompts(3)
     with installed():
         engine = tiny.engine("qwen3", attention="kernels")
-        assert engine.runner.attention.fuses is not wrong
+        assert (engine.runner.fusion is NO_FUSION) is wrong
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=5))
         done = tiny.run(engine)
@@ -256,20 +270,19 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
             launches[len(arrays[0]), template["RESIDUAL"]] += 1
         return launch(self, arrays, template, *args)
 
-    def noting(self, step, *args):
-        forwards[len(step.token_ids)] += 1
-        return forward(self, step, *args)
+    def noting(self, attention, *args):
+        forwards[len(attention.step.token_ids)] += 1
+        return forward(self, attention, *args)
 
     monkeypatch.setattr(Kernel, "__call__", counting)
     monkeypatch.setattr(PackedModel, "__call__", noting)
-    monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), "gather"))
-    monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}))
     tokens = []
     for few in (range(0), range(1, 5), range(2, 65)):
         with installed():
             engine = tiny.engine(name, mx.bfloat16, attention="kernels", max_num_batched_tokens=70)
-            assert engine.runner.attention.fuses
-            engine.runner.attention.skinny_rows = few
+            assert isinstance(engine.runner.fusion, FusedLaunches)
+            engine.runner.fusion = replace(engine.runner.fusion, skinny_rows=few)
             launches.clear(), forwards.clear()
             for i, prompt in enumerate(tiny.prompts(5, 3, 20, seed=3)):
                 params = SamplingParams(temperature=0, max_tokens=4 + i)
@@ -281,7 +294,7 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
         for rows, n in forwards.items():
             if rows in few:
                 expected[rows, False] = 7 * layers * n
-            if rows in few and rows <= MAX_NORMED_ROWS:
+            if rows in few and rows <= profile().max_normed_rows:
                 expected[rows, True] = 2 * layers * n
         assert launches == expected
     assert tokens[0] == tokens[1] == tokens[2]
@@ -302,12 +315,66 @@ def test_products_that_do_not_suit_a_model_are_done_without(monkeypatch, wrong):
     monkeypatch.setattr(Kernel, "__call__", launching)
     packed = tiny.packed("qwen3", mx.bfloat16).packed
     store = PagedStore(packed.attention_specs, 1, 8)
-    attention = KernelAttention(store, "gather", skinny_rows=range(1, 65))
+    attention = KernelAttention(store, "gather", ())
+    monkeypatch.setattr(decide, "faster_rows", lambda *_: range(1, 65))
     with installed(), warnings.catch_warnings(record=True) as caught:
-        fit.check_fusing(packed, attention)
-    assert attention.fuses
-    assert attention.skinny_rows == (range(0) if wrong else range(1, 65))
+        fusion, _ = decide.decide(packed, attention)
+    assert isinstance(fusion, FusedLaunches)
+    assert fusion.skinny_rows == (range(0) if wrong else range(1, 65))
     assert ["products by skinny_gemm" in str(w.message) for w in caught] == [True] * bool(wrong)
     layers = len(packed.attention_specs)
     # Tried with MLX's products; with the kernel these few rows have their norms and sums in it.
     assert launches["add_rms_norm"] == 2 * layers * len(trial.STEPS)
+
+
+# One model, several engines
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+def test_nothing_of_a_forward_is_kept_in_joined_projections(monkeypatch):
+    """Also of one that breaks off between two parts of a product."""
+    model = tiny.build(config_of("llama"))
+    packed, fusion = PackedModel(model, inspect(model, "llama")), fuse(model, joins=True)
+    attention = KernelAttention(PagedStore(packed.attention_specs, 4, trial.BLOCK), "gather", ())
+    assert fusion.joined
+    part, countdown = JoinedProjection.part, [0]
+
+    def breaking_off(self, index, x):
+        countdown[0] -= 1
+        return part(self, index, x) if countdown[0] else 1 / 0
+
+    monkeypatch.setattr(JoinedProjection, "part", breaking_off)
+    draw = trial.Draw(model, VOCAB)
+    for calls in (2, 5, 1 << 30):
+        countdown[0] = calls
+        with installed(), contextlib.suppress(ZeroDivisionError):
+            draw.rows(packed, attention, fusion)
+        assert all(p._x is p._y is None for p in fusion.joined)
+    assert countdown[0] > 1
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+def test_engines_with_and_without_fused_launches_share_a_model(monkeypatch):
+    """As on a GPU, where projections are joined, in turns, and each starts while others run."""
+    monkeypatch.setattr(decide, "backend", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}))
+    config, prompts = config_of("qwen3"), tiny.prompts(3)
+    loaded = loader.from_model(tiny.build(config), None, config, "shared")
+    options = EngineConfig(block_size=8, num_blocks=32, max_num_seqs=4, max_model_len=64)
+    engines = []
+    with installed():
+        for attention in ("reference", "kernels", "reference", "kernels"):
+            engines.append(LLMEngine(loaded, replace(options, attention=attention)))
+            for i, prompt in enumerate(prompts):
+                params = SamplingParams(temperature=0, max_tokens=6)
+                engines[-1].add_request(str(i), prompt, params)
+            for engine in engines:
+                engine.step()
+        done = [tiny.run(engine) for engine in engines]
+    reference, fused = engines[0].runner.fusion, engines[1].runner.fusion
+    assert reference is engines[2].runner.fusion is NO_FUSION
+    assert len(fused.joined) == len(engines[3].runner.fusion.joined) == 2 * 3
+    for outputs in done:
+        for i, prompt in enumerate(prompts):
+            expected = tiny.alone(tiny.native("qwen3"), prompt, 6)
+            assert outputs[str(i)].outputs[0].token_ids == expected

@@ -2,6 +2,7 @@
 those of two."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from tests.support.launches import Stubs
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.fusion.joined import join_projections
-from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.fusion.fused import fuse
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
@@ -34,22 +35,22 @@ def _of_a_step(stubs, name, layers, rows, skinny_rows, dtype) -> Counter:
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     layout = inspect(model, name)
-    packed = PackedModel(model, layout, products=join_projections(model))
-    attention = KernelAttention(
-        PagedStore(layout.specs, rows, 8), "gather", skinny_rows=skinny_rows
-    )
+    packed = PackedModel(model, layout)
+    fusion = replace(fuse(model, joins=True), skinny_rows=skinny_rows)
+    attention = KernelAttention(PagedStore(layout.specs, rows, 8), "gather", ())
     inputs = InputBatch(rows, 1, 8, len(attention.store.num_blocks))
     added = np.array([inputs.add([0], 1) for _ in range(rows)])
     for row in added:
         inputs.append_blocks(row, [int(row)])
     batch = inputs.pack(added, np.zeros_like(added), np.ones_like(added))
     stubs.needed()  # what was built while the model was looked at
-    logits = packed(attention.prepare(batch, rows), attention, mx.arange(rows))
-    return stubs.needed(logits, *attention.state)
+    bound = attention.begin(attention.prepare(batch, rows), attention.new_state())
+    logits = packed(bound, mx.arange(rows), fusion)
+    return stubs.needed(logits, *bound.state)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("rows", [1, 8, MAX_NORMED_ROWS])
+@pytest.mark.parametrize("rows", [1, 8, profile().max_normed_rows])
 def test_five_with_a_norm_or_a_sum_or_swiglu_in_each_product(monkeypatch, name, rows):
     assert of_a_layer(monkeypatch, name, rows, FEW) == {
         "skinny_gemm NORM": 1,
@@ -60,7 +61,7 @@ def test_five_with_a_norm_or_a_sum_or_swiglu_in_each_product(monkeypatch, name, 
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("rows", [MAX_NORMED_ROWS + 1, 64])
+@pytest.mark.parametrize("rows", [profile().max_normed_rows + 1, 64])
 def test_seven_where_norms_are_launches_of_their_own(monkeypatch, name, rows):
     assert of_a_layer(monkeypatch, name, rows, FEW) == {
         "skinny_gemm": 3,

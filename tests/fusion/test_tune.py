@@ -1,6 +1,7 @@
 """Whether products go through skinny_gemm is decided by timed steps, which leave nothing behind."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,11 +13,12 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
-from vllm_metal_lite.engine import engine as engines
-from vllm_metal_lite.fusion import tune
-from vllm_metal_lite.fusion.tune import tune_products
+from vllm_metal_lite.fusion import decide, tune
+from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.packed import NO_FUSION
+from vllm_metal_lite.model.trial import Problem
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 ALL_ROWS = range(1, 65)
@@ -31,22 +33,30 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 30)
 
 
-def model(name="qwen3", dtype=mx.bfloat16, skinny_rows=ALL_ROWS):
-    """A packed model, and attention that may use the kernel."""
+def model(name="qwen3", dtype=mx.bfloat16):
+    """A packed model, and attention by kernels."""
     packed = tiny.packed(name, dtype).packed
     specs, groups = packed.attention_specs, {}
     for layer, spec in enumerate(specs):
         groups.setdefault(spec.window, []).append(layer)
     blocks = [KVGroup(tuple(layers), num_blocks=4) for layers in groups.values()]
     store = PagedStore(specs, blocks, 8)
-    return packed, KernelAttention(store, "gather", skinny_rows=skinny_rows)
+    return packed, KernelAttention(store, "gather", ())
+
+
+def decided(monkeypatch, packed, attention, wrong=()) -> tuple[range, str]:
+    """The rows whose products go through the kernel, and what is said of it, for a model that
+    passes its trial."""
+    monkeypatch.setattr(decide, "_problem", lambda *_: None)
+    fusion, note = decide.decide(packed, attention, wrong)
+    return fusion.skinny_rows, note
 
 
 def timed(monkeypatch, *faster) -> list[int]:
     """Steps of so many rows are faster by the kernel -> a list that grows by what is timed."""
     sizes = []
 
-    def seconds(packed, attention, num_rows):
+    def seconds(packed, attention, fusion, num_rows):
         sizes.append(num_rows)
         return (1.0, 1.1) if num_rows in faster else (1.0, 1.0)
 
@@ -67,61 +77,65 @@ def timed(monkeypatch, *faster) -> list[int]:
 )
 def test_as_many_rows_as_steps_are_faster_with(monkeypatch, faster, rows, count):
     timed(monkeypatch, *faster)
-    packed, attention = model()
     said = f"; products of {count} by skinny_gemm" if count else ""
     for _ in ("measured", "remembered"):
-        assert tune_products(packed, attention) == said
-        assert attention.skinny_rows == rows
-        attention.skinny_rows = ALL_ROWS
+        assert decided(monkeypatch, *model()) == (rows, said)
 
 
 def test_a_model_s_weights_are_measured_once(monkeypatch):
     """Those of another model, of which it has more or others, anew."""
     sizes = timed(monkeypatch, 8)
-    tune_products(*model())
+    decided(monkeypatch, *model())
     assert sizes == [1, 8, 16]
-    tune_products(*model())
+    decided(monkeypatch, *model())
     assert len(sizes) == 3
     for count, (name, dtype) in enumerate([("llama", mx.bfloat16), ("qwen3", mx.float16)], 2):
-        tune_products(*model(name, dtype))
+        decided(monkeypatch, *model(name, dtype))
         assert len(sizes) == 3 * count
 
 
 def test_weights_count_by_how_many_there_are(monkeypatch):
     sizes = timed(monkeypatch)
     packed, attention = model()
-    tune_products(packed, attention)
-    weights = packed.linear_weights
-    monkeypatch.setattr(type(packed), "linear_weights", weights[::-1])
-    tune_products(*model())
+    decided(monkeypatch, packed, attention)
+    weights = tune._linear_weights(packed.model)
+    monkeypatch.setattr(tune, "_linear_weights", lambda _: weights[::-1])
+    decided(monkeypatch, *model())
     assert sizes == [1, 8]
-    monkeypatch.setattr(type(packed), "linear_weights", [*weights, weights[0]])
-    tune_products(*model())
+    monkeypatch.setattr(tune, "_linear_weights", lambda _: [*weights, weights[0]])
+    decided(monkeypatch, *model())
     assert sizes == [1, 8] * 2
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "allowed"),
+    ("name", "dtype", "wrong"),
     [
-        ("qwen3", mx.bfloat16, range(0)),  # the kernel is wrong, or fused launches are
-        ("qwen3", None, ALL_ROWS),  # float32
-        ("llama/q4", mx.bfloat16, ALL_ROWS),
-        ("falcon_h1", mx.bfloat16, ALL_ROWS),  # runs uncompiled
+        ("qwen3", mx.bfloat16, ("skinny_gemm",)),
+        ("qwen3", None, ()),  # float32
+        ("llama/q4", mx.bfloat16, ()),
+        ("falcon_h1", mx.bfloat16, ()),  # runs uncompiled
     ],
 )
-def test_nothing_is_timed_where_the_kernel_cannot_help(monkeypatch, name, dtype, allowed):
+def test_nothing_is_timed_where_the_kernel_cannot_help(monkeypatch, name, dtype, wrong):
     sizes = timed(monkeypatch, 1, 8)
-    packed, attention = model(name, dtype, allowed)
-    assert tune_products(packed, attention) == ""
-    assert (attention.skinny_rows, sizes) == (range(0), [])
+    assert decided(monkeypatch, *model(name, dtype), wrong) == (range(0), "")
+    assert sizes == []
+
+
+def test_nothing_is_timed_where_fused_launches_are_wrong(monkeypatch):
+    sizes = timed(monkeypatch, 1, 8)
+    monkeypatch.setattr(decide, "_problem", lambda *_: Problem("wrong logits"))
+    with pytest.warns(UserWarning, match="fused launches do not suit this model: wrong logits"):
+        assert decide.decide(*model()) == (NO_FUSION, "")
+    assert sizes == []
 
 
 def test_nothing_is_timed_on_a_cpu(monkeypatch):
     sizes = timed(monkeypatch, 1, 8)
     packed, attention = model()
     monkeypatch.setattr(backend, "is_cpu", lambda: True)
-    assert tune_products(packed, attention) == ""
-    assert (attention.skinny_rows, sizes) == (range(0), [])
+    assert decided(monkeypatch, packed, attention) == (range(0), "")
+    assert sizes == []
 
 
 def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, tmp_path):
@@ -134,18 +148,14 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Kernel, "__call__", no_room_for_8)
     for _ in range(2):
-        packed, attention = model()
-        attention.token = token = mx.array([7], attention.token.dtype)
         with pytest.warns(UserWarning, match=r"skinny_gemm .* not used: .*\[metal\] no room$"):
-            assert tune_products(packed, attention) == ""
-        assert (attention.fuses, attention.skinny_rows) == (True, range(0))
-        assert mx.array_equal(attention.token, token)
+            assert decided(monkeypatch, *model()) == (range(0), "")
         assert not list(tmp_path.rglob("*.json"))
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9"])
-def test_timing_leaves_the_store_and_the_token_as_they_are(monkeypatch, name):
+def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     """Rows that attention would write, and such as kv_write would; two KV groups."""
     monkeypatch.setattr(tune, "_SIZES", (8,))
     monkeypatch.setattr(tune, "_ENOUGH", 0.0)
@@ -161,16 +171,15 @@ def test_timing_leaves_the_store_and_the_token_as_they_are(monkeypatch, name):
     store, rng = attention.store, np.random.default_rng(0)
     for arrays in (store.keys, store.values):
         arrays[:] = [mx.array(rng.standard_normal(a.shape)).astype(a.dtype) for a in arrays]
-    attention.token = mx.array([7], attention.token.dtype)
-    held, token = store.arrays, attention.token
+    held = store.arrays
     before = [np.array(a.astype(mx.float32)) for a in held]
     assert all(np.isfinite(a).all() for a in before)
+    fusion = replace(fuse(packed.model, joins=True), skinny_rows=ALL_ROWS)
     with installed():
-        tune_products(packed, attention)
+        tune.faster_rows(packed, attention, fusion)
     assert all(a is b for a, b in zip(store.arrays, held, strict=True))
     for array, expected in zip(held, before, strict=True):
         np.testing.assert_array_equal(np.array(array.astype(mx.float32)), expected)
-    assert mx.array_equal(attention.token, token)
     assert set(rows) == {1, 8}
     assert rows[1] == rows[8] > 0
 
@@ -186,14 +195,14 @@ class Clock:
         class Steps:
             reason = None
 
-            def __init__(self, packed, attention) -> None:
-                self.attention = attention
+            def __init__(self, packed, attention, fusion) -> None:
+                self.fusion = fusion
 
-            def __call__(self, step) -> mx.array:
-                ours = len(self.attention.skinny_rows) > 0
+            def __call__(self, step, state) -> tuple[mx.array, list[mx.array]]:
+                ours = len(self.fusion.skinny_rows) > 0
                 clock.steps.append(ours)
                 clock.now += (by_kernel if ours else by_mlx) * (1 + 0.001 * len(clock.steps))
-                return mx.zeros(1)
+                return mx.zeros(1), state
 
         monkeypatch.setattr(tune, "CompiledSteps", Steps)
 
@@ -205,7 +214,7 @@ class Clock:
 def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, steps):
     """In turns, so that a device that slows down does so for both."""
     clock = Clock(monkeypatch, seconds, 1.005 * seconds)
-    by_kernel, by_mlx = tune._seconds(*model(), 8)
+    by_kernel, by_mlx = tune._seconds(*model(), FusedLaunches(skinny_rows=ALL_ROWS), 8)
     assert seconds < by_kernel < by_mlx < 2 * seconds
     turns = clock.steps[2 * warm :]
     assert turns == ([True] * steps + [False] * steps) * chains
@@ -213,23 +222,23 @@ def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, ste
 
 @needs_compiler
 @pytest.mark.parametrize("suits", [True, False])
-def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, suits):
+def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, recwarn, suits):
     order = []
     sizes = timed(monkeypatch, 8, 16)
 
-    def check(packed, attention):
-        order.append((attention.skinny_rows, list(sizes)))
-        if not suits:
-            attention.skinny_rows = range(0)
+    def problem(trial, packed, attention, fusion):
+        order.append((fusion.skinny_rows, list(sizes)))
+        return Problem("wrong logits") if fusion.skinny_rows and not suits else None
 
-    monkeypatch.setattr(engines, "check_fusing", check)
+    monkeypatch.setattr(decide, "_problem", problem)
     monkeypatch.setattr(selfcheck, "check", lambda *_: [])
-    monkeypatch.setattr(fusedcheck, "failures", lambda _: ())
+    monkeypatch.setattr(fusedcheck, "check", lambda _: [])
     monkeypatch.setattr(measure, "faster_prefill", lambda shape: "varlen")
     with installed():
         engine = tiny.engine("qwen3", mx.bfloat16, attention="kernels")
-    assert order == [(ALL_ROWS, [])]
-    assert engine.runner.attention.skinny_rows == (range(2, 17) if suits else range(0))
+    assert order == [(range(0), []), (ALL_ROWS, [])]
+    assert bool(recwarn.list) is not suits
+    assert engine.runner.fusion.skinny_rows == (range(2, 17) if suits else range(0))
     said = engine.attention_reason.rpartition(";")[2]
     assert said == (
         " products of 2 to 16 rows by skinny_gemm" if suits else " prompts by varlen_prefill"

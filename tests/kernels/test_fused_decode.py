@@ -12,9 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.kernels.test_kernels import Case as Sequences
-from tests.kernels.test_kernels import raw
-from tests.kernels.test_rope_write import Case as Rows
+from tests.support.kernel_cases import (
+    RAGGED,
+    STORE,
+    NewRowsCase,
+    PagedSequences,
+    raw,
+)
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.common import new_token
@@ -26,10 +30,7 @@ pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compile
 
 # Of fused and unfused to each other: rounding of the result, and of the order of float32 sums.
 TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (1e-3, 1e-3), mx.bfloat16: (8e-3, 8e-3)}
-STORE = ("keys", "values")
 SEQUENCE = ("window", "softcap", "sinks", "plan", "block_size")
-# The first token of all, an empty row, whole blocks, and the first token of a block.
-RAGGED = [1, 16, 0, 33, 7, 100]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,13 +45,13 @@ class Case:
     def __init__(self, seq_lens, *, heads=(4, 2), dims=(32, 32), dtype=mx.float32, seed=0, **how):
         sequence = {name: how.pop(name) for name in SEQUENCE if name in how}
         self.prefix_len = how.pop("prefix_len", 0)
-        self.sequences = Sequences(
+        self.sequences = PagedSequences(
             seq_lens, heads=heads, dim=dims[0], v_dim=dims[1], dtype=dtype, seed=seed, **sequence
         )
         newest, size = np.maximum(np.array(seq_lens) - 1, 0), self.sequences.how["block_size"]
         blocks = self.sequences.block_tables[np.arange(len(newest)), newest // size]
         slots = np.where(np.array(seq_lens) > 0, blocks * size + newest % size, -1)
-        self.rows = Rows(
+        self.rows = NewRowsCase(
             newest, heads=heads, dims=dims, dtype=dtype, seed=seed, slots=slots.astype(np.int32),
             **{"rotated": dims[0], **how},
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """The kernels that write, copy and decode, executed on the CPU host, against float64 and scatter.
 
 What runs is the source that MLX generates for a Mac.  Every slot that a kernel must not read holds
-NaN.  Measured: float32 at most 3e-7, float16 3e-4, bfloat16 3e-3.
+NaN.
 """
 
 import numpy as np
@@ -10,27 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.support.attention_oracle import paged_attention
+from tests.support.kernel_cases import (
+    RAGGED,
+    STORE,
+    TOLERANCE,
+    PagedSequences,
+    draw,
+    raw,
+)
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import (
-    DecodePlan,
     decode_plan,
     merge_partitions,
-    paged_decode,
 )
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kv.row_format import RowFormat
-from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
-
-TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
-STORE = ("keys", "values")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,87 +39,11 @@ def host():
         yield
 
 
-def draw(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
-    """Normal floats that `dtype` holds exactly."""
-    drawn = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-    return np.array(drawn.astype(mx.float32))
-
-
-def raw(array: mx.array) -> np.ndarray:
-    """The bits of an array."""
-    return np.array(array.view({2: mx.uint16, 4: mx.uint32}[array.dtype.size]))
-
-
 # Decode
 
 
-class Case:
-    """Sequences of seq_lens keys, their blocks permuted over a store poisoned elsewhere."""
-
-    def __init__(
-        self, seq_lens, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,
-        window=None, softcap=None, sinks=False, plan=(1, 4), seed=0, bits=None,
-    ) -> None:  # fmt: skip
-        rng = np.random.default_rng(seed)
-        self.seq_lens, self.dtype, self.plan = np.array(seq_lens, np.int32), dtype, plan
-        self.how = {"block_size": block_size, "scale": dim**-0.5, "window": window,
-                    "softcap": softcap}  # fmt: skip
-        counts = -(-self.seq_lens // block_size)
-        free = rng.permutation(counts.sum() + 2)
-        self.block_tables = np.zeros((len(seq_lens), max(counts.max(), 1)), np.int32)
-        self.block_tables[np.arange(self.block_tables.shape[1]) < counts[:, None]] = free[:-2]
-        slots = len(free) * block_size
-        self.q = draw(rng, len(seq_lens), heads[0], dim, dtype=dtype)
-        self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
-        self.sinks = 2 * draw(rng, heads[0]) if sinks else None
-        readable = np.zeros(slots, bool)
-        for table, n in zip(self.block_tables, self.seq_lens, strict=True):
-            at = np.arange(max(0, n - window) if window else 0, n)
-            readable[table[at // block_size] * block_size + at % block_size] = True
-        self.keys, self.values = (
-            self._fill(row, draw(rng, slots, heads[1], row.dim, dtype=dtype), readable)
-            for row in (self.spec.k_row, self.spec.v_row)
-        )
-
-    def _fill(self, row: RowFormat, values: np.ndarray, readable: np.ndarray) -> mx.array:
-        """A store of these rows; where nothing may be read it holds NaN, or a scale that is NaN."""
-        kept = row.pack(mx.array(values).astype(self.dtype))
-        nan = float("nan") if row.bits is None else 0xFFFFFFFF
-        return mx.where(mx.array(readable)[:, None, None], kept, mx.array(nan, kept.dtype))
-
-    def run(self) -> np.ndarray:
-        q, keys, values = mx.array(self.q).astype(self.dtype), self.keys, self.values
-        sinks = None if self.sinks is None else mx.array(self.sinks)
-        tables, seq_lens = mx.array(self.block_tables), mx.array(self.seq_lens)
-        out, _ = paged_decode(
-            q, tables, seq_lens, keys, values, new_token(), plan=DecodePlan(*self.plan),
-            sinks=sinks, spec=self.spec, **self.how,
-        )  # fmt: skip
-        assert out.dtype == self.dtype
-        return np.array(out.astype(mx.float32))
-
-    def expected(self) -> np.ndarray:
-        rows = (self.seq_lens > 0).astype(int)
-        cu = np.append(0, np.cumsum(rows))
-        keys, values = (
-            np.array(row.unpack(a).astype(mx.float32))
-            for row, a in ((self.spec.k_row, self.keys), (self.spec.v_row, self.values))
-        )
-        out = np.zeros((*self.q.shape[:2], values.shape[2]))
-        out[rows > 0] = paged_attention(
-            self.q[rows > 0], keys, values, self.block_tables, cu, self.seq_lens,
-            sinks=self.sinks, **self.how,
-        )  # fmt: skip
-        return out
-
-
 def check(*args, **kwargs) -> None:
-    case = Case(*args, **kwargs)
-    atol, rtol = TOLERANCE[case.dtype]
-    np.testing.assert_allclose(case.run(), case.expected(), rtol, atol)
-
-
-RAGGED = [1, 16, 0, 33, 7, 100]
+    PagedSequences(*args, **kwargs).check()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
@@ -159,20 +83,22 @@ def test_random_sequences(seq_lens, heads, block_size, window, softcap, sinks, p
 
 
 def test_rows_of_padding_give_zeros():
-    assert not Case([0, 0, 0], plan=(4, 4), sinks=True).run().any()
+    assert not PagedSequences([0, 0, 0], plan=(4, 4), sinks=True).run().any()
 
 
 def test_scores_far_apart_do_not_overflow():
-    case = Case(RAGGED, plan=(2, 4))
+    case = PagedSequences(RAGGED, plan=(2, 4))
     case.q *= 1e4
     assert np.isfinite(case.run()).all()
 
 
 @pytest.mark.parametrize("schedule", ["reverse", 1])
 def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    expected = Case(RAGGED, window=20, plan=(2, 4)).run()
+    expected = PagedSequences(RAGGED, window=20, plan=(2, 4)).run()
     with installed(schedule=schedule):
-        np.testing.assert_array_equal(Case(RAGGED, window=20, plan=(2, 4)).run(), expected)
+        np.testing.assert_array_equal(
+            PagedSequences(RAGGED, window=20, plan=(2, 4)).run(), expected
+        )
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 9, "softcap": 2.0, "sinks": True}], ids=str)

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
-from tests.kernels.test_kernels import RAGGED, STORE, TOLERANCE, check, draw
+from tests.support.kernel_cases import (
+    RAGGED,
+    STORE,
+    TOLERANCE,
+    PagedSequences,
+    draw,
+)
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import decode
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
@@ -29,6 +35,10 @@ DIMS = [(32, 32), (128, 128), (80, 80), (72, 72), (192, 128)]
 def host():
     with installed(writable_inputs=STORE):
         yield
+
+
+def check(*args, **kwargs) -> None:
+    PagedSequences(*args, **kwargs).check()
 
 
 def random_rows(spec: LayerSpec, count: int) -> list[mx.array]:

@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
+from tests.support.device import change_device
+from tests.support.kernel_cases import (
+    STORE,
+    TOLERANCE,
+    NewRowsCase,
+)
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import rope_write as rope
-from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
-from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.new_rows import Rope
 from vllm_metal_lite.specs import AttentionShape
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
-
-TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
-STORE = ("keys", "values")
-SLOTS = 40
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,130 +32,8 @@ def host():
         yield
 
 
-def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """Every number as `dtype` holds it."""
-    return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
-
-
-def powers_of_two(count: int) -> np.ndarray:
-    """Frequencies that make every angle exact in float32."""
-    return np.exp2(np.arange(count) % 12).astype(np.float32)
-
-
-class Case:
-    """Rows of q, k and v in one array or in three, some of them without a slot."""
-
-    def __init__(
-        self, positions, *, heads=(4, 2), dims=(32, 32), rotated=32, traditional=False,
-        base=10_000.0, scale=1.0, freqs=False, norms="qk", weight_dtype=None, joined=True,
-        dtype=mx.float32, seed=0, slots=None,
-    ) -> None:  # fmt: skip
-        rng = np.random.default_rng(seed)
-        rows = len(positions)
-        self.dtype, self.heads, self.scale = dtype, heads, scale
-        self.positions = np.array(positions, np.int32)
-        if slots is None:
-            slots = rng.permutation(SLOTS)[:rows].astype(np.int32)
-            slots[rng.random(rows) < 0.3] = -1
-        self.slots = slots
-        shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
-        self.q, self.k, self.v = (
-            rounded(rng.standard_normal((rows, *shape)), dtype) for shape in shapes
-        )
-        self.k[self.slots < 0] = self.v[self.slots < 0] = np.nan
-        self.freqs = powers_of_two(rotated // 2) if freqs else None
-        self.rope = None
-        if rotated:
-            self.rope = Rope(
-                rotated, traditional, None if freqs else base, scale,
-                mx.array(self.freqs) if freqs else None,
-            )  # fmt: skip
-        # "qk": both are normalised; upper case: without a weight.
-        self.norms = {}
-        for name in "qk":
-            if name in norms.lower():
-                weight = mx.array(rng.uniform(0.5, 1.5, dims[0]).astype(np.float32))
-                weight = weight.astype(weight_dtype or dtype)
-                self.norms[name] = HeadNorm(weight if name in norms else None, 1e-5)
-        self.columns = self._join(rng) if joined else self._apart()
-
-    def _join(self, rng) -> list[Columns]:
-        """Heads side by side, in any order, with a gap before each part and behind the last."""
-        pieces, starts, at = [], {}, 0
-        for name in rng.permutation(["q", "k", "v"]):
-            gap = int(rng.integers(0, 3)) * 4
-            part = getattr(self, name).reshape(len(self.q), -1)
-            pieces += [np.full((len(part), gap), np.nan), part]
-            starts[name], at = at + gap, at + gap + part.shape[1]
-        pieces.append(np.full((len(self.q), 4), np.nan))
-        array = mx.array(np.concatenate(pieces, 1).astype(np.float32)).astype(self.dtype)
-        return [Columns(array, starts[name]) for name in "qkv"]
-
-    def _apart(self) -> list[Columns]:
-        arrays = (getattr(self, name).reshape(len(self.q), -1) for name in "qkv")
-        return [Columns(mx.array(a).astype(self.dtype), 0) for a in arrays]
-
-    @property
-    def new_rows(self) -> NewRows:
-        norms = self.norms.get("q"), self.norms.get("k")
-        return NewRows(*self.columns, self.heads[0], self.rope, *norms)
-
-    def run(self) -> list[np.ndarray]:
-        """q, and the store, of which nothing was written before."""
-        kv_heads = self.heads[1]
-        store = [
-            mx.full((SLOTS, kv_heads, a.shape[2]), float("nan"), self.dtype)
-            for a in (self.k, self.v)
-        ]
-        mx.eval(store)
-        q, token = rope_write(
-            self.new_rows, positions=mx.array(self.positions), slot_mapping=mx.array(self.slots),
-            keys=store[0], values=store[1], token=new_token(),
-        )  # fmt: skip
-        mx.eval(token)
-        assert q.dtype == self.dtype
-        return [np.array(a.astype(mx.float32)) for a in (q, *store)]
-
-    def normed(self, name: str) -> np.ndarray:
-        """q or k, normalised in float64 and rounded where mx.fast.rms_norm rounds."""
-        x = getattr(self, name).astype(np.float64)
-        norm = self.norms.get(name)
-        if norm is None:
-            return x
-        weight = mx.array(1, self.dtype) if norm.weight is None else norm.weight
-        result = mx.result_type(weight, self.columns[0].array)
-        x = rounded(x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps), result)
-        return rounded(x * np.array(weight.astype(mx.float32)), result).astype(np.float64)
-
-    def rotated(self, name: str) -> np.ndarray:
-        """By definition: pairs are complex numbers, and a rotation is a product."""
-        x = self.normed(name)
-        if self.rope is None:
-            return x
-        dims = self.rope.dims
-        i = np.arange(dims // 2)
-        rates = 1 / self.freqs if self.rope.base is None else self.rope.base ** (-2.0 * i / dims)
-        turn = np.exp(1j * self.scale * self.positions[:, None, None] * rates)
-        at = (2 * i, 2 * i + 1) if self.rope.traditional else (i, i + dims // 2)
-        turned = (x[..., at[0]] + 1j * x[..., at[1]]) * turn
-        x[..., at[0]], x[..., at[1]] = turned.real, turned.imag
-        return x
-
-    def expected(self) -> list[np.ndarray]:
-        written = self.slots >= 0
-        expected = [self.rotated("q")]
-        for rows in (self.rotated("k"), self.v):
-            store = np.full((SLOTS, *rows.shape[1:]), np.nan)
-            store[self.slots[written]] = rows[written]
-            expected.append(store)
-        return expected
-
-
 def check(*args, **kwargs) -> None:
-    case = Case(*args, **kwargs)
-    atol, rtol = TOLERANCE[case.dtype]
-    for got, wanted in zip(case.run(), case.expected(), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol, atol)
+    NewRowsCase(*args, **kwargs).check()
 
 
 FEW = [0, 1, 5, 13, 2, 40]
@@ -213,7 +91,7 @@ def test_random_rows(positions, heads, dims, pairs, traditional, freqs, norms, j
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1)], ids=str)
 def test_long_prompts_take_several_heads_a_simdgroup(heads, monkeypatch):
-    monkeypatch.setattr(rope, "_MANY_ROWS", 4)
+    change_device(monkeypatch, rope_many_rows=4)
     check(list(range(7)), heads=heads)
 
 
@@ -226,7 +104,7 @@ def test_angles_of_large_positions(position):
 def test_large_positions_give_what_mlx_gives():
     """Of frequencies as models have them: both round the same angles."""
     freqs = mx.array((10_000 ** (np.arange(32) / 32)).astype(np.float32))
-    case = Case([99_999, 100_000, 1_000_000], norms="", dims=(64, 64), rotated=64)
+    case = NewRowsCase([99_999, 100_000, 1_000_000], norms="", dims=(64, 64), rotated=64)
     case.rope = case.rope._replace(base=None, freqs=freqs)
     q = mx.fast.rope(
         mx.array(case.q)[:, :, None], 64, traditional=False, base=None, scale=1.0, freqs=freqs,
@@ -239,7 +117,7 @@ def test_large_positions_give_what_mlx_gives():
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_against_mlx(dtype, traditional):
     """MLX's norm, and its rotation in float32, for on the CPU it rounds sines to the type."""
-    case = Case(FEW, dtype=dtype, traditional=traditional, rotated=24)
+    case = NewRowsCase(FEW, dtype=dtype, traditional=traditional, rotated=24)
     q = mx.fast.rms_norm(mx.array(case.q).astype(dtype), *case.norms["q"])
     q = mx.fast.rope(
         q.astype(mx.float32)[:, :, None], 24, traditional=traditional, base=case.rope.base,
@@ -252,13 +130,13 @@ def test_against_mlx(dtype, traditional):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_a_norm_alone_gives_the_bits_of_mlx(dtype):
     """But for rare elements, since squares are added up in another order."""
-    case = Case(FEW, dtype=dtype, rotated=0)
+    case = NewRowsCase(FEW, dtype=dtype, rotated=0)
     q = mx.fast.rms_norm(mx.array(case.q).astype(dtype), *case.norms["q"])
     assert (case.run()[0] != np.array(q.astype(mx.float32))).mean() <= 0.01
 
 
 def test_what_is_not_rotated_may_be_infinite():
-    case = Case(FEW, norms="", rotated=16, joined=False)
+    case = NewRowsCase(FEW, norms="", rotated=16, joined=False)
     case.q[0, 0, 20], case.k[:, 1, 31] = np.inf, -np.inf
     case.columns = case._apart()
     q, keys, _ = case.run()
@@ -269,9 +147,9 @@ def test_what_is_not_rotated_may_be_infinite():
 
 @pytest.mark.parametrize("schedule", ["reverse", 1])
 def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    expected = Case(FEW).run()
+    expected = NewRowsCase(FEW).run()
     with installed(schedule=schedule):
-        for got, wanted in zip(Case(FEW).run(), expected, strict=True):
+        for got, wanted in zip(NewRowsCase(FEW).run(), expected, strict=True):
             np.testing.assert_array_equal(got, wanted)
 
 
@@ -284,7 +162,7 @@ def test_the_order_in_which_threads_run_changes_nothing(schedule):
     ],
 )
 def test_bad_columns_are_named(change, reason):
-    case = Case(FEW)
+    case = NewRowsCase(FEW)
     case.columns[0] = change(case.columns[0])
     with pytest.raises(ValueError, match=reason):
         case.run()

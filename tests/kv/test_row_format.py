@@ -1,13 +1,13 @@
 """K and V in 8 and 4 bits: what is lost, and that packing, chunks and preemption lose nothing more.
 
 A row is quantised by itself, so an engine must give what mlx-lm gives when every row of K and V is
-rounded in the same way before its own cache keeps it: that is the oracle.  Measured over all
-architectures that keep what mlx-lm keeps: half of the logits within 3e-6 of it, as without
-quantising.  A few are up to 9e-3 off, a step of one value: a sum that comes out in another order
-sends it to the other side of a rounding.
+rounded in the same way before its own cache keeps it.  But every BLAS sums in an order of its own,
+and a sum that comes out a little different may be rounded to the next step, which changes all that
+follows.  So mlx-lm is given the rows that the store keeps: each must be its own row to within half
+a step, and with them its logits must be ours.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.nn as nn
@@ -122,6 +122,98 @@ def logits_of(model: nn.Module, make_caches: Callable = make_prompt_cache) -> li
     return [conformance.native_logits(model, s, n, make_caches) for s, n in pairs]
 
 
+class Life:
+    """A request from its admission on: the rows that the store keeps of it, and its logits."""
+
+    def __init__(self, request: int, specs: Sequence[LayerSpec]) -> None:
+        self.request, self.logits = request, {}
+        # Of each layer K and V, (tokens, heads, dim).
+        self.rows = [[np.zeros((0, s.num_kv_heads, d)) for d in (s.k_head_dim, s.v_head_dim)]
+                     for s in specs]  # fmt: skip
+
+
+class Recorder(conformance.Bench):
+    """A bench that notes what the store keeps of every request."""
+
+    def __init__(self, model: loader.LoadedModel) -> None:
+        super().__init__(model)
+        self.lives: dict[int, Life] = {}
+        self.all_lives: list[Life] = []
+
+    def admit(self, request: int, *args: Any) -> None:
+        super().admit(request, *args)
+        self.lives[request] = Life(request, self.store.specs)
+        self.all_lives.append(self.lives[request])
+
+    def step(self, *segments: tuple[int, int], known: int = 0) -> conformance.Logits:
+        out = super().step(*segments, known=known)
+        for request, _ in segments:
+            life, count = self.lives[request], self.computed[request]
+            for layer, rows in enumerate(life.rows):
+                new = self._read(layer, request, len(rows[0]), count)
+                life.rows[layer] = [np.concatenate(x) for x in zip(rows, new, strict=True)]
+            if (request, count) in out:
+                life.logits[count] = out[request, count][: tiny.VOCAB]
+        return out
+
+    def _read(self, layer: int, request: int, start: int, end: int) -> list[np.ndarray]:
+        store, at = self.store, np.arange(start, end)
+        table = np.array(self.blocks[request][store.group_of[layer]])
+        slots = mx.array(table[at // store.block_size] * store.block_size + at % store.block_size)
+        spec = store.specs[layer]
+        kept = (spec.k_row, store.keys[layer]), (spec.v_row, store.values[layer])
+        return [
+            np.array(row.unpack(rows[slots]))
+            if row.dim
+            else np.zeros((len(at), spec.num_kv_heads, 0))
+            for row, rows in kept
+        ]
+
+
+def replay(model: nn.Module, life: Life, bits: int) -> tuple[float, list[float]]:
+    """mlx-lm runs the request with the rows that the store kept.
+
+    Returns how far the logits are from its own at most, and how far the rows, in steps.
+    """
+    moved: list[float] = []
+
+    def member(cache: Any, layers: Iterator) -> None:
+        for inner in cache.caches if isinstance(cache, CacheList) else ():
+            member(inner, layers)
+        base = type(cache)
+        if not hasattr(base, "update_and_fetch"):  # a recurrent state
+            return
+        kept, seen = next(layers, None), 0
+
+        def update_and_fetch(self, *own: mx.array):
+            nonlocal seen
+            at = slice(seen, seen := seen + own[0].shape[2])
+            rows = [mx.array(x[at].swapaxes(0, 1)[None]).astype(own[0].dtype) for x in kept]
+            moved.extend(steps(a, b, bits) for a, b in zip(own, rows, strict=True) if a.size)
+            return base.update_and_fetch(self, *rows)
+
+        cache.__class__ = type(base.__name__, (base,), {"update_and_fetch": update_and_fetch})
+
+    def make_caches(model: nn.Module) -> list:
+        caches, layers = make_prompt_cache(model), iter(life.rows)
+        for cache in caches:
+            member(cache, layers)
+        return caches
+
+    tokens = conformance.SEQUENCES[life.request][: max(life.logits)]
+    prompt = conformance.PROMPT_LENGTHS[life.request]
+    expected = conformance.native_logits(model, tokens, prompt, make_caches)
+    return max(np.abs(x - expected[n - 1]).max() for n, x in life.logits.items()), moved
+
+
+def steps(own: mx.array, kept: mx.array, bits: int) -> float:
+    """How far kept rows (..., dim) are from a model's own at most, in steps of their groups."""
+    size = RowFormat(own.shape[-1], own.dtype, bits).group_size
+    own, kept = (as_numpy(x).reshape(-1, size) for x in (own, kept))
+    step = (own.max(-1) - own.min(-1)) / (2**bits - 1)
+    return (np.abs(kept - own).max(-1) / np.maximum(step, 1e-9)).max()
+
+
 # Plain, norms, windows, sinks and windows, experts, latents, layers that share K and V, recurrent
 # layers beside, chunks, by segment, and by segment with an indexer's rows, which have no values.
 NAMES = ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "gemma3n",
@@ -131,37 +223,45 @@ NAMES = ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_step_gives_what_mlx_lm_gives_with_rounded_rows(name, bits):
-    model = tiny.packed(name).with_kv_bits(bits)
-    exact = logits_of(tiny.native(name))
-    expected = logits_of(tiny.native(name), rounding_caches(bits))
-    scale = max(np.abs(x).max() for x in exact)
-    lost = max(np.abs(a - b).max() for a, b in zip(exact, expected, strict=True)) / scale
+    model, native = tiny.packed(name).with_kv_bits(bits), tiny.native(name)
+    scale = max(np.abs(x).max() for x in logits_of(native))
 
-    def errors(run: Callable) -> list[float]:
-        rows = run(conformance.Bench(model)).items()
-        return [np.abs(x[: tiny.VOCAB] - expected[r][n - 1]).max() / scale for (r, n), x in rows]
+    def replays(run: Callable) -> list[tuple[float, list[float]]]:
+        bench = Recorder(model)
+        run(bench)
+        found = (replay(native, life, bits) for life in bench.all_lives if life.logits)
+        return [(error / scale, moved) for error, moved in found]
 
     for mode, run in conformance.MODES.items():
         if mode in conformance.HITS and model.packed.no_prefix_cache:
             continue
-        found = errors(run)
-        assert np.median(found) < conformance.TOLERANCE, mode
-        # One value a step farther: less than all of them half a step farther.
-        assert max(found) < lost, mode
-    assert min(errors(conformance.wrong_seat)) > 0.1, "a wrong context goes unnoticed"
-    other = logits_of(tiny.native(name), rounding_caches(BITS[0] + BITS[1] - bits))
-    apart = [np.abs(a - b).max() / scale for a, b in zip(other, expected, strict=True)]
-    assert np.median(apart) > 10 * conformance.TOLERANCE, "other bits would go unnoticed"
+        for error, moved in replays(run):
+            assert error < conformance.TOLERANCE, mode
+            # Of many values one is near an edge: with more bits it would not be so far.
+            assert 0.4 < max(moved) < 0.51, mode
+    assert max(error for error, _ in replays(conformance.wrong_seat)) > 0.1, "goes unnoticed"
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_bigcode"])
 def test_an_engine_that_preempts_and_hits_gives_mlx_lms_tokens_with_rounded_rows(name, bits):
-    tokens, metrics = conformance.serve(tiny.packed(name), bits)
+    answers, metrics = conformance.serve(tiny.packed(name), bits)
     assert metrics["preemptions"] > 0
-    make = rounding_caches(bits)
-    expected = [conformance.native_greedy(tiny.native(name), p, make) for p in conformance.PROMPTS]
-    assert tokens == expected
+
+    def behind(prompt: list[int], answer: list[int]) -> float:
+        """How far its tokens are behind the best at most, by what rounding changes of logits."""
+        sequence, native = prompt + answer, tiny.native(name)
+        make = rounding_caches(bits)
+        expected = conformance.native_logits(native, sequence, len(prompt), make)
+        exact = conformance.native_logits(native, sequence, len(prompt))
+        after = expected[len(prompt) - 1 : -1]
+        gap = after.max(-1) - after[np.arange(len(answer)), answer]
+        return gap.max() / np.abs(expected - exact).max()
+
+    # Two that are as close as this may swap, where a value is rounded to the next step.
+    assert max(map(behind, conformance.PROMPTS, answers)) < 1
+    others = [*answers[1:], answers[0]]
+    assert min(map(behind, conformance.PROMPTS, others)) > 1, "another's tokens go unnoticed"
 
 
 @pytest.mark.parametrize("bits", BITS)

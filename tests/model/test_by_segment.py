@@ -1,16 +1,15 @@
 """Attention that the seam cannot carry: a segment at a time, with mlx-lm's own caches rebuilt."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
-from tests.runner.test_runner import PROMPTS, check_that_decodes_copy_less_than
-from tests.runner.test_runner import Bench as RunnerBench
 from tests.support import tiny_models as tiny
-from vllm_metal_lite.attention.sdpa import reference
-from vllm_metal_lite.attention.select import choose
+from tests.support.runner_bench import RunnerBench, check_that_decodes_copy_less_than
+from vllm_metal_lite.attention.sdpa import run
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
@@ -20,6 +19,7 @@ from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
 from vllm_metal_lite.model.sequences.runs import plan_runs
+from vllm_metal_lite.runner.build import choose_attention
 
 # What makes each of them need it.
 NAMES = {
@@ -34,16 +34,17 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_who_needs_it_and_what_follows(name, monkeypatch):
-    packed = tiny.packed(name).packed
+    model = tiny.packed(name)
+    packed = model.packed
     assert packed.by_segment
     assert packed.no_prefix_cache
     store = PagedStore(packed.attention_specs, 4, 8)
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
-    attention, reason = choose("auto", store, [], packed.by_segment)
+    attention, reason, _ = choose_attention(model, store, "auto")
     assert attention.name == "reference"
     assert reason.endswith(f"a segment at a time: {packed.by_segment}")
     with pytest.raises(ConfigError, match="a segment at a time"):
-        choose("kernels", store, [], packed.by_segment)
+        choose_attention(model, store, "kernels")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "llama4", "deepseek_v3", "qwen3_next"])
@@ -71,9 +72,9 @@ def test_metrics_say_it_too():
 
 @pytest.mark.parametrize("option", ["auto", "reference"])
 @pytest.mark.parametrize(
-    ("where", "what"), [(reference, "_sdpa"), (mx, "eval")], ids=["call", "evaluation"]
+    ("where", "what"), [(run, "_sdpa"), (mx, "eval")], ids=["call", "evaluation"]
 )
-def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, option, where, what):
+def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, option, where, what):
     """As if a backend lacked what only packed attention needs: MLX raises, and so does sqrt."""
     config = tiny.config_of("llama")
     rows = trial.Draw.rows
@@ -86,9 +87,9 @@ def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, option, wh
 
     monkeypatch.setattr(trial.Draw, "rows", failing)
     message = r"llama runs a segment .* TypeError: .*sqrt\(\).*Please report this"
-    with pytest.warns(UserWarning, match=message) as caught:
-        model = loader.from_model(tiny.build(config), None, config, "the-model")
-    assert len(caught) == 1
+    model = loader.from_model(tiny.build(config), None, config, "the-model")
+    [warning] = caplog.messages
+    assert re.search(message, warning)
     assert model.packed.by_segment.startswith("TypeError: math.sqrt() takes")
     engine = LLMEngine(model, EngineConfig(attention=option, num_blocks=8, max_num_seqs=1))
     assert engine.attention_reason.endswith(f"a segment at a time: {model.packed.by_segment}")
@@ -141,7 +142,7 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_stands_for(template, start):
 @pytest.mark.parametrize("name", ["gpt_bigcode", "plamo", "deepseek_v32"])
 def test_a_decode_step_copies_no_store(name):
     """Executed on the CPU: K and V are read before they are written, so MLX writes in place."""
-    bench = RunnerBench(PROMPTS, num_blocks=8192, name=name)
+    bench = RunnerBench(tiny.prompts(2, 20, 20, seed=3), num_blocks=8192, name=name)
     layer = max(k.nbytes for k in bench.runner.attention.store.keys)
     check_that_decodes_copy_less_than(bench, layer // 8)
 

@@ -6,16 +6,16 @@ import pytest
 from tests.support import arch_configs
 from tests.support import tiny_models as tiny
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
-from vllm_metal_lite.attention.select import choose
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.fusion.hooks import hooks
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import loader
+from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
+from vllm_metal_lite.runner.build import choose_attention
 from vllm_metal_lite.sampling_params import SamplingParams
 
 HEADS, RANK, ROPE, N = 4, 16, 8, 5
@@ -29,7 +29,7 @@ def cache() -> PagedLayerCache:
     inputs.append_blocks(row, [1])
     attention = ReferenceAttention(PagedStore([SPEC], 4, 8))
     step = attention.prepare(inputs.pack(np.array([row]), np.array([0]), np.array([N])), N)
-    return PagedLayerCache(0, SPEC, attention, step)
+    return PagedLayerCache(0, SPEC, attention.begin(step, attention.new_state()))
 
 
 def test_scores_are_the_sum_of_both_products(cache):
@@ -42,7 +42,7 @@ def test_scores_are_the_sum_of_both_products(cache):
         mx.array(latent[:, None, None], mx.float32), mx.array(k_pe[:, None, None], mx.float32)
     )
     scores = (mx.array(q_pe[:, :, None], mx.float32) * scale) @ rotary.swapaxes(-1, -2)
-    with hooks(cache.attention, cache.step, {}):
+    with building():
         out = mx.fast.scaled_dot_product_attention(
             mx.array(q[:, :, None], mx.float32), keys, keys, scale=scale, mask=scores
         )
@@ -69,7 +69,7 @@ def test_scores_are_good_for_nothing_but_attention(cache, use):
 
 
 def test_scores_of_another_layer_are_refused(cache):
-    other = PagedLayerCache(0, SPEC, cache.attention, cache.step)
+    other = PagedLayerCache(0, SPEC, cache.attention)
     q = mx.ones((N, HEADS, 1, ROPE))
     scores = q @ other.keys_and_values()[1].swapaxes(-1, -2)
     with pytest.raises(NotImplementedError, match="LatentScores"):
@@ -108,8 +108,8 @@ def test_kernels_leave_latent_attention_to_the_reference(monkeypatch):
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
     model = tiny.packed("deepseek_v3")
     store = PagedStore(model.packed.attention_specs, 4, 8)
-    attention, reason = choose("auto", store, model.attention_shapes)
+    attention, reason, _ = choose_attention(model, store, "auto")
     assert type(attention) is ReferenceAttention
     assert "latent" in reason
     with pytest.raises(ConfigError, match="latent"):
-        choose("kernels", store, model.attention_shapes)
+        choose_attention(model, store, "kernels")

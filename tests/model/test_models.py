@@ -5,6 +5,7 @@ import pytest
 
 from tests.support import tiny_models as tiny
 from tests.support.conformance import SEQUENCES, TOLERANCE, Bench, packed
+from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model import loader
@@ -38,7 +39,7 @@ def test_a_failing_forward_leaves_the_model_and_mlx_as_they_were(monkeypatch):
     name = "llama"
     sdpa, bench = mx.fast.scaled_dot_product_attention, Bench(tiny.packed(name))
     with monkeypatch.context() as m:
-        m.setattr(bench.runner.attention, "attend", lambda *a, **k: 1 / 0)
+        m.setattr(ReferenceStepAttention, "attend", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             packed(bench)
     assert mx.fast.scaled_dot_product_attention is sdpa

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
-from vllm_metal_lite.attention.base import StepMetadata
+from vllm_metal_lite.attention.base import Step, make_step
+from vllm_metal_lite.attention.sdpa.reference import ReferencePlan, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
@@ -85,14 +86,14 @@ def test_going_on_without_a_state_is_refused():
 # Rows and sequences
 
 
-def pack(spans: list[tuple[int, int]]) -> StepMetadata:
+def pack(spans: list[tuple[int, int]]) -> Step:
     """A step of segments (tokens before, tokens now), with two rows of padding."""
     inputs = InputBatch(len(spans), 64, 8)
     rows = np.array([inputs.add([0] * 40, 40) for _ in spans])[::-1]
     for row in rows:
         inputs.append_blocks(row, list(range(8)))
     batch = inputs.pack(rows, *(np.array(x) for x in zip(*spans, strict=True)))
-    return StepMetadata(batch, batch.num_tokens + 2).on_device()
+    return make_step(batch, batch.num_tokens + 2, ReferencePlan(()))
 
 
 @given(
@@ -166,14 +167,14 @@ def test_an_abort_and_a_step_that_fails_leave_the_others_states_alone(monkeypatc
     for _ in range(6):
         engine.step()
     engine.abort("1")
-    attend, calls = engine.runner.attention.attend, []
+    attend, calls = ReferenceStepAttention.attend, []
 
     def fail_in_the_second_layer(*args, **how):
         calls.append(1)
         return attend(*args, **how) if len(calls) < 2 else 1 / 0
 
     with monkeypatch.context() as m:
-        m.setattr(engine.runner.attention, "attend", fail_in_the_second_layer)
+        m.setattr(ReferenceStepAttention, "attend", fail_in_the_second_layer)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     done = tiny.run(engine)

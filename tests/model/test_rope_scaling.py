@@ -23,6 +23,7 @@ from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.fusion.fused import fuse
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
@@ -118,10 +119,10 @@ def test_fused_launches_rotate_alike(monkeypatch, kind):
     monkeypatch.setattr(Kernel, "__call__", counting)
     name = f"llama/{kind}"
     packed = loader.from_model(tiny.build(config(name)), None, config(name), name).packed
-    attention = KernelAttention(PagedStore(packed.attention_specs, 4, trial.BLOCK), "gather")
-    draw = trial.Draw(packed.model, tiny.VOCAB)
+    attention = KernelAttention(PagedStore(packed.attention_specs, 4, trial.BLOCK), "gather", ())
+    draw, fusion = trial.Draw(packed.model, tiny.VOCAB), fuse(packed.model, joins=False)
     with installed():
-        assert max(row.error for row in draw.rows(packed, attention)) < 1e-4
+        assert max(row.error for row in draw.rows(packed, attention, fusion)) < 1e-4
     steps = len(trial.STEPS) * len(packed.attention_specs)
     assert launches["rope_write"] + launches["fused"] == steps
 
@@ -139,7 +140,7 @@ def test_a_base_that_grows_with_each_request_ends_the_context(name):
     loaded = loader.from_model(model, None, config(name, max_position_embeddings=999), name)
     assert (loaded.max_position, loaded.context_guess) == (TRAINED, None)
     options = {"block_size": 8, "num_blocks": 32, "max_num_seqs": 1}
-    with pytest.raises(ConfigError, match=rf"max_model_len \(65\) is above .*\({TRAINED}\)"):
+    with pytest.raises(ConfigError, match=rf"context length, {TRAINED}, got {TRAINED + 1}"):
         LLMEngine(loaded, EngineConfig(**options, max_model_len=TRAINED + 1))
     assert rotation_limit(tiny.native("internlm2")) is None
     # The last token that fits is mlx-lm's too.

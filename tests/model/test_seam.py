@@ -6,32 +6,31 @@ import pytest
 
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import WINDOW
-from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.fusion.hooks import hooks
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.placeholders import KVHandle, Mask
 
 SPEC = LayerSpec(2, 16, 16, mx.float32)
 
 
-def one_step(attention: ReferenceAttention, tokens: list[int]):
+def one_step(attention: ReferenceAttention, tokens: list[int]) -> ReferenceStepAttention:
     inputs = InputBatch(1, 64, 8)
     row = inputs.add(tokens, len(tokens))
     inputs.append_blocks(row, list(range(-(-len(tokens) // 8))))
-    return attention.prepare(
-        inputs.pack(np.array([row]), np.array([0]), np.array([len(tokens)])), len(tokens)
-    )
+    batch = inputs.pack(np.array([row]), np.array([0]), np.array([len(tokens)]))
+    return attention.begin(attention.prepare(batch, len(tokens)), attention.new_state())
 
 
 @pytest.fixture
 def handle() -> KVHandle:
     attention = ReferenceAttention(PagedStore([SPEC], 4, 8))
-    cache = PagedLayerCache(0, SPEC, attention, one_step(attention, [1, 2, 3]))
+    cache = PagedLayerCache(0, SPEC, one_step(attention, [1, 2, 3]))
     k = mx.ones((3, 2, 1, 16))
     return cache.update_and_fetch(k, k)[0]
 
@@ -56,7 +55,7 @@ def test_the_hook_lets_other_attention_through_and_goes_away(handle):
     original = mx.fast.scaled_dot_product_attention
     q = mx.random.normal((1, 2, 5, 16))
     expected = original(q, q, q, scale=0.5, mask="causal")
-    with hooks(handle.cache.attention, handle.cache.step, {}):
+    with building():
         assert mx.fast.scaled_dot_product_attention is not original
         got = mx.fast.scaled_dot_product_attention(q, q, q, scale=0.5, mask="causal")
         out = mx.fast.scaled_dot_product_attention(
@@ -67,9 +66,9 @@ def test_the_hook_lets_other_attention_through_and_goes_away(handle):
     assert mx.fast.scaled_dot_product_attention is original
 
 
-def test_the_hook_goes_away_after_an_error(handle):
-    cache, original = handle.cache, mx.fast.scaled_dot_product_attention
-    with pytest.raises(KeyboardInterrupt), hooks(cache.attention, cache.step, {}):
+def test_the_hook_goes_away_after_an_error():
+    original = mx.fast.scaled_dot_product_attention
+    with pytest.raises(KeyboardInterrupt), building():
         raise KeyboardInterrupt
     assert mx.fast.scaled_dot_product_attention is original
 
@@ -77,7 +76,7 @@ def test_the_hook_goes_away_after_an_error(handle):
 def test_a_layer_that_is_given_no_mask_keeps_its_window():
     spec = LayerSpec(2, 16, 16, mx.float32, window=2)
     attention = ReferenceAttention(PagedStore([spec], 4, 8))
-    cache = PagedLayerCache(0, spec, attention, one_step(attention, [1, 2, 3]))
+    cache = PagedLayerCache(0, spec, one_step(attention, [1, 2, 3]))
     k = mx.random.normal((3, 2, 1, 16))
     cache.update_and_fetch(k, k)
     q = mx.random.normal((3, 4, 1, 16))
@@ -114,8 +113,7 @@ def test_the_head_sees_only_the_rows_asked_for(name, monkeypatch):
 
         monkeypatch.setattr(module, method, call)
     attention = ReferenceAttention(PagedStore(packed.attention_specs, 4, 8))
-    step = one_step(attention, list(range(20)))
-    logits = packed(step, attention, mx.array([19, 3]))
+    logits = packed(one_step(attention, list(range(20))), mx.array([19, 3]))
     assert logits.shape == (2, tiny.VOCAB)
     assert seen == [2]
 
@@ -129,7 +127,7 @@ def test_rows_are_picked_from_the_logits_where_a_model_has_no_separate_body():
     model.model.__class__ = del_wrapped  # undo the selection of rows
     attention = ReferenceAttention(PagedStore(packed.attention_specs, 4, 8))
     tokens = list(range(20))
-    logits = packed(one_step(attention, tokens), attention, mx.array([19, 3]))
+    logits = packed(one_step(attention, tokens), mx.array([19, 3]))
     expected = tiny.logits_alone(tiny.native("llama"), tokens)[[19, 3]]
     np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
 

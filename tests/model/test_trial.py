@@ -9,7 +9,7 @@ import pytest
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.rounding import medians, of_16_bits, rounding
-from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
@@ -42,8 +42,13 @@ def attention(form: PackedModel, cls: type = ReferenceAttention) -> ReferenceAtt
 class Blind(ReferenceAttention):
     """As if a module attended to nothing but its own rows."""
 
-    def attend(self, layer, q, step, **how):
-        return super().attend(layer, q, step, **how | {"window": 1})
+    def begin(self, step, state):
+        return BlindStep(self.store, step)
+
+
+class BlindStep(ReferenceStepAttention):
+    def attend(self, layer, q, **how):
+        return super().attend(layer, q, **how | {"window": 1})
 
 
 class Restarting(ReferenceAttention):
@@ -51,8 +56,7 @@ class Restarting(ReferenceAttention):
 
     def prepare(self, batch, num_rows):
         step = super().prepare(batch, num_rows)
-        step.positions = step.positions % 4
-        return step
+        return replace(step, positions=step.positions % 4)
 
 
 class Swapped(ReferenceAttention):

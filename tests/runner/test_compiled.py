@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
+from tests.support.device import change_device, pad_to_powers_of_two
 from tests.support.launches import Stubs
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.paged import attention as kernels_of_steps
-from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.runner import compiled, runner
+from vllm_metal_lite.runner import compiled
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ def cache_of_verdicts(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def power_of_two_rows(monkeypatch):
     """As on a GPU; on a CPU steps are not padded."""
-    monkeypatch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
+    pad_to_powers_of_two(monkeypatch)
 
 
 def make_engine(name="qwen3", prefill="gather", **options):
@@ -85,9 +86,9 @@ def count_traces(engine, monkeypatch) -> list[bool]:
     """A list that grows by one a forward that is built; True: to be compiled."""
     traced, call = [], type(engine.runner.model).__call__
 
-    def counting(self, step, attention, wanted):
-        traced.append(step.batch is None)
-        return call(self, step, attention, wanted)
+    def counting(self, attention, *args):
+        traced.append(attention.step.batch is None)
+        return call(self, attention, *args)
 
     monkeypatch.setattr(type(engine.runner.model), "__call__", counting)
     return traced
@@ -117,7 +118,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     monkeypatch.setattr(Kernel, "__call__", launch_nothing)
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
-    attention = KernelAttention(engine.runner.attention.store, prefill, groups=groups)
+    attention = KernelAttention(engine.runner.attention.store, prefill, groups)
     engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
@@ -130,9 +131,9 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
     stubs, products = Stubs(monkeypatch), Counter()
     call = PackedModel.__call__
 
-    def noting(self, step, attention, wanted):
+    def noting(self, attention, *args):
         stubs.needed()
-        logits = call(self, step, attention, wanted)
+        logits, step = call(self, attention, *args), attention.step
         needed = stubs.needed(logits, *attention.state)
         skinny = sum(n for launch, n in needed.items() if launch.startswith("skinny_gemm"))
         products[step.batch is None, len(step.token_ids), skinny] += 1
@@ -140,8 +141,10 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
 
     engine = tiny.engine("qwen3", mx.bfloat16, max_num_batched_tokens=24)
     monkeypatch.setattr(PackedModel, "__call__", noting)
-    attention = KernelAttention(engine.runner.attention.store, "gather", skinny_rows=range(2, 9))
-    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    attention = KernelAttention(engine.runner.attention.store, "gather", {2})
+    fuse_linears(engine.model.packed.model)
+    fusion = FusedLaunches(skinny_rows=range(2, 9))
+    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler, fusion)
     engine.runner.compiled.reason = None
     tokens_of(engine)
     all_seven = 7 * len(attention.store.specs)
@@ -180,11 +183,11 @@ def compiled_with_prompts(engine, monkeypatch) -> list:
     """A list that grows by the steps that are run compiled and are not all decodes."""
     steps, call = [], CompiledSteps.__call__
 
-    def noting(self, step):
-        logits = call(self, step)
-        if logits is not None and step.prompts:
+    def noting(self, step, state):
+        result = call(self, step, state)
+        if result is not None and step.plan.prompts:
             steps.append(step)
-        return logits
+        return result
 
     monkeypatch.setattr(CompiledSteps, "__call__", noting)
     return steps
@@ -244,7 +247,7 @@ def test_log_probabilities_of_prompts(prefill, monkeypatch):
 def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, monkeypatch):
     """One a number of keys, from 128 to 512, one more where the decodes' tables grow, and the step
     of decodes that follows, one ahead."""
-    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 128)
+    change_device(monkeypatch, min_keys=128)
     engine = make_engine(
         prefill=prefill, max_num_batched_tokens=20, num_blocks=200, max_model_len=512,
         enable_prefix_caching=False,
@@ -286,9 +289,7 @@ def test_a_variant_with_prompts_is_compiled_when_it_comes_again(monkeypatch):
 
 def test_a_wave_of_like_prompts_behind_a_cached_prefix_is_compiled(monkeypatch):
     """Its mask would be too large end to end; a batch of its segments is not."""
-    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 16)
-    monkeypatch.setattr(prompts_of_steps, "_MIN_ROWS", 4)
-    monkeypatch.setattr(prompts_of_steps, "_SMALL_MASK", 4 * 8 * 80)
+    change_device(monkeypatch, min_keys=16, min_segment_rows=4, small_mask=4 * 8 * 80)
     prefix = tiny.prompts(1, 64, 64)[0]
     waves = [[prefix + tail for tail in tiny.prompts(4, 5, 8, seed=n)] for n in range(3)]
     waves = [[*wave[:3], prefix + [7] * 8] for wave in waves]  # the longest of each of 8 rows
@@ -308,7 +309,7 @@ def test_a_wave_of_like_prompts_behind_a_cached_prefix_is_compiled(monkeypatch):
         assert "decode" in engine._requests
         answers.append({name: o.outputs[0].token_ids for name, o in done.items()})
     assert answers[0] == answers[1]
-    shapes = {step.prompts.sdpa[0].arrays[0].shape for step in steps}
+    shapes = {step.plan.prompts.sdpa[0].arrays[0].shape for step in steps}
     assert len(steps) >= 1
     assert shapes == {(4, 8)}
 
@@ -329,7 +330,7 @@ def test_variants_seen_once_do_not_displace_compiled_ones(monkeypatch):
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_large_steps_are_not_compiled(prefill, monkeypatch):
-    monkeypatch.setattr(kernels_of_steps, "SMALL_ROWS", 20)
+    change_device(monkeypatch, small_rows=20)
     engine = make_engine(prefill=prefill, enable_prefix_caching=False)
     steps = compiled_with_prompts(engine, monkeypatch)
     engine.add_request("decode", tiny.prompts(1, 17, 17)[0], GREEDY)

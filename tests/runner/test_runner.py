@@ -4,52 +4,19 @@ import numpy as np
 import pytest
 
 from tests.support import tiny_models as tiny
+from tests.support.runner_bench import PROMPTS, RunnerBench, check_that_decodes_copy_less_than
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import StepMetadata
-from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.attention.base import make_step
+from vllm_metal_lite.attention.sdpa.reference import ReferencePlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.runner import runner
 from vllm_metal_lite.runner.result import StepResult
-from vllm_metal_lite.runner.runner import ModelRunner, bucket
-from vllm_metal_lite.sampling.sampler import Sampler
-from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.runner.runner import bucket
 
 
-class Bench:
-    """A runner with one request a prompt, greedy, with block tables filled in order."""
-
-    def __init__(self, prompts, num_blocks=32, prompt_logprobs=False, name="llama", **params):
-        self.model = tiny.packed(name)
-        store = PagedStore(self.model.packed.attention_specs, num_blocks, 8)
-        sampler = Sampler(4, self.model.vocab_size)
-        self.runner = ModelRunner(self.model.packed, ReferenceAttention(store), sampler)
-        self.inputs = InputBatch(4, 128, 8)
-        self.rows = []
-        at = 0
-        for prompt in prompts:
-            row = self.inputs.add(prompt, len(prompt), 0 if prompt_logprobs else None)
-            self.inputs.append_blocks(row, list(range(at, at + 8)))
-            at += 8
-            greedy = SamplingParams(temperature=0, **params)
-            sampler.add(row, greedy, 0, np.array(prompt, np.int32), len(prompt), ())
-            self.rows.append(row)
-
-    def pack(self, which, computed, scheduled):
-        rows = np.array([self.rows[i] for i in which])
-        return self.inputs.pack(rows, np.array(computed), np.array(scheduled))
-
-    def step(self, which, computed, scheduled, k=0):
-        batch = self.pack(which, computed, scheduled)
-        sampled = batch.req_indices[batch.sample_segments]
-        result = self.runner.execute(batch, sampled, k)
-        self.inputs.append_tokens(sampled, result.token_ids)
-        return result
-
-
-PROMPTS = tiny.prompts(2, 20, 20, seed=3)
+def step_of(batch, num_rows):
+    return make_step(batch, num_rows, ReferencePlan(()))
 
 
 @pytest.mark.parametrize("num_rows", [6, 8])
@@ -63,25 +30,25 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     inputs.append_tokens(np.array([0, 2, 3]), np.full(3, UNKNOWN_TOKEN))
     ones = np.array([1, 1])
     batch = inputs.pack(np.array([0, 3]), 2 * ones, ones)
-    assert before.complete(StepMetadata(batch, num_rows).on_device())[:2].tolist() == [10, 13]
+    assert before.complete(step_of(batch, num_rows))[:2].tolist() == [10, 13]
     batch = inputs.pack(np.array([3, 0, 2]), np.full(3, 2), np.full(3, 1))
-    known = before.complete(StepMetadata(batch, num_rows).on_device())
+    known = before.complete(step_of(batch, num_rows))
     assert known[:3].tolist() == [13, 10, 12]
     assert known.shape == (num_rows,)
     inputs.token_ids[1] = range(20, 36)
     inputs.num_tokens[1] = 9
     batch = inputs.pack(np.array([2, 0, 1]), np.array([2, 2, 3]), np.array([1, 1, 4]))
-    known = before.complete(StepMetadata(batch, num_rows).on_device())
+    known = before.complete(step_of(batch, num_rows))
     assert known[:6].tolist() == [12, 10, 23, 24, 25, 26]
     batch = inputs.pack(np.array([1]), np.array([3]), np.array([6]))
-    known = before.complete(StepMetadata(batch, num_rows).on_device())
+    known = before.complete(step_of(batch, num_rows))
     assert known[:6].tolist() == [*range(23, 29)]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_step_that_samples_nothing_is_waited_for_once(monkeypatch, overlaps):
     """By what it leaves in the store, unless it is the only one that can be under way."""
-    bench = Bench(PROMPTS)
+    bench = RunnerBench(PROMPTS)
     monkeypatch.setattr(bench.runner.attention, "overlaps", overlaps)
     result = bench.step([0], [0], [8])
     waits = []
@@ -104,7 +71,7 @@ def test_the_tokens_of_a_step_whose_rows_all_go_on_are_handed_on_as_they_are():
     sampled = mx.array([5, 6])
     inputs.append_tokens(rows, np.full(2, UNKNOWN_TOKEN))
     batch = inputs.pack(rows, np.array([1, 1]), np.array([1, 1]))
-    assert StepResult(rows, sampled, None, None).complete(StepMetadata(batch, 2)) is sampled
+    assert StepResult(rows, sampled, None, None).complete(step_of(batch, 2)) is sampled
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
@@ -112,8 +79,7 @@ def test_greedy_tokens_equal_the_model_alone_with_and_without_padding_to_buckets
     monkeypatch, where
 ):
     monkeypatch.setattr(backend, "name", lambda: where)
-    monkeypatch.setattr(runner.backend, "is_cpu", lambda: where == "cpu")
-    bench = Bench(PROMPTS)
+    bench = RunnerBench(PROMPTS)
     tokens = [bench.step([0, 1], [0, 0], [20, 20]).token_ids.tolist()]
     for i in range(5):
         tokens.append(bench.step([0, 1], [20 + i] * 2, [1, 1]).token_ids.tolist())
@@ -122,7 +88,7 @@ def test_greedy_tokens_equal_the_model_alone_with_and_without_padding_to_buckets
 
 
 def test_a_step_of_chunks_alone_samples_nothing():
-    bench = Bench(PROMPTS)
+    bench = RunnerBench(PROMPTS)
     result = bench.step([0, 1], [0, 0], [7, 12])
     assert result.token_ids.shape == (0,)
     assert result.logprobs is result.prompt_logprobs is None
@@ -132,7 +98,7 @@ def test_a_step_of_chunks_alone_samples_nothing():
 
 
 def test_logprobs_of_prompt_and_answer_in_one_step():
-    bench = Bench(PROMPTS, prompt_logprobs=True, logprobs=3)
+    bench = RunnerBench(PROMPTS, prompt_logprobs=True, logprobs=3)
     result = bench.step([0, 1], [0, 0], [20, 20], k=2)
     assert result.logprobs.token_ids.shape == (2, 4)
     assert result.prompt_logprobs.logprobs.shape == (2 * 19, 3)
@@ -144,23 +110,14 @@ def test_logprobs_of_prompt_and_answer_in_one_step():
 
 
 def test_a_batch_that_points_outside_the_store_is_refused():
-    bench = Bench(PROMPTS, num_blocks=9)
+    bench = RunnerBench(PROMPTS, num_blocks=9)
     with pytest.raises(ValueError, match="outside the store"):
         bench.step([0, 1], [0, 0], [20, 20])
 
 
-def check_that_decodes_copy_less_than(bench: Bench, limit: int) -> None:
-    bench.step([0, 1], [0, 0], [20, 20])
-    for i in range(3):
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        bench.step([0, 1], [20 + i] * 2, [1, 1])
-        assert mx.get_peak_memory() - before < limit
-
-
 def test_a_decode_step_copies_no_store():
     """48 MiB of K and V: a step that lost the donation would need at least one layer more."""
-    bench = Bench(PROMPTS, num_blocks=8192)
+    bench = RunnerBench(PROMPTS, num_blocks=8192)
     layer = bench.runner.attention.store.keys[0].nbytes
     assert layer == 8193 * 8 * 2 * 16 * 4
     check_that_decodes_copy_less_than(bench, layer // 8)
@@ -168,7 +125,7 @@ def test_a_decode_step_copies_no_store():
 
 def test_buckets_are_few_and_never_too_small(monkeypatch):
     assert [bucket(n) for n in (1, 63, 2048)] == [1, 63, 2048]  # a CPU pads nothing
-    monkeypatch.setattr(runner.backend, "is_cpu", lambda: False)
+    monkeypatch.setattr(backend, "name", lambda: "metal")
     sizes = [bucket(n) for n in range(1, 4097)]
     assert all(size >= n for n, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)

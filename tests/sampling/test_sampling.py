@@ -146,7 +146,7 @@ def test_bias_on_a_banned_token_does_not_bring_it_back():
 def test_penalty_rows_grow_are_reused_and_released():
     sampler = Sampler(5, 100)
     params = SamplingParams(temperature=0, presence_penalty=1.0)
-    assert sampler._seen is None
+    assert len(sampler._seen) == 0
     for row, slots in enumerate((1, 2, 4, 4, 5)):
         sampler.add(row, params, 0, np.array([row, 7]), 1, EOS)
         assert sampler._seen.shape == (slots, 100)
@@ -158,7 +158,7 @@ def test_penalty_rows_grow_are_reused_and_released():
     assert seen[1, [50, 51]].tolist() == [1, 4]
     for row in range(5):
         sampler.remove(row)
-    assert sampler._seen is None
+    assert len(sampler._seen) == 0
 
 
 def test_penalty_state_is_updated_in_place():

@@ -1,6 +1,7 @@
 """The scheduler's rules, one small example each."""
 
-import time
+import sys
+from types import FrameType
 
 import pytest
 
@@ -505,17 +506,27 @@ def test_a_failed_step_hides_what_it_did_not_write_from_later_requests():
 
 
 def test_a_step_costs_the_host_little():
-    """256 decodes took 0.13 ms (the aim: 0.5); the limit here leaves room for a busy machine."""
+    """256 decodes took 0.13 ms.  Calls are counted, 7 a decode: time depends on the machine."""
     config = fake_config(16, max_num_seqs=256, max_num_batched_tokens=4096)
     scheduler = Scheduler(config, [KVGroup(num_blocks=8192)], 4096)
     for i in range(256):
         scheduler.add(Request(str(i), prompt(16, i), 200, arrival=i))
-    times = []
-    for _ in range(51):
-        start = time.perf_counter()
-        out = scheduler.schedule()
-        scheduler.advance(out)
-        scheduler.update(out, [1] * 256)
-        times.append(time.perf_counter() - start)
+    calls = 0
+
+    def count(frame: FrameType, event: str, function: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    steps, before = [], sys.getprofile()
+    for _ in range(20):
+        calls = 0
+        sys.setprofile(count)
+        try:
+            out = scheduler.schedule()
+            scheduler.advance(out)
+            scheduler.update(out, [1] * 256)
+        finally:
+            sys.setprofile(before)
+        steps.append(calls)
     assert out.num_decodes == 256
-    assert min(times) < 5e-3
+    assert 256 < min(steps) < 12 * 256

@@ -5,109 +5,28 @@ looks at each step between `schedule` and `update`, every one of END_CHECKS at t
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fakes import FakeEngine, StepFailed, alone, expected, fake_config
-from vllm_metal_lite.config import EngineConfig
+from tests.support.workloads import (
+    MAX_MODEL_LEN,
+    STEMS,
+    Arrival,
+    Workload,
+    make_config,
+    seeded_workload,
+    workloads,
+)
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-
-MAX_MODEL_LEN = 32
-Choose = Callable[[Sequence], Any]
-# Prompts start with one of these, so that they share prefixes of any length.
-STEMS = [[i * 50 + j for j in range(20)] for i in range(2)]
-# The KV groups of most models; of those with some windows, and with nothing else.
-WINDOWS = [(None,)] * 3 + [(None, 1), (None, 3), (None, 4), (None, 7), (None, 13, 5), (6,), (9, 2)]
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request: when it comes, what it asks, and (abort_at) in which step it is taken back."""
-
-    step: int
-    stem: int
-    shared: int
-    own: int
-    max_tokens: int
-    priority: int
-    atomic: bool
-    skip_read: bool
-    max_chunk: int
-    abort_at: int | None
-
-    @property
-    def num_stored(self) -> int:
-        return min(self.shared + self.own + self.max_tokens, MAX_MODEL_LEN) - 1
-
-
-@dataclass(frozen=True)
-class Workload:
-    """extra_blocks: beyond what the largest request needs, of each KV group.  failures: steps that
-    fail."""
-
-    arrivals: tuple[Arrival, ...]
-    block_size: int
-    extra_blocks: int
-    budget: int
-    threshold: int
-    max_num_seqs: int
-    policy: str
-    caching: bool
-    failures: frozenset[int]
-    windows: tuple[int | None, ...]  # of the KV groups
-
-
-def make_workload(choose: Choose, calm: bool = False, pressed: bool = False) -> Workload:
-    """calm: nobody aborts and nothing fails.  pressed: many want more blocks than there are."""
-
-    def arrival() -> Arrival:
-        return Arrival(
-            step=choose([0, 0, 0, 1, 2, 4, 8, 12]),
-            stem=choose([0, 0, 0, 1]),
-            shared=choose(range(17)),
-            own=choose(range(1, 7)),
-            max_tokens=choose([1, 2, 3, 5, 8, 11, 14]),
-            priority=choose(range(3)),
-            atomic=not calm and choose([False, False, False, True]),
-            skip_read=choose([False, False, False, True]),
-            max_chunk=choose([0, 0, 0, 1, 3]),
-            abort_at=None if calm else choose([None] * 20 + list(range(20))),
-        )
-
-    return Workload(
-        arrivals=tuple(arrival() for _ in range(choose(range(4 if pressed else 1, 9)))),
-        block_size=choose([1, 2, 3] if pressed else [1, 2, 3, 4, 5]),
-        extra_blocks=choose([0, 1, 2, 3] if pressed else [0, 0, 1, 2, 3, 5, 8, 100]),
-        budget=choose([1, 2, 3, 5, 8, 8, 13, 21, 40, 64]),
-        threshold=choose([0, 0, 1, 4, 9]),
-        max_num_seqs=choose(range(3 if pressed else 1, 7)),
-        policy=choose(["mixed", "alternate", "whole"]),
-        caching=choose([True, True, False]),
-        failures=frozenset(() if calm else (choose(range(16)) for _ in range(choose(range(4))))),
-        windows=choose(WINDOWS),
-    )
-
-
-@st.composite
-def workloads(draw: st.DrawFn, **kind: bool) -> Workload:
-    """Workloads that hypothesis can make smaller."""
-    return make_workload(lambda options: draw(st.sampled_from(options)), **kind)
-
-
-def seeded_workload(seed: int, **kind: bool) -> Workload:
-    """Workloads that are less alike, and cheaper."""
-    return make_workload(Random(seed).choice, **kind)
 
 
 @dataclass
@@ -140,26 +59,6 @@ class Play:
 
     def answers(self) -> dict[str, list[int]]:
         return {i: r.output_token_ids for i, r in self.engine.requests.items()}
-
-
-def make_config(workload: Workload) -> tuple[EngineConfig, list[KVGroup]]:
-    config = fake_config(
-        workload.block_size,
-        max_num_seqs=workload.max_num_seqs,
-        max_num_batched_tokens=workload.budget,
-        long_prefill_token_threshold=workload.threshold,
-        prefill_policy=workload.policy,
-        enable_prefix_caching=workload.caching,
-    )
-    groups = []
-    for window in workload.windows:
-        group = KVGroup(window=window)
-        needs = [
-            group.most_blocks(a.num_stored, a.num_stored if a.atomic else 1, workload.block_size)
-            for a in workload.arrivals
-        ]
-        groups.append(replace(group, num_blocks=max(needs) + workload.extra_blocks))
-    return config, groups
 
 
 def run(workload: Workload) -> Play:

@@ -4,9 +4,12 @@ So whole steps can be compiled on a CPU, where host kernels cannot (they need va
 the state: they go into a compiled step and come out of it.
 """
 
+from copy import copy
+
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
-from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
+from vllm_metal_lite.attention.sdpa.run import run_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.runner.runner import ModelRunner
@@ -15,53 +18,56 @@ _sdpa = mx.fast.scaled_dot_product_attention
 
 
 class ArrayAttention(KernelAttention):
-    """Slot -1, of a padded row, is the last one of the store's scratch block."""
+    """Its state is the store's K and V."""
 
     overlaps = False
 
-    def __init__(self, store, prefill, groups, rows_as_decodes=0) -> None:
-        super().__init__(store, prefill, False, groups, rows_as_decodes=rows_as_decodes)
-
-    @property
-    def state(self):
+    def new_state(self):
         return self.store.arrays
 
-    @state.setter
-    def state(self, state):
-        half = len(state) // 2
-        self.store.keys, self.store.values = list(state[:half]), list(state[half:])
+    def begin(self, step, state):
+        return ArrayStepAttention(self, step, state)
 
-    write = ReferenceAttention.write
-    gather = ReferenceAttention.gather
 
-    def attend(self, layer, q, step, *, scale, window=None, softcap=None, sinks=None):
+class ArrayStepAttention(ReferenceStepAttention):
+    """A step over a copy of the store that holds the state's arrays.
+
+    Slot -1, of a padded row, is the last one of the store's scratch block.
+    """
+
+    def __init__(self, attention, step, state) -> None:
+        store, half = copy(attention.store), len(state) // 2
+        # A write replaces what an array object stands for, and the state is the previous step's.
+        arrays = [copy(a) for a in state]
+        store.keys, store.values = arrays[:half], arrays[half:]
+        super().__init__(store, step)
+        self.attention = attention
+
+    def attend(self, layer, q, *, scale, window=None, softcap=None, sinks=None):
         assert softcap is sinks is None
-        outputs = []
-        group = self.store.group_of[layer]
-        if step.num_decodes:
-            tables = step.block_tables[group]
-            if step.prefix_len and self._shares[layer]:  # as if only the leader had its blocks
+        outputs, plan = [], self.step.plan
+        group, prompts = self.store.group_of[layer], plan.prompts
+        if plan.num_decodes:
+            tables = plan.block_tables[group]
+            if plan.prefix_len and self.attention.shares[layer]:
+                # As if only the leader had its blocks.
                 shared = (
-                    mx.arange(tables.shape[1]) < step.prefix_lens[:, None] // self.store.block_size
+                    mx.arange(tables.shape[1]) < plan.prefix_lens[:, None] // self.store.block_size
                 )
-                tables = mx.where(shared, tables[step.leader], tables)
+                tables = mx.where(shared, tables[plan.leader], tables)
             k, v = self._keys_and_values(layer, tables)
-            at, end = mx.arange(k.shape[2]), step.seq_lens[:, None]
+            at, end = mx.arange(k.shape[2]), plan.seq_lens[:, None]
             mask = self._mask(at < end, at, end - 1, window, q.dtype)[:, None, None]
-            rows = q[: step.num_decodes, :, None]
+            rows = q[: plan.num_decodes, :, None]
             outputs.append(_sdpa(rows, k, v, scale=scale, mask=mask).squeeze(2))
-        rows = q[step.num_decodes :]
-        if isinstance(step.prompts, VarlenPrompts):
-            tables, cu, lengths = step.prompts.metadata(group)
-            # They cannot be planned while a step is traced.
-            step.prompts.tiles(q.shape[1] // self.store.specs[layer].num_kv_heads)
-            outputs.append(self._varlen(layer, rows, tables, cu, lengths, scale, window))
-        elif step.prompts:
-            outputs.append(
-                ReferenceAttention.attend(
-                    self, layer, rows, step.prompts, scale=scale, window=window
-                )
-            )
+        rows = q[plan.num_decodes :]
+        if isinstance(prompts, VarlenPrompts):
+            # Planned before the step is traced, for what the layers need.
+            assert q.shape[1] // self.store.specs[layer].num_kv_heads in prompts.tiles
+            outputs.append(self._varlen(layer, rows, prompts, scale, window))
+        elif prompts is not None:
+            calls = prompts.sdpa[group].calls(window)
+            outputs.append(run_calls(calls, rows, self._gather(layer, calls, False), scale=scale))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _keys_and_values(self, layer, tables):
@@ -76,8 +82,10 @@ class ArrayAttention(KernelAttention):
             seen = seen & (at > position - window)
         return mx.where(seen, 0.0, -mx.inf).astype(dtype)
 
-    def _varlen(self, layer, q, tables, cu, lengths, scale, window):
+    def _varlen(self, layer, q, prompts, scale, window):
         """Each segment over all rows; what is not its own is thrown away."""
+        tables = prompts.block_tables[self.store.group_of[layer]]
+        cu, lengths = prompts.cu_seqlens_q, prompts.seq_lens
         row, out = mx.arange(len(q))[:, None], mx.zeros_like(q)
         for s in range(len(tables)):
             k, v = self._keys_and_values(layer, tables[s : s + 1])
@@ -89,12 +97,27 @@ class ArrayAttention(KernelAttention):
         return out
 
 
+class ArrayRunner(ModelRunner):
+    """The state's arrays are the store's between two steps: tests look at them there."""
+
+    def _forward(self, step):
+        self._state = self.attention.store.arrays
+        return super()._forward(step)
+
+    def _submit(self, result, state):
+        super()._submit(result, state)
+        store, half = self.attention.store, len(state) // 2
+        store.keys, store.values = state[:half], state[half:]
+
+
 def compile_on_cpu(
     engine: LLMEngine, prefill: str = "gather", rows_as_decodes: int = 0
 ) -> LLMEngine:
     """Put ArrayAttention into an engine and have its steps compiled."""
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
-    attention = ArrayAttention(engine.runner.attention.store, prefill, groups, rows_as_decodes)
-    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    attention = ArrayAttention(
+        engine.runner.attention.store, prefill, groups, rows_as_decodes=rows_as_decodes
+    )
+    engine.pipeline.runner = ArrayRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     return engine

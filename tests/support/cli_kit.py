@@ -13,6 +13,7 @@ import re
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,10 @@ from tests.support import tiny_models
 from vllm_metal_lite.backend import mx
 
 CONTEXT, EOS = 1024, 256
+# Tokens of an answer that is still going on whenever an interrupt comes.
+ENDLESS = 1 << 16
+CONTROL_C = "\x03"
+SAFETY = 600  # seconds after which a run hangs, however busy the machine is
 COMMAND = [sys.executable, "-m", "vllm_metal_lite"]
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -34,12 +39,12 @@ _MARKS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
 @cache
-def model_folder(template: bool = True) -> Path:
+def model_folder(template: bool = True, context: int = CONTEXT) -> Path:
     """A model that can chat, or (template False) one without a chat template."""
     path = Path(tempfile.mkdtemp(prefix="vllm-metal-lite-test-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     tiny_models.write_folder(
-        path, "qwen3", vocab_size=256 + len(_MARKS), max_position_embeddings=CONTEXT
+        path, "qwen3", vocab_size=256 + len(_MARKS), max_position_embeddings=context
     )
     weights = mx.load(str(path / "model.safetensors"))
     weights["model.embed_tokens.weight"][EOS] = 0  # tied: its logit is 0, and others are higher
@@ -83,23 +88,32 @@ class Typist:
         os.write(self._fd, keys.encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C, not faster than a hand: between its prompt and its waiting for a key there is a
-        moment in which Python's `input` takes note of a signal only at the next key."""
-        time.sleep(0.3)
-        self.press("\x03")
+        """Ctrl-C at a prompt.
 
-    def wait(self, pattern: str, timeout: float = 30) -> str:
+        Between the prompt and the wait for a key there is a moment in which Python's `input` takes
+        note of a signal only at the next key: so not before the process sleeps.
+        """
+        deadline, asleep = time.monotonic() + SAFETY, 0
+        while asleep < 5:
+            assert time.monotonic() < deadline, "the command does not wait for a key"
+            time.sleep(0.01)
+            command = ["ps", "-o", "state=", "-p", str(self.pid)]
+            state = subprocess.run(command, capture_output=True, text=True).stdout
+            asleep = asleep + 1 if state.startswith(("S", "I")) else 0
+        self.press(CONTROL_C)
+
+    def wait(self, pattern: str) -> str:
         """Read until the pattern is seen; returns all text since the last wait, up to its end."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + SAFETY
         while not (match := re.search(pattern, self._unread, re.DOTALL)):
             if not self._read(deadline - time.monotonic()):
                 raise AssertionError(f"no {pattern!r} in {self._unread!r}")
         text, self._unread = self._unread[: match.end()], self._unread[match.end() :]
         return text
 
-    def leave(self, timeout: float = 10) -> int:
+    def leave(self) -> int:
         """Wait for the process to end; returns its exit code."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + SAFETY
         while self._read(deadline - time.monotonic()):
             pass
         while time.monotonic() < deadline:

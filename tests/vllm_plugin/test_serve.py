@@ -49,7 +49,7 @@ def url(tmp_path_factory):
         )
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 900
         while True:
             assert server.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline, log.read_text()[-3000:]
@@ -81,7 +81,8 @@ def metric(url, name):
 
 def assert_nothing_is_held(url):
     """No request is left, and no block belongs to one."""
-    for _ in range(100):
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         held = [metric(url, f"vllm:{name}") for name in names]
         if held == [0, 0, 0]:
@@ -223,7 +224,7 @@ def test_bench_serve_completes(url, tmp_path):
         "--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "16",
         "--num-prompts", "24", "--ignore-eos", "--save-result", "--result-dir", tmp_path,
     ]  # fmt: skip
-    out = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    out = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
     assert out.returncode == 0, (out.stdout + out.stderr)[-3000:]
     result = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert result["completed"] == 24

@@ -28,8 +28,8 @@ class ForwardBatch:
     sample_segments: (T,) int32, the terminal segments, in order.
     prompt_targets: (P,) int32, the token each of the P extra rows is scored on;
     prompt_segments: (P,) int32, its segment.
-    others: where layers form several KV groups (kv/groups.py), the same step for each group behind
-    the first: other slot_mapping and block_tables, all else the same.
+    others: where layers form several KV groups (scheduler/kv_groups.py), the same step for each
+    group behind the first: other slot_mapping and block_tables, all else the same.
     """
 
     token_ids: np.ndarray

@@ -78,7 +78,8 @@ def _add_rms_norm(shape: AttentionShape) -> tuple[float, float]:
         weight = _draw(2, (dim,), shape.dtype)
         added = _rounded(x + y, shape.dtype)
         normed = _rms_norm(added, weight, shape.dtype)
-        got = add_rms_norm(*(mx.array(a).astype(shape.dtype) for a in (x, y, weight)), _EPS)
+        a, b, gain = (mx.array(array).astype(shape.dtype) for array in (x, y, weight))
+        got = add_rms_norm(a, b, gain, _EPS)
         error = max(error, _largest(got, (added, normed)))
     return error, TOLERANCE[shape.dtype]
 
@@ -101,11 +102,11 @@ def _skinny_gemm(shape: AttentionShape) -> tuple[float, float]:
         gain = _draw(2, (depth,), dtype) / 2  # or roundings of gate and up would add up
         gate, up = np.split(_rms_norm(x, gain, dtype) @ weight.T, 2, axis=1)
         expected = x @ weight.T, gate / (1 + np.exp(-gate)) * up + residual
-        x, residual, weight, gain = (mx.array(a).astype(dtype) for a in (x, residual, weight, gain))
-        around = {"norm": RowNorm(gain, _EPS), "residual": residual, "swiglu": True}
+        a, w, r, g = (mx.array(array).astype(dtype) for array in (x, weight, residual, gain))
         for plan in {gemm_plan(rows, outputs) for outputs in (_OUTPUTS, 1 << 20)}:
-            got = [skinny_gemm(x, weight, plan=plan, **how) for how in ({}, around)]
-            error = max(error, _largest(got, expected))
+            alone = skinny_gemm(a, w, plan=plan)
+            fused = skinny_gemm(a, w, plan=plan, norm=RowNorm(g, _EPS), residual=r, swiglu=True)
+            error = max(error, _largest((alone, fused), expected))
     return error, TOLERANCE[dtype]
 
 
@@ -130,26 +131,28 @@ def _rotated(
     rows = len(positions)
     slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
     slots[::3] = -1
-    store = [mx.zeros((rows, *a.shape[1:]), shape.dtype) for a in expected[1:]]
-    mx.eval(store, new.arrays)
+    keys, values = (mx.zeros((rows, *a.shape[1:]), shape.dtype) for a in expected[1:])
+    mx.eval(keys, values, new.arrays)
     q, token = rope_write(
         new, positions=mx.array(positions.astype(np.int32)), slot_mapping=mx.array(slots),
-        keys=store[0], values=store[1], token=new_token(),
+        keys=keys, values=values, token=new_token(),
     )  # fmt: skip
     for i in (1, 2):
         empty = np.zeros_like(expected[i])
         empty[slots[slots >= 0]] = expected[i][slots >= 0]
         expected[i] = empty
-    return _largest((q, *_stored(store, token)), expected)
+    return _largest((q, *_stored(keys, values, token)), expected)
 
 
 def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
-    """Halves turned and normalised, in one split and in several; and behind a prefix, if heads are
-    small enough for that, which the longest row has."""
-    how = Rope(shape.k_head_dim, False, 10_000.0, 1.0, None)
+    """Halves turned and normalised, in one split and in several.
+
+    If heads are small enough, the longest row also has a prefix, which `shared_prefix` attends to.
+    """
+    rope = Rope(shape.k_head_dim, False, 10_000.0, 1.0, None)
     weights = [_draw(seed, (shape.k_head_dim,), shape.dtype) for seed in (7, 8)]
     newest = np.maximum(_CONTEXTS - 1, 0)
-    new, (q, *fresh) = _new_rows(shape, newest, how, weights)
+    new, (q, *fresh) = _new_rows(shape, newest, rope, weights)
     width = -(-int(_CONTEXTS.max()) // _BLOCK)
     tables = np.random.default_rng(0).permutation(len(_CONTEXTS) * width).astype(np.int32)
     tables = tables.reshape(-1, width)
@@ -158,9 +161,9 @@ def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
     after = [rows.copy() for rows in before]
     written = np.flatnonzero(_CONTEXTS)
     at = slots[written, newest[written]]
-    for old, store, rows in zip(before, after, fresh, strict=True):
+    for old, filled, rows in zip(before, after, fresh, strict=True):
         old[at] = np.nan
-        store[at] = _rounded(rows[written], shape.dtype)
+        filled[at] = _rounded(rows[written], shape.dtype)
     expected = np.zeros((*q.shape[:2], shape.v_head_dim))
     scale, group = shape.k_head_dim**-0.5, shape.num_heads // shape.num_kv_heads
     for i in written:
@@ -169,24 +172,28 @@ def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
         weight = np.exp(scores - scores.max(1, keepdims=True))
         expected[i] = np.einsum("hl,lhd->hd", weight / weight.sum(1, keepdims=True), v)
     where = mx.array(tables), mx.array(_CONTEXTS.astype(np.int32))
-    how = {"block_size": _BLOCK, "scale": scale}
     longest = int(_CONTEXTS.argmax())
     lens = np.zeros(len(_CONTEXTS), np.int32)
     lens[longest] = newest[longest] // _BLOCK * _BLOCK
     shares = not head_size_problem((shape.k_head_dim, shape.v_head_dim), MAX_PREFILL_DIM)
     error = 0.0
     for plan, share in [(DecodePlan(1, 8), shares), (DecodePlan(4, 4), False)]:
-        store = [mx.array(a).astype(shape.dtype) for a in before]
-        mx.eval(store, new.arrays)
+        keys, values = (mx.array(a).astype(shape.dtype) for a in before)
+        mx.eval(keys, values, new.arrays)
         token, prefix = new_token(), None
         if share:
             leader = mx.array([longest], mx.int32)
             prefix = shared_prefix(
-                new, *where, leader, mx.array(lens), *store, token, splits=2, **how
-            )
+                new, *where, leader, mx.array(lens), keys, values, token,
+                block_size=_BLOCK, scale=scale, splits=2,
+            )  # fmt: skip
             token = prefix.lse
-        out, token = paged_decode(new, *where, *store, token, plan=plan, prefix=prefix, **how)
-        error = max(error, _largest((out, *_stored(store, token)), (expected, *after)))
+        out, token = paged_decode(
+            new, *where, keys, values, token,
+            block_size=_BLOCK, scale=scale, plan=plan, prefix=prefix,
+        )  # fmt: skip
+        got = out, *_stored(keys, values, token)
+        error = max(error, _largest(got, (expected, *after)))
     return error, TOLERANCE[shape.dtype]
 
 
@@ -195,26 +202,27 @@ def _new_rows(
 ) -> tuple[NewRows, list[np.ndarray]]:
     """Rows, joined and normalised if there are weights, and what q, k and v are after it."""
     rows, kv_heads = len(positions), shape.num_kv_heads
-    heads = (shape.num_heads, shape.k_head_dim), (kv_heads, shape.k_head_dim)
-    heads += ((kv_heads, shape.v_head_dim),)
+    of_q, of_k = (shape.num_heads, shape.k_head_dim), (kv_heads, shape.k_head_dim)
+    heads = of_q, of_k, (kv_heads, shape.v_head_dim)
     parts = [_draw(seed, (rows, *h), shape.dtype) for seed, h in enumerate(heads)]
     flat = [mx.array(p.reshape(rows, -1)).astype(shape.dtype) for p in parts]
-    columns = [Columns(a, 0) for a in flat]
-    norms = None, None
+    q, k, v = (Columns(a, 0) for a in flat)
+    q_norm = k_norm = None
     if weights is not None:
         starts = np.cumsum([0, *(a.shape[1] for a in flat)]).tolist()
         joined = mx.concatenate(flat, axis=1)
-        columns = [Columns(joined, start) for start in starts[:3]]
-        norms = [HeadNorm(mx.array(w).astype(shape.dtype), _EPS) for w in weights]
+        q, k, v = (Columns(joined, start) for start in starts[:3])
+        q_norm, k_norm = (HeadNorm(mx.array(w).astype(shape.dtype), _EPS) for w in weights)
         parts[:2] = (_rms_norm(x, w, shape.dtype) for x, w in zip(parts[:2], weights, strict=True))
     turned = [_turn(x, positions, how) for x in parts[:2]]
-    return NewRows(*columns, shape.num_heads, how, *norms), turned + parts[2:]
+    return NewRows(q, k, v, shape.num_heads, how, q_norm, k_norm), turned + parts[2:]
 
 
-def _stored(store: list[mx.array], token: mx.array) -> list[mx.array]:
+def _stored(keys: mx.array, values: mx.array, token: mx.array) -> tuple[mx.array, mx.array]:
     """What is in a store, as kernels see it."""
-    everything = mx.arange(len(store[0]), dtype=mx.int32)
-    return list(kv_gather(everything, *store, token)[:2])
+    everything = mx.arange(len(keys), dtype=mx.int32)
+    k, v, _ = kv_gather(everything, keys, values, token)
+    return k, v
 
 
 def _largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:
@@ -224,7 +232,7 @@ def _largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:
 def _turn(x: np.ndarray, positions: np.ndarray, how: Rope) -> np.ndarray:
     """Pairs as complex numbers, turned."""
     i = np.arange(how.dims // 2)
-    rates = how.base ** (-2 * i / how.dims) if how.freqs is None else 1 / np.array(how.freqs)
+    rates = how.base ** (-2 * i / how.dims) if how.base is not None else 1 / np.array(how.freqs)
     first, second = (2 * i, 2 * i + 1) if how.traditional else (i, i + how.dims // 2)
     angles = how.scale * positions[:, None, None] * rates.astype(np.float64)
     turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)

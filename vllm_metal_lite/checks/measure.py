@@ -178,4 +178,4 @@ def faster_prefill(shape: AttentionShape) -> str:
         how: sum(w.prefill(how, n).seconds for w, n in zip(loads, rows, strict=True))
         for how in PREFILLS
     }
-    return min(times, key=times.get)
+    return min(times, key=times.__getitem__)

@@ -55,12 +55,14 @@ def run_checks(
 
 
 def largest_error(got: mx.array, expected: np.ndarray, allowed: np.ndarray | None = None) -> float:
-    """Largest |got - expected| / allowed, which is (1 + |expected|) unless it is given; a NaN where
-    none is expected is infinite."""
-    got = np.array(got.astype(mx.float32), np.float64)
-    if got.shape != expected.shape:
-        raise ValueError(f"shape {got.shape} instead of {expected.shape}")
+    """The largest |got - expected| / allowed; an unexpected NaN counts as infinite.
+
+    allowed: by default 1 + |expected|.
+    """
+    values = np.array(got.astype(mx.float32), np.float64)
+    if values.shape != expected.shape:
+        raise ValueError(f"shape {values.shape} instead of {expected.shape}")
     wanted = np.isfinite(expected)
     allowed = 1 + np.abs(expected) if allowed is None else allowed
-    error = np.abs(got[wanted] - expected[wanted]) / allowed[wanted]
+    error = np.abs(values[wanted] - expected[wanted]) / allowed[wanted]
     return float(np.nan_to_num(error, nan=np.inf).max(initial=0.0))

@@ -136,21 +136,20 @@ class _Case:
 
     def write(self) -> tuple[float, float]:
         """Rows written one by one into an empty store, some of them not to be written."""
-        empty = [mx.zeros_like(a) for a in self._store()]
+        keys, values = map(mx.zeros_like, self._store())
         slots = self.owned.astype(np.int32)
         skipped = slots[::3]
         target = np.where(np.isin(slots, skipped), -1, slots).astype(np.int32)
-        rows = [self._array(a[self.owned]) for a in self.drawn]
-        mx.eval(empty, rows)
-        token = kv_write(*rows, mx.array(target), *empty, new_token(), self.spec)
+        k, v = (self._array(a[self.owned]) for a in self.drawn)
+        mx.eval(keys, values, k, v)
+        token = kv_write(k, v, mx.array(target), keys, values, new_token(), self.spec)
         everything = mx.arange(len(self.keys), dtype=mx.int32)
-        got = kv_gather(everything, *empty, token, self.spec)[:2]
+        got = kv_gather(everything, keys, values, token, self.spec)[:2]
         error = 0.0
         for array, row, source_rows in zip(got, self.formats, self.drawn, strict=True):
             expected = np.zeros_like(source_rows)
             expected[target[target >= 0]] = source_rows[target[target >= 0]]
-            allowed = _lost(row, expected) if row.bits else None
-            error = max(error, largest_error(array, expected, allowed))
+            error = max(error, largest_error(array, expected, _lost(row, expected)))
         return error, 1.0 if self.shape.kv_bits else 0.0
 
     def gather(self) -> tuple[float, float]:
@@ -177,10 +176,9 @@ class _Case:
         tiles = plan_tiles(
             batch.cu_seqlens_q, len(q), self.shape.num_heads // self.shape.num_kv_heads
         )
-        metadata = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, tiles
         out, _ = varlen_prefill(
-            self._array(q), *map(mx.array, metadata), *self._store(), new_token(),
-            **self._how(),
+            self._array(q), mx.array(batch.block_tables), mx.array(batch.cu_seqlens_q),
+            mx.array(batch.seq_lens), mx.array(tiles), *self._store(), new_token(), **self._how(),
         )  # fmt: skip
         return self._compare(batch, self.q, out[:-1])
 
@@ -205,9 +203,10 @@ class _Case:
         )  # fmt: skip
         return self._compare(batch, q, out)
 
-    def _store(self) -> list[mx.array]:
+    def _store(self) -> tuple[mx.array, mx.array]:
         rows = zip(self.formats, self.kept, strict=True)
-        return [mx.array(kept).astype(row.kept_dtype) for row, kept in rows]
+        keys, values = (mx.array(kept).astype(row.kept_dtype) for row, kept in rows)
+        return keys, values
 
     def _how(self) -> dict[str, Any]:
         return {
@@ -240,8 +239,13 @@ class _Case:
             return np.array(bound.attend(0, mx.array(q), **how))
 
 
-def _lost(row: RowFormat, values: np.ndarray) -> np.ndarray:
-    """What quantising may lose of each value: half a step, and the roundings to the dtype."""
+def _lost(row: RowFormat, values: np.ndarray) -> np.ndarray | None:
+    """The most that quantising may change each value: half a step, and the roundings to the dtype.
+
+    None: rows of this format are not quantised.
+    """
+    if row.bits is None:
+        return None
     groups = values.reshape(*values.shape[:-1], -1, row.group_size)
     step = (groups.max(-1, keepdims=True) - groups.min(-1, keepdims=True)) / ((1 << row.bits) - 1)
     rounding = TOLERANCE[row.dtype] * (1 + np.abs(groups))

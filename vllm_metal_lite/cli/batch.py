@@ -84,7 +84,6 @@ class Batch:
                 return
             position, self._num_read = self._num_read, self._num_read + 1
             number, content = line
-            job = None
             try:
                 job = parse_line(content, number, self._defaults)
                 self._add(str(number), job)

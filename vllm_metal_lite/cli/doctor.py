@@ -32,7 +32,7 @@ def examine(quick: bool, quiet: bool) -> dict[str, Any]:
     """Everything doctor knows, as JSON has it.  quick: one shape only, no bandwidth."""
     report: dict[str, Any] = {
         "vllm_metal_lite": __version__,
-        "mlx": mx.__version__,
+        "mlx": backend.mlx_version(),
         "mlx_lm": version("mlx-lm"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

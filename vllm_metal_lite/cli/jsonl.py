@@ -118,8 +118,9 @@ def _answer(output: CompletionOutput) -> dict[str, Any]:
     }
     if output.error is not None:
         answer["error"] = output.error
-    if output.logprobs is not None:
+    if output.cumulative_logprob is not None:
         answer["cumulative_logprob"] = _finite(output.cumulative_logprob)
+    if output.logprobs is not None:
         answer["logprobs"] = [_logprobs(p) for p in output.logprobs]
     return answer
 

@@ -7,7 +7,7 @@ there is to it.  Nothing here imports MLX: a bad value is refused before a model
 import argparse
 import difflib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -29,8 +29,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         args = list(sys.argv[1:] if args is None else args)
         for option in self._own(args):
             self._check(option)

@@ -1,13 +1,11 @@
 """Numbers in words."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm_metal_lite.cli.conversation import Turn
+from vllm_metal_lite.cli.conversation import Turn
 
 
-def turn_line(turn: "Turn", max_model_len: int) -> str:
+def turn_line(turn: Turn, max_model_len: int) -> str:
     """One line about an answer: its tokens, its speed, and whether it was cut."""
     output = turn.output
     answer = output.outputs[0]
@@ -28,12 +26,12 @@ def turn_line(turn: "Turn", max_model_len: int) -> str:
     return line
 
 
-def is_cut(turn: "Turn") -> bool:
+def is_cut(turn: Turn) -> bool:
     """Whether a limit ended the answer."""
     return turn.output.outputs[0].finish_reason == "length"
 
 
-def fills_context(turn: "Turn", max_model_len: int) -> bool:
+def fills_context(turn: Turn, max_model_len: int) -> bool:
     """Whether there is no room for one more token."""
     output = turn.output
     return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) >= max_model_len

@@ -65,8 +65,8 @@ class Session:
         if report.fills_context(turn, limit):
             self._terminal.warn(f"error: the answer is cut: the context of {limit} tokens is full")
             return 1
-        limit = self._conversation.params.max_tokens
-        self._terminal.warn(f"The answer is cut at {limit} tokens (--max-tokens).")
+        max_tokens = self._conversation.params.max_tokens
+        self._terminal.warn(f"The answer is cut at {max_tokens} tokens (--max-tokens).")
         return 0
 
     def _take(self, message: str) -> None:

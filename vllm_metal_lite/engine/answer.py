@@ -1,17 +1,13 @@
 """One answer being generated: its tokens, text, log-probabilities, and when it ends."""
 
-from typing import TYPE_CHECKING
-
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_metal_lite.runner.result import Logprobs
 from vllm_metal_lite.sampling import undrawn
 from vllm_metal_lite.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from vllm_metal_lite.runner.result import Logprobs
-    from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.request import Request
 
 
 class Answer:
@@ -22,7 +18,7 @@ class Answer:
 
     def __init__(
         self,
-        request: "Request",
+        request: Request,
         params: SamplingParams,
         result: RequestOutput,
         index: int,
@@ -44,8 +40,9 @@ class Answer:
             self._detokenizer = Detokenizer(
                 tokenizer, params, self._token_ids, request.prompt_token_ids
             )
-        self._finds_stop = bool(params.stop_strings and self._detokenizer)
-        if self._detokenizer and not self._finds_stop:
+        # Looks for stop strings; None if there are none to look for.
+        self._stop_finder = self._detokenizer if params.stop_strings else None
+        if self._detokenizer and not self._stop_finder:
             self.output.text = self._detokenizer.text  # made when it is read
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = self._eos.union(params.stop_token_ids or ())
@@ -70,9 +67,9 @@ class Answer:
             tokens.append(token_id)
             return self._finish("stop", None if is_eos else token_id)
         tokens.append(token_id)
-        if self._finds_stop:
-            stop = self._detokenizer.find_stop(len(tokens) >= self.params.min_tokens)
-            self.output.text = self._detokenizer.shown
+        if self._stop_finder:
+            stop = self._stop_finder.find_stop(len(tokens) >= self.params.min_tokens)
+            self.output.text = self._stop_finder.shown
             if stop is not None:
                 return self._finish("stop", stop)
         if len(tokens) < self._max_tokens:
@@ -100,19 +97,21 @@ class Answer:
         self.abort("error")
         return True
 
-    def append_logprobs(self, logprobs: "Logprobs", row: int) -> None:
+    def append_logprobs(self, logprobs: Logprobs, row: int) -> None:
         """Report a sampled token's row of log-probabilities, if they were asked for."""
-        if self.output.logprobs is not None:
-            self.output.logprobs.append(self._logprobs(logprobs, row, self.params.logprobs))
-            self.output.cumulative_logprob += float(logprobs.logprobs[row, 0])
+        output, k = self.output, self.params.logprobs
+        if k is None or output.logprobs is None or output.cumulative_logprob is None:
+            return
+        output.logprobs.append(self._logprobs(logprobs, row, k))
+        output.cumulative_logprob += float(logprobs.logprobs[row, 0])
 
-    def append_prompt_logprobs(self, logprobs: "Logprobs", row: int) -> None:
+    def append_prompt_logprobs(self, logprobs: Logprobs, row: int) -> None:
         """Report the next prompt token's log-probabilities."""
-        self.result.prompt_logprobs.append(
-            self._logprobs(logprobs, row, self.params.prompt_logprobs)
-        )
+        scored, k = self.result.prompt_logprobs, self.params.prompt_logprobs
+        if scored is not None and k is not None:
+            scored.append(self._logprobs(logprobs, row, k))
 
-    def _logprobs(self, logprobs: "Logprobs", row: int, k: int) -> dict[int, Logprob]:
+    def _logprobs(self, logprobs: Logprobs, row: int, k: int) -> dict[int, Logprob]:
         ids = logprobs.token_ids[row, : k + 1].tolist()
         values = logprobs.logprobs[row, : k + 1].tolist()
         ranks = [int(logprobs.ranks[row]), *range(1, len(ids))]

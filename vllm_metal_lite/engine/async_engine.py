@@ -36,19 +36,21 @@ class _Stream:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     def fail(self, error: Exception) -> None:
-        """Before its request is aborted, which states not read yet show at once."""
+        """End the stream with an error.  Call it before the request is aborted: states that are not
+        read yet are updated in place, and would show an ordinary end."""
         self._error = error
         self.put(None)
 
     async def get(self) -> tuple[RequestOutput, bool]:
-        """The newest state, and whether it is the last; older ones are skipped, since a state holds
-        all that came before.  Raises what the stream failed with."""
+        """The newest state, and whether it is the last.  Older states are skipped, since the newest
+        holds all that they hold.  Raises the error that `fail` was given."""
         item = await self._queue.get()
         while not self._queue.empty():
             item = self._queue.get_nowait()
         finished = item is not None and item.finished
         if self._error is not None:
             raise self._error
+        assert item is not None, "only `fail` puts None"
         return item, finished
 
 

@@ -5,6 +5,9 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any] | int | None  # as signal.signal returns it
 
 
 class DeferredInterrupt:
@@ -19,7 +22,7 @@ class DeferredInterrupt:
     def __init__(self, on_press: Callable[[], None] | None = None) -> None:
         self.pressed = False
         self._on_press = on_press
-        self._previous = None
+        self._previous: Handler = None
         self._active = False
 
     def __enter__(self) -> "DeferredInterrupt":
@@ -31,7 +34,7 @@ class DeferredInterrupt:
         if self._active:
             self._previous = signal.signal(signal.SIGINT, self._handle)
             if self._on_press is not None:
-                self._watch()
+                self._watch(self._on_press)
         return self
 
     def __exit__(
@@ -47,12 +50,12 @@ class DeferredInterrupt:
             raise KeyboardInterrupt
         self.pressed = True
 
-    def _watch(self) -> None:
+    def _watch(self, on_press: Callable[[], None]) -> None:
         """Have the number of every signal written to a pipe, which a thread reads."""
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._watcher = threading.Thread(target=self._read, args=(reader,), daemon=True)
+        self._watcher = threading.Thread(target=self._read, args=(reader, on_press), daemon=True)
         self._watcher.start()
 
     def _unwatch(self) -> None:
@@ -60,10 +63,10 @@ class DeferredInterrupt:
         os.close(self._writer)  # ends the thread
         self._watcher.join()
 
-    def _read(self, reader: int) -> None:
+    def _read(self, reader: int, on_press: Callable[[], None]) -> None:
         told = False
         while numbers := os.read(reader, 16):
             if signal.SIGINT in numbers and not told:
                 told = True
-                self._on_press()
+                on_press()
         os.close(reader)

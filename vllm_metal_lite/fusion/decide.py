@@ -1,21 +1,14 @@
 """Which launches of a model's steps become one: by checks, by a trial, and by timing."""
 
-import sys
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
-from types import ModuleType
-
-import mlx.nn as nn
-from mlx_lm.models import activations
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.fused import FusedLaunches
-from vllm_metal_lite.fusion.joined import join_projections, joined_projections
-from vllm_metal_lite.fusion.linear import fuse_linears
+from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.tune import NONE, faster_rows
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
@@ -38,12 +31,7 @@ def decide(
     if not isinstance(attention, KernelAttention) or not _NEEDED.isdisjoint(wrong):
         return NO_FUSION, ""
     # A CPU's time is in the products themselves, and parts of a product are not contiguous there.
-    if not backend.is_cpu():
-        join_projections(packed.model)
-    fuse_linears(packed.model)
-    fusion = FusedLaunches(
-        tuple(joined_projections(packed.model)), tuple(_activations(packed.model))
-    )
+    fusion = fuse(packed.model, joins=not backend.is_cpu())
     trial = Trial(packed.model, packed.layout.vocab_size)
     if wrong_logits := _problem(trial, packed, attention, fusion):
         message = f"fused launches do not suit this model: {wrong_logits.text}"
@@ -75,11 +63,3 @@ def _problem(
 ) -> Problem | None:
     store = PagedStore(packed.attention_specs, 4, attention.store.block_size)
     return trial.problem(packed, attention.over(store), fusion)
-
-
-def _activations(model: nn.Module) -> list[ModuleType]:
-    """The modules that define some part of a model and know mlx-lm's `swiglu` by that name."""
-    parts = {type(module) for _, module in model.named_modules()}
-    names = {base.__module__ for part in parts for base in part.__mro__}
-    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
-    return [m for m in modules if getattr(m, "swiglu", None) is activations.swiglu]

@@ -1,14 +1,22 @@
 """The launches that become one in a model's steps, as one immutable value."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
+import mlx.nn as nn
+from mlx_lm.models import activations
+
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.fusion import linear
 from vllm_metal_lite.fusion.hooks import fused_functions
-from vllm_metal_lite.fusion.joined import JoinedProjection
+from vllm_metal_lite.fusion.joined import (
+    JoinedProjection,
+    join_projections,
+    joined_projections,
+)
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.model.seam.hooks import hooked
 
@@ -36,3 +44,22 @@ class FusedLaunches:
         finally:
             for projection in self.joined:
                 projection.forget()
+
+
+def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
+    """Let a model's modules take part in fused forwards, in place; what of it can be fused.
+
+    joins: join its projections.
+    """
+    if joins:
+        join_projections(model)
+    linear.fuse_linears(model)
+    return FusedLaunches(tuple(joined_projections(model)), tuple(_activations(model)))
+
+
+def _activations(model: nn.Module) -> list[ModuleType]:
+    """The modules that define some part of a model and know mlx-lm's `swiglu` by that name."""
+    parts = {type(module) for _, module in model.named_modules()}
+    names = {base.__module__ for part in parts for base in part.__mro__}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    return [m for m in modules if getattr(m, "swiglu", None) is activations.swiglu]

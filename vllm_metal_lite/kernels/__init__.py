@@ -1,1 +1,1 @@
-"""The kernels of metal/: their source, how each is launched, and the check that they are right."""
+"""The kernels of metal/: their source, how each is launched, and what was found out about them."""

@@ -2,7 +2,7 @@
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import bits, no_sinks, norm_dtype
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight"], ["sum", "normed"])
 
@@ -29,11 +29,12 @@ def add_rms_norm(
     vector = 4 if dim % 4 == 0 else 1  # elements that a thread reads at once
     result = norm_dtype(x.dtype, weight)
     threads = min(_THREADS, -(-dim // (32 * vector)) * 32)
-    template = {
+    template: Template = {
         "T": x.dtype, "R": result, "DIM": dim, "VEC": vector, "THREADS": threads,
         "WEIGHT": weight is not None, "EPS": bits(eps),
     }  # fmt: skip
-    return tuple(_ADD_RMS_NORM(
+    added, normed = _ADD_RMS_NORM(
         [x, y, no_sinks() if weight is None else weight],
         template, (x.size // dim, 1, 1), threads, [x.shape, x.shape], [x.dtype, result],
-    ))  # fmt: skip
+    )  # fmt: skip
+    return added, normed

@@ -4,7 +4,7 @@ import math
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import STORE, cover, format_template
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
 
 _KV_WRITE = Kernel("kv_write", ["k", "v", "slot_mapping", *STORE], ["next_token"])
@@ -20,8 +20,8 @@ def kv_write(
     """Write rows k (N, num_kv_heads, k_head_dim), v likewise, at slots (N,); negative: skipped."""
     rows, kv_heads, k_dim = k.shape
     if spec and spec.bits:
-        groups = (row.dim // row.group_size for row in (spec.k_row, spec.v_row))
-        threads, groups = cover(kv_heads * max(groups))
+        per_head = max(row.dim // row.group_size for row in (spec.k_row, spec.v_row))
+        threads, groups = cover(kv_heads * per_head)
         return _KV_WRITE_QUANTISED(
             [k, v, slot_mapping, keys, values, token],
             {"T": k.dtype, "KV_HEADS": kv_heads, **format_template(spec.k_row, spec.v_row)},
@@ -30,7 +30,9 @@ def kv_write(
     k_words, v_words = _words(kv_heads * k_dim, k), _words(kv_heads * v.shape[2], v)
     width = math.gcd(k_words, v_words, 4)
     threads, groups = cover(max(k_words, v_words) // width)
-    template = {"T": k.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v.shape[2], "W": width}
+    template: Template = {
+        "T": k.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v.shape[2], "W": width,
+    }  # fmt: skip
     return _KV_WRITE(
         [k, v, slot_mapping, keys, values, token],
         template, (groups, rows, 1), threads, [(1,)], [mx.float32],
@@ -47,26 +49,28 @@ def kv_gather(
     if spec and spec.bits:
         heads, k_row, v_row = spec.num_kv_heads, spec.k_row, spec.v_row
         threads, groups = cover(heads * max(k_row.value_words, v_row.value_words))
-        return tuple(_KV_GATHER_QUANTISED(
+        k, v, token = _KV_GATHER_QUANTISED(
             [slots, keys, values, token],
             {"T": spec.dtype, "KV_HEADS": heads, "THREADS": threads,
              **format_template(k_row, v_row)},
             (slots.size, groups, 1), threads,
             [(*shape, heads, row.dim) for row in (k_row, v_row)] + [(1,)],
             [spec.dtype, spec.dtype, mx.float32],
-        ))  # fmt: skip
+        )  # fmt: skip
+        return k, v, token
     _, kv_heads, k_dim = keys.shape
     v_dim = values.shape[2]
     k_words, v_words = _words(kv_heads * k_dim, keys), _words(kv_heads * v_dim, values)
     width = math.gcd(k_words, v_words, 4)
     threads, groups = cover(max(k_words, v_words) // width)
-    return tuple(_KV_GATHER(
+    k, v, token = _KV_GATHER(
         [slots, keys, values, token],
         {"T": keys.dtype, "K_WORDS": k_words, "V_WORDS": v_words, "W": width, "THREADS": threads},
         (slots.size, groups, 1), threads,
         [(*shape, kv_heads, k_dim), (*shape, kv_heads, v_dim), (1,)],
         [keys.dtype, keys.dtype, mx.float32],
-    ))  # fmt: skip
+    )  # fmt: skip
+    return k, v, token
 
 
 def _words(elements: int, array: mx.array) -> int:

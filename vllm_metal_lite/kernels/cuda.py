@@ -1,7 +1,4 @@
-"""What makes a CUDA kernel of a Metal one: how the kernels run on an NVIDIA GPU.
-
-CUDA stands in for Metal there: one text serves both.
-"""
+"""Turns a Metal kernel into a CUDA one, so that one source runs on NVIDIA GPUs too."""
 
 import hashlib
 import os
@@ -10,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import Any
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.source import FOLDER, cache_folder, strip_comments
@@ -50,17 +48,18 @@ def as_files(name: str, header: str, body: str) -> tuple[str, str]:
     It also looks there for the shapes that a kernel asks for, so they are named in a comment.
     Files are named by what they hold, so that another process finds what MLX has compiled.
     """
-    parts = []
-    for part, text in (("h", header), ("inc", body)):
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        file = _text_folder() / f"{name}-{digest}.{part}"
-        if not file.exists():
-            with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
-                new.write(text)
-            os.replace(new.name, file)  # whole, whoever else writes it
-        shapes = " ".join(sorted(set(_SHAPE.findall(text))))
-        parts.append(f'\n#include "{file}"\n// {shapes}\n')
-    return tuple(parts)
+    return _as_file(name, "h", header), _as_file(name, "inc", body)
+
+
+def _as_file(name: str, part: str, text: str) -> str:
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    file = _text_folder() / f"{name}-{digest}.{part}"
+    if not file.exists():
+        with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
+            new.write(text)
+        os.replace(new.name, file)  # atomic: another process may be writing the same file
+    shapes = " ".join(sorted(set(_SHAPE.findall(text))))
+    return f'\n#include "{file}"\n// {shapes}\n'
 
 
 def _text_folder() -> Path:
@@ -85,14 +84,21 @@ def _own_folder() -> TemporaryDirectory:
 _EXPANDED_ROWS = 1024
 
 
-def flatten_quantised(original: Callable) -> Callable:
+def flatten_quantised(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """mx.quantized_matmul for packed rows (N, 1, K), as one product of (N, K).
 
     MLX CUDA multiplies (N, 1, K) as N products, each of which reads the weights: 64 rows of 2,560
     by 19,456 take 1,293 us, and 65 as (N, K).
     """
 
-    def quantized_matmul(x, w, scales, biases=None, transpose=True, **how):
+    def quantized_matmul(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array | None = None,
+        transpose: bool = True,
+        **how: Any,
+    ) -> mx.array:
         if x.ndim > 3 or x.shape[1:-1] not in ((), (1,)) or w.ndim != 2 or not transpose:
             return original(x, w, scales, biases, transpose, **how)
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])

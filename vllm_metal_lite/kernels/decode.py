@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
-from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import (
     MAX_SPLITS,
     STORE,
@@ -13,7 +13,7 @@ from vllm_metal_lite.kernels.common import (
     no_sinks,
     num_splits,
 )
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix
 from vllm_metal_lite.kv.row_format import RowFormat
@@ -27,11 +27,6 @@ _PAGED_DECODE = Kernel(
 )  # fmt: skip
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
-# Threadgroups that keep the device busy: below it contexts are cut.  Measured on an H200 (132
-# cores); a guess for Metal.
-_FILL = {"metal": 128, "cuda": 256, "cpu": 16}
-# Shortest context that is worth cutting, for the parts must be merged, and fewest keys of a part.
-_MIN_CONTEXT, _MIN_SPLIT = 1024, 256
 # Floats of queries that a lane keeps; as many again are its sums.
 _REGISTERS = 64
 
@@ -48,10 +43,11 @@ def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
 
     Many threadgroups are smaller ones, so that more of them run side by side.
     """
-    splits, groups, fill = 1, batch * num_kv_heads, _FILL[backend.name()]
-    if max_seq_len >= _MIN_CONTEXT:
-        splits = num_splits(fill // groups, max_seq_len, _MIN_SPLIT)
-    small = groups >= 2 * fill if splits == 1 else max_seq_len // splits <= 512
+    device = profile()
+    splits, groups, fill = 1, batch * num_kv_heads, device.decode_fill
+    if max_seq_len >= device.min_split_context:
+        splits = num_splits(fill // groups, max_seq_len, device.min_split_keys)
+    small = groups >= 2 * fill if splits == 1 else max_seq_len // splits <= device.few_keys
     return DecodePlan(splits, 4 if small else 8)
 
 
@@ -99,7 +95,7 @@ def paged_decode(
     splits, simdgroups = plan.splits, plan.simdgroups
     partial = splits > 1
     out_dtype = mx.float32 if partial else dtype
-    template = {
+    template: Template = {
         "T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
         "FUSED": fused, **new, "PREFIX_SPLITS": 0 if prefix is None else prefix.lse.shape[2],
         **format_template(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
@@ -157,10 +153,9 @@ def _lanes(
     for lanes in (32, 16, 8, 4, 2, 1):
         if k_words % lanes or v_words % lanes:
             continue
-        widths = [
-            math.gcd(words // lanes, widest)
-            for words, widest in ((k_words, k_widest), (v_words, v_widest))
-        ]
+        k_width = math.gcd(k_words // lanes, k_widest)
+        v_width = math.gcd(v_words // lanes, v_widest)
         part = max(k_words, v_words) // lanes
-        options.append((part + 8 // min(widths), lanes, *widths))
-    return min(options)[1:]
+        options.append((part + 8 // min(k_width, v_width), lanes, k_width, v_width))
+    _, lanes, k_width, v_width = min(options)
+    return lanes, k_width, v_width

@@ -1,17 +1,17 @@
 """One kernel of metal/, ready to be launched on whatever device MLX computes on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cuda, source
 
-Template = Mapping[str, int | bool | mx.Dtype]
+Template = dict[str, int | mx.Dtype]
 
 
 class Kernel:
-    """Compiled by MLX at its first launch with each set of template values, and kept by MLX.
+    """MLX compiles it at its first launch with each set of template values, and keeps the result.
 
     inputs, outputs: names of the arrays, as metal/NAME.metal uses them.
     """

@@ -9,7 +9,7 @@ from vllm_metal_lite.kernels.common import bits, no_sinks, norm_dtype
 from vllm_metal_lite.kernels.launch import Template
 
 # Template values that disable the fused inputs.
-NONE_NEW = {
+NONE_NEW: Template = {
     **dict.fromkeys(("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS"), 0),
     **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
     **{f"{x}_{of}": 0 for x in "QK" for of in ("NORM", "WEIGHT", "EPS")},
@@ -82,7 +82,7 @@ class NewRows(NamedTuple):
         _, kv_heads, k_dim = keys.shape
         rope = self.rope
         base, freqs = (None, None) if rope is None else (rope.base, rope.freqs)
-        template = {
+        template: Template = {
             "DIMS": 0 if rope is None else rope.dims,
             "TRADITIONAL": rope is not None and rope.traditional,
             "ROPE_SCALE": bits(1.0 if rope is None else rope.scale),

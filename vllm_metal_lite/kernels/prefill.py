@@ -4,7 +4,7 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, bits, head_size_problem, no_sinks
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _VARLEN_PREFILL = Kernel(
     "varlen_prefill",
@@ -77,19 +77,20 @@ def varlen_prefill(
     if problem := head_size_problem((k_dim, v_dim), MAX_PREFILL_DIM):
         raise ValueError(problem)
     simdgroups = TILE_ROWS // 8
-    template = {
+    template: Template = {
         "T": q.dtype, "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "K_DIM": k_dim,
         "V_DIM": v_dim, "BLOCK_SIZE": block_size, "WINDOW": window or 0,
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
     }  # fmt: skip
     sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
-    return tuple(_VARLEN_PREFILL(
+    out, token = _VARLEN_PREFILL(
         [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks,
          keys, values, token],
         template, (kv_heads, tiles.shape[0], 1), 32 * simdgroups,
         [(rows, heads, v_dim), (1,)], [q.dtype, mx.float32],
-    ))  # fmt: skip
+    )  # fmt: skip
+    return out, token
 
 
 def keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:

@@ -1,25 +1,24 @@
-"""What was found out about the kernels on this device, kept from one process to the next."""
+"""Findings about the kernels on this device, kept from one process to the next."""
 
 import hashlib
 import json
+from contextlib import suppress
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
 
 
 class Remembered:
-    """By MLX version, device and kernel source: another of them, and nothing is known."""
+    """Valid for one MLX version, device and kernel source; if any of them changes, it is empty."""
 
     def __init__(self) -> None:
         texts = [source.read(kernel) for kernel in source.names()]
-        identity = repr([mx.__version__, backend.describe(), texts])
+        identity = repr([backend.mlx_version(), backend.describe(), texts])
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.file = source.cache_folder() / f"kernels-{name}.json"
-        try:
+        self.known: dict[str, str] = {}
+        with suppress(OSError, TypeError, ValueError):  # no file yet, or an unreadable one
             self.known = dict(json.loads(self.file.read_text(encoding="utf-8")))
-        except (OSError, TypeError, ValueError):  # none yet, or not readable: check again
-            self.known = {}
 
     def add(self, key: str, found: str) -> None:
         self.known[key] = found

@@ -2,8 +2,9 @@
 one launch."""
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import MAX_DECODE_DIM, head_size_problem
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NewRows, Rope
 from vllm_metal_lite.specs import AttentionShape
 
@@ -15,9 +16,8 @@ _ROPE_WRITE = Kernel(
 )  # fmt: skip
 
 _SIMDGROUPS = 8
-# Heads that a simdgroup takes one after another, and from how many rows on: before, spreading the
-# work is worth more than computing a sine once for several heads.
-_HEADS, _MANY_ROWS = 4, 256
+# Heads that a simdgroup takes one after another in steps of many rows.
+_HEADS = 4
 
 
 def unsupported(shape: AttentionShape, rope: Rope | None) -> str | None:
@@ -57,18 +57,19 @@ def rope_write(
     count, heads = rows.q.array.shape[0], rows.num_heads
     _, kv_heads, k_dim = keys.shape
     groups, at_once = _spread(count, heads + 2 * kv_heads)
-    template = {
+    template: Template = {
         "T": keys.dtype, "Q_HEADS": heads, "KV_HEADS": kv_heads, "K_DIM": k_dim,
         "V_DIM": values.shape[2], "HEADS": at_once, "SIMDGROUPS": _SIMDGROUPS,
     }  # fmt: skip
-    return tuple(_ROPE_WRITE(
+    q, token = _ROPE_WRITE(
         [*rows.arrays, positions, slot_mapping, keys, values, token],
         template | rows.template(keys, values), (groups, count, 1), 32 * _SIMDGROUPS,
         [(count, heads, k_dim), (1,)], [keys.dtype, mx.float32],
-    ))  # fmt: skip
+    )  # fmt: skip
+    return q, token
 
 
 def _spread(rows: int, heads: int) -> tuple[int, int]:
     """Threadgroups for the heads of a row, and heads that a simdgroup takes."""
-    at_once = _HEADS if rows >= _MANY_ROWS else 1
+    at_once = _HEADS if rows >= profile().rope_many_rows else 1
     return -(-heads // (at_once * _SIMDGROUPS)), at_once

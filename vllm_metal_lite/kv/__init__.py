@@ -1,1 +1,1 @@
-"""Where K and V live: the device store, and the host's account of its blocks."""
+"""Where K, V and recurrent states live on the device."""

@@ -1,12 +1,12 @@
-"""Where K and V live on the device: allocated once, at start; nothing of it grows while serving.
+"""K and V on the device: allocated once, at the start; the store does not grow while serving.
 
 Layout, per layer: K (num_slots, num_kv_heads, k_head_dim) and V (num_slots, num_kv_heads,
 v_head_dim), where slot = block_id * block_size + offset in the block.  This is vLLM's
 (num_blocks, block_size, num_kv_heads, head_dim) with the first two axes as one, so that a row is
 addressed by one number.  One more block lies behind the last: rows of padding are written there,
-and nobody reads it.
+and it is never read.
 
-A quantised store has rows of 32-bit words instead of values: see quantised.py.
+A quantised store has rows of 32-bit words instead of values: see row_format.py.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class PagedStore:
     shared: all groups take their blocks from one pool (vLLM does so); layers at the same place of
     their groups, which are of one shape, then share their arrays.
     num_blocks: of each group.  group_of: the group of each layer.
-    states: what recurrent layers keep, by seat and not by block; see state.py.
+    states: of recurrent layers, by seat and not by block; see recurrent_state.py.
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class PagedStore:
             at = place[layer] if shared else layer
             if at not in made:
                 slots = (self.num_blocks[g] + 1) * block_size
-                made[at] = tuple(
+                k, v = (
                     mx.zeros((slots, s.num_kv_heads, row.width), row.kept_dtype)
                     for row in (s.k_row, s.v_row)
                 )
+                made[at] = k, v
             self.keys.append(made[at][0])
             self.values.append(made[at][1])
         self.states = SeatStates()

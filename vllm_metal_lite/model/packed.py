@@ -1,5 +1,6 @@
 """An mlx-lm model that takes packed steps: its caches for a step, and which rows reach its head."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ import mlx.nn as nn
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.layout import Layout, Node, StateLayer, is_part, outermost
+from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, is_part, outermost
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.sequences.recurrent import StateCache
@@ -73,11 +74,22 @@ class NoFusion:
 NO_FUSION = NoFusion()
 
 
+def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
+    """An entry of the model's list of caches.
+
+    Not a closure of the forward: one that calls itself is a reference cycle, and would keep the
+    step's arrays until Python's garbage collector runs.
+    """
+    if isinstance(node, tuple):
+        return CacheMembers(_map_leaves(cache, member) for member in node)
+    return None if node is None else cache(node)
+
+
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
-    by_segment: why attention modules see sequences too, a segment at a time (sequences.py), in one
-    line; None if they do not have to.
+    by_segment: why attention modules see sequences too, a segment at a time (sequences/runs.py),
+    in one line; None if they do not have to.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, by_segment: str | None = None) -> None:
@@ -132,8 +144,16 @@ class PackedModel:
         if self.sees_sequences:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)
         layers: list[PagedLayerCache] = []
-        of_step = attention, fusion, sequences, layers
-        caches = [self._cache(node, *of_step) for node in self.layout.nodes]
+
+        def cache(node: PagedLayer | StateLayer) -> Any:
+            if isinstance(node, StateLayer):
+                return StateCache(node.index, node.size, sequences)
+            spec = self.layout.specs[node.index]
+            layer = fusion.layer_cache(node.index, spec, attention, node.template, sequences)
+            layers.append(layer)
+            return layer
+
+        caches = [_map_leaves(cache, node) for node in self.layout.nodes]
         self._rows.wanted, self._rows.taken = logits_indices, False
         try:
             with building(), fusion.building(step):
@@ -147,25 +167,3 @@ class PackedModel:
         if logits_indices is not None and not self._rows.taken:
             logits = logits[logits_indices]
         return logits.squeeze(1)
-
-    # A method: a function inside of `__call__` that calls itself would keep all that it sees, the
-    # store too, until the garbage collector comes.
-    def _cache(
-        self,
-        node: Node,
-        attention: StepAttention,
-        fusion: Fusion,
-        sequences: SequenceStep | None,
-        layers: list[PagedLayerCache],
-    ) -> Any:
-        """An entry of the model's list of caches; those of the store go to `layers` too."""
-        if isinstance(node, tuple):
-            of_step = attention, fusion, sequences, layers
-            return CacheMembers(self._cache(part, *of_step) for part in node)
-        if isinstance(node, StateLayer):
-            return StateCache(node.index, node.size, sequences)
-        if node is None:
-            return None
-        spec = self.layout.specs[node.index]
-        layers.append(fusion.layer_cache(node.index, spec, attention, node.template, sequences))
-        return layers[-1]

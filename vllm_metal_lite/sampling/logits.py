@@ -15,14 +15,13 @@ import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 
 # Candidates for the k largest logits are looked for in blocks of this many tokens.
 _BLOCK = 64
 
-# Threadgroups that keep a device busy: with as many rows argmax needs no parts.
-_ENOUGH = 128
-# A row for which five launches are quicker than one threadgroup, and the parts that it takes.
-_LONG, _MIN_PARTS = 1 << 16, 16
+# Fewest parts of a row that are worth five launches.
+_MIN_PARTS = 16
 
 
 def column(values: np.ndarray) -> mx.array:
@@ -69,11 +68,11 @@ def penalize_frequency(
 def _blocks(x: mx.array) -> mx.array:
     """(T, V) as (T, blocks, _BLOCK), the last one filled up with -inf."""
     if x.shape[1] % _BLOCK:
-        x = mx.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)), constant_values=-mx.inf)
+        x = mx.pad(x, [(0, 0), (0, -x.shape[1] % _BLOCK)], constant_values=-mx.inf)
     return x.reshape(len(x), -1, _BLOCK)
 
 
-def is_small(k: int, vocab_size: int) -> bool:
+def is_small(k: int | np.ndarray, vocab_size: int) -> bool | np.ndarray:
     """Whether the k largest logits of a row can be found by sorting less than half of it."""
     return 2 * k * _BLOCK < vocab_size
 
@@ -164,6 +163,7 @@ def thresholds(x: mx.array, groups: list[Filters]) -> mx.array:
 def _threshold(x: mx.array, f: Filters) -> mx.array:
     """Min-p, then top-k, then top-p of the mass that is left.  The best token always stays."""
     if not f.k:
+        assert f.min_p is not None, "a group that sorts nothing filters by min-p alone"
         return x.max(-1, keepdims=True) + f.min_p
     s = mx.sort(candidates(x, f.k)[0], -1)
     size, best = s.shape[1], s[:, -1:]
@@ -243,7 +243,8 @@ def num_parts(rows: int, vocab_size: int) -> int:
     As near to the square root as V can be divided: both argmax are then about equally long.  A step
     of one row waits for the host, which four launches more would keep longer.
     """
-    if rows == 1 or rows >= _ENOUGH or vocab_size < _LONG:
+    device = profile()
+    if rows == 1 or rows >= device.argmax_fill or vocab_size < device.argmax_long:
         return 1
     parts = next(p for p in range(isqrt(vocab_size), 0, -1) if vocab_size % p == 0)
     return parts if parts >= _MIN_PARTS else 1

@@ -1,7 +1,7 @@
 """Which tokens may come next: masks over the vocabulary, and words that must not be completed.
 
-Both work on all rows of a step at once and on the device: which words are half said is known there
-before the host knows the last token.
+Both work on all rows of a step at once, on the device: the device knows which words are half
+generated before the host knows the last token.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class DeviceMasks:
         bits = (self.bits[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
         may = bits.reshape(len(bits), -1)[:, : x.shape[1]]
         if may.shape[1] < x.shape[1]:
-            may = mx.pad(may, ((0, 0), (0, x.shape[1] - may.shape[1])))
+            may = mx.pad(may, [(0, 0), (0, x.shape[1] - may.shape[1])])
         y = x if self.rows is None else x[self.rows]
         y = mx.where(may == 1, y, mx.array(-mx.inf, x.dtype))
         return y if self.rows is None else mx.put_along_axis(x, self.rows[:, None], y, axis=0)
@@ -122,13 +122,13 @@ class BadWords:
 
     def add(self, req_index: int, words: Sequence[Sequence[int]], generated: np.ndarray) -> None:
         """Set up a request; generated: (n,) int, its tokens since the prompt."""
-        words = [list(w) for w in words if w and 0 <= w[-1] < self.vocab_size]
-        if not words:
+        mine = [list(w) for w in words if w and 0 <= w[-1] < self.vocab_size]
+        if not mine:
             return
-        self._words[req_index] = words
-        more = max(map(len, words)) - 1 - self._recent.shape[1]
+        self._words[req_index] = mine
+        more = max(map(len, mine)) - 1 - self._recent.shape[1]
         if more > 0:
-            self._recent = mx.pad(self._recent, ((0, 0), (more, 0)), constant_values=_NOTHING)
+            self._recent = mx.pad(self._recent, [(0, 0), (more, 0)], constant_values=_NOTHING)
         recent = np.full(self._recent.shape[1], _NOTHING, np.int32)
         tail = generated[-len(recent) :]
         recent[len(recent) - len(tail) :] = tail

@@ -149,7 +149,8 @@ class Sampler:
         self._ends: dict[int, tuple[np.ndarray, int]] = {}  # stop token ids, min_tokens
         self._allowed: dict[int, np.ndarray] = {}  # req_index -> bits, see TokenMasks
         self._bad_words = BadWords(max_num_seqs, vocab_size)
-        self._seen: mx.array | None = None
+        self._no_slots = mx.array(np.zeros((0, vocab_size), np.uint32))
+        self._seen = self._no_slots
         self._version = 0  # of the tables
         self._plan: _Plan | None = None
 
@@ -217,17 +218,17 @@ class Sampler:
         self._ends.pop(req_index, None)
         self._allowed.pop(req_index, None)
         self._bad_words.remove(req_index)
-        if self._seen is not None and (self._rows["slot"] < 0).all():
-            self._seen = None
+        if len(self._seen) and (self._rows["slot"] < 0).all():
+            self._seen = self._no_slots
 
     def _take_slot(self, token_ids: np.ndarray, num_prompt_tokens: int) -> int:
         """Find a free row of `seen` for a request, more rows if there is none, and fill it."""
-        num_slots = 0 if self._seen is None else len(self._seen)
+        num_slots = len(self._seen)
         slot = int(np.setdiff1d(np.arange(num_slots + 1), self._rows["slot"])[0])
         if slot == num_slots:
             num_more = min(max(num_slots, 1), self.max_num_seqs - num_slots)
             more = mx.zeros((num_more, self.vocab_size), mx.uint32)
-            self._seen = more if self._seen is None else mx.concatenate([self._seen, more])
+            self._seen = mx.concatenate([self._seen, more])
         in_vocab = (token_ids >= 0) & (token_ids < self.vocab_size)
         is_prompt = np.arange(len(token_ids)) < num_prompt_tokens
         output = token_ids[in_vocab & ~is_prompt]

@@ -1,7 +1,7 @@
 """Rows of logits that no token can be sampled from: marked on the device, named on the host.
 
-The mark travels in the place of the token, so the host learns of it when it reads the tokens, and
-waits for nothing more.  The device goes on with token 0, which nobody sees.
+The mark takes the place of the token, so the host finds it when it reads the tokens and needs no
+extra wait.  The device goes on with token 0, which is never shown.
 """
 
 from vllm_metal_lite.backend import mx
@@ -39,5 +39,5 @@ def why(reason: int, params: SamplingParams, num_generated: int, has_grammar: bo
         "min_tokens (until then, no stop token)": params.min_tokens > num_generated,
     }
     named = " and ".join(name for name, applies in rules.items() if applies)
-    reason = f"nothing is left by {named}" if named else "the model's logits are all -inf"
-    return f"no token can be sampled: {reason}"
+    cause = f"nothing is left by {named}" if named else "the model's logits are all -inf"
+    return f"no token can be sampled: {cause}"

@@ -1,11 +1,11 @@
-"""Who holds which block of the store.
+"""Which requests hold which blocks of the store.
 
 Every block is exactly one of
     free    nameless, owned by nobody
     cached  named by the hash of its tokens, owned by nobody: found again, or evicted
     owned   in the block tables of `ref` > 0 requests, named or not
-and every move between the three is O(1) a block.  The pool knows numbers only: what the blocks
-hold is on the device.
+and every move between the three is O(1) a block.  The pool knows only block ids: the contents of
+the blocks are on the device.
 """
 
 from collections import Counter, OrderedDict
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class BlockTable:
-    """Blocks of one request, in order; the first num_given_back of them are its own no longer."""
+    """Blocks of one request, in order; the request no longer owns the first num_given_back."""
 
     block_ids: list[int] = field(default_factory=list)
     num_given_back: int = 0
@@ -81,8 +81,12 @@ class BlockPool:
         return blocks
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block of that name, owned or cached, or None."""
+        """The block with this name, owned or cached; None if there is none."""
         return self._by_name.get(block_hash)
+
+    def named(self, block_hash: bytes) -> int:
+        """The block that `lookup` is known to find."""
+        return self._by_name[block_hash]
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Own blocks that `lookup` found."""
@@ -95,7 +99,7 @@ class BlockPool:
     def free(self, block_ids: Sequence[int]) -> None:
         """Give back one ownership of each block of a sequence.
 
-        Its tail is evicted before its head: a block is of use only to those who hit all before it.
+        The tail is evicted before the head: a block is useful only after a hit on all before it.
         """
         for block in reversed(block_ids):
             assert self._ref[block] > 0, f"block {block} was freed twice"
@@ -107,7 +111,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def publish(self, block_id: int, block_hash: bytes) -> bool:
-        """Name an owned, full block; False if another block has that name and so keeps it."""
+        """Name an owned, full block; False if another block already has this name."""
         if not self.enable_caching or block_hash in self._by_name:
             return False
         assert self._ref[block_id] > 0, f"block {block_id} is owned by nobody"
@@ -117,7 +121,7 @@ class BlockPool:
         return True
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Take the names of these blocks away; those that have none are left alone."""
+        """Remove the names of these blocks; blocks without a name are left alone."""
         for block in block_ids:
             if self._name[block] is not None:
                 self._forget(block)
@@ -130,7 +134,7 @@ class BlockPool:
         self.unpublish(list(self._by_name.values()))
 
     def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Assert that the account is right; with all block tables, that the ownerships are too."""
+        """Assert that the books balance; given all block tables, check the ownerships too."""
         free, cached = set(self._free), set(self._cached)
         owned = {b for b in range(self.num_blocks) if self._ref[b] > 0}
         assert len(free) == self.num_free, "a block is free twice"
@@ -147,5 +151,7 @@ class BlockPool:
             assert [refs[b] for b in range(self.num_blocks)] == self._ref, "an ownership is wrong"
 
     def _forget(self, block: int) -> None:
-        del self._by_name[self._name[block]]
+        name = self._name[block]
+        assert name is not None, f"block {block} has no name"
+        del self._by_name[name]
         self._name[block] = None

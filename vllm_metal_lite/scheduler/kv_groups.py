@@ -6,10 +6,7 @@ window costs its window and not the context, and layers of unlike shape never sh
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm_metal_lite.kv.store import LayerSpec
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,14 @@ class KVGroup:
         return 0 if self.window is None else max(position - self.window + 1, 0) // block_size
 
 
-def kv_groups(specs: "Sequence[LayerSpec]") -> list[KVGroup]:
+class Layer(Protocol):
+    """How far back a layer sees: `window` tokens, its own included, or its `chunk`; None = all."""
+
+    window: int | None
+    chunk: int | None
+
+
+def kv_groups(specs: Sequence[Layer]) -> list[KVGroup]:
     """The groups of a model's layers, still without blocks: all of the context first, then the
     wider windows before the narrower ones.  A model without such layers has one, which counts.
 

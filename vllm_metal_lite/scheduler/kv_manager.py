@@ -88,8 +88,10 @@ class KVCacheManager:
             return None
         new = []
         for pool, table in zip(self.pools, request.block_tables, strict=True):
-            new.append(pool.allocate(count))
-            table.block_ids += new[-1]
+            blocks = pool.allocate(count)
+            assert blocks is not None, "num_available is the least of all pools"
+            table.block_ids += blocks
+            new.append(blocks)
         return new
 
     def give_back(self, request: Request, start: int) -> None:
@@ -133,7 +135,7 @@ class KVCacheManager:
         tables = []
         for pool, group in zip(self.pools, self.groups, strict=True):
             first = group.first_block(length * self.block_size, self.block_size)
-            blocks = [pool.lookup(h) for h in hashes[first:length]]
+            blocks = [pool.named(h) for h in hashes[first:length]]
             tables.append(BlockTable([0] * first + blocks, first))
         return tables
 

@@ -239,11 +239,10 @@ class Scheduler:
             new_blocks: NewBlocks | None = ()
             if start == request.num_blocks * block_size:
                 while (new_blocks := self.kv.allocate(request, start, start + 1)) is None:
-                    victim = self._preempt_lowest(out)
-                    if victim is request:
+                    if self._preempt_lowest(out) is request:
                         break
-                if new_blocks is None:
-                    break
+            if new_blocks is None:
+                break
             out.segments.append(Segment(request, start, 1, new_blocks))
             if (start + 1) % block_size == 0:
                 if request.token_ids[-1] == UNKNOWN_TOKEN:

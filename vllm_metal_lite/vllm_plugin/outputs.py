@@ -5,17 +5,15 @@ nothing here reads what the next step changes: neither the table nor who sits in
 """
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 
+from vllm_metal_lite.runner.result import Logprobs, StepResult
 from vllm_metal_lite.sampling import undrawn
-
-if TYPE_CHECKING:
-    from vllm_metal_lite.runner.result import Logprobs, StepResult
-    from vllm_metal_lite.vllm_plugin.translate import Step
+from vllm_metal_lite.vllm_plugin.translate import Step
 
 logger = init_logger("vllm.metal_lite")
 
@@ -23,7 +21,7 @@ logger = init_logger("vllm.metal_lite")
 class StepOutput(AsyncModelRunnerOutput):
     """The output of a step under way."""
 
-    def __init__(self, step: "Step", result: "StepResult") -> None:
+    def __init__(self, step: Step, result: StepResult) -> None:
         self._step, self._result = step, result
 
     def get_output(self) -> ModelRunnerOutput:
@@ -80,7 +78,7 @@ class StepOutput(AsyncModelRunnerOutput):
         return done
 
 
-def _logprobs(logprobs: "Logprobs | None", sampled: list[list[int]]) -> LogprobsLists | None:
+def _logprobs(logprobs: Logprobs | None, sampled: list[list[int]]) -> LogprobsLists | None:
     """Rows are counted by tokens sampled: a chunk in the middle of a prompt has none."""
     if logprobs is None:
         return None

@@ -13,14 +13,13 @@ import numpy as np
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.sampling.masks import TokenMasks
+from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
-
-    from vllm_metal_lite.sampling.sampler import Sampler
 
 
 @dataclass(slots=True)
@@ -65,7 +64,7 @@ class Step:
 class StepTranslator:
     """The requests of a worker, in the same tables that the embedded engine fills."""
 
-    def __init__(self, inputs: InputBatch, sampler: "Sampler", seed: int) -> None:
+    def __init__(self, inputs: InputBatch, sampler: Sampler, seed: int) -> None:
         self.inputs, self.sampler, self.seed = inputs, sampler, seed
         self._requests: dict[str, Request] = {}
         self._num_seen = 0

@@ -1,6 +1,5 @@
 """The worker: our runner, where vLLM expects one of its own."""
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_metal_lite import backend
+from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import KV_BITS, EngineConfig
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.adapters.modules import rotation_limit
@@ -26,6 +26,7 @@ from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
+from vllm_metal_lite.vllm_plugin.logs import log_through_vllm
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
@@ -62,10 +63,6 @@ def _kv_bits(text: str | None) -> int | None:
     return int(text)
 
 
-def _attention_option() -> str:
-    return os.environ.get("METAL_LITE_ATTENTION", "auto")
-
-
 class MetalLiteWorker(WorkerBase):
     """One device, one model.  vLLM calls the methods in about the order in which they stand."""
 
@@ -81,9 +78,10 @@ class MetalLiteWorker(WorkerBase):
     # Start
 
     def init_device(self) -> None:
+        log_through_vllm()
         self.device = torch.device("cpu")
         guard_torch_accelerator()
-        if backend.is_cpu() and os.environ.get("METAL_LITE_DEVICE") != "cpu":
+        if backend.is_cpu() and envs.device() != "cpu":
             raise ConfigError(
                 "MLX sees no GPU here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
             )
@@ -93,7 +91,7 @@ class MetalLiteWorker(WorkerBase):
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
         model = load(self.model_config.model, self._dtype(), self.model_config.trust_remote_code)
-        self.model = model.with_kv_bits(_kv_bits(os.environ.get("METAL_LITE_KV_BITS")))
+        self.model = model.with_kv_bits(_kv_bits(envs.kv_bits()))
         _check_rotation(self.model, self.model_config.max_model_len)
         sizing.limit_buffer_cache()
         reason = self.model.packed.no_prefix_cache
@@ -126,7 +124,7 @@ class MetalLiteWorker(WorkerBase):
         if len(shapes) > 1:
             return False
         store = PagedStore(self.model.kv_specs, 1, self.cache_config.block_size)
-        attention, *_ = choose_attention(self.model, store, _attention_option())
+        attention, *_ = choose_attention(self.model, store, envs.attention())
         return attention.name == "kernels"
 
     @property
@@ -164,7 +162,7 @@ class MetalLiteWorker(WorkerBase):
             return int(asked)
         fraction = self.cache_config.gpu_memory_utilization
         if backend.is_cpu():  # others use this memory too
-            fraction = min(fraction, sizing.DEFAULT_FRACTION["cpu"])
+            fraction = min(fraction, profile().memory_fraction)
         max_model_len = self.model_config.max_model_len
         peak = sizing.step_peak_bytes(self.model, config, max_model_len)
         left = int(limit * fraction) - weights - peak
@@ -213,7 +211,7 @@ class MetalLiteWorker(WorkerBase):
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
         )  # fmt: skip
-        assembly = build_runner(self.model, store, self._sampler, _attention_option())
+        assembly = build_runner(self.model, store, self._sampler, envs.attention())
         self.pipeline = Pipeline(assembly.runner, self.translator.inputs)
         name = self.runner.attention.name
         logger.info("Attention: %s (%s)", name, assembly.attention_reason)

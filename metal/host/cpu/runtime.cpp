@@ -15,6 +15,18 @@
 
 // The kernel, called once a thread with its own arguments (see translate.py).
 extern "C" HOST_INTERNAL void metal_host_kernel();
+
+#if defined(__clang__)
+// clang moves a __bf16 through a float where the CPU has no bf16 instructions, and calls this to
+// get it back. Compiler runtimes are not sure to have it: zig's and libgcc 12 do not.
+extern "C" HOST_INTERNAL __bf16 __truncsfbf2(float value) {
+  uint32_t u = __builtin_bit_cast(uint32_t, value);
+  // To nearest, ties to even; a NaN keeps its upper bits.
+  if ((u & 0x7fffffff) <= 0x7f800000) u += 0x7fff + (u >> 16 & 1);
+  return __builtin_bit_cast(__bf16, uint16_t(u >> 16));
+}
+#endif
+
 namespace metal_host {
 
 Thread* self;

@@ -3,7 +3,7 @@
 Tokens enter as a batch of N sequences of length 1, so `mx.fast.rope` takes one offset a row and
 RoPE restarts for every request.  Each layer gets a `PagedLayerCache`; what it returns for K and V
 are handles, which stand for the store: `mx.fast.scaled_dot_product_attention` goes to our attention
-when its keys are one (hooks.py).
+when its keys are one (seam/hooks.py).
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ class PagedLayerCache(PackedCache):
 
     offset: (N,) positions of the rows, which is what `mx.fast.rope` wants.
     template, sequences: the empty cache that mlx-lm would use, and the step as sequences, for
-    modules that must see those (sequences.py); None where there are none.
+    modules that must see those (sequences/runs.py); None where there are none.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Recurrent layers: what one sees as its cache during a packed forward.
 
 Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their state in an
-`ArraysCache` of a few arrays (B, ...).  The modules that touch it see sequences (sequences.py), all
-decodes as one batch; their states lie in the store by seat (kv/state.py).
+`ArraysCache` of a few arrays (B, ...).  The modules that touch it see sequences (runs.py), all
+decodes as one batch; their states lie in the store by seat (kv/recurrent_state.py).
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from vllm_metal_lite.model.sequences.runs import PackedCache, Run, SequenceStep
 class StateCache(PackedCache):
     """Stands for one recurrent layer's states; modules that see sequences get real ones."""
 
-    def __init__(self, layer: int, size: int, sequences: SequenceStep) -> None:
+    def __init__(self, layer: int, size: int, sequences: SequenceStep | None) -> None:
         self.layer, self.size, self.sequences = layer, size, sequences
 
     def make_mask(self, num_tokens: int) -> None:
@@ -24,8 +24,9 @@ class StateCache(PackedCache):
 
     def native(self, run: Run, steps: SequenceStep) -> ArraysCache:
         cache = ArraysCache(self.size)
-        cache.cache = [steps.states.get(run.index, (self.layer, i)) for i in range(self.size)]
-        self._before = list(cache.cache)
+        states: list[Any] = [steps.states.get(run.index, (self.layer, i)) for i in range(self.size)]
+        cache.cache = states
+        self._before = list(states)
         return cache
 
     def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:

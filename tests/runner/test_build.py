@@ -1,0 +1,136 @@
+"""The assembly: a model's attention and fusion, as checks and rooms on top of the core say."""
+
+import sys
+import warnings
+from importlib.abc import MetaPathFinder
+
+import pytest
+
+from metal.host import compiler_available
+from tests.support import tiny_models as tiny
+from tests.support.miscompiled import miscompile, seeming_gpu
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.model.packed import NO_FUSION
+from vllm_metal_lite.runner.build import build_runner, choose_attention
+from vllm_metal_lite.sampling.sampler import Sampler
+from vllm_metal_lite.sampling_params import SamplingParams
+
+needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+SKINNY = range(1, 9)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch, tmp_path):
+    with seeming_gpu(monkeypatch, tmp_path):
+        yield
+
+
+@pytest.fixture
+def fast_skinny_gemm(monkeypatch):
+    """Timing means nothing here."""
+    monkeypatch.setattr(decide, "faster_rows", lambda *_: SKINNY)
+
+
+def assemble(name="qwen3", dtype=None, option="kernels"):
+    model = tiny.packed(name, dtype)
+    store = PagedStore(model.packed.attention_specs, 8, 8)
+    return build_runner(model, store, Sampler(4, model.vocab_size), option)
+
+
+def with_wrong(monkeypatch, *kernels):
+    failures = {k: f"{k} is off by 2, 0.1 is allowed" for k in kernels}
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict(failures))
+
+
+def test_without_a_gpu_the_reference_is_used_unchecked_and_without_a_warning(monkeypatch):
+    monkeypatch.setattr(verdicts, "verify", lambda *_: pytest.fail("checked"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built = assemble(option="auto")
+    assert built.runner.attention.name == "reference"
+    assert built.runner.fusion is NO_FUSION
+    assert built.attention_reason == ("kernels need a GPU" if backend.is_cpu() else "")
+
+
+@needs_compiler
+def test_an_engine_with_a_miscompiled_kernel_computes_the_right_tokens(a_gpu, monkeypatch):
+    prompts = tiny.prompts(3)
+    miscompile(monkeypatch, "paged_decode")
+    with pytest.warns(UserWarning, match="reference attention"):
+        engine = tiny.engine("llama", attention="auto", num_blocks=32)
+    assert engine.runner.attention.name == "reference"
+    assert engine.runner.fusion is NO_FUSION
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=20))
+    done = tiny.run(engine)
+    for i, prompt in enumerate(prompts):
+        expected = tiny.alone(tiny.native("llama"), prompt, 20)
+        assert done[str(i)].outputs[0].token_ids == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["rope_write", "add_rms_norm", "gather_rows", "fused_decode"])
+def test_without_a_fused_kernel_nothing_is_fused(a_gpu, fast_skinny_gemm, monkeypatch, name):
+    with_wrong(monkeypatch, name)
+    with pytest.warns(UserWarning, match=f"{name} .* using MLX's own operations"):
+        built = assemble(dtype=mx.bfloat16, option="auto")
+    assert built.runner.attention.name == "kernels"
+    assert built.runner.fusion is NO_FUSION
+    assert "skinny_gemm" not in built.attention_reason
+
+
+@needs_compiler
+def test_a_wrong_skinny_gemm_is_all_that_is_done_without(a_gpu, fast_skinny_gemm, monkeypatch):
+    with_wrong(monkeypatch, "skinny_gemm")
+    with pytest.warns(UserWarning, match="skinny_gemm .* using MLX's own operations"):
+        built = assemble(dtype=mx.bfloat16, option="auto")
+    assert built.runner.attention.name == "kernels"
+    assert isinstance(built.runner.fusion, FusedLaunches)
+    assert built.runner.fusion.skinny_rows == range(0)
+    assert "products of" not in built.attention_reason
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_products_may_go_through_skinny_gemm_in_16_bits(
+    a_gpu, fast_skinny_gemm, monkeypatch, dtype
+):
+    with_wrong(monkeypatch)
+    built = assemble(dtype=dtype)
+    wanted = range(0) if dtype == mx.float32 else SKINNY
+    assert built.runner.fusion.skinny_rows == wanted
+    assert ("products of 1 to 8 rows" in built.attention_reason) == bool(wanted)
+
+
+@needs_compiler
+def test_the_core_works_without_the_rooms_on_top_of_it(a_gpu, monkeypatch):
+    rooms = "vllm_metal_lite.checks", "vllm_metal_lite.fusion"
+
+    class Nowhere(MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name in rooms:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Nowhere(), *sys.meta_path])
+    for name in [n for n in sys.modules if n.startswith(rooms)]:
+        monkeypatch.delitem(sys.modules, name)
+    built = assemble()
+    assert built.runner.attention.name == "kernels"
+    assert built.runner.fusion is NO_FUSION
+
+
+def test_a_room_that_lacks_one_of_its_modules_is_a_fault(monkeypatch):
+    model = tiny.packed("qwen3")
+    store = PagedStore(model.packed.attention_specs, 8, 8)
+    monkeypatch.delitem(sys.modules, "vllm_metal_lite.checks.verdicts")
+    monkeypatch.setitem(sys.modules, "vllm_metal_lite.checks.measure", None)
+    monkeypatch.delattr("vllm_metal_lite.checks.measure")
+    with pytest.raises(ModuleNotFoundError, match="measure"):
+        choose_attention(model, store, "kernels")

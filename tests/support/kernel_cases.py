@@ -1,0 +1,223 @@
+"""Arrays for kernels on the CPU host, and what they should compute, in float64.
+
+NaN is wherever a kernel must not read.
+"""
+
+import numpy as np
+
+from tests.support.attention_oracle import paged_attention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.kv.store import LayerSpec
+
+# (absolute, relative).  Measured: float32 at most 3e-7, float16 3e-4, bfloat16 3e-3.
+TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
+# The inputs that kernels write to.
+STORE = ("keys", "values")
+# Keys of each sequence: the first token of all, an empty row, whole blocks, and the first token of
+# a block.
+RAGGED = [1, 16, 0, 33, 7, 100]
+SLOTS = 40
+
+
+def draw(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
+    """Normal floats that `dtype` holds exactly."""
+    drawn = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+    return np.array(drawn.astype(mx.float32))
+
+
+def raw(array: mx.array) -> np.ndarray:
+    """The bits of an array."""
+    return np.array(array.view({2: mx.uint16, 4: mx.uint32}[array.dtype.size]))
+
+
+def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """Every number as `dtype` holds it."""
+    return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
+
+
+def powers_of_two(count: int) -> np.ndarray:
+    """Frequencies that make every angle exact in float32."""
+    return np.exp2(np.arange(count) % 12).astype(np.float32)
+
+
+class PagedSequences:
+    """Sequences of seq_lens keys, their blocks permuted over a store poisoned elsewhere."""
+
+    def __init__(
+        self, seq_lens, *, heads=(4, 2), dim=32, v_dim=None, dtype=mx.float32, block_size=16,
+        window=None, softcap=None, sinks=False, plan=(1, 4), seed=0, bits=None,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        self.seq_lens, self.dtype, self.plan = np.array(seq_lens, np.int32), dtype, plan
+        self.how = {"block_size": block_size, "scale": dim**-0.5, "window": window,
+                    "softcap": softcap}  # fmt: skip
+        counts = -(-self.seq_lens // block_size)
+        free = rng.permutation(counts.sum() + 2)
+        self.block_tables = np.zeros((len(seq_lens), max(counts.max(), 1)), np.int32)
+        self.block_tables[np.arange(self.block_tables.shape[1]) < counts[:, None]] = free[:-2]
+        slots = len(free) * block_size
+        self.q = draw(rng, len(seq_lens), heads[0], dim, dtype=dtype)
+        self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
+        self.sinks = 2 * draw(rng, heads[0]) if sinks else None
+        readable = np.zeros(slots, bool)
+        for table, n in zip(self.block_tables, self.seq_lens, strict=True):
+            at = np.arange(max(0, n - window) if window else 0, n)
+            readable[table[at // block_size] * block_size + at % block_size] = True
+        self.keys, self.values = (
+            self._fill(row, draw(rng, slots, heads[1], row.dim, dtype=dtype), readable)
+            for row in (self.spec.k_row, self.spec.v_row)
+        )
+
+    def _fill(self, row: RowFormat, values: np.ndarray, readable: np.ndarray) -> mx.array:
+        """A store of these rows; where nothing may be read it holds NaN, or a scale that is NaN."""
+        kept = row.pack(mx.array(values).astype(self.dtype))
+        nan = float("nan") if row.bits is None else 0xFFFFFFFF
+        return mx.where(mx.array(readable)[:, None, None], kept, mx.array(nan, kept.dtype))
+
+    def run(self) -> np.ndarray:
+        q, keys, values = mx.array(self.q).astype(self.dtype), self.keys, self.values
+        sinks = None if self.sinks is None else mx.array(self.sinks)
+        tables, seq_lens = mx.array(self.block_tables), mx.array(self.seq_lens)
+        out, _ = paged_decode(
+            q, tables, seq_lens, keys, values, new_token(), plan=DecodePlan(*self.plan),
+            sinks=sinks, spec=self.spec, **self.how,
+        )  # fmt: skip
+        assert out.dtype == self.dtype
+        return np.array(out.astype(mx.float32))
+
+    def expected(self) -> np.ndarray:
+        rows = (self.seq_lens > 0).astype(int)
+        cu = np.append(0, np.cumsum(rows))
+        keys, values = (
+            np.array(row.unpack(a).astype(mx.float32))
+            for row, a in ((self.spec.k_row, self.keys), (self.spec.v_row, self.values))
+        )
+        out = np.zeros((*self.q.shape[:2], values.shape[2]))
+        out[rows > 0] = paged_attention(
+            self.q[rows > 0], keys, values, self.block_tables, cu, self.seq_lens,
+            sinks=self.sinks, **self.how,
+        )  # fmt: skip
+        return out
+
+    def check(self) -> None:
+        atol, rtol = TOLERANCE[self.dtype]
+        np.testing.assert_allclose(self.run(), self.expected(), rtol, atol)
+
+
+class NewRowsCase:
+    """Rows of q, k and v in one array or in three, some of them without a slot."""
+
+    def __init__(
+        self, positions, *, heads=(4, 2), dims=(32, 32), rotated=32, traditional=False,
+        base=10_000.0, scale=1.0, freqs=False, norms="qk", weight_dtype=None, joined=True,
+        dtype=mx.float32, seed=0, slots=None,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        rows = len(positions)
+        self.dtype, self.heads, self.scale = dtype, heads, scale
+        self.positions = np.array(positions, np.int32)
+        if slots is None:
+            slots = rng.permutation(SLOTS)[:rows].astype(np.int32)
+            slots[rng.random(rows) < 0.3] = -1
+        self.slots = slots
+        shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
+        self.q, self.k, self.v = (
+            rounded(rng.standard_normal((rows, *shape)), dtype) for shape in shapes
+        )
+        self.k[self.slots < 0] = self.v[self.slots < 0] = np.nan
+        self.freqs = powers_of_two(rotated // 2) if freqs else None
+        self.rope = None
+        if rotated:
+            self.rope = Rope(
+                rotated, traditional, None if freqs else base, scale,
+                mx.array(self.freqs) if freqs else None,
+            )  # fmt: skip
+        # "qk": both are normalised; upper case: without a weight.
+        self.norms = {}
+        for name in "qk":
+            if name in norms.lower():
+                weight = mx.array(rng.uniform(0.5, 1.5, dims[0]).astype(np.float32))
+                weight = weight.astype(weight_dtype or dtype)
+                self.norms[name] = HeadNorm(weight if name in norms else None, 1e-5)
+        self.columns = self._join(rng) if joined else self._apart()
+
+    def _join(self, rng) -> list[Columns]:
+        """Heads side by side, in any order, with a gap before each part and behind the last."""
+        pieces, starts, at = [], {}, 0
+        for name in rng.permutation(["q", "k", "v"]):
+            gap = int(rng.integers(0, 3)) * 4
+            part = getattr(self, name).reshape(len(self.q), -1)
+            pieces += [np.full((len(part), gap), np.nan), part]
+            starts[name], at = at + gap, at + gap + part.shape[1]
+        pieces.append(np.full((len(self.q), 4), np.nan))
+        array = mx.array(np.concatenate(pieces, 1).astype(np.float32)).astype(self.dtype)
+        return [Columns(array, starts[name]) for name in "qkv"]
+
+    def _apart(self) -> list[Columns]:
+        arrays = (getattr(self, name).reshape(len(self.q), -1) for name in "qkv")
+        return [Columns(mx.array(a).astype(self.dtype), 0) for a in arrays]
+
+    @property
+    def new_rows(self) -> NewRows:
+        norms = self.norms.get("q"), self.norms.get("k")
+        return NewRows(*self.columns, self.heads[0], self.rope, *norms)
+
+    def run(self) -> list[np.ndarray]:
+        """q, and the store, of which nothing was written before."""
+        kv_heads = self.heads[1]
+        store = [
+            mx.full((SLOTS, kv_heads, a.shape[2]), float("nan"), self.dtype)
+            for a in (self.k, self.v)
+        ]
+        mx.eval(store)
+        q, token = rope_write(
+            self.new_rows, positions=mx.array(self.positions), slot_mapping=mx.array(self.slots),
+            keys=store[0], values=store[1], token=new_token(),
+        )  # fmt: skip
+        mx.eval(token)
+        assert q.dtype == self.dtype
+        return [np.array(a.astype(mx.float32)) for a in (q, *store)]
+
+    def normed(self, name: str) -> np.ndarray:
+        """q or k, normalised in float64 and rounded where mx.fast.rms_norm rounds."""
+        x = getattr(self, name).astype(np.float64)
+        norm = self.norms.get(name)
+        if norm is None:
+            return x
+        weight = mx.array(1, self.dtype) if norm.weight is None else norm.weight
+        result = mx.result_type(weight, self.columns[0].array)
+        x = rounded(x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps), result)
+        return rounded(x * np.array(weight.astype(mx.float32)), result).astype(np.float64)
+
+    def rotated(self, name: str) -> np.ndarray:
+        """By definition: pairs are complex numbers, and a rotation is a product."""
+        x = self.normed(name)
+        if self.rope is None:
+            return x
+        dims = self.rope.dims
+        i = np.arange(dims // 2)
+        rates = 1 / self.freqs if self.rope.base is None else self.rope.base ** (-2.0 * i / dims)
+        turn = np.exp(1j * self.scale * self.positions[:, None, None] * rates)
+        at = (2 * i, 2 * i + 1) if self.rope.traditional else (i, i + dims // 2)
+        turned = (x[..., at[0]] + 1j * x[..., at[1]]) * turn
+        x[..., at[0]], x[..., at[1]] = turned.real, turned.imag
+        return x
+
+    def expected(self) -> list[np.ndarray]:
+        written = self.slots >= 0
+        expected = [self.rotated("q")]
+        for rows in (self.rotated("k"), self.v):
+            store = np.full((SLOTS, *rows.shape[1:]), np.nan)
+            store[self.slots[written]] = rows[written]
+            expected.append(store)
+        return expected
+
+    def check(self) -> None:
+        atol, rtol = TOLERANCE[self.dtype]
+        for got, wanted in zip(self.run(), self.expected(), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol, atol)

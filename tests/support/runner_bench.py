@@ -1,0 +1,54 @@
+"""Steps of a runner by hand, over a model and a store of one's own."""
+
+import numpy as np
+
+from tests.support import tiny_models as tiny
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.sampling.sampler import Sampler
+from vllm_metal_lite.sampling_params import SamplingParams
+
+PROMPTS = tiny.prompts(2, 20, 20, seed=3)
+
+
+class RunnerBench:
+    """A runner with one request a prompt, greedy, with block tables filled in order."""
+
+    def __init__(self, prompts, num_blocks=32, prompt_logprobs=False, name="llama", **params):
+        self.model = tiny.packed(name)
+        store = PagedStore(self.model.packed.attention_specs, num_blocks, 8)
+        sampler = Sampler(4, self.model.vocab_size)
+        self.runner = ModelRunner(self.model.packed, ReferenceAttention(store), sampler)
+        self.inputs = InputBatch(4, 128, 8)
+        self.rows = []
+        at = 0
+        for prompt in prompts:
+            row = self.inputs.add(prompt, len(prompt), 0 if prompt_logprobs else None)
+            self.inputs.append_blocks(row, list(range(at, at + 8)))
+            at += 8
+            greedy = SamplingParams(temperature=0, **params)
+            sampler.add(row, greedy, 0, np.array(prompt, np.int32), len(prompt), ())
+            self.rows.append(row)
+
+    def pack(self, which, computed, scheduled):
+        rows = np.array([self.rows[i] for i in which])
+        return self.inputs.pack(rows, np.array(computed), np.array(scheduled))
+
+    def step(self, which, computed, scheduled, k=0):
+        batch = self.pack(which, computed, scheduled)
+        sampled = batch.req_indices[batch.sample_segments]
+        result = self.runner.execute(batch, sampled, k)
+        self.inputs.append_tokens(sampled, result.token_ids)
+        return result
+
+
+def check_that_decodes_copy_less_than(bench: RunnerBench, limit: int) -> None:
+    bench.step([0, 1], [0, 0], [20, 20])
+    for i in range(3):
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        bench.step([0, 1], [20 + i] * 2, [1, 1])
+        assert mx.get_peak_memory() - before < limit
