@@ -23,8 +23,8 @@ from vllm_metal_lite.runner.build import build_runner, choose_attention
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
+from vllm_metal_lite.vllm_plugin import logs
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
-from vllm_metal_lite.vllm_plugin.logs import log_through_vllm
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class MetalLiteWorker(WorkerBase):
     # Start
 
     def init_device(self) -> None:
-        log_through_vllm()
+        logs.log_through_vllm()
         self.device = torch.device("cpu")
         guard_torch_accelerator()
         if backend.is_cpu() and envs.device() != "cpu":
