@@ -24,17 +24,17 @@ class _Text:
     def __get__(self, output: "CompletionOutput | None", owner: type) -> str:
         if output is None:
             return ""
-        text = output._text
+        text = vars(output)["_text"]
         if isinstance(text, str):
             return text
         finished = output.finished  # asked first: another thread may end the answer
         text = text()
         if finished:
-            output._text = text
+            vars(output)["_text"] = text
         return text
 
     def __set__(self, output: "CompletionOutput", text: str | Callable[[], str]) -> None:
-        output._text = text
+        vars(output)["_text"] = text
 
 
 @dataclass
@@ -49,7 +49,7 @@ class CompletionOutput:
     """
 
     index: int
-    text: str = _Text()
+    text: _Text = _Text()
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None

@@ -85,8 +85,6 @@ class LLMEngine:
         or "prompt".  Raises RequestError if it is none of them or a token is not the model's."""
         text, prompt = None, text_or_ids(prompt)
         if isinstance(prompt, str):
-            if self.model.tokenizer is None:
-                raise RequestError("this model was loaded without a tokenizer: give token ids")
             text, prompt = prompt, self._encode(prompt) if prompt else []
         if len(prompt) == 0:
             raise RequestError("the prompt is empty: it must have at least one token")
@@ -101,8 +99,11 @@ class LLMEngine:
 
     def _encode(self, text: str) -> list[int]:
         check_text("the prompt", text)
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise RequestError("this model was loaded without a tokenizer: give token ids")
         try:
-            return self.model.tokenizer.encode(text)
+            return tokenizer.encode(text)
         except Exception as e:
             raise RequestError(f"the tokenizer refuses the prompt: {one_line(e)}") from e
 
@@ -344,7 +345,9 @@ class LLMEngine:
                 answer.result.num_cached_tokens = request.num_cached_tokens
         for segment in output.segments:
             if segment.new_block_ids:
-                self.inputs.append_blocks(segment.request.req_index, *segment.new_block_ids)
+                row = segment.request.req_index
+                assert row is not None, "a scheduled request has a row"
+                self.inputs.append_blocks(row, *segment.new_block_ids)
 
     def _unseat(self, request: Request) -> None:
         if request.req_index is not None:

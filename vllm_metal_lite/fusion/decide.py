@@ -1,6 +1,6 @@
 """Which launches of a model's steps become one: by checks, by a trial, and by timing."""
 
-import warnings
+import logging
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -14,6 +14,8 @@ from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.model.trial import Problem, Trial
+
+logger = logging.getLogger(__name__)
 
 # Kernels without which nothing is fused.
 _NEEDED = frozenset(("rope_write", "add_rms_norm", "fused_decode", "gather_rows"))
@@ -34,8 +36,7 @@ def decide(
     fusion = fuse(packed.model, joins=not backend.is_cpu())
     trial = Trial(packed.model, packed.layout.vocab_size)
     if wrong_logits := _problem(trial, packed, attention, fusion):
-        message = f"fused launches do not suit this model: {wrong_logits.text}"
-        warnings.warn(message, stacklevel=2)
+        logger.warning(f"fused launches do not suit this model: {wrong_logits.text}")
         return NO_FUSION, ""
     if "skinny_gemm" in wrong or all(s.dtype == mx.float32 for s in packed.attention_specs):
         return fusion, ""
@@ -48,8 +49,7 @@ def _with_skinny_gemm(
     """Larger steps go without `skinny_gemm` in any case, so steps were tried without it first."""
     skinny = replace(fusion, skinny_rows=range(1, MAX_ROWS + 1))
     if wrong_logits := _problem(trial, packed, attention, skinny):
-        message = f"products by skinny_gemm do not suit this model: {wrong_logits.text}"
-        warnings.warn(message, stacklevel=3)
+        logger.warning(f"products by skinny_gemm do not suit this model: {wrong_logits.text}")
         return fusion, ""
     rows = faster_rows(packed, attention, skinny)
     if rows == NONE:

@@ -92,19 +92,20 @@ class StepResult:
         are this step's, on the device."""
         batch, num_rows = step.batch, step.num_rows
         unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one a segment
-        seats = batch.req_indices[unknown]
-        if len(unknown) == batch.num_tokens and np.array_equal(seats, self._req_indices):
-            behind = num_rows - len(unknown)
-            return mx.pad(self._sampled, (0, behind)) if behind else self._sampled
         if not len(unknown):
             return step.token_ids
+        seats, sampled = batch.req_indices[unknown], self._sampled
+        assert sampled is not None, "a token is unknown that this step does not sample"
+        if len(unknown) == batch.num_tokens and np.array_equal(seats, self._req_indices):
+            behind = num_rows - len(unknown)
+            return mx.pad(sampled, (0, behind)) if behind else sampled
         place = np.zeros(self._req_indices.max() + 1, np.int32)
         place[self._req_indices] = np.arange(len(self._req_indices))
         if len(unknown) == batch.num_tokens:
-            return self._sampled[mx.array(pad_rows(place[seats], num_rows))]
+            return sampled[mx.array(pad_rows(place[seats], num_rows))]
         index = np.arange(num_rows, dtype=np.int32) + len(self._req_indices)
         index[unknown] = place[seats]
-        return mx.concatenate([self._sampled, step.token_ids])[mx.array(index)]
+        return mx.concatenate([sampled, step.token_ids])[mx.array(index)]
 
 
 def _to_host(arrays: LogprobArrays | None) -> Logprobs | None:

@@ -38,8 +38,11 @@ class KVGroup:
 class Layer(Protocol):
     """How far back a layer sees: `window` tokens, its own included, or its `chunk`; None = all."""
 
-    window: int | None
-    chunk: int | None
+    @property
+    def window(self) -> int | None: ...
+
+    @property
+    def chunk(self) -> int | None: ...
 
 
 def kv_groups(specs: Sequence[Layer]) -> list[KVGroup]:

@@ -72,7 +72,9 @@ class StepOutput(AsyncModelRunnerOutput):
         for segment, prompt_logprobs in step.prompt_logprobs.items():
             at = np.flatnonzero(batch.prompt_segments == segment)
             if len(at):
-                prompt_logprobs.put(positions[at], self._result.prompt_logprobs, at)
+                scored = self._result.prompt_logprobs
+                assert scored is not None, "rows of a prompt were not scored"
+                prompt_logprobs.put(positions[at], scored, at)
             if batch.seq_lens[segment] >= step.requests[segment].num_prompt_tokens:
                 done[step.req_ids[segment]] = prompt_logprobs.take()
         return done

@@ -124,6 +124,7 @@ class StepTranslator:
                 # Without what vLLM has thrown away of the tokens sampled meanwhile.
                 self._seat(request, cached.all_token_ids[req_id], blocks)
             elif blocks:
+                assert request.req_index is not None, "a running request has a row"
                 self.inputs.append_blocks(request.req_index, *blocks)
 
     def _seat(

@@ -1,7 +1,7 @@
 """The worker: our runner, where vLLM expects one of its own."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
+from vllm_metal_lite.vllm_plugin import logs
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
-from vllm_metal_lite.vllm_plugin.logs import log_through_vllm
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.metal_lite")
 
 _NAME = "layers.{}"
+
+Part = TypeVar("Part", LoadedModel, Pipeline, StepTranslator)
 
 # A model of recurrent layers alone keeps nothing in blocks, but vLLM counts tokens by them.
 _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
@@ -63,22 +65,40 @@ def _kv_bits(text: str | None) -> int | None:
     return int(text)
 
 
+def _awake(part: Part | None) -> Part:
+    if part is None:
+        raise RuntimeError("the worker has not started, or it sleeps")
+    return part
+
+
 class MetalLiteWorker(WorkerBase):
     """One device, one model.  vLLM calls the methods in about the order in which they stand."""
 
-    model: LoadedModel | None = None
-    pipeline: Pipeline | None = None
-    translator: StepTranslator | None = None
+    _model: LoadedModel | None = None
+    _pipeline: Pipeline | None = None
+    _translator: StepTranslator | None = None
     _step: Step | None = None
 
     @property
-    def runner(self) -> ModelRunner | None:
-        return self.pipeline and self.pipeline.runner
+    def model(self) -> LoadedModel:
+        return _awake(self._model)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return _awake(self._pipeline)
+
+    @property
+    def translator(self) -> StepTranslator:
+        return _awake(self._translator)
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.pipeline.runner
 
     # Start
 
     def init_device(self) -> None:
-        log_through_vllm()
+        logs.log_through_vllm()
         self.device = torch.device("cpu")
         guard_torch_accelerator()
         if backend.is_cpu() and envs.device() != "cpu":
@@ -91,7 +111,7 @@ class MetalLiteWorker(WorkerBase):
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
         model = load(self.model_config.model, self._dtype(), self.model_config.trust_remote_code)
-        self.model = model.with_kv_bits(_kv_bits(envs.kv_bits()))
+        self._model = model.with_kv_bits(_kv_bits(envs.kv_bits()))
         _check_rotation(self.model, self.model_config.max_model_len)
         sizing.limit_buffer_cache()
         reason = self.model.packed.no_prefix_cache
@@ -203,7 +223,7 @@ class MetalLiteWorker(WorkerBase):
             self._groups.append(KVGroup(layers, num_blocks=kv_cache_config.num_blocks))
         self._sampler = Sampler(seats, self.model.vocab_size)
         inputs = InputBatch(seats, self.model_config.max_model_len, size, len(self._groups))
-        self.translator = StepTranslator(inputs, self._sampler, self.model_config.seed)
+        self._translator = StepTranslator(inputs, self._sampler, self.model_config.seed)
         self._make_runner()
 
     def _make_runner(self) -> None:
@@ -212,7 +232,7 @@ class MetalLiteWorker(WorkerBase):
             shared=len(self._groups) > 1,
         )  # fmt: skip
         assembly = build_runner(self.model, store, self._sampler, envs.attention())
-        self.pipeline = Pipeline(assembly.runner, self.translator.inputs)
+        self._pipeline = Pipeline(assembly.runner, self.translator.inputs)
         name = self.runner.attention.name
         logger.info("Attention: %s (%s)", name, assembly.attention_reason)
 
@@ -263,16 +283,16 @@ class MetalLiteWorker(WorkerBase):
     def sleep(self, level: int = 1) -> None:
         self.synchronize_device()  # what is under way holds K and V
         before = mx.get_active_memory()
-        self.pipeline = None
+        self._pipeline = None
         if level >= 2:
-            self.model = None
+            self._model = None
         mx.clear_cache()
         logger.info("Sleeping: %.2f GiB freed", (before - mx.get_active_memory()) / 2**30)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        if self.model is None and (not tags or "weights" in tags):
+        if self._model is None and (not tags or "weights" in tags):
             self.load_model()
-        if self.pipeline is None and (not tags or "kv_cache" in tags):
+        if self._pipeline is None and (not tags or "kv_cache" in tags):
             self._make_runner()
 
     # The rest of what vLLM may ask
@@ -284,8 +304,8 @@ class MetalLiteWorker(WorkerBase):
         return str(self.get_model())
 
     def synchronize_device(self) -> None:
-        if self.runner is not None:
-            self.runner.synchronize()
+        if self._pipeline is not None:
+            self._pipeline.runner.synchronize()
         mx.synchronize()
 
     def reset_mm_cache(self) -> None:
@@ -307,4 +327,4 @@ class MetalLiteWorker(WorkerBase):
         return set()
 
     def shutdown(self) -> None:
-        self.pipeline = self.translator = self.model = None
+        self._pipeline = self._translator = self._model = None
