@@ -15,11 +15,12 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # From the bottom to the top.  Those of one line do not know each other.
 LAYERS = (
     ("errors",),
-    ("rules",),
+    ("envs", "rules"),
     ("batch", "config", "outputs", "sampling_params"),
     ("scheduler",),
     # From here on modules may know MLX.
     ("backend",),
+    ("devices",),
     ("kv", "sampling", "specs"),
     ("kernels",),
     ("attention",),

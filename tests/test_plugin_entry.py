@@ -1,6 +1,7 @@
 """The entry point of the vLLM plugin, without vLLM."""
 
 import importlib
+import logging
 import os
 import platform
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_metal_lite import vllm_plugin
+from vllm_metal_lite.vllm_plugin.logs import log_through_vllm
 
 
 def test_the_package_and_the_entry_point_import_neither_torch_nor_vllm_nor_mlx():
@@ -82,3 +84,17 @@ def test_the_range_of_versions(found, is_ok):
     problem = vllm_plugin.version_problem(found)
     assert (problem is None) == is_ok
     assert is_ok or (found in problem and "0.27.1 to 0.33" in problem and "\n" not in problem)
+
+
+def test_the_package_logs_through_vllm(monkeypatch):
+    ours, theirs = logging.getLogger("vllm_metal_lite"), logging.getLogger("vllm")
+    monkeypatch.setattr(ours, "handlers", [])
+    monkeypatch.setattr(ours, "propagate", True)
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    for _ in range(2):  # vLLM may make a second worker in a process
+        log_through_vllm()
+    logging.getLogger("vllm_metal_lite.model.fit").warning("slow")
+    assert seen == ["slow"]

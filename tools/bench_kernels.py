@@ -209,9 +209,12 @@ def shared() -> bool:
             mx.eval(q, store.keys, store.values)
             outputs, times = [], []
             for shares in (True, False):
-                attention = KernelAttention(store, "gather", (), shares=shares)
+                attention = KernelAttention(
+                    store, "gather", {shape.num_heads // shape.num_kv_heads}, shares=shares
+                )
                 step = attention.prepare(batch, rows)
-                call = partial(_all_layers, attention, step, shape.k_head_dim**-0.5)
+                state, scale = attention.new_state(), shape.k_head_dim**-0.5
+                call = partial(_all_layers, attention, step, state, scale)
                 outputs.append(call(q).astype(mx.float32))
                 times.append(1e6 * measure.seconds_per_call(call, q, chain=12) / layers)
                 if shares:
@@ -238,8 +241,10 @@ def _behind_a_prefix(rows: int, prefix: int, own: int, size: int) -> ForwardBatc
     return inputs.pack(index, np.full(rows, prefix + own - 1), np.ones(rows, int))
 
 
-def _all_layers(attention: KernelAttention, step: Step, scale: float, q: mx.array) -> mx.array:
-    bound = attention.begin(step, [new_token()[:1]])
+def _all_layers(
+    attention: KernelAttention, step: Step, state: list[mx.array], scale: float, q: mx.array
+) -> mx.array:
+    bound = attention.begin(step, state)
     for layer in range(len(attention.store.specs)):
         q = bound.attend(layer, q, scale=scale)
     return q

@@ -8,7 +8,8 @@ Both run in this process (vLLM without its engine process), turn by turn; median
 sequence ignored, no prefix caching, so that every turn computes the same.  Needs vLLM.
 
 "host" is this thread's CPU time outside of the runner, a step: scheduling, translating, reporting.
-Unlike tokens a second it means something on a busy machine too.
+Unlike tokens a second it means something on a busy machine too.  "ahead": steps that were launched
+before the host had waited for the one before, of all steps.
 """
 
 import argparse
@@ -88,8 +89,14 @@ def runner_of(engine: Any) -> Any:
     return engine.engine_core.engine_core.model_executor.driver_worker.worker.runner
 
 
-def run(engine: Any, load: Load, watch: Stopwatch) -> tuple[float, float, list[list[int]]]:
-    """(seconds, host seconds a step, tokens)."""
+def pipeline_of(engine: Any) -> Any:
+    if isinstance(engine, LLMEngine):
+        return engine.pipeline
+    return engine.engine_core.engine_core.model_executor.driver_worker.worker.pipeline
+
+
+def run(engine: Any, load: Load, watch: Stopwatch) -> tuple[float, float, float, list[list[int]]]:
+    """(seconds, host seconds a step, part of the steps that were ahead, tokens)."""
     under_vllm = not isinstance(engine, LLMEngine)
     if under_vllm:
         from vllm import SamplingParams as Params
@@ -97,6 +104,7 @@ def run(engine: Any, load: Load, watch: Stopwatch) -> tuple[float, float, list[l
         Params = SamplingParams
     tokens: list[list[int]] = [[] for _ in load.prompts]
     watch.inside, watch.steps = 0.0, 0
+    ahead = pipeline_of(engine).num_ahead
     started, cpu = time.perf_counter(), time.thread_time()
     for i, (prompt, n) in enumerate(zip(load.prompts, load.max_tokens, strict=True)):
         params = Params(temperature=0, max_tokens=n, ignore_eos=True)
@@ -108,8 +116,9 @@ def run(engine: Any, load: Load, watch: Stopwatch) -> tuple[float, float, list[l
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-    host = time.thread_time() - cpu - watch.inside
-    return time.perf_counter() - started, host / watch.steps, tokens
+    seconds, host = time.perf_counter() - started, time.thread_time() - cpu - watch.inside
+    ahead = pipeline_of(engine).num_ahead - ahead
+    return seconds, host / watch.steps, ahead / watch.steps, tokens
 
 
 def compare(engines: dict[str, Any], load: Load, repeats: int) -> dict:
@@ -124,9 +133,10 @@ def compare(engines: dict[str, Any], load: Load, repeats: int) -> dict:
     print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
     seconds = {name: statistics.median(r[0] for r in rs) for name, rs in results.items()}
     host = {name: statistics.median(r[1] for r in rs) for name, rs in results.items()}
+    ahead = {name: statistics.median(r[2] for r in rs) for name, rs in results.items()}
     for name, engine in engines.items():
         runner_of(engine).execute = watches[name].execute
-    expected = results["embedded"][0][2]
+    expected = results["embedded"][0][3]
     return {
         "load": load.name,
         "requests": len(load.prompts),
@@ -134,8 +144,9 @@ def compare(engines: dict[str, Any], load: Load, repeats: int) -> dict:
         "tokens_out": sum(load.max_tokens),
         "tokens_per_second": {n: sum(load.max_tokens) / s for n, s in seconds.items()},
         "host_ms": {n: 1e3 * s for n, s in host.items()},
+        "ahead": ahead,
         "ratio": {n: seconds["embedded"] / s for n, s in seconds.items()},
-        "equal": all(r[2] == expected for rs in results.values() for r in rs),
+        "equal": all(r[3] == expected for rs in results.values() for r in rs),
     }
 
 
@@ -168,7 +179,8 @@ def main() -> int:
     print("| load | in / out tokens | " + " | ".join(engines) + ", output tokens/s |")
     for r in rows:
         cells = [
-            f"{r['tokens_per_second'][n]:.0f} ({r['ratio'][n]:.2f}; host {r['host_ms'][n]:.2f} ms)"
+            f"{r['tokens_per_second'][n]:.0f} ({r['ratio'][n]:.2f}; host {r['host_ms'][n]:.2f} ms; "
+            f"ahead {r['ahead'][n]:.0%})"
             for n in engines
         ]
         print(f"| {r['load']} | {r['tokens_in']:,} / {r['tokens_out']:,} | " + " | ".join(cells))

@@ -98,8 +98,9 @@ def packed_logits(model: LoadedModel, tokens: list[int]) -> np.ndarray:
     batch.token_ids[:] = tokens
     store = PagedStore(model.kv_specs, -(-len(tokens) // BLOCK), BLOCK)
     attention = ReferenceAttention(store)
-    step = attention.begin(attention.prepare(batch, batch.num_tokens), attention.new_state())
-    return np.array(model.packed(step, None).astype(mx.float32))
+    step = attention.prepare(batch, batch.num_tokens)
+    bound = attention.begin(step, attention.new_state())
+    return np.array(model.packed(bound, None).astype(mx.float32))
 
 
 def native_logits(model: LoadedModel, tokens: list[int], bits: int) -> np.ndarray:

@@ -186,9 +186,9 @@ _NATIVE: dict[int, nn.Module] = {}
 
 
 def native(model: LoadedModel) -> nn.Module:
-    """A model as mlx-lm has it: where ours joined projections, a copy with all of them apart."""
+    """A model as mlx-lm has it: a copy with all projections apart, since our engine joins them."""
     ours = model.packed.model
-    if not model.packed.products:
+    if backend.is_cpu():  # where nothing is joined
         return ours
     if id(model) not in _NATIVE:
         theirs = copy.deepcopy(ours)

@@ -170,7 +170,7 @@ def _engine_alone(requests: int, steps: int, kind: str) -> LLMEngine:
         max_model_len=640,
     )  # fmt: skip
     engine = LLMEngine(model, config)
-    engine.runner = _NoModel(said)
+    engine.pipeline.runner = _NoModel(said)
     stop = "\n\n\n" if kind == _TEXTS[3] else None
     params = SamplingParams(temperature=0, max_tokens=steps + 50, ignore_eos=True, stop=stop)
     rng = np.random.default_rng(0)

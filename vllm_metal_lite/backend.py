@@ -10,6 +10,9 @@ import os
 import sys
 from functools import cache
 from importlib.metadata import version
+from typing import Any
+
+from vllm_metal_lite import envs
 
 _LIBRARIES = {
     "MKL": ("libmkl_rt.so.2", "libmkl_rt.so.3", "libmkl_rt.so"),
@@ -37,9 +40,15 @@ def _preload_blas() -> str | None:
 blas = _preload_blas()
 
 import mlx.core as mx  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
 
-if os.environ.get("METAL_LITE_DEVICE") == "cpu":
+if envs.device() == "cpu":
     mx.set_default_device(mx.cpu)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The arrays (or None) at the ends of nested dicts, lists and tuples, such as parameters."""
+    return list(dict(tree_flatten(tree)).values())
 
 
 def mlx_version() -> str:

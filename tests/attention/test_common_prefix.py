@@ -14,6 +14,7 @@ from tests.support.array_attention import compile_on_cpu
 from tests.support.attention_cases import begin
 from tests.support.attention_oracle import paged_attention
 from tests.support.declared_order import recording
+from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.paged import attention as kernels
 from vllm_metal_lite.attention.paged import common_prefix as shared
@@ -22,7 +23,6 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.cache_ops import kv_write
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.runner import runner
 from vllm_metal_lite.runner.compiled import _emptied
 
 BLOCK_SIZE = 8
@@ -40,7 +40,7 @@ needs_kernels = pytest.mark.skipif(
 )
 def test_the_prefix_that_saves_most_is_found(rows, fewest, groups):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "_ROW_COST", 0)
+        change_device(patch, prefix_row_cost=0)
         # A block's number tells what is before it too, as in a cache of prefixes.
         names = {word[:i] for word, _ in rows for i in range(1, len(word) + 1)}
         blocks = {name: i for i, name in enumerate(sorted(names))}
@@ -173,7 +173,7 @@ def array_of(rng, *shape):
 @pytest.mark.parametrize("order", [min, max])
 def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order):
     """The first key of the prefix is another one in each of two steps."""
-    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", 1)
+    change_device(monkeypatch, min_saved_tokens=1)
     rng = np.random.default_rng(0)
     store = PagedStore([LayerSpec(2, 32, 32, mx.float32)], 4, BLOCK_SIZE)
     for arrays in (store.keys, store.values):
@@ -220,7 +220,7 @@ def cache_of_verdicts(tmp_path_factory):
 @pytest.fixture
 def steps(monkeypatch):
     """Of every step, the prefix of its decodes or None; any that can be is shared."""
-    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", BLOCK_SIZE)
+    change_device(monkeypatch, min_saved_tokens=BLOCK_SIZE)
     found = []
 
     class Recording(PrefixSearch):
@@ -263,7 +263,7 @@ def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length
     lens = {int(s.lens.max()) for s in steps if s}
     assert lens == ({length // 8 * 8} if length >= 8 else set())
     assert all(np.count_nonzero(s.lens) <= 3 for s in steps if s)
-    monkeypatch.setattr(shared, "MIN_SAVED_TOKENS", 1 << 30)
+    change_device(monkeypatch, min_saved_tokens=1 << 30)
     steps.clear()
     assert tokens_of(engine_of("llama"), prompts) == got
     assert not any(steps)
@@ -308,7 +308,7 @@ def test_a_newcomer_without_the_prefix_reads_its_own_keys(on_kernels, steps):
 
 def test_compiled_steps_that_share(steps, monkeypatch):
     """By ArrayAttention, which takes the blocks of the prefix from the leader."""
-    monkeypatch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
+    pad_to_powers_of_two(monkeypatch)
     prompts = [PREFIX[:26] + rest for rest in OTHERS] + [OTHERS[3]]
     options = {"max_num_batched_tokens": 24, "block_size": BLOCK_SIZE}
     expected = tokens_of(tiny.engine("qwen3", **options), prompts, 24)

@@ -11,8 +11,8 @@ from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.attention_cases import RAGGED, Case, check
 from tests.support.declared_order import Launches, recording
+from tests.support.device import change_device
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.attention.paged import attention as kernels_of_steps
 from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention, KernelStepAttention
 from vllm_metal_lite.attention.select import Verdict
@@ -54,15 +54,14 @@ def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
 
 
 def test_a_large_step_is_cut_into_calls(monkeypatch):
-    monkeypatch.setattr(kernels_of_steps, "SMALL_ROWS", 1)
+    change_device(monkeypatch, small_rows=1)
     check(KernelCase(RAGGED, prefill="gather", sinks=True), padding=3, window=5)
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 11}, {"softcap": 2.0}], ids=str)
 def test_prompts_of_like_lengths_are_one_batch(monkeypatch, how):
     """A step that repeats, of decodes and of chunks that end to end would see each other's keys."""
-    monkeypatch.setattr(prompts_of_steps, "_MIN_ROWS", 1)
-    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 16)
+    change_device(monkeypatch, min_segment_rows=1, min_keys=16)
     batches = []
     made = prompts_of_steps.in_one_batch
     monkeypatch.setattr(

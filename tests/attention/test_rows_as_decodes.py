@@ -18,16 +18,16 @@ from tests.support.attention_cases import (
     expected_pairs,
     make_batch,
 )
+from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
-from vllm_metal_lite.attention.paged import attention as kernels
-from vllm_metal_lite.attention.paged import common_prefix as shared
-from vllm_metal_lite.attention.paged.attention import ROWS_AS_DECODES, KernelAttention
-from vllm_metal_lite.runner import runner
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.devices import profile
 
 needs_host = pytest.mark.skipif(
     not backend.is_cpu() or not compiler_available(), reason="for the CPU host"
 )
 
+LIMIT = 64  # rows of a small step
 SEGMENTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=6)
 
 
@@ -49,7 +49,7 @@ class DecodesCase(Case):
     def run(self, padding=0, **how):
         self.store.specs = [replace(self.store.specs[0], window=how.get("window"))]
         self.attention = KernelAttention(
-            self.store, "gather", self.head_groups, rows_as_decodes=ROWS_AS_DECODES
+            self.store, "gather", self.head_groups, rows_as_decodes=LIMIT
         )
         plan = self.attention.prepare(self.batch, self.batch.num_tokens).plan
         assert plan.prompts is None
@@ -64,7 +64,7 @@ class DecodesCase(Case):
 )
 @pytest.mark.parametrize("segments", [RAGGED[:3] + RAGGED[6:], RAGGED[:4], [(40, 13)]], ids=str)
 def test_decodes_prompts_and_chunks(monkeypatch, segments, how):
-    monkeypatch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", BLOCK_SIZE)
+    change_device(monkeypatch, min_saved_for_prompts=BLOCK_SIZE)
     case = DecodesCase(segments, sinks=True)
     with installed():
         check(case, padding=3, **how)
@@ -79,7 +79,7 @@ def test_a_quantised_store(bits):
         check(DecodesCase([(9, 1), (21, 9)], dim=96, v_dim=80, bits=bits), window=11)
 
 
-def prepared(segments, padding=0, limit=ROWS_AS_DECODES):
+def prepared(segments, padding=0, limit=LIMIT):
     case = Case(segments)
     attention = KernelAttention(case.store, "gather", case.head_groups, rows_as_decodes=limit)
     return attention.prepare(case.batch, case.batch.num_tokens + padding).plan
@@ -88,17 +88,17 @@ def prepared(segments, padding=0, limit=ROWS_AS_DECODES):
 def test_only_small_steps(monkeypatch):
     chunk = [(17, 1), (8, 25)]
     assert prepared(chunk).prompts is None
-    assert prepared(chunk, padding=ROWS_AS_DECODES - 26).prompts is None
-    assert prepared(chunk, padding=ROWS_AS_DECODES - 25).prompts is not None
+    assert prepared(chunk, padding=LIMIT - 26).prompts is None
+    assert prepared(chunk, padding=LIMIT - 25).prompts is not None
     assert prepared(chunk, limit=0).prompts is not None
     # Rows that would read too much, each for itself; what decodes read counts for nothing.
     keys = sum(range(9, 34))
-    monkeypatch.setattr(kernels, "_MAX_OWN_KEYS", keys)
+    change_device(monkeypatch, max_own_keys=keys)
     assert prepared(chunk).prompts is None
     assert prepared([(300, 1), (8, 25)]).prompts is None
-    monkeypatch.setattr(kernels, "_MAX_OWN_KEYS", keys - 1)
+    change_device(monkeypatch, max_own_keys=keys - 1)
     assert prepared(chunk).prompts is not None
-    monkeypatch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", 8 // BLOCK_SIZE * BLOCK_SIZE)
+    change_device(monkeypatch, min_saved_for_prompts=8 // BLOCK_SIZE * BLOCK_SIZE)
     assert prepared(chunk).prompts is None
 
 
@@ -132,9 +132,9 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
 
     expected, expected_scores = answers(tiny.engine("qwen3", **options))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
-        patch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", 8)
-        engine = compile_on_cpu(tiny.engine("qwen3", **options), rows_as_decodes=ROWS_AS_DECODES)
+        pad_to_powers_of_two(patch)
+        change_device(patch, min_saved_for_prompts=8)
+        engine = compile_on_cpu(tiny.engine("qwen3", **options), rows_as_decodes=LIMIT)
         steps, prepare = [], engine.runner.attention.prepare
         engine.runner.attention.prepare = lambda *a: steps.append(prepare(*a)) or steps[-1]
         got, scores = answers(engine)
@@ -150,8 +150,8 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
 def test_a_prompt_alone_waits_to_be_compiled():
     """A chunk is not followed by its like as surely as a decode is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
-        engine = compile_on_cpu(tiny.engine("qwen3"), rows_as_decodes=ROWS_AS_DECODES)
+        pad_to_powers_of_two(patch)
+        engine = compile_on_cpu(tiny.engine("qwen3"), rows_as_decodes=LIMIT)
         compiled = []
         for i, prompt in enumerate(tiny.prompts(3, 20, 30, seed=1)):
             engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=1))
@@ -165,14 +165,14 @@ def test_a_prompt_alone_waits_to_be_compiled():
 def test_tokens_through_kernels(monkeypatch, tmp_path, name):
     """A pool that makes requests give way, chunks of unlike size, and a newcomer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shared, "MIN_SAVED_FOR_PROMPTS", 8)
+    change_device(monkeypatch, min_saved_for_prompts=8)
     prompts = tiny.prompts(4, 10, 40, seed=7)
     params = SamplingParams(temperature=0, max_tokens=16)
     with installed():
         engine = tiny.engine(
             name, attention="kernels", block_size=8, num_blocks=10, max_num_batched_tokens=19
         )
-        assert engine.runner.attention.rows_as_decodes == ROWS_AS_DECODES
+        assert engine.runner.attention.rows_as_decodes == profile().rows_as_decodes
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), prompt, params)
         done = tiny.run(engine)

@@ -19,8 +19,8 @@ from tests.support.attention_cases import (
     check,
     make_batch,
 )
+from tests.support.device import change_device
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa import calls as sdpa_calls
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -68,7 +68,8 @@ def test_softcap_and_sinks_in_narrow_types(dtype):
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_backend_cuts_the_step_its_own_way_to_the_same_result(monkeypatch, where, window):
     monkeypatch.setattr(backend, "name", lambda: where)
-    monkeypatch.setitem(sdpa_calls._COSTS["cpu"], "tile", 8)
+    if where == "cpu":
+        change_device(monkeypatch, sdpa_tile=8)
     check(Case(RAGGED), padding=3, window=window)
     check(Case(RAGGED, sinks=True), window=window, softcap=3.0)
 
@@ -78,7 +79,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     case = Case([(0, 60), (0, 3), (0, 5), (0, 2)])
     results, forms = [], []
     for cost in (1 << 20, 0):
-        monkeypatch.setitem(sdpa_calls._COSTS["cpu"], "call_cost", cost)
+        change_device(monkeypatch, sdpa_call_cost=cost)
         groups = case.attention.prepare(case.batch, 70).plan.sdpa[0].calls(None).groups
         forms.append([g.group.segments is not None for g in groups])
         results.append(case.run())

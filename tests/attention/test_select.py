@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.paged.attention import ROWS_AS_DECODES
 from vllm_metal_lite.attention.select import OPTIONAL_KERNELS, Verdict, no_kernels, select
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
@@ -76,7 +76,7 @@ def test_kernels_that_are_right_are_used_without_a_warning(option):
     assert (attention.name, attention.prefill) == ("kernels", "varlen")
     assert attention.shares == [True]
     assert attention.gathers_rows
-    assert attention.rows_as_decodes == ROWS_AS_DECODES
+    assert attention.rows_as_decodes == profile().rows_as_decodes
     assert reason == "right on this device; prompts by varlen_prefill"
 
 
@@ -104,5 +104,7 @@ def test_a_wrong_kernel_that_is_optional_is_done_without(name):
     assert (attention.name, attention.prefill) == ("kernels", "gather")
     assert attention.shares == [name != "shared_prefix"]
     assert attention.gathers_rows == (name != "gather_rows")
-    assert attention.rows_as_decodes == (0 if name == "shared_prefix" else ROWS_AS_DECODES)
+    assert attention.rows_as_decodes == (
+        0 if name == "shared_prefix" else profile().rows_as_decodes
+    )
     assert "the others right" in reason

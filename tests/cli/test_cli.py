@@ -1,5 +1,6 @@
 """The command line's front door: help, errors of one line, exit codes, closed streams."""
 
+import logging
 import subprocess
 import sys
 
@@ -63,6 +64,17 @@ def test_a_bad_command_line_is_one_line_and_2(argv, capsys):
     assert out == ""
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+def test_a_warning_of_the_package_is_a_line_on_stderr(monkeypatch, capsys):
+    logger = logging.getLogger("vllm_metal_lite.model.fit")
+    monkeypatch.setattr(
+        "vllm_metal_lite.cli.doctor.run", lambda _: logger.warning("%d%% slower", 50)
+    )
+    main(["doctor"])
+    assert capsys.readouterr() == ("", "warning: 50% slower\n")
+    logger.warning("The command is over")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_bad_model_is_one_line_and_1(tmp_path, capsys):

@@ -450,7 +450,7 @@ llm = LLM({str(folder)!r})
 llm.engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
 for _ in range(5):
     llm.engine.step()
-assert llm.engine._steps
+assert llm.engine.pipeline.steps
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -463,7 +463,7 @@ def test_an_id_may_be_used_again_while_its_last_step_is_under_way():
     engine.add_request("a", prompts[0], greedy)
     for _ in range(4):
         engine.step()
-    assert engine._steps
+    assert engine.pipeline.steps
     engine.abort("a")
     engine.add_request("a", prompts[1], greedy)
     expected = tiny.alone(tiny.native("llama"), prompts[1], 12)
@@ -477,7 +477,7 @@ def test_what_an_aborted_prompt_scores_in_the_step_ahead_is_nobodys():
     engine.add_request("a", prompts[0], params)
     engine.add_request("b", prompts[1], params)
     engine.step()
-    assert len(engine._steps[0].output.segments) == 2
+    assert len(engine._outputs[0].segments) == 2
     engine.abort("a")
     engine.add_request("a", prompts[1], params)
     done = tiny.run(engine)

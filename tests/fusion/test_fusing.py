@@ -21,6 +21,7 @@ from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
@@ -33,7 +34,6 @@ from vllm_metal_lite.fusion.joined import (
 from vllm_metal_lite.fusion.traced import Sum, Traced, as_view, origin_of, rows_of, up_to_date
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
-from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import adapt
@@ -294,7 +294,7 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
         for rows, n in forwards.items():
             if rows in few:
                 expected[rows, False] = 7 * layers * n
-            if rows in few and rows <= MAX_NORMED_ROWS:
+            if rows in few and rows <= profile().max_normed_rows:
                 expected[rows, True] = 2 * layers * n
         assert launches == expected
     assert tokens[0] == tokens[1] == tokens[2]

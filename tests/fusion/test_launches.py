@@ -13,8 +13,8 @@ from tests.support.launches import Stubs
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.fused import fuse
-from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
@@ -50,7 +50,7 @@ def _of_a_step(stubs, name, layers, rows, skinny_rows, dtype) -> Counter:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("rows", [1, 8, MAX_NORMED_ROWS])
+@pytest.mark.parametrize("rows", [1, 8, profile().max_normed_rows])
 def test_five_with_a_norm_or_a_sum_or_swiglu_in_each_product(monkeypatch, name, rows):
     assert of_a_layer(monkeypatch, name, rows, FEW) == {
         "skinny_gemm NORM": 1,
@@ -61,7 +61,7 @@ def test_five_with_a_norm_or_a_sum_or_swiglu_in_each_product(monkeypatch, name, 
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("rows", [MAX_NORMED_ROWS + 1, 64])
+@pytest.mark.parametrize("rows", [profile().max_normed_rows + 1, 64])
 def test_seven_where_norms_are_launches_of_their_own(monkeypatch, name, rows):
     assert of_a_layer(monkeypatch, name, rows, FEW) == {
         "skinny_gemm": 3,

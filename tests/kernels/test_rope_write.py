@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
+from tests.support.device import change_device
 from tests.support.kernel_cases import (
     STORE,
     TOLERANCE,
@@ -90,7 +91,7 @@ def test_random_rows(positions, heads, dims, pairs, traditional, freqs, norms, j
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1)], ids=str)
 def test_long_prompts_take_several_heads_a_simdgroup(heads, monkeypatch):
-    monkeypatch.setattr(rope, "_MANY_ROWS", 4)
+    change_device(monkeypatch, rope_many_rows=4)
     check(list(range(7)), heads=heads)
 
 

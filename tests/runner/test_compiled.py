@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
+from tests.support.device import change_device, pad_to_powers_of_two
 from tests.support.launches import Stubs
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.paged import attention as kernels_of_steps
-from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.fused import FusedLaunches
 from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.runner import compiled, runner
+from vllm_metal_lite.runner import compiled
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -44,7 +43,7 @@ def cache_of_verdicts(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def power_of_two_rows(monkeypatch):
     """As on a GPU; on a CPU steps are not padded."""
-    monkeypatch.setattr(runner, "bucket", lambda n: 1 << (n - 1).bit_length())
+    pad_to_powers_of_two(monkeypatch)
 
 
 def make_engine(name="qwen3", prefill="gather", **options):
@@ -120,7 +119,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
     attention = KernelAttention(engine.runner.attention.store, prefill, groups)
-    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
@@ -145,7 +144,7 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
     attention = KernelAttention(engine.runner.attention.store, "gather", {2})
     fuse_linears(engine.model.packed.model)
     fusion = FusedLaunches(skinny_rows=range(2, 9))
-    engine.runner = ModelRunner(engine.model.packed, attention, engine.sampler, fusion)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler, fusion)
     engine.runner.compiled.reason = None
     tokens_of(engine)
     all_seven = 7 * len(attention.store.specs)
@@ -248,7 +247,7 @@ def test_log_probabilities_of_prompts(prefill, monkeypatch):
 def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, monkeypatch):
     """One a number of keys, from 128 to 512, one more where the decodes' tables grow, and the step
     of decodes that follows, one ahead."""
-    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 128)
+    change_device(monkeypatch, min_keys=128)
     engine = make_engine(
         prefill=prefill, max_num_batched_tokens=20, num_blocks=200, max_model_len=512,
         enable_prefix_caching=False,
@@ -290,9 +289,7 @@ def test_a_variant_with_prompts_is_compiled_when_it_comes_again(monkeypatch):
 
 def test_a_wave_of_like_prompts_behind_a_cached_prefix_is_compiled(monkeypatch):
     """Its mask would be too large end to end; a batch of its segments is not."""
-    monkeypatch.setattr(prompts_of_steps, "_MIN_KEYS", 16)
-    monkeypatch.setattr(prompts_of_steps, "_MIN_ROWS", 4)
-    monkeypatch.setattr(prompts_of_steps, "_SMALL_MASK", 4 * 8 * 80)
+    change_device(monkeypatch, min_keys=16, min_segment_rows=4, small_mask=4 * 8 * 80)
     prefix = tiny.prompts(1, 64, 64)[0]
     waves = [[prefix + tail for tail in tiny.prompts(4, 5, 8, seed=n)] for n in range(3)]
     waves = [[*wave[:3], prefix + [7] * 8] for wave in waves]  # the longest of each of 8 rows
@@ -333,7 +330,7 @@ def test_variants_seen_once_do_not_displace_compiled_ones(monkeypatch):
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_large_steps_are_not_compiled(prefill, monkeypatch):
-    monkeypatch.setattr(kernels_of_steps, "SMALL_ROWS", 20)
+    change_device(monkeypatch, small_rows=20)
     engine = make_engine(prefill=prefill, enable_prefix_caching=False)
     steps = compiled_with_prompts(engine, monkeypatch)
     engine.add_request("decode", tiny.prompts(1, 17, 17)[0], GREEDY)

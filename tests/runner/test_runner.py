@@ -11,7 +11,6 @@ from vllm_metal_lite.attention.sdpa.reference import ReferencePlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.runner import runner
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import bucket
 
@@ -80,7 +79,6 @@ def test_greedy_tokens_equal_the_model_alone_with_and_without_padding_to_buckets
     monkeypatch, where
 ):
     monkeypatch.setattr(backend, "name", lambda: where)
-    monkeypatch.setattr(runner.backend, "is_cpu", lambda: where == "cpu")
     bench = RunnerBench(PROMPTS)
     tokens = [bench.step([0, 1], [0, 0], [20, 20]).token_ids.tolist()]
     for i in range(5):
@@ -127,7 +125,7 @@ def test_a_decode_step_copies_no_store():
 
 def test_buckets_are_few_and_never_too_small(monkeypatch):
     assert [bucket(n) for n in (1, 63, 2048)] == [1, 63, 2048]  # a CPU pads nothing
-    monkeypatch.setattr(runner.backend, "is_cpu", lambda: False)
+    monkeypatch.setattr(backend, "name", lambda: "metal")
     sizes = [bucket(n) for n in range(1, 4097)]
     assert all(size >= n for n, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)

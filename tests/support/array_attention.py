@@ -118,6 +118,6 @@ def compile_on_cpu(
     attention = ArrayAttention(
         engine.runner.attention.store, prefill, groups, rows_as_decodes=rows_as_decodes
     )
-    engine.runner = ArrayRunner(engine.model.packed, attention, engine.sampler)
+    engine.pipeline.runner = ArrayRunner(engine.model.packed, attention, engine.sampler)
     engine.runner.compiled.reason = None
     return engine

@@ -15,7 +15,10 @@ from vllm import SamplingParams
 
 from tests.vllm_plugin import kit
 from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.model import loader
+from vllm_metal_lite.model.packed import NO_FUSION
+from vllm_metal_lite.vllm_plugin import worker
 from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
@@ -90,25 +93,22 @@ def test_sleep_gives_memory_back_and_waking_up_changes_no_token(level):
         assert kit.tokens(kit.generate(llm, PROMPTS, max_tokens=20)) == expected
 
 
-def test_a_worker_s_products_are_timed_on_its_own_attention(monkeypatch):
-    """After the model's trial, and each time that there is a new store."""
-    from vllm_metal_lite.vllm_plugin import worker
-
-    order, said = [], []
-    for name, text in (("check_fusing", None), ("tune_products", "; products by us")):
-        monkeypatch.setattr(
-            worker, name, lambda *args, name=name, text=text: order.append((name, *args)) or text
-        )
+def test_what_is_fused_is_decided_for_each_store(monkeypatch):
+    """At the start, and when a worker that slept gets a new one."""
+    seen, said = [], []
+    monkeypatch.setattr(
+        decide, "decide", lambda *args: (seen.append(args[:2]), (NO_FUSION, "; nothing fused"))[1]
+    )
     monkeypatch.setattr(worker.logger, "info", lambda text, *args: said.append(text % args))
     with kit.engine(enable_sleep_mode=True) as llm:
-        for _ in range(2):
-            packed, attention = kit.worker(llm).model.packed, kit.worker(llm).runner.attention
-            assert order[-2:] == [(n, packed, attention) for n in ("check_fusing", "tune_products")]
+        for count in (1, 2):
+            mine = kit.worker(llm)
+            assert len(seen) == count
+            assert seen[-1] == (mine.model.packed, mine.runner.attention)
             assert said[-1].startswith("Attention: reference (")
-            assert said[-1].endswith("; products by us)")
+            assert said[-1].endswith("; nothing fused)")
             llm.sleep()
             llm.wake_up()
-        assert len(order) == 6
 
 
 def test_a_long_answer_ends_at_the_context_length():

@@ -7,7 +7,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 from metal.host import compiler_available, installed
 from tests.vllm_plugin import kit
 from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, check
-from vllm_metal_lite.checks import selfcheck
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
 # A request takes 13 blocks of the full group; of two others, what a window and a step touch.
@@ -64,7 +65,7 @@ def test_every_way_of_scheduling(monkeypatch):
 def test_kernels_share_arrays_and_windows_cost_less(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("METAL_LITE_ATTENTION", "kernels")
-    monkeypatch.setattr(selfcheck, "verdict", lambda *_: selfcheck.Verdict((), "varlen"))
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
     name, used = "gemma3_text", []
     with installed():
         for disabled in (True, False):
@@ -73,6 +74,7 @@ def test_kernels_share_arrays_and_windows_cost_less(monkeypatch, tmp_path):
                 assert (num_groups(llm) > 1) != disabled
                 assert kit.worker(llm).runner.attention.name == "kernels"
                 check(llm, name, PLAIN[:4])
+                assert kit.worker(llm).pipeline.num_ahead > 20
                 groups = kit.core(llm).scheduler.kv_cache_config.kv_cache_groups
                 layers = max(len(g.layer_names) for g in groups)  # arrays that a block lies in
                 used.append(layers * most_used(llm, [SHARED[0]]))

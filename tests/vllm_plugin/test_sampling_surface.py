@@ -16,7 +16,7 @@ from vllm.v1.utils import tensor_data
 
 from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams as OurParams
-from vllm_metal_lite.vllm_plugin import translate
+from vllm_metal_lite.vllm_plugin import outputs
 from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 
 PROMPTS = tiny.prompts(6, 3, 40, seed=5)
@@ -114,7 +114,7 @@ def test_logprobs_and_prompt_logprobs_over_chunks(llm, k):
 
 def test_prompt_logprobs_of_a_prompt_of_one_token_can_be_sent():
     """vLLM sends a tensor's bytes to its front end; an error there ends the server's answers."""
-    for tensor in PromptLogprobs(1, 2).tensors()[:3]:
+    for tensor in PromptLogprobs(1, 2).take()[:3]:
         assert len(tensor_data(tensor)) == 0
 
 
@@ -161,7 +161,7 @@ def test_a_grammar_that_is_over_ends_before_min_tokens():
 def test_a_request_without_a_token_ends_at_once(llm, monkeypatch):
     """vLLM lets a worker fail no single request: it stops, and the log says why."""
     said = []
-    monkeypatch.setattr(translate.logger, "error", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(outputs.logger, "error", lambda text, *args: said.append(text % args))
     never = {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3}
     plain = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
     params = [plain, SamplingParams(temperature=0, ignore_eos=True, max_tokens=8, **never)]

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
-from mlx.utils import tree_map
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 
-# Arrays in lists and tuples, some of them None: what `mx.compile` takes as an argument.
+# MLX arrays in lists and tuples, some of them None: what `mx.compile` takes as an argument.
 Arrays = Any
 
 
@@ -29,15 +28,10 @@ def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
     return out
 
 
-def upload(arrays: Arrays) -> Arrays:
-    """Numpy arrays, in lists and tuples, as MLX's; None stays None."""
-    return tree_map(lambda a: None if a is None else mx.array(a), arrays)
-
-
 class Plan(Protocol):
-    """How an attention path attends to one step.
+    """How an attention path attends to one step.  Planned with numpy; its arrays are on the device.
 
-    arrays: all of the plan that differs between two steps of one variant.
+    arrays: everything in the plan that differs between two steps of one variant.
     """
 
     @property
@@ -53,11 +47,11 @@ class Step:
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows,) int32 a KV group.  A padded
     row has position 0 and its group's padding slot, and any token.
     logits_indices: (R,) int32, those of the batch, then any rows; None: all rows get logits.
-    plan: of the attention path.
+    plan: a Plan of the attention path, and read by that path only.
     variant: what a compiled step depends on beside `arrays`; None if a step is not compiled.
     """
 
-    batch: ForwardBatch | None
+    batch: ForwardBatch
     num_rows: int
     token_ids: mx.array
     positions: mx.array
@@ -98,7 +92,7 @@ def make_step(
     num_logits: int = 1,
     variant: tuple | None = None,
 ) -> Step:
-    """The step of a batch under a plan whose arrays are numpy's, brought to the device.
+    """The step of a batch under a plan, with the batch's arrays padded and on the device.
 
     padding_slots: of each KV group, the slot of padded rows; None: -1, which kernels skip.
     num_logits: fewest rows that get logits, unless all do.
@@ -108,35 +102,34 @@ def make_step(
         slots = pad_rows(of_group.slot_mapping, num_rows, PAD_SLOT)
         if padding_slots is not None:
             slots = np.where(slots == PAD_SLOT, padding_slots[group], slots)
-        slot_mapping.append(slots)
+        slot_mapping.append(mx.array(slots))
     logits_indices = None
     if len(batch.sample_segments) < batch.num_tokens:
-        # A step of chunks alone samples nothing, and the logits of one row, which nobody reads, are
-        # never computed.
+        # A step of nothing but chunks samples nothing.  It names one row all the same; the logits
+        # of that row are never read, so they are never computed.
         wanted = batch.logits_indices
-        logits_indices = pad_rows(wanted, max(len(wanted), num_logits))
-    host = Step(
+        logits_indices = mx.array(pad_rows(wanted, max(len(wanted), num_logits)))
+    return Step(
         batch,
         num_rows,
-        pad_rows(batch.token_ids, num_rows),
-        pad_rows(batch.positions, num_rows),
+        mx.array(pad_rows(batch.token_ids, num_rows)),
+        mx.array(pad_rows(batch.positions, num_rows)),
         tuple(slot_mapping),
         logits_indices,
         plan,
         variant,
     )
-    return host.with_arrays(upload(host.arrays))
 
 
 class StepAttention(Protocol):
-    """One step's pass over the layers of a model.  `write` of a layer comes before its `attend`."""
+    """One step's pass over the layers of a model.  A layer calls `write` before `attend`."""
 
     step: Step
     store: PagedStore
 
     @property
     def state(self) -> list[mx.array]:
-        """The state that the next step goes on with: evaluate it, and all writes have happened."""
+        """The state that the next step starts from.  Evaluating it completes all writes."""
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k, v (num_rows, num_kv_heads, head_dim) of this step's rows to their slots."""
@@ -156,10 +149,10 @@ class StepAttention(Protocol):
         """Causal attention of q (num_rows, H, D) to each row's own sequence -> (num_rows, H, Dv).
 
         window: tokens a query sees, its own included.  softcap: scores become
-        softcap * tanh(score / softcap).  sinks: (H,), a logit each that takes weight, gives none.
-        q_pe: (num_rows, H, v_head_dim), latent attention: a score is (q . k + q_pe . v) * scale,
-        and what is weighed and summed is k.  chunk: a query sees the keys of its own chunk of so
-        many positions only.
+        softcap * tanh(score / softcap).  sinks: (H,), one logit a head that takes part in the
+        softmax and adds no value.  q_pe: (num_rows, H, v_head_dim), for latent attention: a score
+        is (q . k + q_pe . v) * scale, and the values are k.  chunk: a query sees only the keys of
+        its own chunk of this many positions.
         """
 
 

@@ -1,18 +1,21 @@
 """Which attention path serves a model on this device, and why."""
 
-import warnings
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
-from vllm_metal_lite.attention.paged.attention import ROWS_AS_DECODES, KernelAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.config import ATTENTION
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.common import unsupported
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape
+
+logger = logging.getLogger(__name__)
 
 # These kernels are optional: each has a fallback.
 OPTIONAL_KERNELS = frozenset(
@@ -66,10 +69,9 @@ def select(
     if wrong and option == "auto":
         slower = "the reference attention, which is slower"
         instead = slower if fatal else "MLX's own operations instead"
-        warnings.warn(
+        logger.warning(
             f"a kernel fails its check on this device: {next(iter(verdict.failures.values()))}; "
-            f"using {instead}. Please report what `vllm-metal-lite doctor` prints.",
-            stacklevel=2,
+            f"using {instead}. Please report what `vllm-metal-lite doctor` prints."
         )
     if fatal:
         reason = f"a kernel fails its check: {verdict.failures[fatal[0]]}"
@@ -83,7 +85,7 @@ def select(
         {s.num_heads // s.num_kv_heads for s in shapes},
         shares=shares,
         gathers_rows="gather_rows" not in wrong,
-        rows_as_decodes=ROWS_AS_DECODES if shares else 0,
+        rows_as_decodes=profile().rows_as_decodes if shares else 0,
     )
     checked = "the others right" if wrong else "right"
     how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[verdict.prefill]

@@ -17,7 +17,8 @@ def run(args: argparse.Namespace) -> int:
     if not (terminal.interactive or message):
         raise RequestError("there is no message on stdin")
     engine = start_engine(args.model, config, terminal.status, "vllm-metal-lite chat")
-    if not engine.model.tokenizer.has_chat_template:
+    tokenizer = engine.model.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
         raise RequestError(
             f"{args.model} has no chat template, so it cannot chat; it completes text with "
             "`vllm-metal-lite generate`"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from vllm_metal_lite import __version__
-from vllm_metal_lite.cli import options
+from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.errors import MetalLiteError
 
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = _parser().parse_args(argv)
             # Imported only now: `--help` is instant, and a bad flag is told at once.
-            code = import_module(f"vllm_metal_lite.cli.{args.command}").run(args)
+            with log.shown():
+                code = import_module(f"vllm_metal_lite.cli.{args.command}").run(args)
         finally:
             sys.stdout.flush()
     except options.UsageError as e:

@@ -1,11 +1,11 @@
 """What the user sees and types: answers on stdout, notices on stderr, lines from stdin."""
 
-import os
 import sys
 from io import TextIOWrapper
 from types import ModuleType
 from typing import TextIO
 
+from vllm_metal_lite import envs
 from vllm_metal_lite.cli.wrap import wrap
 
 _PROMPT, _MORE = ">>> ", "... "
@@ -110,4 +110,4 @@ def _readline() -> ModuleType | None:
 
 
 def _has_colour(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return stream.isatty() and not envs.no_color()

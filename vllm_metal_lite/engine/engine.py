@@ -3,13 +3,12 @@
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
@@ -20,7 +19,8 @@ from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.memory import limit_buffer_cache, size_store
-from vllm_metal_lite.runner.result import StepResult
+from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
+from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.masks import bad_word_ids
 from vllm_metal_lite.sampling.sampler import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -33,21 +33,7 @@ Prompt = str | list[int] | Mapping[str, Any]
 # Prompt log-probabilities want logits for every row of a chunk: (rows, vocab_size) float32.
 _PROMPT_LOGPROBS_CHUNK = 256
 
-_COUNTS = ("steps", "steps_ahead", "prefill_tokens", "decode_tokens")
-
-
-@dataclass
-class _Step:
-    """A step from its scheduling to its end."""
-
-    output: SchedulerOutput
-    batch: ForwardBatch | None = None
-    req_indices: np.ndarray | None = None  # of its terminal segments
-    result: StepResult | None = None
-
-    @property
-    def is_wanted(self) -> bool:
-        return any(s.request.status is RequestStatus.RUNNING for s in self.output.segments)
+_COUNTS = ("steps", "prefill_tokens", "decode_tokens")
 
 
 class LLMEngine:
@@ -66,10 +52,11 @@ class LLMEngine:
         store = PagedStore(model.kv_specs, self.kv_groups, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
         assembly = build_runner(model, store, self.sampler, self.config.attention)
-        self.runner, self.attention_reason = assembly.runner, assembly.attention_reason
+        self.attention_reason = assembly.attention_reason
         self.inputs = InputBatch(
             seats, self.max_model_len, self.config.block_size, len(self.kv_groups)
         )
+        self.pipeline = Pipeline(assembly.runner, self.inputs)
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(scheduling, self.kv_groups, self.max_model_len)
@@ -78,13 +65,18 @@ class LLMEngine:
         self._arrivals = itertools.count()
         self._counts = dict.fromkeys(_COUNTS, 0)
         self.async_scheduling = True
-        self._steps: deque[_Step] = deque()  # launched and not finished: one ahead at most
+        # Of the steps under way, the oldest first: one ahead at most.
+        self._outputs: deque[SchedulerOutput] = deque()
 
     @classmethod
     def from_name(cls, name: str = "demo", config: EngineConfig | None = None) -> "LLMEngine":
         """Load a model ("demo", a folder or a Hugging Face name) and build its engine."""
         config = _config_of(config)
         return cls(load(name, config.dtype, config.trust_remote_code), config)
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.pipeline.runner
 
     # Requests
 
@@ -254,59 +246,59 @@ class LLMEngine:
         If a forward fails, by an error or by Ctrl-C, everything scheduled goes back to the queue
         before the exception goes on: nothing is lost, and the next step starts afresh.
         """
-        if self._steps and not self._steps[0].is_wanted:  # aborted since
-            self._steps.clear()
+        if self._outputs and not self._outputs[0].is_wanted:  # aborted since
+            self._outputs.clear()
+            self.pipeline.clear()
         try:
-            if not self._steps:
+            if not self._outputs:
                 self._launch(self.scheduler.schedule())
-            if not self._steps:
+            if not self._outputs:
                 return []
-            step = self._steps[0]
-            self._advance(step)
+            self._advance(self._outputs[0])
             if self.async_scheduling and not self.scheduler.may_preempt():
-                self._launch(self.scheduler.schedule(), step.result)
-                self._counts["steps_ahead"] += len(self._steps) - 1
-            step.result.wait()
+                self._launch(self.scheduler.schedule())
+            step = self.pipeline.finish()
         except BaseException:
-            outputs = [s.output for s in self._steps]
-            self._steps.clear()
-            self.runner.forget()
-            for segment in itertools.chain.from_iterable(o.segments for o in outputs):
-                self._unseat(segment.request)
-            self.scheduler.rollback(*outputs)
+            self._roll_back()
             raise
-        return self._finish(self._steps.popleft())
+        return self._finish(self._outputs.popleft(), step)
 
-    def _launch(self, output: SchedulerOutput, after: StepResult | None = None) -> None:
-        """Submit a step.  after: the step under way, whose tokens this one may continue."""
+    def _launch(self, output: SchedulerOutput) -> None:
+        """Submit a step; it may continue the tokens of the one under way."""
         for request in output.preempted:
             self._unseat(request)
         if output.is_empty:
             return
-        step = _Step(output)
-        self._steps.append(step)
+        self._outputs.append(output)
         self._seat(output)
-        req_indices = np.array([s.request.req_index for s in output.segments])
-        step.batch = batch = self.inputs.pack(
-            req_indices,
+        batch = self.inputs.pack(
+            np.array([s.request.req_index for s in output.segments]),
             np.array([s.num_computed for s in output.segments]),
             np.array([s.num_scheduled for s in output.segments]),
         )
-        step.req_indices = req_indices[batch.sample_segments]
         scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
-        step.result = self.runner.execute(batch, step.req_indices, scored, None, after)
+        self.pipeline.launch(batch, scored)
 
-    def _advance(self, step: "_Step") -> None:
+    def _advance(self, output: SchedulerOutput) -> None:
         """Make room for the tokens of a step under way."""
-        ended = self.scheduler.advance(step.output)
-        self.inputs.append_tokens(step.req_indices, np.full(len(step.req_indices), UNKNOWN_TOKEN))
+        ended = self.scheduler.advance(output)
+        self.pipeline.advance()
         for request in ended:
             self._unseat(request)
 
-    def _finish(self, step: "_Step") -> list[RequestOutput]:
+    def _roll_back(self) -> None:
+        """Take back the steps under way."""
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        self.pipeline.clear()
+        self.runner.forget()
+        for segment in itertools.chain.from_iterable(o.segments for o in outputs):
+            self._unseat(segment.request)
+        self.scheduler.rollback(*outputs)
+
+    def _finish(self, output: SchedulerOutput, step: LaunchedStep) -> list[RequestOutput]:
         """Take note of a step that has run; returns the requests that got a token."""
-        output, batch, result = step.output, step.batch, step.result
-        self.inputs.fill_tokens(step.req_indices, result.token_ids)
+        batch, result = step.batch, step.result
         tokens = result.token_ids.tolist()
         self.scheduler.update(output, tokens)
         finished = RequestStatus.FINISHED
@@ -404,6 +396,7 @@ class LLMEngine:
             blocks[f"blocks_peak_owned{kind}"] = pool.peak_owned
         return {
             **self._counts,
+            "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
             "attention_by_segment": int(self.model.packed.reads_store),
             "prefix_cache_hit_tokens": scheduler.prefix_hit_tokens,

@@ -80,7 +80,7 @@ class LLM:
         """
         if not (isinstance(prompts, (str, Mapping)) or is_list(prompts)):
             raise RequestError(f"prompts must be a prompt or a list of them, got {show(prompts)}")
-        batch = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        batch: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         if batch and isinstance(batch[0], (int, np.integer)):
             batch = [batch]
         params = _one_each(sampling_params, len(batch), "sampling_params")
@@ -118,7 +118,7 @@ class LLM:
         is_many = isinstance(messages, (list, tuple)) and any(
             isinstance(m, (list, tuple)) for m in messages
         )
-        many = messages if is_many else [messages]
+        many: Sequence[Any] = messages if is_many else [messages]
         options = {"add_generation_prompt": add_generation_prompt, **kwargs}
         prompts = [{"prompt_token_ids": self.engine.render_chat(m, **options)} for m in many]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)

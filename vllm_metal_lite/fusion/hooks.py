@@ -7,9 +7,11 @@ the product that is one side of it; SwiGLU by the product before it.
 
 from collections.abc import Callable, Collection
 from types import ModuleType
+from typing import Any
 
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.traced import (
     Multiplied,
     Normed,
@@ -23,8 +25,10 @@ from vllm_metal_lite.fusion.traced import (
 )
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
-from vllm_metal_lite.kernels.skinny_gemm import MAX_NORMED_ROWS, RowNorm
+from vllm_metal_lite.kernels.skinny_gemm import RowNorm
 from vllm_metal_lite.model.seam.hooks import Hook
+
+Function = Callable[..., mx.array]
 
 
 def fused_functions(
@@ -40,12 +44,12 @@ def fused_functions(
     return functions
 
 
-def _rms_norm(original: Callable, skinny_rows: range) -> Callable:
-    def rms_norm(x, weight, eps, **kwargs):
+def _rms_norm(original: Function, skinny_rows: range) -> Function:
+    def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
         origin, shape = origin_of(x), x.shape[:-1]
         rows = x.size // x.shape[-1]
         # So few that each threadgroup of a product may normalise all of them.
-        few = rows in skinny_rows and rows <= MAX_NORMED_ROWS
+        few = rows in skinny_rows and rows <= profile().max_normed_rows
         if isinstance(origin, Sum) and origin.total is None:
             total = _with_product(origin) if few else None
             if total is None:
@@ -74,8 +78,18 @@ def _with_product(origin: Sum) -> mx.array | None:
     return None
 
 
-def _rope(original: Callable, positions: mx.array) -> Callable:
-    def rope(x, dims, *, traditional, base, scale, offset, freqs=None, **kwargs):
+def _rope(original: Function, positions: mx.array) -> Function:
+    def rope(
+        x: mx.array,
+        dims: int,
+        *,
+        traditional: bool,
+        base: float | None,
+        scale: float,
+        offset: int | mx.array,
+        freqs: mx.array | None = None,
+        **kwargs: Any,
+    ) -> mx.array:
         how = {"traditional": traditional, "base": base, "scale": scale, "freqs": freqs}
         out = original(x, dims, offset=offset, **how, **kwargs)
         if offset is not positions or x.ndim != 4 or x.shape[2] != 1:
@@ -86,8 +100,8 @@ def _rope(original: Callable, positions: mx.array) -> Callable:
     return rope
 
 
-def _swiglu(original: Callable) -> Callable:
-    def swiglu(gate, up):
+def _swiglu(original: Function) -> Function:
+    def swiglu(gate: mx.array, up: mx.array) -> mx.array:
         of_gate, of_up = origin_of(gate), origin_of(up)
         if isinstance(of_gate, Columns) and isinstance(of_up, Columns):
             product, size = of_gate.origin, gate.shape[-1]

@@ -19,7 +19,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import Traced, origin_of, rows_of
 from vllm_metal_lite.kernels.new_rows import Columns
 
-_KINDS = (nn.Linear, nn.QuantizedLinear)
+_KINDS: tuple[Any, ...] = (nn.Linear, nn.QuantizedLinear)
 # Rows of these are outputs, whatever the type.
 _BY_OUTPUT = ("weight", "scales", "biases", "bias")
 
@@ -44,6 +44,7 @@ class JoinedProjection:
         if self._x is not x or index not in self._wanted:
             self._x, self._y = x, self.linear(x)
             self._wanted = set(range(len(self.ends) - 1))
+        assert self._y is not None
         y, start, end = self._y, self.ends[index], self.ends[index + 1]
         self._wanted.discard(index)
         if not self._wanted:
@@ -124,7 +125,7 @@ def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
 
 @contextmanager
 def _noting(calls: list[tuple[nn.Module, mx.array]]) -> Iterator[None]:
-    originals = {kind: kind.__call__ for kind in _KINDS}
+    originals: dict[type, Any] = {kind: kind.__call__ for kind in _KINDS}
 
     def noting(kind: type) -> Any:
         def call(self: nn.Module, x: mx.array) -> mx.array:
@@ -138,8 +139,8 @@ def _noting(calls: list[tuple[nn.Module, mx.array]]) -> Iterator[None]:
     try:
         yield
     finally:
-        for kind, original in originals.items():
-            kind.__call__ = original
+        for kind in _KINDS:
+            kind.__call__ = originals[kind]
 
 
 def _alike(module: nn.Module) -> tuple:

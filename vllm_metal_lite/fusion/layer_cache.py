@@ -3,6 +3,7 @@
 from typing import Any
 
 from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.attention.paged.attention import KernelStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import Attended, Traced, heads_of, origin_of
 from vllm_metal_lite.kernels.new_rows import NewRows
@@ -13,6 +14,7 @@ from vllm_metal_lite.model.seam.placeholders import KVHandle
 class FusedLayerCache(PagedLayerCache):
     """Holds new rows back until their queries are there: one launch then serves both."""
 
+    attention: KernelStepAttention
     _pending: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[KVHandle, KVHandle]:
@@ -29,7 +31,7 @@ class FusedLayerCache(PagedLayerCache):
             super().update_and_fetch(k, v)
 
     def _attend(self, q: mx.array, **how: Any) -> mx.array:
-        rows = self._with_new_rows(q)
+        rows: mx.array | NewRows | None = self._with_new_rows(q)
         if rows is None:
             self.end()
             rows = q.squeeze(2)
@@ -37,7 +39,7 @@ class FusedLayerCache(PagedLayerCache):
         return Traced(out[:, :, None], Attended(out))
 
     def _with_new_rows(self, q: mx.array) -> mx.array | NewRows | None:
-        """What is to attend, if one launch takes q and the pending rows; None: none does."""
+        """The queries, if one launch takes them and the pending rows; None: no launch does."""
         if self._pending is None:
             return None
         k, v = self._pending

@@ -61,7 +61,7 @@ class FusedQuantizedLinear(nn.QuantizedLinear):
         return as_view(super().__call__(rows_of(x)), x.shape[:-1])
 
 
-_CLASSES = {nn.Linear: FusedLinear, nn.QuantizedLinear: FusedQuantizedLinear}
+_CLASSES: dict[type, type] = {nn.Linear: FusedLinear, nn.QuantizedLinear: FusedQuantizedLinear}
 
 
 def fuse_linears(model: nn.Module) -> None:

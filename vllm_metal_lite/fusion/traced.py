@@ -50,8 +50,9 @@ class Multiplied:
 
     def __call__(self, residual: mx.array | None = None, swiglu: bool = False) -> mx.array:
         """The product (N, outputs), with what follows it."""
-        how = {"norm": self.x.norm, "residual": residual, "swiglu": swiglu}
-        return skinny_gemm(self.x.rows, self.weight, **how)
+        return skinny_gemm(
+            self.x.rows, self.weight, norm=self.x.norm, residual=residual, swiglu=swiglu
+        )
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ class Traced(mx.array):
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
         value, origin = super().reshape(*shape, **kwargs), self.origin
         if isinstance(origin, Columns) and value.ndim == 4 and value.shape[:2] == (len(self), 1):
-            return Traced(value, Heads(origin, *value.shape[2:]))
+            return Traced(value, Heads(origin, value.shape[2], value.shape[3]))
         if isinstance(origin, Attended) and value.shape[:-1] == (len(self), 1):
             return as_view(origin.rows.reshape(len(self), -1), value.shape[:-1])
         return value

@@ -6,8 +6,8 @@ compiled and one behind the other, with the kernel and without, on the engine's 
 their rows are padding, which kernels write nowhere.
 """
 
+import logging
 import time
-import warnings
 from collections import Counter
 from dataclasses import replace
 
@@ -24,6 +24,8 @@ from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, suits
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
+
+logger = logging.getLogger(__name__)
 
 # Rows of the steps that are timed, and one row.
 _SIZES = (8, 16, 32, MAX_ROWS)
@@ -52,8 +54,7 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
         try:
             rows = _measure(packed, attention, fusion)
         except Exception as e:  # whatever a compiler or a driver says; the next start may succeed
-            message = f"skinny_gemm cannot be timed, and is not used: {one_line(e)}"
-            warnings.warn(message, stacklevel=3)
+            logger.warning(f"skinny_gemm cannot be timed, and is not used: {one_line(e)}")
             return NONE
         found.add(key, f"{rows.start} {rows.stop}")
     return range(*map(int, found.known[key].split()))

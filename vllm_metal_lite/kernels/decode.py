@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
-from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import (
     MAX_SPLITS,
     STORE,
@@ -27,11 +27,6 @@ _PAGED_DECODE = Kernel(
 )  # fmt: skip
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
-# Threadgroups that keep the device busy: below it contexts are cut.  Measured on an H200 (132
-# cores); a guess for Metal.
-_FILL = {"metal": 128, "cuda": 256, "cpu": 16}
-# Shortest context that is worth cutting, for the parts must be merged, and fewest keys of a part.
-_MIN_CONTEXT, _MIN_SPLIT = 1024, 256
 # Floats of queries that a lane keeps; as many again are its sums.
 _REGISTERS = 64
 
@@ -48,10 +43,11 @@ def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
 
     Many threadgroups are smaller ones, so that more of them run side by side.
     """
-    splits, groups, fill = 1, batch * num_kv_heads, _FILL[backend.name()]
-    if max_seq_len >= _MIN_CONTEXT:
-        splits = num_splits(fill // groups, max_seq_len, _MIN_SPLIT)
-    small = groups >= 2 * fill if splits == 1 else max_seq_len // splits <= 512
+    device = profile()
+    splits, groups, fill = 1, batch * num_kv_heads, device.decode_fill
+    if max_seq_len >= device.min_split_context:
+        splits = num_splits(fill // groups, max_seq_len, device.min_split_keys)
+    small = groups >= 2 * fill if splits == 1 else max_seq_len // splits <= device.few_keys
     return DecodePlan(splits, 4 if small else 8)
 
 

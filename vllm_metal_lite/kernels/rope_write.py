@@ -2,6 +2,7 @@
 one launch."""
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import MAX_DECODE_DIM, head_size_problem
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NewRows, Rope
@@ -15,9 +16,8 @@ _ROPE_WRITE = Kernel(
 )  # fmt: skip
 
 _SIMDGROUPS = 8
-# Heads that a simdgroup takes one after another, and from how many rows on: before, spreading the
-# work is worth more than computing a sine once for several heads.
-_HEADS, _MANY_ROWS = 4, 256
+# Heads that a simdgroup takes one after another in steps of many rows.
+_HEADS = 4
 
 
 def unsupported(shape: AttentionShape, rope: Rope | None) -> str | None:
@@ -71,5 +71,5 @@ def rope_write(
 
 def _spread(rows: int, heads: int) -> tuple[int, int]:
     """Threadgroups for the heads of a row, and heads that a simdgroup takes."""
-    at_once = _HEADS if rows >= _MANY_ROWS else 1
+    at_once = _HEADS if rows >= profile().rope_many_rows else 1
     return -(-heads // (at_once * _SIMDGROUPS)), at_once

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import (
     MAX_PREFILL_DIM,
     bits,
@@ -22,14 +22,9 @@ _SHARED_PREFIX = Kernel(
     ["partial", "lse"],
 )  # fmt: skip
 
-# Threadgroups that keep the device busy: below it a prefix is cut into splits.  They hold more
-# memory than those of `paged_decode`, and each waits for a tile of keys at a time.  Guesses.
-_FILL = {"metal": 128, "cuda": 512, "cpu": 16}
 # What it is told of new rows.
 _OF_QUERIES = ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "Q_WIDTH", "Q_START",
                "Q_NORM", "Q_WEIGHT", "Q_EPS", "Q_R")  # fmt: skip
-# Fewest keys of a split.
-_MIN_SPLIT = 128
 
 
 class SharedPrefix(NamedTuple):
@@ -47,8 +42,9 @@ class SharedPrefix(NamedTuple):
 def prefix_splits(num_rows: int, num_heads: int, num_kv_heads: int, prefix_len: int) -> int:
     """Parts that a prefix is cut into: enough threadgroups to fill the device."""
     tiles = -(-num_rows * (num_heads // num_kv_heads) // TILE_ROWS)
-    fill = _FILL[backend.name()] // (num_kv_heads * tiles)
-    return num_splits(fill, prefix_len, _MIN_SPLIT)
+    device = profile()
+    fill = device.prefix_fill // (num_kv_heads * tiles)
+    return num_splits(fill, prefix_len, device.min_prefix_split_keys)
 
 
 def shared_prefix(

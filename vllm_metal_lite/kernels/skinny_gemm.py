@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import bits, no_sinks
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
@@ -10,14 +11,10 @@ _SKINNY_GEMM = Kernel("skinny_gemm", ["x", "w", "gain", "residual"], ["y"])
 
 # Rows that a threadgroup keeps sums of: the more, the more registers.
 MAX_ROWS = 64
-# Rows up to which it pays that each threadgroup normalises all of them; by an H200.
-MAX_NORMED_ROWS = 16
 # Rows of the weight that a threadgroup multiplies by.
 _COLUMNS = 16
 # Bytes of threadgroup memory for sums, of which Metal allows 32 KB with all else.
 _SUM_BYTES = 31 << 10
-# Threadgroups that keep a device busy with 8 simdgroups each, by what was measured on an H200.
-_ENOUGH = 128
 
 
 class GemmPlan(NamedTuple):
@@ -39,7 +36,7 @@ def gemm_plan(rows: int, outputs: int) -> GemmPlan:
 
     Few threadgroups need more bytes under way each; of many rows x takes the registers for that.
     """
-    many = outputs >= _ENOUGH * _COLUMNS
+    many = outputs >= profile().gemm_fill * _COLUMNS
     if rows > 32:
         return GemmPlan(8, 1 if many else 4)
     if many:

@@ -5,10 +5,11 @@ the body.  `mx.fast.metal_kernel` writes the function around the body: its signa
 arrays given at launch.
 """
 
-import os
 import re
 from functools import cache
 from pathlib import Path
+
+from vllm_metal_lite import envs
 
 MARKER = "// --- kernel body ---\n"
 
@@ -45,6 +46,5 @@ def _resolve(text: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where what was found out about kernels is kept from one process to the next."""
-    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    return home / "vllm_metal_lite"
+    """Where findings about the kernels are kept from one process to the next."""
+    return envs.cache_home() / "vllm_metal_lite"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.nn as nn
 
@@ -36,7 +36,7 @@ def context_length(model: nn.Module, config: dict[str, Any]) -> tuple[int, str |
     return _DEFAULT, "a usual length"
 
 
-def _is_length(value: Any) -> bool:
+def _is_length(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
 
 

@@ -6,7 +6,7 @@
 3. Where that fails as well the model is refused, by name and with the reason.
 """
 
-import warnings
+import logging
 from typing import Any
 
 import mlx.nn as nn
@@ -20,6 +20,8 @@ from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.trial import BLOCK, Trial
 from vllm_metal_lite.specs import AttentionShape
+
+logger = logging.getLogger(__name__)
 
 
 class _Observer(ReferenceAttention):
@@ -70,6 +72,7 @@ def fit(
                 _warn_by_segment(packed.by_segment, model_type, last and last.is_unexpected)
             return packed, list(attention.shapes)
         last = problem
+    assert last is not None
     raise ModelLoadError(f"the architecture {model_type} is not supported: {last.text}")
 
 
@@ -77,9 +80,8 @@ def _warn_by_segment(reason: str, model_type: str, is_unexpected: bool | None) -
     advice = "Please report this: such a model could be packed."
     if not is_unexpected:
         advice = "Its answers are right. docs/models.md lists the architectures that run packed."
-    warnings.warn(
+    logger.warning(
         f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
         "context of every request, kernels and the prefix cache are off, and even one request can "
-        f"run at half the speed of mlx-lm alone. Reason: {reason}. {advice}",
-        stacklevel=3,
+        f"run at half the speed of mlx-lm alone. Reason: {reason}. {advice}"
     )

@@ -66,7 +66,8 @@ class Layout:
         if isinstance(cache, CacheList):
             return tuple(self.add(c) for c in cache.caches)
         if isinstance(cache, ArraysCache):
-            self.state_bytes += sum(a.nbytes for a in cache.cache if a is not None)
+            states: list[mx.array | None] = list(cache.cache)  # mlx-lm's annotation says list[None]
+            self.state_bytes += sum(a.nbytes for a in states if a is not None)
             self.num_states += 1
             return StateLayer(self.num_states - 1, len(cache.cache))
         if cache.keys is None:  # a layer that keeps nothing
@@ -102,12 +103,12 @@ def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:
     """The cache, made to note which modules touch it."""
     if type(cache) is CacheList:
         return CacheList(*(_watched(c, users, model_type) for c in cache.caches))
-    if type(cache) not in (ArraysCache, *NATIVE_TYPES) or getattr(cache, "keep", 0):
+    if type(cache) not in (ArraysCache, *NATIVE_TYPES) or getattr(cache, "keep", False):
         raise ModelLoadError(
             f"the architecture {model_type} is not supported: it keeps a cache of a kind of its "
             f"own ({type(cache).__name__})"
         )
-    base = type(cache)
+    base: Any = type(cache)
     kind = "state" if base is ArraysCache else "kv"
 
     def note(frame: FrameType) -> None:

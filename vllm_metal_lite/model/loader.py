@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
@@ -61,7 +61,7 @@ class LoadedModel:
     name: str
     model_type: str
     packed: PackedModel
-    tokenizer: TokenizerWrapper
+    tokenizer: TokenizerWrapper | None
     vocab_size: int
     max_position: int
     eos_token_ids: tuple[int, ...]
@@ -159,13 +159,13 @@ def from_model(
     """Wrap an mlx-lm model that is already in memory; refuses what cannot be packed and paged."""
     model_type = str(config.get("model_type"))
     _refuse_untrusted(name, model_type)
-    num_parameters = sum(w.size for _, w in tree_flatten(model.parameters()))
+    num_parameters = sum(w.size for w in backend.leaves(model.parameters()))
     adapt(model)
     layout = inspect(model, model_type)
     # A CPU's time is in the products themselves, and parts of one are not contiguous.
     max_position, context_guess = context_length(model, config)
     packed, shapes = fit(model, layout, model_type)
-    weights = [w for _, w in tree_flatten(model.parameters())]
+    weights = backend.leaves(model.parameters())
     eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
     return LoadedModel(
         name=name,

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal_lite.attention.base import Attention
-from vllm_metal_lite.backend import mx
+from vllm_metal_lite.backend import leaves, mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
@@ -123,7 +122,7 @@ class Trial:
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
         self._model, self._vocab_size = model, vocab_size
-        self._exact = all(w.dtype not in _16_BIT for _, w in tree_flatten(model.parameters()))
+        self._exact = all(w.dtype not in _16_BIT for w in leaves(model.parameters()))
         self._limit = _EXACT_LIMIT if self._exact else _LIMIT
         self._draws: list[Draw] = []
         self._draw(0)
@@ -155,7 +154,7 @@ class Trial:
             is_close = not self._exact or worst <= _EXACT_LIMIT + _WORST * most
             if is_close and max(shares.values()) <= 0.5:
                 return None
-        kind = max(shares, key=shares.get)
+        kind = max(shares, key=shares.__getitem__)
         if shares[kind] <= 0.5:
             text = f"a row of its packed logits is {worst:.2g} of their spread away from mlx-lm's"
             return Problem(f"{text} own, whose own chunks differ by at most {most:.2g}")

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Arrays, Attention, Step
@@ -71,6 +72,7 @@ class CompiledSteps:
 
     def _waits(self, step: Step) -> bool:
         """Whether a new variant should come once more before it is compiled."""
+        assert step.variant is not None
         if step.batch.num_decodes == step.batch.num_segments or step.variant in self._seen:
             self._seen.pop(step.variant, None)
             return False
@@ -78,8 +80,9 @@ class CompiledSteps:
         return True
 
     def _compile(self, step: Step) -> Forward:
-        # What is kept holds no array of this step.
-        like = replace(step.with_arrays(_emptied(step.arrays)), batch=None)
+        # The closure keeps no array of this step.  Nothing that is traced may read the batch.
+        no_batch: Any = None
+        like = replace(step.with_arrays(_emptied(step.arrays)), batch=no_batch)
 
         def forward(arrays: Arrays, state: State) -> tuple[mx.array, State]:
             attention = self.attention.begin(like.with_arrays(arrays), state)

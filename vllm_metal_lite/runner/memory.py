@@ -1,7 +1,7 @@
 """How many blocks the device holds: what may be used, less weights, states and a step's peak."""
 
+import logging
 import math
-import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,18 +14,13 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 
-# Share of `backend.memory_limit()` used unless --memory-fraction says otherwise.  On a CPU that
-# limit is all of the machine's memory, which others use too.
-DEFAULT_FRACTION = {"metal": 0.9, "cuda": 0.9, "cpu": 0.4}
-
-# A full step takes a CPU seconds; a part of it, scaled up, errs on the safe side.
-_PROFILE_ROWS_ON_CPU = 64
-_PROFILE_CONTEXT = 4096
+logger = logging.getLogger(__name__)
 
 # How long the average request is, in windows, where memory is shared between layers that keep a
 # window and layers that keep all.
@@ -49,10 +44,9 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
     wanted = config.max_model_len
     if model.context_guess is not None and (wanted is None or wanted > model.max_position):
         used = "max_model_len may be larger" if wanted is None else f"max_model_len is {wanted}"
-        warnings.warn(
+        logger.warning(
             f"config.json does not say how long the context of {model.name} is; "
-            f"{model.max_position} tokens are a guess ({model.context_guess}), and {used}",
-            stacklevel=2,
+            f"{model.max_position} tokens are a guess ({model.context_guess}), and {used}"
         )
     elif wanted is not None and wanted > model.max_position:
         raise ConfigError(
@@ -121,8 +115,8 @@ def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len
     windows long but at most half of the longest.  A larger share would hold more short requests, a
     smaller one longer contexts.  One request and a step of its tokens always fit.
     """
-    size = config.block_size
-    average = min(_AVERAGE_WINDOWS * group.window, max_model_len // 2)
+    size, window = config.block_size, group.window or max_model_len
+    average = min(_AVERAGE_WINDOWS * window, max_model_len // 2)
     share = group.most_blocks(average, 1, size) / max(-(-average // size), 1)
     least = group.most_blocks(max_model_len, config.max_num_batched_tokens, size)
     most = min(num_blocks, _most_owned(group, config, max_model_len))
@@ -142,7 +136,7 @@ def _fitting_groups(
     def size(num_blocks: int) -> int:
         return store_bytes(model, groups(num_blocks), config.block_size)
 
-    fraction = config.memory_fraction or DEFAULT_FRACTION[backend.name()]
+    fraction = config.memory_fraction or profile().memory_fraction
     peak = step_peak_bytes(model, config, max_model_len)
     left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
     if left < size(1):
@@ -183,12 +177,11 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     One chunk with earlier context, and every seat asking for logits.  The context is one block
     over and over, so that the store it needs is tiny.
     """
-    rows = min(config.max_num_batched_tokens, max_model_len)
-    if backend.is_cpu():
-        rows = min(rows, _PROFILE_ROWS_ON_CPU)
+    device = profile()
+    rows = min(config.max_num_batched_tokens, max_model_len, device.profile_rows)
     seats = min(config.max_num_seqs, rows)
     bs = config.block_size
-    context = max(min(max_model_len, _PROFILE_CONTEXT), rows)
+    context = max(min(max_model_len, device.profile_context), rows)
     inputs = InputBatch(seats, context, bs)
     lengths = np.ones(seats, np.int64)
     lengths[-1] = rows - seats + 1

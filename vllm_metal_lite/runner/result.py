@@ -1,5 +1,6 @@
 """A step that was submitted: its tokens on the device, and on the host when they are read."""
 
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,7 +29,10 @@ class StepResult:
     token_ids are 0.
     for_host: what the host reads instead of `sampled`, which the next step reads.
     arrays: the arrays to wait for; if there are none (the step only writes to the store), waiting
-    is for everything that was submitted.
+    is for everything that was submitted.  done: somebody has waited.
+
+    Any thread may read the values of a step that samples or scores.  Other steps are waited for by
+    the thread that submits steps.
     """
 
     def __init__(
@@ -44,17 +48,20 @@ class StepResult:
         self.arrays = [] if sampled is None else [sampled if for_host is None else for_host]
         for a in (logprobs, prompt_logprobs):
             self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
-        self._done = False
+        self.done = False
+        # MLX does not let two threads wait for one array at the same time.
+        self._waiting = threading.Lock()
 
     def wait(self) -> None:
         """Return when the step has run; raise the error if it failed."""
-        if self._done:
-            return
-        if self.arrays:
-            mx.eval(self.arrays)
-        else:
-            mx.synchronize()
-        self._done = True
+        with self._waiting:
+            if self.done:
+                return
+            if self.arrays:
+                mx.eval(self.arrays)
+            else:
+                mx.synchronize()
+            self.done = True
 
     @cached_property
     def token_ids(self) -> np.ndarray:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.runner.result import StepResult
@@ -101,11 +101,7 @@ class ModelRunner:
 def bucket(num_tokens: int) -> int:
     """Rows a step is padded to, so that shapes repeat: MLX reuses buffers only of like size.
 
-    On a CPU a padded row costs as much as a real one and buffers cost nothing: no padding.
+    See `DeviceProfile.row_grains`.
     """
-    if backend.is_cpu():
-        return num_tokens
-    if num_tokens <= 64:
-        return power_of_two(num_tokens)
-    grain = 64 if num_tokens <= 512 else 256
-    return -(-num_tokens // grain) * grain
+    grain = next(grain for rows, grain in profile().row_grains if num_tokens <= rows)
+    return -(-num_tokens // grain) * grain if grain else power_of_two(num_tokens)

@@ -15,14 +15,13 @@ import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.devices import profile
 
 # Candidates for the k largest logits are looked for in blocks of this many tokens.
 _BLOCK = 64
 
-# Threadgroups that keep a device busy: with as many rows argmax needs no parts.
-_ENOUGH = 128
-# A row for which five launches are quicker than one threadgroup, and the parts that it takes.
-_LONG, _MIN_PARTS = 1 << 16, 16
+# Fewest parts of a row that are worth five launches.
+_MIN_PARTS = 16
 
 
 def column(values: np.ndarray) -> mx.array:
@@ -244,7 +243,8 @@ def num_parts(rows: int, vocab_size: int) -> int:
     As near to the square root as V can be divided: both argmax are then about equally long.  A step
     of one row waits for the host, which four launches more would keep longer.
     """
-    if rows == 1 or rows >= _ENOUGH or vocab_size < _LONG:
+    device = profile()
+    if rows == 1 or rows >= device.argmax_fill or vocab_size < device.argmax_long:
         return 1
     parts = next(p for p in range(isqrt(vocab_size), 0, -1) if vocab_size % p == 0)
     return parts if parts >= _MIN_PARTS else 1

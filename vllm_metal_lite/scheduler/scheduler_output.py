@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks
-from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.request import Request, RequestStatus
 
 
 @dataclass(slots=True)
@@ -48,3 +48,8 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         return not self.segments
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a request of it still runs."""
+        return any(s.request.status is RequestStatus.RUNNING for s in self.segments)

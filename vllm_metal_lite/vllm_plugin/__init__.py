@@ -11,6 +11,8 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from vllm_metal_lite import envs
+
 OLDEST, NEWEST = (0, 27, 1), (0, 33)
 _PLATFORM = "vllm_metal_lite.vllm_plugin.platform.MetalLitePlatform"
 
@@ -46,7 +48,7 @@ def wanted() -> bool:
 
     On Apple silicon yes; elsewhere only if METAL_LITE_DEVICE asks for MLX's "cpu" or "cuda".
     """
-    if os.environ.get("METAL_LITE_DEVICE") in ("cpu", "cuda"):
+    if envs.device() in ("cpu", "cuda"):
         return True
     return sys.platform == "darwin" and platform.machine() == "arm64"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms import Platform, PlatformEnum
 
+from vllm_metal_lite import envs
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.vllm_plugin.refusals import refuse_unsupported
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
@@ -36,7 +37,7 @@ class MetalLitePlatform(Platform):
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
         """The first one is what "auto" becomes where the checkpoint's is not listed."""
-        if os.environ.get("METAL_LITE_DEVICE") == "cpu":
+        if envs.device() == "cpu":
             return [torch.float32]  # MLX's CPU backend is quick in nothing else
         return [torch.bfloat16, torch.float16, torch.float32]
 

@@ -11,6 +11,7 @@ class PromptLogprobs:
     """Rows 0 to n - 2: what the model thought of prompt tokens 1 to n - 1; k most likely each."""
 
     def __init__(self, num_prompt_tokens: int, k: int) -> None:
+        self.k = k
         rows = num_prompt_tokens - 1
         self.token_ids = np.zeros((rows, 1 + k), np.int32)
         self.logprobs = np.zeros((rows, 1 + k), np.float32)
@@ -23,8 +24,8 @@ class PromptLogprobs:
         self.logprobs[positions] = scored.logprobs[rows, :width]
         self.ranks[positions] = scored.ranks[rows]
 
-    def tensors(self) -> Any:
-        """As vLLM takes them to its front end."""
+    def take(self) -> Any:
+        """As tensors, which vLLM takes to its front end; nothing is kept here."""
         import torch
         from vllm.v1.outputs import LogprobsTensors
 
@@ -34,4 +35,6 @@ class PromptLogprobs:
             made = torch.from_numpy(array)
             return made if made.numel() else torch.empty(array.shape, dtype=made.dtype)
 
-        return LogprobsTensors(*map(tensor, (self.token_ids, self.logprobs, self.ranks)))
+        arrays = self.token_ids, self.logprobs, self.ranks
+        del self.token_ids, self.logprobs, self.ranks
+        return LogprobsTensors(*map(tensor, arrays))

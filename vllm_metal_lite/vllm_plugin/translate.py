@@ -1,23 +1,17 @@
-"""vLLM's SchedulerOutput in, a ForwardBatch out, and a step's result back as ModelRunnerOutput.
+"""vLLM's SchedulerOutput in, a ForwardBatch out.
 
 vLLM's scheduler owns blocks, budgets and preemption; kept here is only what a step needs: which
-request sits in which row of the InputBatch and of the sampler, and the tokens sampled so far, which
-vLLM does not send back.
+request sits in which row of the InputBatch and of the sampler, whose tokens vLLM does not repeat.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.logger import init_logger
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.runner.result import Logprobs, StepResult
-from vllm_metal_lite.sampling import undrawn
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -27,37 +21,44 @@ from vllm_metal_lite.vllm_plugin.sampling import translate_params
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 
-logger = init_logger("vllm.metal_lite")
-
 
 @dataclass(slots=True)
-class _Request:
-    """A request that vLLM has not finished.  req_index None: it was preempted, and waits."""
+class Request:
+    """A request that vLLM has not finished.
+
+    num_prompt_logprobs: as in SamplingParams.  req_index None: it was preempted, and waits.
+    prompt_logprobs: those gathered since it last got its row, if vLLM does not have them.
+    is_undrawn: no token could be sampled for it, and the log says so.
+    """
 
     params: SamplingParams
     seed: int
     stop_token_ids: tuple[int, ...]
     bad_words: list[list[int]]
     num_prompt_tokens: int
-    tokens: np.ndarray  # all that were known when it last got its row
-    prompt_logprobs: PromptLogprobs | None
+    num_prompt_logprobs: int | None
     has_grammar: bool
-    is_undrawn: bool = False  # no token could be sampled for it, and the log says so
+    prompt_logprobs: PromptLogprobs | None = None
+    is_undrawn: bool = False
     req_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step to run.  req_ids: its requests, in the order of the batch's segments.
+    """A step to run.  req_ids, requests: in the order of the batch's segments.
 
-    req_indices: (T,) rows of the requests that get a token.  num_prompt_logprobs: as many of the
-    most likely tokens as the most demanding prompt wants.
+    prompt_logprobs: by segment, where those of the prompt's tokens in this step go.
     """
 
     req_ids: list[str]
+    requests: list[Request]
     batch: ForwardBatch
-    req_indices: np.ndarray
-    num_prompt_logprobs: int
+    prompt_logprobs: dict[int, PromptLogprobs]
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """As many of the most likely tokens as the most demanding prompt wants."""
+        return max((p.k for p in self.prompt_logprobs.values()), default=0)
 
 
 class StepTranslator:
@@ -65,7 +66,7 @@ class StepTranslator:
 
     def __init__(self, inputs: InputBatch, sampler: Sampler, seed: int) -> None:
         self.inputs, self.sampler, self.seed = inputs, sampler, seed
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._num_seen = 0
 
     def begin(self, output: "SchedulerOutput") -> Step | None:
@@ -98,41 +99,42 @@ class StepTranslator:
             asked = new.sampling_params.seed
             seed = asked if asked is not None else hash((self.seed, self._num_seen))
             self._num_seen += 1
-        vllm_params = new.sampling_params
+        vllm_params, prompt = new.sampling_params, len(new.prompt_token_ids)
         params = translate_params(vllm_params, self.sampler.vocab_size)
-        prompt_logprobs = None
-        if params.prompt_logprobs is not None and not (known and known.prompt_logprobs is None):
-            prompt_logprobs = PromptLogprobs(len(new.prompt_token_ids), params.prompt_logprobs)
-        request = _Request(
+        is_next_turn = known is not None and known.num_prompt_tokens != prompt
+        request = Request(
             params,
             seed,
             tuple(vllm_params.all_stop_token_ids),
             vllm_params.bad_words_token_ids or [],
-            len(new.prompt_token_ids),
-            np.array(tokens, np.int32),
-            prompt_logprobs,
+            prompt,
+            None if is_next_turn else params.prompt_logprobs,
             vllm_params.structured_outputs is not None,
         )
         self._requests[new.req_id] = request
-        self._seat(request, new.block_ids)
+        self._seat(request, tokens, new.block_ids)
 
     def _update_cached(self, cached: Any, computed: dict[str, int]) -> None:
         for i, req_id in enumerate(cached.req_ids):
             request = self._requests[req_id]
             computed[req_id] = cached.num_computed_tokens[i]
             blocks = cached.new_block_ids[i] or ()  # a list for each KV group
-            if req_id in cached.resumed_req_ids or request.req_index is None:
+            if req_id in cached.resumed_req_ids:
                 self._unseat(request)
-                # vLLM's word counts: it may have thrown away a token that was sampled meanwhile.
-                if (known := cached.all_token_ids.get(req_id)) is not None:
-                    request.tokens = np.array(known, np.int32)
-                self._seat(request, blocks)
+                # Without what vLLM has thrown away of the tokens sampled meanwhile.
+                self._seat(request, cached.all_token_ids[req_id], blocks)
             elif blocks:
                 self.inputs.append_blocks(request.req_index, *blocks)
 
-    def _seat(self, request: _Request, block_ids: Sequence[Sequence[int]]) -> None:
-        tokens, prompt = request.tokens, request.num_prompt_tokens
-        scored = None if request.prompt_logprobs is None else 0
+    def _seat(
+        self, request: Request, token_ids: Sequence[int], block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        tokens, prompt = np.array(token_ids, np.int32), request.num_prompt_tokens
+        k, scored = request.num_prompt_logprobs, None
+        request.prompt_logprobs = None
+        # vLLM gets a prompt's with its first token.  If it threw away both, they come again.
+        if k is not None and len(tokens) == prompt:
+            request.prompt_logprobs, scored = PromptLogprobs(prompt, k), 0
         request.req_index = row = self.inputs.add(tokens, prompt, scored)
         if block_ids:
             self.inputs.append_blocks(row, *block_ids)
@@ -141,9 +143,8 @@ class StepTranslator:
             request.bad_words,
         )  # fmt: skip
 
-    def _unseat(self, request: _Request) -> None:
+    def _unseat(self, request: Request) -> None:
         if (row := request.req_index) is not None:
-            request.tokens = self.inputs.token_ids[row, : self.inputs.num_tokens[row]].copy()
             self.inputs.remove(row)
             self.sampler.remove(row)
             request.req_index = None
@@ -152,14 +153,17 @@ class StepTranslator:
         # Segments of one token first.
         req_ids = sorted(scheduled, key=lambda req_id: scheduled[req_id] > 1)
         requests = [self._requests[req_id] for req_id in req_ids]
-        rows = np.array([r.req_index for r in requests])
         batch = self.inputs.pack(
-            rows,
+            np.array([r.req_index for r in requests]),
             np.array([computed[req_id] for req_id in req_ids]),
             np.array([scheduled[req_id] for req_id in req_ids]),
         )
-        wanted = (r.params.prompt_logprobs or 0 for r in requests if r.prompt_logprobs is not None)
-        return Step(req_ids, batch, rows[batch.sample_segments], max(wanted, default=0))
+        prompt_logprobs = {
+            segment: request.prompt_logprobs
+            for segment, (req_id, request) in enumerate(zip(req_ids, requests, strict=True))
+            if request.prompt_logprobs is not None and computed[req_id] < request.num_prompt_tokens
+        }
+        return Step(req_ids, requests, batch, prompt_logprobs)
 
     def masks(self, step: Step, grammar: "GrammarOutput | None") -> TokenMasks | None:
         """The grammar's bitmask rows, for those of its requests that get a token in this step."""
@@ -172,71 +176,6 @@ class StepTranslator:
             return None
         return TokenMasks(np.array(rows)[picked], np.asarray(grammar.grammar_bitmask)[picked])
 
-    def finish(self, step: Step, result: StepResult) -> ModelRunnerOutput:
-        """Take note of the tokens sampled, and report them as vLLM wants them."""
-        token_ids, segments = result.token_ids, step.batch.sample_segments.tolist()
-        for row, reason in result.undrawn.items():
-            token_ids[row] = self._end_undrawn(step.req_ids[segments[row]], reason)
-        self.inputs.append_tokens(step.req_indices, token_ids)
-        sampled: list[list[int]] = [[] for _ in step.req_ids]
-        for segment, token in zip(segments, token_ids.tolist(), strict=True):
-            sampled[segment] = [token]
-        return ModelRunnerOutput(
-            req_ids=step.req_ids,
-            req_id_to_index={req_id: i for i, req_id in enumerate(step.req_ids)},
-            sampled_token_ids=sampled,
-            logprobs=_logprobs(result.logprobs, sampled),
-            prompt_logprobs_dict=self._prompt_logprobs(step, result),
-        )
-
-    def _end_undrawn(self, req_id: str, reason: int) -> int:
-        """The token to report for a request that no token can be sampled for, after a line of log.
-
-        A worker cannot fail a single request: vLLM takes a token, or an exception, which ends the
-        engine.  A grammar refuses token 0, and vLLM then ends the request with an error.  Any other
-        request ends as if it had stopped, if one of its tokens stops it.
-        """
-        request = self._requests[req_id]
-        row = request.req_index
-        num_generated = int(self.inputs.num_tokens[row]) - request.num_prompt_tokens
-        if not request.is_undrawn:  # vLLM may have scheduled a step more
-            why = undrawn.why(reason, request.params, num_generated, request.has_grammar)
-            logger.error("Request %s: %s", req_id, why)
-        request.is_undrawn = True
-        return 0 if request.has_grammar else min(request.stop_token_ids, default=0)
-
-    def _prompt_logprobs(self, step: Step, result: StepResult) -> dict[str, Any]:
-        batch, done = step.batch, {}
-        if result.prompt_logprobs is not None:
-            scored_rows = batch.logits_indices[len(batch.sample_segments) :]
-            positions = batch.positions[scored_rows]
-            for segment in np.unique(batch.prompt_segments).tolist():
-                at = np.flatnonzero(batch.prompt_segments == segment)
-                request = self._requests[step.req_ids[segment]]
-                request.prompt_logprobs.put(positions[at], result.prompt_logprobs, at)
-        for segment, req_id in enumerate(step.req_ids):
-            request = self._requests[req_id]
-            if request.prompt_logprobs is not None and (
-                batch.seq_lens[segment] >= request.num_prompt_tokens
-            ):
-                done[req_id] = request.prompt_logprobs.tensors()
-                request.prompt_logprobs = None
-        return done
-
-    def clear(self) -> None:
-        """Forget every request."""
-        for request in self._requests.values():
-            self._unseat(request)
-        self._requests.clear()
-
     @property
     def request_ids(self) -> Iterable[str]:
         return self._requests.keys()
-
-
-def _logprobs(logprobs: Logprobs | None, sampled: list[list[int]]) -> LogprobsLists | None:
-    """Rows are counted by tokens sampled: a chunk in the middle of a prompt has none."""
-    if logprobs is None:
-        return None
-    starts = list(itertools.accumulate(map(len, sampled), initial=0))
-    return LogprobsLists(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, starts)

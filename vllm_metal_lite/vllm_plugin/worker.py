@@ -1,6 +1,5 @@
 """The worker: our runner, where vLLM expects one of its own."""
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,26 +10,30 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_metal_lite import backend
+from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import KV_BITS, EngineConfig
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.adapters.modules import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import memory as sizing
 from vllm_metal_lite.runner.build import build_runner, choose_attention
+from vllm_metal_lite.runner.pipeline import Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
+from vllm_metal_lite.vllm_plugin.logs import log_through_vllm
+from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 logger = init_logger("vllm.metal_lite")
 
@@ -60,24 +63,25 @@ def _kv_bits(text: str | None) -> int | None:
     return int(text)
 
 
-def _attention_option() -> str:
-    return os.environ.get("METAL_LITE_ATTENTION", "auto")
-
-
 class MetalLiteWorker(WorkerBase):
     """One device, one model.  vLLM calls the methods in about the order in which they stand."""
 
     model: LoadedModel | None = None
-    runner: ModelRunner | None = None
+    pipeline: Pipeline | None = None
     translator: StepTranslator | None = None
     _step: Step | None = None
+
+    @property
+    def runner(self) -> ModelRunner | None:
+        return self.pipeline and self.pipeline.runner
 
     # Start
 
     def init_device(self) -> None:
+        log_through_vllm()
         self.device = torch.device("cpu")
         guard_torch_accelerator()
-        if backend.is_cpu() and os.environ.get("METAL_LITE_DEVICE") != "cpu":
+        if backend.is_cpu() and envs.device() != "cpu":
             raise ConfigError(
                 "MLX sees no GPU here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
             )
@@ -87,7 +91,7 @@ class MetalLiteWorker(WorkerBase):
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
         model = load(self.model_config.model, self._dtype(), self.model_config.trust_remote_code)
-        self.model = model.with_kv_bits(_kv_bits(os.environ.get("METAL_LITE_KV_BITS")))
+        self.model = model.with_kv_bits(_kv_bits(envs.kv_bits()))
         _check_rotation(self.model, self.model_config.max_model_len)
         sizing.limit_buffer_cache()
         reason = self.model.packed.no_prefix_cache
@@ -120,7 +124,7 @@ class MetalLiteWorker(WorkerBase):
         if len(shapes) > 1:
             return False
         store = PagedStore(self.model.kv_specs, 1, self.cache_config.block_size)
-        attention, *_ = choose_attention(self.model, store, _attention_option())
+        attention, *_ = choose_attention(self.model, store, envs.attention())
         return attention.name == "kernels"
 
     @property
@@ -158,7 +162,7 @@ class MetalLiteWorker(WorkerBase):
             return int(asked)
         fraction = self.cache_config.gpu_memory_utilization
         if backend.is_cpu():  # others use this memory too
-            fraction = min(fraction, sizing.DEFAULT_FRACTION["cpu"])
+            fraction = min(fraction, profile().memory_fraction)
         max_model_len = self.model_config.max_model_len
         peak = sizing.step_peak_bytes(self.model, config, max_model_len)
         left = int(limit * fraction) - weights - peak
@@ -207,8 +211,8 @@ class MetalLiteWorker(WorkerBase):
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
         )  # fmt: skip
-        assembly = build_runner(self.model, store, self._sampler, _attention_option())
-        self.runner = assembly.runner
+        assembly = build_runner(self.model, store, self._sampler, envs.attention())
+        self.pipeline = Pipeline(assembly.runner, self.translator.inputs)
         name = self.runner.attention.name
         logger.info("Attention: %s (%s)", name, assembly.attention_reason)
 
@@ -228,17 +232,28 @@ class MetalLiteWorker(WorkerBase):
     # A step
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | None":
-        """Take note of the step; it runs in `sample_tokens`, when the grammar's mask is known."""
+        """Take note of the step; it runs in `sample_tokens`, when the grammar's mask is known.
+
+        With async scheduling the step before may be under way, and vLLM has the output of all
+        others.
+        """
+        self.pipeline.advance()
         self._step = self.translator.begin(scheduler_output)
         return EMPTY_MODEL_RUNNER_OUTPUT if self._step is None else None
 
-    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> "ModelRunnerOutput":
+    def sample_tokens(
+        self, grammar_output: "GrammarOutput | None"
+    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput":
         step, self._step = self._step, None
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         masks = self.translator.masks(step, grammar_output)
-        result = self.runner.execute(step.batch, step.req_indices, step.num_prompt_logprobs, masks)
-        return self.translator.finish(step, result)
+        launched = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        output = StepOutput(step, launched.result)
+        if self.scheduler_config.async_scheduling:
+            return output
+        launched.result.wait()
+        return output.get_output()
 
     def take_draft_token_ids(self) -> None:
         return None
@@ -248,7 +263,7 @@ class MetalLiteWorker(WorkerBase):
     def sleep(self, level: int = 1) -> None:
         self.synchronize_device()  # what is under way holds K and V
         before = mx.get_active_memory()
-        self.runner = None
+        self.pipeline = None
         if level >= 2:
             self.model = None
         mx.clear_cache()
@@ -257,7 +272,7 @@ class MetalLiteWorker(WorkerBase):
     def wake_up(self, tags: list[str] | None = None) -> None:
         if self.model is None and (not tags or "weights" in tags):
             self.load_model()
-        if self.runner is None and (not tags or "kv_cache" in tags):
+        if self.pipeline is None and (not tags or "kv_cache" in tags):
             self._make_runner()
 
     # The rest of what vLLM may ask
@@ -292,4 +307,4 @@ class MetalLiteWorker(WorkerBase):
         return set()
 
     def shutdown(self) -> None:
-        self.runner = self.translator = self.model = None
+        self.pipeline = self.translator = self.model = None

@@ -7,18 +7,19 @@ what `kv_gather` copies out of the store: whichever is faster on the device, and
 shapes that repeat (see prompts.py).  In still smaller steps each row of a prompt is a decode.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.heads import Heads
-from vllm_metal_lite.attention.paged import common_prefix
 from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix, PrefixSearch
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_step
-from vllm_metal_lite.attention.paged.prompts import SMALL_ROWS, SdpaPrompts, VarlenPrompts
+from vllm_metal_lite.attention.paged.prompts import SdpaPrompts, VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls
 from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, new_token
 from vllm_metal_lite.kernels.decode import paged_decode
@@ -31,12 +32,6 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
 PREFILLS = ("varlen", "gather")
-
-# Most rows of a step in which prompts are decodes too, a row each: they wait for launches more than
-# for keys that are read by several rows.
-ROWS_AS_DECODES = 64
-# Most keys that its rows of prompts may read, each for itself, beside the prefix that they share.
-_MAX_OWN_KEYS = 1 << 14
 
 
 class KernelAttention:
@@ -74,10 +69,10 @@ class KernelAttention:
         self._sharing_groups = sorted({group for group, shared in of_layers if shared})
         self._prefix_search = PrefixSearch()
         self._kv_heads = sorted({keys.shape[1] for keys in store.keys})
-        windows = [[] for _ in store.num_blocks]
+        windows: list[list[int | None]] = [[] for _ in store.num_blocks]
         for spec, group in zip(store.specs, store.group_of, strict=True):
             windows[group].append(spec.window)
-        self._windows = [None if None in w else max(w, default=None) for w in windows]
+        self._windows = [_farthest(of_group) for of_group in windows]
 
     def over(self, store: PagedStore) -> "KernelAttention":
         """The same, over another store."""
@@ -96,10 +91,11 @@ class KernelAttention:
         return state
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
-        (decodes, prefix), prompts = self._decodes(batch, num_rows), None
+        decodes, prefix = self._decodes(batch, num_rows)
+        prompts: VarlenPrompts | SdpaPrompts | None = None
         if decodes.num_decodes < decodes.num_segments:
             rest, rows = batch.prefills(), num_rows - batch.num_decodes
-            repeats = batch.num_decodes > 0 and rows <= SMALL_ROWS
+            repeats = batch.num_decodes > 0 and rows <= profile().small_rows
             if self.prefill == "varlen":
                 prompts = VarlenPrompts.plan(rest, rows, self._head_groups, repeats)
             else:
@@ -117,13 +113,14 @@ class KernelAttention:
         Rows of a chunk are as many decodes that share what is before it: so a small step needs no
         launches for its prompts, and the keys before a chunk are read in parts side by side.
         """
+        device = profile()
         if batch.num_decodes < batch.num_segments and num_rows <= self.rows_as_decodes:
             rows, first = batch.as_decodes(), batch.num_decodes
-            prefix = self._common_prefix(rows, common_prefix.MIN_SAVED_FOR_PROMPTS)
+            prefix = self._common_prefix(rows, device.min_saved_for_prompts)
             own = rows.seq_lens - (prefix.lens if prefix else 0)
-            if own[first:].sum() <= _MAX_OWN_KEYS:
+            if own[first:].sum() <= device.max_own_keys:
                 return rows, prefix
-        return batch, self._common_prefix(batch, common_prefix.MIN_SAVED_TOKENS)
+        return batch, self._common_prefix(batch, device.min_saved_tokens)
 
     def _common_prefix(self, batch: ForwardBatch, min_saved: int) -> CommonPrefix | None:
         if not self._sharing_groups:
@@ -132,6 +129,22 @@ class KernelAttention:
         tables = [batch.by_group[g].block_tables[decodes] for g in self._sharing_groups]
         seq_lens = batch.seq_lens[decodes]
         return self._prefix_search(tables, seq_lens, batch.block_size, min_saved)
+
+
+def _farthest(windows: Sequence[int | None]) -> int | None:
+    """The longest of windows, where None is all of the context."""
+    sizes = [window for window in windows if window is not None]
+    return max(sizes) if sizes and len(sizes) == len(windows) else None
+
+
+class _Call(NamedTuple):
+    """How a layer attends: the arguments of `attend` that the kernels know."""
+
+    layer: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: mx.array | None
 
 
 class KernelStepAttention:
@@ -165,13 +178,12 @@ class KernelStepAttention:
             return None
         if v.norm or v.rope or not q.same_rotation(k) or not (k.rope or k.norm):
             return None
-        columns = [h.columns for h in (q, k, v)]
-        if any(c.array.dtype != keys.dtype for c in columns):
+        if any(h.columns.array.dtype != keys.dtype for h in (q, k, v)):
             return None
         shape = AttentionShape(q.num_heads, *kept[0], values.shape[2], keys.dtype)
         if unsupported(shape, k.rope) is not None:
             return None
-        new = NewRows(*columns, q.num_heads, k.rope, q.norm, k.norm)
+        new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
         if self.plan.writes_late:
             return new
         rows, self.token = rope_write(
@@ -195,94 +207,71 @@ class KernelStepAttention:
         if q_pe is not None or chunk is not None:
             raise NotImplementedError("the kernels have no latent and no chunked attention")
         count, prompts = self.plan.num_decodes, self.plan.prompts
-        how = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        call = _Call(layer, scale, window, softcap, sinks)
         if isinstance(q, NewRows):  # a step of nothing but decodes
-            return self._decode(layer, q, window, **how)
+            return self._decode(q, call)
         rows, outputs = q.astype(self.store.specs[layer].dtype), []
         if count:
-            outputs.append(self._decode(layer, rows[:count], window, **how))
+            outputs.append(self._decode(rows[:count], call))
         if isinstance(prompts, VarlenPrompts):
-            outputs.append(self._varlen(layer, rows[count:], prompts, window, **how))
+            outputs.append(self._varlen(rows[count:], prompts, call))
         elif prompts is not None:
-            outputs.append(self._sdpa(layer, rows[count:], prompts, window, **how))
+            outputs.append(self._sdpa(rows[count:], prompts, call))
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return out.astype(q.dtype)
 
-    def _decode(
-        self,
-        layer: int,
-        q: mx.array | NewRows,
-        window: int | None,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        spec, plan = self.store.specs[layer], self.plan
-        tables = plan.block_tables[self.store.group_of[layer]]
+    def _decode(self, q: mx.array | NewRows, call: "_Call") -> mx.array:
+        spec, plan = self.store.specs[call.layer], self.plan
+        tables, seq_lens = plan.block_tables[self.store.group_of[call.layer]], plan.seq_lens
+        assert seq_lens is not None, "a step without decodes"
         prefix, plans = None, plan.decode_plans
-        if plan.prefix_len and self.attention.shares[layer] and window is None:
-            prefix, plans = self._prefix(layer, q, tables, scale, softcap), plan.own_plans
+        if plan.prefix_len and self.attention.shares[call.layer] and call.window is None:
+            prefix, plans = self._prefix(q, tables, seq_lens, call), plan.own_plans
         out, self.token = paged_decode(
-            q, tables, plan.seq_lens, *self._kv(layer), self.token,
-            block_size=self.store.block_size, scale=scale, window=window, softcap=softcap,
-            sinks=sinks, plan=plans[spec.num_kv_heads], spec=spec, prefix=prefix,
+            q, tables, seq_lens, *self._kv(call.layer), self.token,
+            block_size=self.store.block_size, scale=call.scale, window=call.window,
+            softcap=call.softcap, sinks=call.sinks, plan=plans[spec.num_kv_heads], spec=spec,
+            prefix=prefix,
         )  # fmt: skip
         return out
 
     def _prefix(
-        self,
-        layer: int,
-        q: mx.array | NewRows,
-        tables: mx.array,
-        scale: float,
-        softcap: float | None,
+        self, q: mx.array | NewRows, tables: mx.array, seq_lens: mx.array, call: "_Call"
     ) -> SharedPrefix:
-        plan, num_kv_heads = self.plan, self.store.specs[layer].num_kv_heads
+        plan, num_kv_heads = self.plan, self.store.specs[call.layer].num_kv_heads
+        assert plan.leader is not None
+        assert plan.prefix_lens is not None
         num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
         splits = prefix_splits(plan.num_decodes, num_heads, num_kv_heads, plan.prefix_len)
         prefix = shared_prefix(
-            q, tables, plan.seq_lens, plan.leader, plan.prefix_lens, *self._kv(layer), self.token,
-            block_size=self.store.block_size, scale=scale, softcap=softcap, splits=splits,
+            q, tables, seq_lens, plan.leader, plan.prefix_lens, *self._kv(call.layer), self.token,
+            block_size=self.store.block_size, scale=call.scale, softcap=call.softcap,
+            splits=splits,
         )  # fmt: skip
         self.token = prefix.lse
         return prefix
 
-    def _varlen(
-        self,
-        layer: int,
-        q: mx.array,
-        prompts: VarlenPrompts,
-        window: int | None,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        tables = prompts.block_tables[self.store.group_of[layer]]
-        tiles = prompts.tiles[q.shape[1] // self.store.specs[layer].num_kv_heads]
+    def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: "_Call") -> mx.array:
+        tables = prompts.block_tables[self.store.group_of[call.layer]]
+        tiles = prompts.tiles[q.shape[1] // self.store.specs[call.layer].num_kv_heads]
         out, self.token = varlen_prefill(
-            q, tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles, *self._kv(layer), self.token,
-            block_size=self.store.block_size, scale=scale, window=window, softcap=softcap,
-            sinks=sinks,
+            q, tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles, *self._kv(call.layer),
+            self.token, block_size=self.store.block_size, scale=call.scale, window=call.window,
+            softcap=call.softcap, sinks=call.sinks,
         )  # fmt: skip
         return out
 
-    def _sdpa(
-        self,
-        layer: int,
-        q: mx.array,
-        prompts: SdpaPrompts,
-        window: int | None,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        calls = prompts.sdpa[self.store.group_of[layer]].calls(window)
-        take = gather_rows if self.attention.gathers_rows else take_rows
-        gathered = self._gather(layer, calls)
-        return run_calls(calls, q, gathered, scale=scale, softcap=softcap, sinks=sinks, take=take)
+    def _sdpa(self, q: mx.array, prompts: SdpaPrompts, call: "_Call") -> mx.array:
+        calls = prompts.sdpa[self.store.group_of[call.layer]].calls(call.window)
+        return run_calls(
+            calls,
+            q,
+            self._gather(call.layer, calls),
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            take=gather_rows if self.attention.gathers_rows else take_rows,
+        )
 
     def _gather(self, layer: int, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         spec = self.store.specs[layer]

@@ -5,16 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite import backend
-
-# Fewest tokens that need not be read again for which a prefix is attended to on its own: that costs
-# a launch a layer.  Measured on an H200 (docs/benchmarks.md), a guess elsewhere.
-MIN_SAVED_TOKENS = 1 << 14 if backend.name() == "cuda" else 8192
-# The same for rows of prompts, of which it makes decodes.
-MIN_SAVED_FOR_PROMPTS = 8192
-# What a row costs there, whether it has the prefix or not: products, and keys from the cache.  As a
-# share of reading the prefix; a guess.
-_ROW_COST = 1 / 8
+from vllm_metal_lite.devices import profile
 
 
 class CommonPrefix(NamedTuple):
@@ -89,12 +80,12 @@ def common_prefix(
     shared = np.where(differ.any(axis=1), differ.argmax(axis=1), differ.shape[1])
     shared = np.minimum(shared // len(block_tables), np.minimum(own[1:], own[:-1]))
     # Of the rows that share so much, all but one need not read it.
-    best, length, members = min_saved, 0, long
+    best, length, members, row_cost = min_saved, 0, long, profile().prefix_row_cost
     for few in np.unique(shared[shared >= fewest]):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], shared >= few, [0]))))
         run = int((edges[1::2] - edges[::2]).argmax())
         first, last = edges[2 * run], edges[2 * run + 1]
-        saved = few * (last - first - rows * _ROW_COST) * block_size
+        saved = few * (last - first - rows * row_cost) * block_size
         if saved >= best:
             best, length, members = saved, few, long[order[first : last + 1]]
     if not length:

@@ -3,9 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-from mlx.utils import tree_flatten
-
+from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Arrays, Step, make_step, pad_rows
 from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix
 from vllm_metal_lite.attention.paged.prompts import SdpaPrompts, VarlenPrompts, pad_tables
@@ -83,7 +81,7 @@ def plan_step(
         return make_step(batch, num_rows, plan)
     num_logits = _num_logits(batch, count, prompts is not None)
     step = make_step(batch, num_rows, plan, num_logits=num_logits)
-    shapes = [None if a is None else tuple(a.shape) for _, a in tree_flatten(step.arrays)]
+    shapes = [None if a is None else tuple(a.shape) for a in backend.leaves(step.arrays)]
     plans = *plan.decode_plans.values(), *plan.own_plans.values()
     variant = plan.num_decodes, plan.writes_late, plan.prefix_len, *plans, *shapes
     return replace(step, variant=variant)
@@ -99,8 +97,8 @@ def _with_decodes(
     tables = (b.block_tables[:count] for b in decodes.by_group)
     plan = replace(
         plan,
-        block_tables=tuple(pad_tables(t, rows, width) for t in tables),
-        seq_lens=pad_rows(seq_lens, rows),
+        block_tables=tuple(mx.array(pad_tables(t, rows, width)) for t in tables),
+        seq_lens=mx.array(pad_rows(seq_lens, rows)),
         decode_plans={h: decode_plan(rows, h, longest) for h in kv_heads},
     )
     if prefix is None:
@@ -109,8 +107,8 @@ def _with_decodes(
     return replace(
         plan,
         prefix_len=1 << (int(prefix.lens.max()).bit_length() - 1),
-        leader=np.array([prefix.leader], np.int32),
-        prefix_lens=pad_rows(prefix.lens, rows),
+        leader=mx.array([prefix.leader], mx.int32),
+        prefix_lens=mx.array(pad_rows(prefix.lens, rows)),
         own_plans={h: decode_plan(rows, h, own) for h in kv_heads},
     )
 

@@ -12,9 +12,14 @@ from math import prod
 import numpy as np
 
 from vllm_metal_lite.attention.base import Arrays, pad_rows
-from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, SdpaPlan
+from vllm_metal_lite.attention.sdpa.calls import (
+    DeviceGroup,
+    Indices,
+    SdpaCalls,
+    SdpaPlan,
+    on_device,
+)
 from vllm_metal_lite.attention.sdpa.plan import (
-    Group,
     batch_shape,
     in_one_batch,
     in_one_call,
@@ -23,16 +28,8 @@ from vllm_metal_lite.attention.sdpa.plan import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.prefill import plan_tiles
-
-# Most rows of prompts in a small step: a chunk of 512, padded.  Chunks of that size let decodes go
-# on beside prompts.  Larger chunks are for speed, which SDPA has in calls that need no mask.
-SMALL_ROWS = 768
-# Most entries of the mask that one call for all segments needs: the chunk above at a context of 8k.
-_SMALL_MASK = SMALL_ROWS * 8192
-# Fewest keys that a step is padded to, so that a prompt's first chunks are of one shape, and fewest
-# rows of a segment in a batch.
-_MIN_KEYS, _MIN_ROWS = 1024, 64
 
 
 def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
@@ -63,13 +60,14 @@ class VarlenPrompts:
         """num_rows: of prompts, padding included.  head_groups: query heads a KV head, of all
         layers."""
         segments = power_of_two(batch.num_segments)
-        width = power_of_two(-(-max(int(batch.seq_lens.max()), _MIN_KEYS) // batch.block_size))
+        longest = max(int(batch.seq_lens.max()), profile().min_keys)
+        width = power_of_two(-(-longest // batch.block_size))
         cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
         return cls(
-            tuple(pad_tables(b.block_tables, segments, width) for b in batch.by_group),
-            cu_seqlens_q,
-            pad_rows(batch.seq_lens, segments),
-            {g: plan_tiles(cu_seqlens_q, num_rows, g) for g in sorted(head_groups)},
+            tuple(mx.array(pad_tables(b.block_tables, segments, width)) for b in batch.by_group),
+            mx.array(cu_seqlens_q),
+            mx.array(pad_rows(batch.seq_lens, segments)),
+            {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(head_groups)},
             repeats,
         )
 
@@ -92,28 +90,27 @@ class VarlenPrompts:
 class OneCall:
     """In SdpaPlan's place: all segments of a KV group in one call, whatever the window.
 
-    group: its arrays are all of the call's but `place`, see SdpaCalls.
+    place: see SdpaCalls.
     """
 
-    group: Group
+    indices: Indices
     place: mx.array | None
     _calls: dict[int | None, SdpaCalls] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def arrays(self) -> Arrays:
-        g = self.group
-        return g.q_rows, g.kv_slots, g.q_pos, g.kv_pos, g.segments, g.kv_segments, self.place
+        return *self.indices, self.place
 
     def with_arrays(self, arrays: Arrays) -> "OneCall":
-        q_rows, kv_slots, q_pos, kv_pos, segments, kv_segments, place = arrays
-        return OneCall(
-            Group(q_rows, kv_slots, q_pos, kv_pos, "array", segments, kv_segments), place
-        )
+        *indices, place = arrays
+        return OneCall(Indices(*indices), place)
 
     def calls(self, window: int | None, chunk: int | None = None) -> SdpaCalls:
         if window not in self._calls:
-            rows = None if self.group.q_rows is None else self.group.q_rows.reshape(-1)
-            self._calls[window] = SdpaCalls([DeviceGroup(self.group, window)], rows, self.place)
+            rows = self.indices.q_rows
+            rows = None if rows is None else rows.reshape(-1)
+            group = DeviceGroup(self.indices, "array", window)
+            self._calls[window] = SdpaCalls([group], rows, self.place)
         return self._calls[window]
 
 
@@ -135,27 +132,27 @@ class SdpaPrompts:
         of unlike lengths cost less end to end, alike ones as a batch, whose mask grows with their
         number and not its square.
         """
-        num_keys = power_of_two(max(int(batch.seq_lens.sum()), _MIN_KEYS))
-        shape = batch_shape(batch, _MIN_ROWS, _MIN_KEYS)
+        device = profile()
+        min_rows, min_keys = device.min_segment_rows, device.min_keys
+        num_keys = power_of_two(max(int(batch.seq_lens.sum()), min_keys))
+        shape = batch_shape(batch, min_rows, min_keys)
         batched = batch.num_segments > 1 and prod(shape) < num_rows * num_keys
-        if not repeats or (prod(shape) if batched else num_rows * num_keys) > _SMALL_MASK:
+        if not repeats or (prod(shape) if batched else num_rows * num_keys) > device.small_mask:
             return cls(tuple(SdpaPlan(b, num_rows) for b in batch.by_group), repeats=False)
         calls = []
         for b, window in zip(batch.by_group, windows, strict=True):
             if batched:
-                group = in_one_batch(b, _MIN_ROWS, _MIN_KEYS, window)
+                group = in_one_batch(b, min_rows, min_keys, window)
                 _, place = places([group], num_rows)
             else:
-                group, place = in_one_call(b, num_rows, _MIN_KEYS, window), None
-            calls.append(OneCall(group, place))
+                group, place = in_one_call(b, num_rows, min_keys, window), None
+            calls.append(OneCall(Indices.of(group), on_device(place)))
         return cls(tuple(calls), repeats=True)
 
     @property
     def arrays(self) -> Arrays:
-        return [call.arrays for call in self.sdpa] if self.repeats else None
+        return [call.arrays for call in self.sdpa]
 
     def with_arrays(self, arrays: Arrays) -> "SdpaPrompts":
-        if not self.repeats:
-            return self
         calls = zip(self.sdpa, arrays, strict=True)
         return replace(self, sdpa=tuple(call.with_arrays(a) for call, a in calls))

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import upload
+from vllm_metal_lite.attention.base import Arrays
 from vllm_metal_lite.attention.sdpa.plan import (
-    MAX_GATHERED_KEYS,
     Group,
     places,
     plan_groups,
@@ -17,26 +16,42 @@ from vllm_metal_lite.attention.sdpa.plan import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.devices import profile
 
-# The CPU backend has no fused kernel: scores are computed in full, a causal half for nothing, and
-# exp dominates.  Small query tiles save most of that half; a call costs little beside it.
-# Elsewhere SDPA is fused and skips what "causal" hides, and calls are what costs: in the time that
-# the host needs for one, an H200 computes some 2 million scores of 16 heads.
-_COSTS = {"cpu": {"tile": 256, "call_cost": 1 << 13}}
-_FUSED_COSTS = {"tile": 1 << 30, "call_cost": 1 << 21}
+
+class Indices(NamedTuple):
+    """The arrays of a Group on the device."""
+
+    q_rows: mx.array | None
+    kv_slots: mx.array
+    q_pos: mx.array
+    kv_pos: mx.array
+    segments: mx.array | None
+    kv_segments: mx.array | None
+
+    @classmethod
+    def of(cls, g: Group) -> "Indices":
+        return cls(
+            on_device(g.q_rows),
+            mx.array(g.kv_slots),
+            mx.array(g.q_pos),
+            mx.array(g.kv_pos),
+            on_device(g.segments),
+            on_device(g.kv_segments),
+        )
+
+
+def on_device(array: np.ndarray | None) -> mx.array | None:
+    return None if array is None else mx.array(array)
 
 
 class DeviceGroup:
-    """A Group's indices on the device, and its mask once it was asked for."""
+    """One call of SDPA: the indices, and the mask once `run_calls` asks for it."""
 
-    def __init__(self, group: Group, window: int | None = None) -> None:
-        self.group, self.window = group, window
+    def __init__(self, indices: Indices, mask: str | None, window: int | None = None) -> None:
+        self.group, self.kind, self.window = indices, mask, window
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
-
-    @cached_property
-    def kv_slots(self) -> mx.array:
-        return mx.array(self.group.kv_slots)
 
     def gather(self, store: mx.array) -> mx.array:
         """The group's keys or values as they are kept, (B, num_kv_heads, Lk, width), in one pass.
@@ -45,26 +60,25 @@ class DeviceGroup:
         """
         heads = store.shape[1]
         if heads not in self._head_rows:
-            first = self.kv_slots[:, None, :] * heads
+            first = self.group.kv_slots[:, None, :] * heads
             self._head_rows[heads] = first + mx.arange(heads)[:, None]
         return store.reshape(-1, store.shape[2])[self._head_rows[heads]]
 
     def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
-        return self.mask_array(dtype) if self.group.mask == "array" else self.group.mask
+        return self.mask_array(dtype) if self.kind == "array" else self.kind
 
     def mask_array(self, dtype: mx.Dtype) -> mx.array:
         """Bool (B, 1, Lq, Lk), or additive in the queries' dtype where bool is not fused (CUDA)."""
         additive = backend.name() == "cuda"
         key = dtype if additive else mx.bool_
         if key not in self._masks:
-            q_pos, kv_pos = mx.array(self.group.q_pos)[:, :, None], mx.array(self.group.kv_pos)
-            kv_pos = kv_pos[:, None, :]
+            at = self.group
+            q_pos, kv_pos = at.q_pos[:, :, None], at.kv_pos[:, None, :]
             visible = kv_pos <= q_pos
             if self.window is not None:
                 visible = visible & (kv_pos > q_pos - self.window)
-            if self.group.segments is not None:
-                segments = mx.array(self.group.segments)[:, :, None]
-                visible = visible & (segments == mx.array(self.group.kv_segments)[:, None, :])
+            if at.segments is not None and at.kv_segments is not None:
+                visible = visible & (at.segments[:, :, None] == at.kv_segments[:, None, :])
             if additive:
                 zero, hidden = mx.array(0, dtype), mx.array(-float("inf"), dtype)
                 visible = mx.where(visible, zero, hidden)
@@ -78,22 +92,22 @@ class EndToEnd:
     shapes: (B, L) of each call.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self._shapes = shapes
-        self._looks: dict[tuple[int, int], list[tuple]] = {}
+        self._views: dict[tuple[int, int], list[tuple]] = {}
 
     def cut(self, rows: mx.array) -> list[mx.array]:
-        """rows (T, H, D), or more of them -> (B, H, L, D) a call: one look each, nothing copied."""
+        """rows (T, H, D), T or more -> (B, H, L, D) for each call: views, nothing is copied."""
         heads, dim = rows.shape[1:]
-        if (heads, dim) not in self._looks:
-            width, first, looks = heads * dim, 0, []
+        if (heads, dim) not in self._views:
+            width, first, views = heads * dim, 0, []
             for b, length in self._shapes:
                 strides = (length * width, dim, width, 1)
-                looks.append(((b, heads, length, dim), strides, first * width))
+                views.append(((b, heads, length, dim), strides, first * width))
                 first += b * length
-            self._looks[heads, dim] = looks
+            self._views[heads, dim] = views
         flat = rows.reshape(-1)
-        return [mx.as_strided(flat, *look) for look in self._looks[heads, dim]]
+        return [mx.as_strided(flat, *view) for view in self._views[heads, dim]]
 
 
 class SdpaCalls:
@@ -112,17 +126,23 @@ class SdpaCalls:
     @cached_property
     def gathers(self) -> list[tuple[mx.array, EndToEnd]]:
         """Slots (K,) of the store that are gathered at once, and how they are cut into calls."""
-        groups, found = [g.group for g in self.groups], []
-        sizes = np.array([prod(g.kv_slots.shape) for g in groups])
-        for pack in split_packs(np.arange(len(groups)), sizes, MAX_GATHERED_KEYS):
-            slots = [groups[i].kv_slots.reshape(-1) for i in pack]
-            together = slots[0] if len(slots) == 1 else np.concatenate(slots)
-            found.append((mx.array(together), EndToEnd([groups[i].kv_slots.shape for i in pack])))
+        all_slots, found = [g.group.kv_slots for g in self.groups], []
+        sizes = np.array([slots.size for slots in all_slots])
+        for pack in split_packs(np.arange(len(all_slots)), sizes, profile().max_gathered_keys):
+            parts = [all_slots[i] for i in pack]
+            flat = [slots.reshape(-1) for slots in parts]
+            together = flat[0] if len(flat) == 1 else mx.concatenate(flat)
+            found.append((together, EndToEnd([slots.shape for slots in parts])))
         return found
 
 
 class SdpaPlan:
-    """A batch cut into SDPA calls, once a step for each window or chunk that a layer asks for."""
+    """A batch cut into SDPA calls, once a step for each window or chunk that a layer asks for.
+
+    A Plan without arrays: its calls differ from step to step, so such a step is never compiled.
+    """
+
+    arrays: Arrays = None
 
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
         self.batch, self.num_rows = batch, num_rows
@@ -133,9 +153,15 @@ class SdpaPlan:
         window = None if window is not None and window >= longest else window
         chunk = None if chunk is not None and chunk >= longest else chunk
         if (window, chunk) not in self._plans:
-            costs = _COSTS.get(backend.name(), _FUSED_COSTS)
-            groups = plan_groups(self.batch, window, chunk=chunk, **costs)
+            device = profile()
+            groups = plan_groups(
+                self.batch, window, chunk=chunk, tile=device.sdpa_tile,
+                call_cost=device.sdpa_call_cost,
+            )  # fmt: skip
             rows, place = places(groups, self.num_rows)
-            on_device = [DeviceGroup(g, window) for g in groups]
-            self._plans[window, chunk] = SdpaCalls(on_device, *upload([rows, place]))
+            calls = [DeviceGroup(Indices.of(g), g.mask, window) for g in groups]
+            self._plans[window, chunk] = SdpaCalls(calls, on_device(rows), on_device(place))
         return self._plans[window, chunk]
+
+    def with_arrays(self, arrays: Arrays) -> "SdpaPlan":
+        return self

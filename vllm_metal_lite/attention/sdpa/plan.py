@@ -9,19 +9,17 @@ one formula serves every group:  key visible = same segment and k_pos <= q_pos (
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
-
-# What a call costs is counted in scores.  A key costs as many again, for it is copied out of the
-# store: on the CPU 1.3 us against 13 ns a score.
-KEY_COST = 64
-# Most keys that one call gathers, so that its copy of K and V stays small beside the store.
-MAX_GATHERED_KEYS = 1 << 17
+from vllm_metal_lite.devices import profile
 
 NEVER = np.iinfo(np.int32).max  # position of a padding key: behind every query
+
+Lengths = TypeVar("Lengths", int, np.ndarray)
 
 
 def power_of_two(n: int) -> int:
@@ -31,12 +29,12 @@ def power_of_two(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One call of SDPA: B rows of Lq queries over Lk keys.
+    """One call of SDPA on the host: B rows of Lq queries over Lk keys.
 
     q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, as they are.
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
     "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
-    segments of rows and keys).  The arrays may be on the device already.
+    segments of rows and keys).
     """
 
     q_rows: np.ndarray | None
@@ -48,9 +46,9 @@ class Group:
     kv_segments: np.ndarray | None = None
 
 
-def cost(q_len: int, kv_len: int) -> int:
+def cost(q_len: Lengths, kv_len: Lengths) -> Lengths:
     """What attention of q_len queries to kv_len keys costs, in scores."""
-    return (q_len + KEY_COST) * kv_len
+    return (q_len + profile().key_cost) * kv_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ def plan_groups(
                 groups.append(_packed(batch, pack))
                 continue
         loose.append(pack)
-    for segments in (loose and np.concatenate(loose), np.flatnonzero(~complete)):
+    for segments in (*([np.concatenate(loose)] if loose else []), np.flatnonzero(~complete)):
         if len(segments):
             tiles = _tiles(batch, segments, window, chunk, tile)
             groups += [_padded(batch, tiles[i], window) for i in _alike(tiles, call_cost)[1]]
@@ -162,15 +160,16 @@ def _alike(tiles: Tiles, call_cost: int) -> tuple[int, list[np.ndarray]]:
     kv_len = tiles.kv_end - tiles.kv_start
     order = np.lexsort((-kv_len, -tiles.q_len))
     q_len, kv_len = tiles.q_len[order].astype(np.int64), kv_len[order].astype(np.int64)
+    max_keys = profile().max_gathered_keys
     least = np.zeros(len(tiles) + 1, np.int64)  # cost of the first n
     begins = np.zeros(len(tiles) + 1, np.int64)  # where the last batch of the first n begins
     for end in range(1, len(tiles) + 1):
-        most = max(1, MAX_GATHERED_KEYS // int(kv_len[end - 1]))
+        most = max(1, max_keys // int(kv_len[end - 1]))
         first = max(0, end - most)
         longest = np.maximum.accumulate(kv_len[first:end][::-1])[::-1]
         count = np.arange(end - first, 0, -1)
         total = least[first:end] + count * cost(q_len[first:end], longest) + call_cost
-        total[(count > 1) & (count * longest > MAX_GATHERED_KEYS)] = np.iinfo(np.int64).max
+        total[(count > 1) & (count * longest > max_keys)] = np.iinfo(np.int64).max
         at = int(total.argmin())
         begins[end], least[end] = first + at, total[at]
     batches, end = [], len(tiles)
@@ -224,7 +223,7 @@ def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.nd
 
     None where rows are the first T, in order, and where places are those of the rows.
     """
-    rows = np.concatenate([g.q_rows.ravel() for g in groups])
+    rows = np.concatenate([g.q_rows.ravel() for g in groups if g.q_rows is not None])
     place = np.zeros(num_rows, np.int32)
     # Backwards, so that a row's first place wins: later ones are padding, which under a plain
     # "causal" saw too far.

@@ -56,6 +56,7 @@ class ReferenceStepAttention:
 
     def __init__(self, store: PagedStore, step: Step) -> None:
         self.store, self.step = store, step
+        self.plan: ReferencePlan = step.plan
 
     @property
     def state(self) -> list[mx.array]:
@@ -76,11 +77,10 @@ class ReferenceStepAttention:
         q_pe: mx.array | None = None,
         chunk: int | None = None,
     ) -> mx.array:
-        latent = q_pe is not None
-        if latent:
+        if q_pe is not None:
             q = mx.concatenate([q, q_pe], axis=-1)
-        calls = self.step.plan.sdpa[self.store.group_of[layer]].calls(window, chunk)
-        gathered = self._gather(layer, calls, latent)
+        calls = self.plan.sdpa[self.store.group_of[layer]].calls(window, chunk)
+        gathered = self._gather(layer, calls, q_pe is not None)
         return run_calls(calls, q, gathered, scale=scale, softcap=softcap, sinks=sinks)
 
     def _gather(

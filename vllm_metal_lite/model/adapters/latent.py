@@ -79,7 +79,7 @@ _EXPANDING = (
     youtu_llm.YoutuLLMAttention,
 )
 
-ADAPTERS = {
+ADAPTERS: dict[type, type] = {
     **{base: type(base.__name__, (LatentAttention, base), {}) for base in _EXPANDING},
     mla.MultiLinear: _rows_last(mla.MultiLinear),
     mla.QuantizedMultiLinear: _rows_last(mla.QuantizedMultiLinear),

@@ -35,7 +35,8 @@ class Gemma2Attention(gemma2.Attention):
         if not isinstance(cache, PagedLayerCache):
             return super().__call__(x, mask, cache)
         q, k, v = _project(self, x)
-        q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
+        rope: Any = self.rope  # takes an array of offsets too, against its annotation
+        q, k = rope(q, offset=cache.offset), rope(k, offset=cache.offset)
         keys: KVHandle = cache.update_and_fetch(k, v)[0]
         out = keys.cache.attend(q, self.scale, mask, softcap=self.attn_logit_softcapping)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))

@@ -49,8 +49,17 @@ def _hooks() -> list[Hook]:
     return hooks
 
 
-def _attend(original: Callable) -> Callable:
-    def attend(q, k, v, *, scale, mask=None, sinks=None, **kwargs):
+def _attend(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def attend(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        *,
+        scale: float,
+        mask: Any = None,
+        sinks: mx.array | None = None,
+        **kwargs: Any,
+    ) -> mx.array:
         if not isinstance(k, KVHandle):
             return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **kwargs)
         return k.cache.attend(q, scale, mask, sinks)

@@ -1,7 +1,7 @@
-"""What stands for arrays that a packed forward does not make: K and V, latent scores, masks.
+"""Placeholders for arrays that a packed forward does not make: K and V, latent scores, masks.
 
-All of them but `Mask` are arrays to mlx-lm: empty ones, of an absurd width, so that any use that
-was not foreseen fails instead of computing something.
+All of them but `Mask` are arrays to mlx-lm: empty arrays of an absurd width, so that any use that
+we did not foresee fails instead of computing something.
 """
 
 from typing import Any, Protocol
@@ -19,6 +19,15 @@ class LayerCache(Protocol):
 
     spec: LayerSpec
     step: Step
+
+    def attend(
+        self,
+        q: mx.array,
+        scale: float,
+        mask: Any = None,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array: ...
 
     def native(self, run: Run, steps: SequenceStep) -> Any: ...
 
@@ -57,7 +66,7 @@ class ValueHandle(KVHandle):
     is what it hands to SDPA as `mask`.
     """
 
-    def swapaxes(self, axis1: int, axis2: int) -> "_RotaryKeys":
+    def swapaxes(self, axis1: int, axis2: int, *, stream: object = None) -> "_RotaryKeys":
         if {axis1 % 4, axis2 % 4} != {2, 3}:
             raise NotImplementedError("values with their heads or batch transposed")
         return _RotaryKeys(self.cache)

@@ -22,8 +22,8 @@ NATIVE_TYPES = (KVCache, RotatingKVCache, ChunkedKVCache)
 
 
 @cache
-def _noting(base: type) -> type:
-    """A cache type that remembers the rows it was given, (1, H, L, D)."""
+def _noting(base: Any) -> type:
+    """A subclass of a cache type that remembers the rows it was given, (1, H, L, D)."""
 
     def update_and_fetch(self: Any, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         if self.written is not None:
@@ -40,7 +40,8 @@ def _noting(base: type) -> type:
 def rebuild(template: Any, layer: int, store: PagedStore, batch: ForwardBatch, run: Run) -> Any:
     """The cache, of the type of `template`, that the run's only segment had before this step."""
     native = copy.copy(template)
-    native.__class__ = _noting(type(template))
+    kind: Any = type(template)
+    native.__class__ = _noting(kind)
     spec = store.specs[layer]
     native.rows = spec.k_row, spec.v_row
     if run.start:

@@ -16,7 +16,7 @@ from vllm_metal_lite.model.sequences.runs import PackedCache, Run, SequenceStep
 class StateCache(PackedCache):
     """Stands for one recurrent layer's states; modules that see sequences get real ones."""
 
-    def __init__(self, layer: int, size: int, sequences: SequenceStep) -> None:
+    def __init__(self, layer: int, size: int, sequences: SequenceStep | None) -> None:
         self.layer, self.size, self.sequences = layer, size, sequences
 
     def make_mask(self, num_tokens: int) -> None:
@@ -24,8 +24,9 @@ class StateCache(PackedCache):
 
     def native(self, run: Run, steps: SequenceStep) -> ArraysCache:
         cache = ArraysCache(self.size)
-        cache.cache = [steps.states.get(run.index, (self.layer, i)) for i in range(self.size)]
-        self._before = list(cache.cache)
+        states: list[Any] = [steps.states.get(run.index, (self.layer, i)) for i in range(self.size)]
+        cache.cache = states
+        self._before = list(states)
         return cache
 
     def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:

@@ -122,7 +122,7 @@ class SequenceStep:
 
     def pack(self, parts: Sequence[mx.array]) -> mx.array:
         """Rows of the runs, (B * L, ...) each, in the order of the step, padded to its rows."""
-        joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        joined = parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
         if self._place is not None:
             joined = joined[self._place]
         missing = self.step.num_rows - len(joined)
@@ -140,7 +140,12 @@ def _index(rows: np.ndarray) -> slice | mx.array:
 
 
 class PackedCache:
-    """What a layer sees as its cache during a packed forward, and what it has for a run of it."""
+    """A layer's cache during a packed forward, and the source of its native cache for a run.
+
+    sequences: the step as runs; None if no module sees sequences.
+    """
+
+    sequences: SequenceStep | None
 
     def native(self, run: Run, steps: SequenceStep) -> Any:
         """The cache that mlx-lm itself would have before this run."""
@@ -163,7 +168,8 @@ def in_sequences(call: Callable, module: nn.Module, args: tuple, kwargs: dict) -
     caches = _find(args) + _find(tuple(kwargs.values()))
     if not caches:
         return call(module, *args, **kwargs)
-    steps: SequenceStep = caches[0].sequences
+    steps = caches[0].sequences
+    assert steps is not None, "a module that sees sequences, in a step without them"
     parts = []
     for run in steps.runs:
         natives = {id(c): c.native(run, steps) for c in caches}

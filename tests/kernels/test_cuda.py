@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels import cuda
 
 
 def files(*texts: str) -> list[Path]:
-    included = re.findall(r'#include "(.+)"', "".join(source.as_files("kernel", *texts)))
+    included = re.findall(r'#include "(.+)"', "".join(cuda.as_files("kernel", *texts)))
     return [Path(name) for name in included]
 
 
@@ -30,6 +30,6 @@ def test_files_are_named_by_what_they_hold(monkeypatch, tmp_path, writable):
 
 def test_shapes_are_named_where_mlx_looks_for_them(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    header, body = source.as_files("kernel", "", "out[0] = q_shape[0] + q_shape[1] + k_ndim;")
+    header, body = cuda.as_files("kernel", "", "out[0] = q_shape[0] + q_shape[1] + k_ndim;")
     assert "q_shape" not in header
     assert body.endswith("// k_ndim q_shape\n")
