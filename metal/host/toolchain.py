@@ -19,9 +19,9 @@ HEADERS = Path(__file__).parent / "cpu"
 
 _COMMON = ["-std=gnu++20", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing"]
 _COMMON += ["-fsigned-char", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-w"]
-_PLAIN = ["-O2", "-fno-sanitize=all"]
-# Every access and every undefined operation becomes a call, and has a line.  A launch of a test is
-# shorter than the compiler's work on it: so no optimisation.
+# No optimisation: a test's launch takes less time than the optimiser would.
+_PLAIN = ["-O0", "-fno-sanitize=all"]
+# Every access and every undefined operation becomes a call, and has a line.
 _CHECKED = ["-O0", "-g1", "-gdwarf-4", "-fsanitize=thread,undefined,float-cast-overflow"]
 _CHECKED += ["-fno-sanitize=vptr,object-size", "-DMETAL_HOST_CHECKED"]
 
