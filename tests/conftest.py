@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 # Before anything imports MLX: tests run where mlx-lm's own CPU answers are the oracle, and never
 # ask a network for a model.
@@ -17,6 +18,19 @@ import vllm_metal_lite.backend  # noqa: F401  (loads a fast BLAS before anybody 
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
+
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the tests of slow.txt, so that `tools/test --quick` leaves them out."""
+    lines = (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines()
+    paths = [TESTS / line for line in lines if not line.startswith("#")]
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise pytest.UsageError(f"slow.txt names what is not there: {', '.join(missing)}")
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in paths):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_sessionfinish(session):

@@ -19,9 +19,10 @@ HEADERS = Path(__file__).parent / "cpu"
 
 _COMMON = ["-std=gnu++20", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing"]
 _COMMON += ["-fsigned-char", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-w"]
-_PLAIN = ["-O2", "-fno-sanitize=all"]
+# No optimisation: a test's launch takes less time than the optimiser would.
+_PLAIN = ["-O0", "-fno-sanitize=all"]
 # Every access and every undefined operation becomes a call, and has a line.
-_CHECKED = ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread,undefined,float-cast-overflow"]
+_CHECKED = ["-O0", "-g1", "-gdwarf-4", "-fsanitize=thread,undefined,float-cast-overflow"]
 _CHECKED += ["-fno-sanitize=vptr,object-size", "-DMETAL_HOST_CHECKED"]
 
 _KEEP_SECONDS = 7 * 86400  # of compiled kernels that are not used
@@ -133,6 +134,24 @@ def _compile(source: Path, target: Path, flags: list[str], what: str) -> None:
     _run([*compiler(), *_COMMON, *flags, "-c", str(source), "-o", str(target)], what)
 
 
+@functools.cache
+def _library_header(flags: tuple[str, ...]) -> list[str]:
+    """Flags that read Metal's library in compiled form, which is made once a set of flags."""
+    if not is_clang():
+        return []
+    # clang refuses a precompiled header whose files have moved or changed.
+    files = [(str(path), path.stat().st_mtime_ns) for path in sorted(HEADERS.iterdir())]
+    key = hashlib.sha256(repr((_runtime_hash(), flags, files)).encode()).hexdigest()[:32]
+    target = cache_dir() / f"{key}.pch"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+            made = Path(scratch) / "made.pch"
+            header = ["-x", "c++-header", str(HEADERS / "metal_stdlib"), "-o", str(made)]
+            _run([*compiler(), *_COMMON, *flags, *header], "metal_stdlib")
+            made.replace(target)
+    return ["-include-pch", str(target)]
+
+
 def _runtime_objects(flavour: Flavour) -> list[str]:
     """The runtime, compiled once a version of it."""
     objects = []
@@ -166,7 +185,7 @@ def build(text: str, name: str, flavour: Flavour) -> Path:
     with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
         source, made = Path(scratch) / f"{key}.cpp", Path(scratch) / "kernel.o"
         source.write_text(text)
-        _compile(source, made, flags, f"kernel {name}")
+        _compile(source, made, [*flags, *_library_header(tuple(flags))], f"kernel {name}")
         # No C++ library and no sanitizer's: the runtime needs neither.
         link = [*compiler(), "-shared", "-O2", "-fno-sanitize=all", str(made)]
         link += [*_runtime_objects(flavour), *(["-nostdlib++"] if is_clang() else [])]
