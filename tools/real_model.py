@@ -46,6 +46,9 @@ _OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _GROUP_SIZE = 32
 _CONTROL, _USER_DEFINED = 3, 4  # token types
 
+# As the model's card recommends: so small a model answers nonsense at a temperature of 1.
+_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+
 
 class Failed(Exception):
     """A reason why the folder cannot be made, in one line."""
@@ -71,7 +74,7 @@ def make(folder: Path = DEFAULT_FOLDER) -> Path:
         )
         build_tokenizer(metadata).save(str(made / "tokenizer.json"))
         _write_json(made / "tokenizer_config.json", tokenizer_config(metadata))
-        _write_json(made / "generation_config.json", generation_config(metadata))
+        _write_json(made / "generation_config.json", {**generation_config(metadata), **_SAMPLING})
         _write_json(made / "config.json", model_config(weights, metadata))
         if folder.exists():
             folder.rmdir()
