@@ -198,7 +198,7 @@ def test_what_the_kernels_cannot_do_is_refused():
 )
 def test_splits_are_a_power_of_two_within_their_limits(num_rows, heads, prefix_len, where):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefix.backend, "name", lambda: where)
+        patch.setattr(backend, "name", lambda: where)
         splits = shared_prefix.prefix_splits(num_rows, *heads, prefix_len)
     assert splits in (1, 2, 4, 8, 16, 32, 64)
     assert splits == 1 or prefix_len / splits >= 128
