@@ -9,7 +9,7 @@ from tests.support.attention_cases import expected_pairs, make_batch
 from vllm_metal_lite.attention.sdpa.plan import (
     NEVER,
     Group,
-    _alike,
+    _group_by_shape,
     _tiles,
     batch_shape,
     cost,
@@ -154,7 +154,7 @@ def test_no_other_way_to_cut_neighbours_costs_less(segments, call_cost):
             for b in batches
         )
 
-    found, batches = _alike(tiles, call_cost)
+    found, batches = _group_by_shape(tiles, call_cost)
     assert np.concatenate(batches).tolist() == order.tolist()
     ways = [
         np.split(order, [i + 1 for i in range(count - 1) if cuts >> i & 1])

@@ -190,5 +190,5 @@ SHAPE = AttentionShape(4, 2, 64, 64, mx.float16)
     ],
 )
 def test_what_is_not_served(shape, asked, reason):
-    found = rope.unsupported(shape, asked)
+    found = rope.rope_unsupported(shape, asked)
     assert found == reason if reason is None else re.search(reason, found)

@@ -116,7 +116,7 @@ def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
     for _, _, module, _ in seen:
         counts[id(module)] = counts.get(id(module), 0) + 1
     groups = []
-    for (path, *_), group in groupby(seen, lambda c: (c[0], id(c[3]), *_alike(c[2]))):
+    for (path, *_), group in groupby(seen, lambda c: (c[0], id(c[3]), *_kind_of(c[2]))):
         names = [name for _, name, module, _ in group if counts[id(module)] == 1]
         if len(names) > 1:
             groups.append((path, names))
@@ -143,7 +143,7 @@ def _noting(calls: list[tuple[nn.Module, mx.array]]) -> Iterator[None]:
             kind.__call__ = originals[kind]
 
 
-def _alike(module: nn.Module) -> tuple:
+def _kind_of(module: nn.Module) -> tuple:
     """What projections must have in common."""
     how = [getattr(module, name, None) for name in ("bits", "group_size", "mode")]
     return (

@@ -3,7 +3,7 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import STORE, cover, format_template
+from vllm_metal_lite.kernels.common import STORE, format_template, grid_for
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -21,7 +21,7 @@ def kv_write(
     rows, kv_heads, k_dim = k.shape
     if spec and spec.bits:
         per_head = max(row.dim // row.group_size for row in (spec.k_row, spec.v_row))
-        threads, groups = cover(kv_heads * per_head)
+        threads, groups = grid_for(kv_heads * per_head)
         return _KV_WRITE_QUANTISED(
             [k, v, slot_mapping, keys, values, token],
             {"T": k.dtype, "KV_HEADS": kv_heads, **format_template(spec.k_row, spec.v_row)},
@@ -29,7 +29,7 @@ def kv_write(
         )[0]  # fmt: skip
     k_words, v_words = _words(kv_heads * k_dim, k), _words(kv_heads * v.shape[2], v)
     width = math.gcd(k_words, v_words, 4)
-    threads, groups = cover(max(k_words, v_words) // width)
+    threads, groups = grid_for(max(k_words, v_words) // width)
     template: Template = {
         "T": k.dtype, "KV_HEADS": kv_heads, "K_DIM": k_dim, "V_DIM": v.shape[2], "W": width,
     }  # fmt: skip
@@ -48,7 +48,7 @@ def kv_gather(
     slots, shape = kv_slots.reshape(-1), kv_slots.shape
     if spec and spec.bits:
         heads, k_row, v_row = spec.num_kv_heads, spec.k_row, spec.v_row
-        threads, groups = cover(heads * max(k_row.value_words, v_row.value_words))
+        threads, groups = grid_for(heads * max(k_row.value_words, v_row.value_words))
         k, v, token = _KV_GATHER_QUANTISED(
             [slots, keys, values, token],
             {"T": spec.dtype, "KV_HEADS": heads, "THREADS": threads,
@@ -62,7 +62,7 @@ def kv_gather(
     v_dim = values.shape[2]
     k_words, v_words = _words(kv_heads * k_dim, keys), _words(kv_heads * v_dim, values)
     width = math.gcd(k_words, v_words, 4)
-    threads, groups = cover(max(k_words, v_words) // width)
+    threads, groups = grid_for(max(k_words, v_words) // width)
     k, v, token = _KV_GATHER(
         [slots, keys, values, token],
         {"T": keys.dtype, "K_WORDS": k_words, "V_WORDS": v_words, "W": width, "THREADS": threads},

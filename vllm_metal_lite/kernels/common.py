@@ -85,7 +85,7 @@ def format_template(k_row: RowFormat, v_row: RowFormat) -> Template:
     }  # fmt: skip
 
 
-def cover(count: int) -> tuple[int, int]:
+def grid_for(count: int) -> tuple[int, int]:
     """Threads of a threadgroup (a multiple of 32, at most 256) and threadgroups for `count`."""
     threads = min(256, -(-count // 32) * 32)
     return threads, -(-count // threads)

@@ -3,7 +3,7 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import cover
+from vllm_metal_lite.kernels.common import grid_for
 from vllm_metal_lite.kernels.launch import Kernel
 
 _GATHER_ROWS = Kernel("gather_rows", ["rows", "index"], ["out"])
@@ -19,7 +19,7 @@ def gather_rows(rows: mx.array, index: mx.array) -> mx.array:
     if rest or width < 8:
         raise ValueError(f"rows of {width} elements of {rows.dtype} are not whole words, 8 or more")
     vector = math.gcd(words, 4)
-    threads, groups = cover(words // vector)
+    threads, groups = grid_for(words // vector)
     shape = (*index.shape, *rows.shape[1:])
     return _GATHER_ROWS(
         [rows, index.reshape(-1)],

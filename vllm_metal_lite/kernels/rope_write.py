@@ -20,7 +20,7 @@ _SIMDGROUPS = 8
 _HEADS = 4
 
 
-def unsupported(shape: AttentionShape, rope: Rope | None) -> str | None:
+def rope_unsupported(shape: AttentionShape, rope: Rope | None) -> str | None:
     """Why `rope_write` cannot serve a layer of this shape, or None if it can."""
     if shape.latent:
         return "rope_write has no latent attention"

@@ -1,6 +1,7 @@
 """A step that was submitted: its tokens on the device, and on the host when they are read."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,8 +29,9 @@ class StepResult:
     undrawn: the reason (`undrawn.MASKED` or NAN) by row, for rows that give no token; their
     token_ids are 0.
     for_host: what the host reads instead of `sampled`, which the next step reads.
-    arrays: the arrays to wait for; if there are none (the step only writes to the store), waiting
-    is for everything that was submitted.  done: somebody has waited.
+    written: arrays that are there when the step has written to the store.
+    arrays: the arrays to wait for: what is read, or `written` if nothing is.  If there are none,
+    waiting is for everything that was submitted.  done: somebody has waited.
 
     Any thread may read the values of a step that samples or scores.  Other steps are waited for by
     the thread that submits steps.
@@ -42,12 +44,14 @@ class StepResult:
         logprobs: LogprobArrays | None,
         prompt_logprobs: LogprobArrays | None,
         for_host: mx.array | None = None,
+        written: Sequence[mx.array] = (),
     ) -> None:
         self._req_indices, self._sampled = req_indices, sampled
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self.arrays = [] if sampled is None else [sampled if for_host is None else for_host]
         for a in (logprobs, prompt_logprobs):
             self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
+        self.arrays = self.arrays or list(written)
         self.done = False
         # MLX does not let two threads wait for one array at the same time.
         self._waiting = threading.Lock()

@@ -63,7 +63,9 @@ class ModelRunner:
             targets = mx.array(batch.prompt_targets)
             rows = logits[num_sampled : num_sampled + len(targets)]
             scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
-        result = StepResult(req_indices, sampled, logprobs, scored, for_host)
+        # Where steps overlap, waiting for a step must not mean waiting for the next one too.
+        written = state[:1] if self.attention.overlaps else ()
+        result = StepResult(req_indices, sampled, logprobs, scored, for_host, written)
         self._submit(result, state)
         return result
 
@@ -80,9 +82,6 @@ class ModelRunner:
         last, self._last = self._last, None
         if last is not None and not self.attention.overlaps:
             last.wait()
-        if not result.arrays and self.attention.overlaps:
-            # Nothing is sampled, and the next step may run when this one is waited for.
-            result.arrays = state[:1]
         mx.async_eval(result.arrays, state, self.attention.store.states.arrays)
         # Not before: the next step must not go on with what was never launched.
         self._last, self._state = result, state

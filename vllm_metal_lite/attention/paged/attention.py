@@ -26,7 +26,7 @@ from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import varlen_prefill
-from vllm_metal_lite.kernels.rope_write import rope_write, unsupported
+from vllm_metal_lite.kernels.rope_write import rope_unsupported, rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, prefix_splits, shared_prefix
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape
@@ -181,7 +181,7 @@ class KernelStepAttention:
         if any(h.columns.array.dtype != keys.dtype for h in (q, k, v)):
             return None
         shape = AttentionShape(q.num_heads, *kept[0], values.shape[2], keys.dtype)
-        if unsupported(shape, k.rope) is not None:
+        if rope_unsupported(shape, k.rope) is not None:
             return None
         new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
         if self.plan.writes_late:

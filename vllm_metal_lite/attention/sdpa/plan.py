@@ -87,7 +87,7 @@ def plan_groups(
         packed = cost(rows, rows)
         # At most what one padded batch costs, which is soon known.
         if packed < len(pack) * cost(longest, longest):
-            padded, _ = _alike(_tiles(batch, pack, window, chunk, tile), call_cost)
+            padded, _ = _group_by_shape(_tiles(batch, pack, window, chunk, tile), call_cost)
             if packed + call_cost < padded:
                 groups.append(_packed(batch, pack))
                 continue
@@ -95,7 +95,9 @@ def plan_groups(
     for segments in (*([np.concatenate(loose)] if loose else []), np.flatnonzero(~complete)):
         if len(segments):
             tiles = _tiles(batch, segments, window, chunk, tile)
-            groups += [_padded(batch, tiles[i], window) for i in _alike(tiles, call_cost)[1]]
+            groups += [
+                _padded(batch, tiles[i], window) for i in _group_by_shape(tiles, call_cost)[1]
+            ]
     return groups
 
 
@@ -151,7 +153,7 @@ def _tiles(
     return Tiles(segments[index], start[index] + first, rows, kv_start, kv_end)
 
 
-def _alike(tiles: Tiles, call_cost: int) -> tuple[int, list[np.ndarray]]:
+def _group_by_shape(tiles: Tiles, call_cost: int) -> tuple[int, list[np.ndarray]]:
     """What tiles cost as padded batches, and which tiles each of these takes.
 
     Tiles in a batch are neighbours in the order from longest to shortest, so the cheapest way to
