@@ -22,10 +22,10 @@ _METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENS
 
 # `doctor` reads no kernel where there is no GPU.
 _READ_KERNELS = """
-from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels import cuda, source
 names = [file.stem for file in source.FOLDER.glob("*.metal")]
 for name in names:
-    source.to_cuda(*source.read(name))
+    cuda.to_cuda(*source.read(name))
 print(len(names), "kernels read from", source.FOLDER)
 """
 
