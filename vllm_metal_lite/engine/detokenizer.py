@@ -21,10 +21,10 @@ class Detokenizer:
     """The text of one answer, whose token list grows.
 
     The text is mlx-lm's streamed text of prompt and answer, minus the prompt's text.  So the stream
-    starts with the prompt's last tokens, as in vLLM.  If the prompt ends in an incomplete
-    character, it belongs to the answer if the answer completes it; otherwise it is a U+FFFD in the
-    prompt.  (mlx-lm's stream_generate starts an empty stream, which drops a leading space and shows
-    U+FFFD for the bytes that complete a character of the prompt.)
+    starts with the prompt's last tokens, as in vLLM.  An incomplete character at the prompt's end
+    belongs to the answer if the answer completes it; otherwise it is a U+FFFD in the prompt.
+    (mlx-lm's stream_generate starts an empty stream, which drops a leading space and shows U+FFFD
+    for the bytes that complete a character of the prompt.)
 
     One thread may read the text while another adds tokens.
     shown: with stop strings, the text that cannot be part of one.

@@ -372,7 +372,7 @@ class LLMEngine:
     def _count(self, output: SchedulerOutput, num_dropped: int) -> None:
         prefills = output.segments[output.num_decodes :]
         again = sum(s.num_computed >= s.request.num_prompt_tokens for s in prefills)
-        decodes = output.num_decodes + again  # incl. tokens recomputed after preemption
+        decodes = output.num_decodes + again  # again: resumed past the prompt, after preemption
         self._counts["steps"] += 1
         self._counts["decode_tokens"] += decodes - num_dropped
         self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes

@@ -262,8 +262,8 @@ class Scheduler:
         for request in self._partials:
             chunk = self._chunk(request, request.num_computed_tokens, out)
             chunk = min(chunk, self.kv.room(request))
-            # 0: no budget or no blocks.  It waits for decodes to end; so does the queue, since a
-            # prompt needs a block of its own to be admitted.
+            # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
+            # a prompt needs a block of its own to be admitted.
             if chunk > 0:
                 out.segments.append(self._schedule_chunk(request, chunk, out))
 

@@ -137,8 +137,8 @@ class MetalLiteWorker(WorkerBase):
     def _may_share_arrays(self) -> bool:
         """Whether layers of several groups may share arrays, each in its own blocks.
 
-        They must have one shape, and kernels must write them: MLX's own operations copy the whole
-        array if one layer writes while another still reads.
+        The layers must have one shape, and kernels must write the arrays: MLX's own operations copy
+        the whole array if one layer writes while another still reads.
         """
         shapes = {(s.num_kv_heads, s.k_head_dim, s.v_head_dim, s.dtype) for s in self._specs}
         if len(shapes) > 1:
