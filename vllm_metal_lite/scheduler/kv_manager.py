@@ -16,7 +16,7 @@ NewBlocks = Sequence[Sequence[int]]
 
 
 class KVCacheManager:
-    """Block pools and prefix cache of all groups.  A failed allocation changes no group."""
+    """Block pools and prefix cache of all groups.  A failed allocation takes no blocks."""
 
     def __init__(self, groups: Sequence[KVGroup], block_size: int, enable_caching: bool) -> None:
         self.groups, self.block_size, self.enable_caching = groups, block_size, enable_caching

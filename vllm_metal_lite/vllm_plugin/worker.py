@@ -128,7 +128,7 @@ class MetalLiteWorker(WorkerBase):
         return "auto" if backend.is_cpu() and dtype == "float32" else dtype
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
-        """Report windows of mixed sizes only if layers of several groups may share arrays."""
+        """With several groups, report windows only if the groups' layers may share arrays."""
         specs, unlike = self._specs, len(kv_groups(self._specs)) > 1
         if unlike and not self._may_share_arrays():
             specs = [replace(s, window=None) for s in specs]
