@@ -1,1 +1,1 @@
-"""The host table of running requests, and the steps that are cut out of it with numpy."""
+"""The host table of running requests, and numpy code that builds each step from it."""

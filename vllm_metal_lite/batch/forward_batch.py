@@ -1,12 +1,12 @@
-"""One forward pass, on the host: which tokens of which requests, and where their K and V lie."""
+"""Host-side description of one forward pass: its tokens, and where their K and V lie."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-PAD_SLOT = -1  # slot_mapping value of a row whose K and V are written nowhere
+PAD_SLOT = -1  # slot_mapping value of a row whose K and V are not kept
 
-# A token that a step under way samples: it is on the device, and not on the host yet.
+# A token that a step in flight samples: the host does not have it yet.
 UNKNOWN_TOKEN = -1
 
 _NONE = np.zeros(0, np.int32)
@@ -14,22 +14,22 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """S segments (one a request) packed into N rows, decode rows (segments of length 1) first.
+    """S segments (one per request) packed into N rows, decode rows (segments of length 1) first.
 
-    token_ids, positions, slot_mapping: (N,) int32.  cu_seqlens_q: (S+1,) int32.  Of the leading
-    segments of length 1, some may have UNKNOWN_TOKEN, which the step before samples.
+    token_ids, positions, slot_mapping: (N,) int32.  cu_seqlens_q: (S+1,) int32.  A decode may hold
+    UNKNOWN_TOKEN while the previous step is still sampling it.
     seq_lens: (S,) int32, context including this step's tokens.
-    block_tables: (S, max_blocks) int32; entries behind a window mean nothing.
-    req_indices: (S,) rows of the InputBatch (the requests' seats), by which recurrent layers find
-    their state.  num_decodes: leading segments of length 1.
-    logits_indices: (T + P,) int32 rows that get logits: first the last row of each *terminal*
-    segment (one that reaches the last token known), then the rows whose successor's
-    prompt log-probability is wanted.
+    block_tables: (S, max_blocks) int32; entries behind a window are meaningless.
+    req_indices: (S,) int32, rows of the InputBatch (the requests' seats); recurrent layers find
+    their states by seat.  num_decodes: leading segments of length 1.
+    logits_indices: (T + P,) int32, rows that get logits: first the last row of each *terminal*
+    segment (one that reaches the last known token), then the rows that score the next prompt token
+    for prompt log-probabilities.
     sample_segments: (T,) int32, the terminal segments, in order.
-    prompt_targets: (P,) int32, the token each of the P extra rows is scored on;
-    prompt_segments: (P,) int32, its segment.
-    others: where layers form several KV groups (scheduler/kv_groups.py), the same step for each
-    group behind the first: other slot_mapping and block_tables, all else the same.
+    prompt_targets: (P,) int32, the token that each of the P extra rows scores;
+    prompt_segments: (P,) int32, the segment of each.
+    others: with several KV groups (scheduler/kv_groups.py), the same step for each group after the
+    first; only slot_mapping and block_tables differ.
     """
 
     token_ids: np.ndarray
@@ -61,7 +61,7 @@ class ForwardBatch:
         return len(self.seq_lens)
 
     def prefills(self) -> "ForwardBatch":
-        """The segments behind the decodes as a batch of their own, its rows counted from 0."""
+        """The segments after the decodes as a separate batch, with rows counted from 0."""
         first, rows = self.num_decodes, slice(int(self.cu_seqlens_q[self.num_decodes]), None)
         return replace(
             self,
@@ -73,7 +73,7 @@ class ForwardBatch:
             block_tables=self.block_tables[first:],
             req_indices=self.req_indices[first:],
             num_decodes=0,
-            # What is sampled is the whole step's business.
+            # Sampling uses the whole step's batch.
             logits_indices=_NONE,
             sample_segments=_NONE,
             prompt_targets=_NONE,
@@ -82,9 +82,9 @@ class ForwardBatch:
         )
 
     def as_decodes(self) -> "ForwardBatch":
-        """For attention: every row as a segment of its own, which sees the keys up to its own.
+        """For attention: every row as its own segment, which sees the keys up to itself.
 
-        Rows that were one segment see each other's keys, which this step writes.
+        Rows of one original segment read keys that this same step writes.
         """
         lengths, rows = np.diff(self.cu_seqlens_q), np.arange(self.num_tokens, dtype=np.int32)
         return replace(
@@ -99,8 +99,8 @@ class ForwardBatch:
 
     @property
     def reads_new_rows(self) -> bool:
-        """Whether one of the decodes sees what another one writes in this step: the end of a block
-        that is shared at once (`KVCacheManager.publish`; only whole blocks are shared)."""
+        """Whether a decode reads a row that another decode writes in this step: the last row of a
+        block shared in the same step (`KVCacheManager.publish`; only full blocks are shared)."""
         decodes = slice(self.num_decodes)
         seq_lens = self.seq_lens[decodes]
         whole = np.flatnonzero(seq_lens % self.block_size == 0)
@@ -112,10 +112,9 @@ class ForwardBatch:
         return any((longer & (t[:, last] == t[whole, last])).any() for t in tables)
 
     def validate(self, *num_blocks: int) -> None:
-        """Raise ValueError before anything is computed; `num_blocks` of each KV group bound the
-        store.
+        """Raise ValueError for an inconsistent batch; num_blocks: the store's, per KV group.
 
-        An index outside the store would corrupt memory rather than fail, so it is caught here.
+        An index outside the store would corrupt memory without an error on the device.
         """
         cu, n = self.cu_seqlens_q, self.num_tokens
         q_lens = np.diff(cu)

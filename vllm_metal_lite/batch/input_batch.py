@@ -1,4 +1,4 @@
-"""The persistent host table of the running requests, and how a step is cut out of it."""
+"""The persistent host table of running requests; builds each step from it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +12,11 @@ _NEVER = np.iinfo(np.int32).max
 
 
 class InputBatch:
-    """Host table of running requests: tokens, lengths and block tables, one row a request.
+    """Host table of running requests: tokens, lengths and block tables, one row per request.
 
-    Rows are handed out by `add` and given back by `remove`; everything a step needs is then cut
-    out by index.  Arrays are int32; `token_ids` is (max_num_seqs, max_model_len), `block_tables`
-    (num_kv_groups, max_num_seqs, max_blocks).
+    `add` takes a row, `remove` releases it, and `pack` gathers a step by index.  Arrays are int32;
+    `token_ids` is (max_num_seqs, max_model_len), `block_tables` (num_kv_groups, max_num_seqs,
+    max_blocks).
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class InputBatch:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
-        # First prompt position whose successor's log-probability is wanted.
+        # First prompt position that scores the next prompt token.
         self.prompt_logprobs_from = np.full(max_num_seqs, _NEVER, np.int32)
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = np.zeros((num_kv_groups, max_num_seqs, max_blocks), np.int32)
@@ -39,7 +39,7 @@ class InputBatch:
         num_prompt_tokens: int,
         prompt_logprobs_from: int | None = None,
     ) -> int:
-        """Take a row for a request with all its tokens known so far; returns its req_index."""
+        """Take a row for a request with all its known tokens; returns its req_index."""
         row = self._free_rows.pop()
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
@@ -50,13 +50,13 @@ class InputBatch:
         return row
 
     def remove(self, req_index: int) -> None:
-        """Give a row back."""
+        """Release a row."""
         self.num_tokens[req_index] = 0
         self.prompt_logprobs_from[req_index] = _NEVER
         self._free_rows.append(req_index)
 
     def append_blocks(self, req_index: int, *block_ids: Sequence[int]) -> None:
-        """Add blocks at the end of a request's block tables: as many to that of each KV group."""
+        """Append blocks to a request's block tables: the same number for each KV group."""
         start = self.num_blocks[req_index]
         end = start + len(block_ids[0])
         for table, blocks in zip(self.block_tables, block_ids, strict=True):
@@ -64,7 +64,7 @@ class InputBatch:
         self.num_blocks[req_index] = end
 
     def append_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
-        """Add one sampled token to each request; at the context's end there is no room, so none."""
+        """Append one sampled token to each request; drop it if the context is full."""
         at = self.num_tokens[req_indices]
         room = at < self.token_ids.shape[1]
         if not room.all():
@@ -73,8 +73,8 @@ class InputBatch:
         self.num_tokens[req_indices] = at + 1
 
     def fill_tokens(self, req_indices: np.ndarray, token_ids: np.ndarray) -> None:
-        """Put tokens in the place of an UNKNOWN_TOKEN at the end; a row that ends otherwise has
-        been given to another request since, and is left alone."""
+        """Replace a final UNKNOWN_TOKEN by the sampled token.  A row that ends in another token now
+        belongs to another request and stays unchanged."""
         at = self.num_tokens[req_indices] - 1
         last = self.token_ids[req_indices, at]
         self.token_ids[req_indices, at] = np.where(last == UNKNOWN_TOKEN, token_ids, last)
@@ -82,7 +82,7 @@ class InputBatch:
     def pack(
         self, req_indices: np.ndarray, num_computed: np.ndarray, num_scheduled: np.ndarray
     ) -> ForwardBatch:
-        """Cut a step out of the table.
+        """Gather a step from the table.
 
         req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
         """

@@ -1,3 +1,3 @@
-"""Requests in, outputs out: the loop that runs steps."""
+"""The engine: takes requests, runs steps, returns outputs."""
 
-from vllm_metal_lite import backend as backend  # first: a fast BLAS must be loaded before MLX
+from vllm_metal_lite import backend as backend  # first: loads a fast BLAS before MLX

@@ -1,4 +1,4 @@
-"""One answer being generated: its tokens, text, log-probabilities, and when it ends."""
+"""One answer being generated: its tokens, text, log-probabilities and end conditions."""
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -11,9 +11,9 @@ from vllm_metal_lite.scheduler.request import Request
 
 
 class Answer:
-    """Ties the scheduler's Request to what its user sees.
+    """Connects the scheduler's Request to the output that the user sees.
 
-    `result` is shared by a request's `n` answers; all of it is updated in place.
+    The `n` answers of a request share `result`, which is updated in place.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Answer:
             self._detokenizer = Detokenizer(
                 tokenizer, params, self._token_ids, request.prompt_token_ids
             )
-        # Looks for stop strings; None if there are none to look for.
+        # Searches for stop strings; None without any.
         self._stop_finder = self._detokenizer if params.stop_strings else None
         if self._detokenizer and not self._stop_finder:
-            self.output.text = self._detokenizer.text  # made when it is read
+            self.output.text = self._detokenizer.text  # a method: text is made when read
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = self._eos.union(params.stop_token_ids or ())
         room = max_model_len - request.num_prompt_tokens
@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def prompt_logprobs_from(self) -> int | None:
-        """First prompt position whose successor is still to be scored; None: none asked for."""
+        """First prompt position that still scores the next token; None: none requested."""
         scored = self.result.prompt_logprobs
         if scored is None or self.output.index != 0:
             return None
@@ -63,7 +63,7 @@ class Answer:
         if token_id in self._stop_ids and len(tokens) + 1 >= self.params.min_tokens:
             is_eos = token_id in self._eos
             hidden = is_eos or not self.params.include_stop_str_in_output
-            self._end_text(len(tokens) + 1 - hidden)  # before anybody can read the token
+            self._end_text(len(tokens) + 1 - hidden)  # before another thread can read the token
             tokens.append(token_id)
             return self._finish("stop", None if is_eos else token_id)
         tokens.append(token_id)
@@ -87,18 +87,18 @@ class Answer:
         return True
 
     def abort(self, reason: str = "abort") -> None:
-        """End the answer where it stands."""
+        """End the answer with its current tokens."""
         self._end_text(len(self._token_ids))
         self._finish(reason)
 
     def fail(self, reason: int) -> bool:
-        """End the answer where it stands, as no token can be sampled (see `undrawn`); True."""
+        """End the answer because no token can be sampled (see `undrawn`); returns True."""
         self.output.error = undrawn.why(reason, self.params, len(self._token_ids))
         self.abort("error")
         return True
 
     def append_logprobs(self, logprobs: Logprobs, row: int) -> None:
-        """Report a sampled token's row of log-probabilities, if they were asked for."""
+        """Report a sampled token's row of log-probabilities, if the request wants them."""
         output, k = self.output, self.params.logprobs
         if k is None or output.logprobs is None or output.cumulative_logprob is None:
             return
@@ -115,7 +115,7 @@ class Answer:
         ids = logprobs.token_ids[row, : k + 1].tolist()
         values = logprobs.logprobs[row, : k + 1].tolist()
         ranks = [int(logprobs.ranks[row]), *range(1, len(ids))]
-        out: dict[int, Logprob] = {}  # the chosen token first, with its own rank, as in vLLM
+        out: dict[int, Logprob] = {}  # the sampled token first, with its true rank, as in vLLM
         for token, value, rank in zip(ids, values, ranks, strict=True):
             if token not in out:
                 out[token] = Logprob(value, rank, self._decode(token))

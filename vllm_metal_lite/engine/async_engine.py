@@ -1,7 +1,7 @@
-"""The engine for servers: one thread steps, coroutines stream.
+"""The engine for servers: one thread runs steps, coroutines stream outputs.
 
-The thread owns the engine.  Everything else reaches it through a queue of calls, which it runs
-between steps, so an abort takes effect at the next step at the latest.
+The thread owns the engine.  Other code queues calls, which the thread runs between steps, so an
+abort takes effect by the next step.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _SHUT_DOWN = "the engine was shut down"
 
 
 class _Stream:
-    """What a request's coroutine waits on; filled from the engine's thread."""
+    """Passes a request's states from the engine's thread to its coroutine."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -32,18 +32,18 @@ class _Stream:
         self._error: Exception | None = None
 
     def put(self, item: RequestOutput | None) -> None:
-        with suppress(RuntimeError):  # its event loop is closed: nobody listens
+        with suppress(RuntimeError):  # the event loop is closed: no reader is left
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error.  Call it before the request is aborted: states that are not
-        read yet are updated in place, and would show an ordinary end."""
+        """End the stream with an error.  Call before aborting the request: the abort updates unread
+        states in place, and they would show a normal end."""
         self._error = error
         self.put(None)
 
     async def get(self) -> tuple[RequestOutput, bool]:
-        """The newest state, and whether it is the last.  Older states are skipped, since the newest
-        holds all that they hold.  Raises the error that `fail` was given."""
+        """The newest state, and whether it is the last.  Skips older states: the newest contains
+        them.  Raises the error passed to `fail`."""
         item = await self._queue.get()
         while not self._queue.empty():
             item = self._queue.get_nowait()
@@ -55,7 +55,7 @@ class _Stream:
 
 
 class AsyncEngine:
-    """Streams answers from an LLMEngine that steps in a thread of its own."""
+    """Streams answers from an LLMEngine that runs in its own thread."""
 
     def __init__(self, engine: LLMEngine) -> None:
         if not isinstance(engine, LLMEngine):
@@ -65,8 +65,8 @@ class AsyncEngine:
             queue.SimpleQueue()
         )
         self._closed = False
-        self._closing = threading.Lock()  # nothing comes into the queue behind its end, None
-        self._streams: dict[str, _Stream] = {}  # touched by the engine's thread only
+        self._closing = threading.Lock()  # no call is queued after None, the end
+        self._streams: dict[str, _Stream] = {}  # used only by the engine's thread
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="vllm-metal-lite", daemon=True)
         self._thread.start()
@@ -81,10 +81,10 @@ class AsyncEngine:
         priority: int = 0,
         atomic: bool = False,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the request's state (all of its output so far) whenever it has grown.
+        """Yield the request's state (all output so far) whenever it grows.
 
-        The object yielded is updated in place.  Leaving the loop early aborts the request.
-        Raises RequestError or SamplingError for a request that is refused.
+        The yielded object is updated in place.  Leaving the loop early aborts the request.
+        Raises RequestError or SamplingError if the engine refuses the request.
         """
         request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
         stream = _Stream()
@@ -105,14 +105,14 @@ class AsyncEngine:
                 self._submit(lambda: self._abort(request_id, stream))
 
     async def abort(self, request_id: str) -> None:
-        """End a request where it stands; its stream ends with finish_reason "abort"."""
+        """End a request with its current tokens; finish_reason is "abort"."""
         await asyncio.wrap_future(self._submit(lambda: self._abort(request_id)))
 
     async def metrics(self) -> dict[str, int]:
         return await asyncio.wrap_future(self._submit(self._engine.metrics))
 
     def shutdown(self) -> None:
-        """Stop the thread after the step under way; open streams and later calls get an error."""
+        """Stop the thread after the current step; open streams and later calls get an error."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -131,7 +131,7 @@ class AsyncEngine:
 
     def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
         if stream is not None and self._streams.get(request_id) is not stream:
-            return  # it has finished, and its id may be another's by now
+            return  # it has finished; a new request may use its id
         for output in self._engine.abort(request_id):
             self._deliver(output)
 
@@ -152,9 +152,9 @@ class AsyncEngine:
         try:
             self._loop()
         finally:
-            with suppress(Exception):  # of a step that nobody waits for any more
+            with suppress(Exception):  # the error of an abandoned step
                 self._engine.runner.synchronize()
-            # Streams of a thread that are still there when the process ends abort it.
+            # MLX aborts the process if a thread's streams still exist when it exits.
             mx.synchronize()
             mx.clear_streams()
 
@@ -172,7 +172,7 @@ class AsyncEngine:
                 for output in self._engine.step():
                     self._deliver(output)
             except Exception as e:
-                # The step cannot be tried again with any better hope, but the engine goes on.
+                # Retrying the step would fail again; fail its requests and keep the engine running.
                 self._fail_all(e)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""From token ids to text: when somebody reads it, or, for stop strings, as the tokens come."""
+"""Token ids to text: lazily when text is read, or per token for stop strings."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,21 +13,21 @@ from mlx_lm.tokenizer_utils import (
 
 from vllm_metal_lite.sampling_params import SamplingParams
 
-_CHARACTER = 4  # bytes at most, and as many tokens
+_CHARACTER = 4  # most bytes of a character, so also most tokens
 _BROKEN = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one answer, whose tokens are a list that grows.
+    """The text of one answer, whose token list grows.
 
-    The text is what mlx-lm's stream of the prompt and the answer has behind the prompt's own text.
-    The stream therefore reads the prompt's last tokens first, as vLLM's does.  A character that
-    they leave open is part of the answer's text if the answer completes it, and otherwise a U+FFFD
-    of the prompt's.  (mlx-lm's stream_generate starts an empty stream, which drops a leading space,
-    and shows U+FFFD for the bytes that complete a character of the prompt.)
+    The text is mlx-lm's streamed text of prompt and answer, minus the prompt's text.  So the stream
+    starts with the prompt's last tokens, as in vLLM.  An incomplete character at the prompt's end
+    belongs to the answer if the answer completes it; otherwise it is a U+FFFD in the prompt.
+    (mlx-lm's stream_generate starts an empty stream, which drops a leading space and shows U+FFFD
+    for the bytes that complete a character of the prompt.)
 
-    One thread may read it while another adds tokens.
-    shown: with stop strings, the text up to where no part of one can be.
+    One thread may read the text while another adds tokens.
+    shown: with stop strings, the text that cannot be part of one.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Detokenizer:
         prompt_token_ids: Sequence[int],
     ) -> None:
         self._token_ids, self._num_read = token_ids, 0
-        self._end: int | None = None  # how many tokens will be shown, once that is known
+        self._end: int | None = None  # how many tokens to show, once known
         self._lock = Lock()
         self._stop = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
@@ -47,15 +47,15 @@ class Detokenizer:
         self.shown = ""
         self._pieces = _pieces_of(tokenizer, params.skip_special_tokens)
         self._stream = tokenizer.detokenizer
-        self._settled = False  # the stream has text, and holds nothing back
+        self._settled = False  # the stream has text and holds nothing back
         self._text = ""
         self._read_prompt(prompt_token_ids)
 
     def _read_prompt(self, token_ids: Sequence[int]) -> None:
-        """Put the stream where the answer begins; its text so far, all of it, is the prompt's."""
+        """Feed the end of the prompt to the stream; its text so far belongs to the prompt."""
         known = (t for t in reversed(token_ids) if t < self._pieces.vocab_size)
         tail = list(islice(known, 2 * _CHARACTER))[::-1]
-        # Find whole characters to begin with: bytes of a part of one could spoil what follows.
+        # Start at whole characters: a partial one could corrupt the text after it.
         start, end = max(len(tail) - _CHARACTER, 0), len(tail)
         ends = range(end, max(end - _CHARACTER, 0), -1)
         for last, length in product(ends, range(1, _CHARACTER + 1)):
@@ -64,7 +64,7 @@ class Detokenizer:
             if text.removeprefix(self._pieces.seed) and _BROKEN not in text:
                 start, end = first, last
                 break
-        self._whole_text = self._text_of(tail[start:end])  # without a character left open
+        self._whole_text = self._text_of(tail[start:end])  # without an incomplete character
         self._prompt_text = self._text_of(tail[start:])
         self._restart_stream(tail[start:])
 
@@ -81,7 +81,7 @@ class Detokenizer:
         return self._stream.text
 
     def find_stop(self, may_stop: bool = True) -> str | None:
-        """To be called for each token: the stop string that now stands in the text, if any."""
+        """The stop string that the text now contains, or None.  Call after each token."""
         text = self.text()
         if may_stop:
             start = max(self._searched - self._hold_back, 0)
@@ -95,11 +95,11 @@ class Detokenizer:
         return None
 
     def end_at(self, num_tokens: int) -> None:
-        """So many tokens will be shown, and then what was held back behind them."""
+        """Show only the first num_tokens tokens, then any text held back."""
         self._end = num_tokens
 
     def text(self) -> str:
-        """All of it, stop strings and parts of them too."""
+        """All text, including stop strings and partial ones."""
         with self._lock:
             end, pieces = self._end, self._pieces
             for token_id in self._token_ids[self._num_read : end]:
@@ -121,7 +121,7 @@ class Detokenizer:
         else:
             stream.add_token(token_id)
         text = stream.text
-        # Else the answer completes, or may still complete, a character of the prompt's.
+        # If not, the answer completes, or may still complete, a character of the prompt.
         is_closed = text.startswith(self._prompt_text)
         prompt_text = self._prompt_text if is_closed else self._whole_text
         start = _num_shared(prompt_text, text)
@@ -133,19 +133,19 @@ class Detokenizer:
 
 
 class _Pieces(dict[int, str | None]):
-    """What a token adds to a stream that has text and holds nothing back; None if it is held back.
+    """Text that a token adds to a stream that has text and holds nothing back; None: held back.
 
-    Most tokens add the same characters wherever they stand, and a look-up is faster than a stream.
-    known: the tokenizer's streams are of a kind whose `text` only grows, when all of it is out.
+    Most tokens add the same characters everywhere, and a look-up is faster than a stream.
+    known: the tokenizer's stream is of a class whose `text` only grows.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = _special_ids(tokenizer) if skip_special_tokens else frozenset()
-        self.vocab_size = len(tokenizer)  # a model's may be padded beyond it
+        self.vocab_size = len(tokenizer)  # the model's vocabulary may be padded
         known = (BPEStreamingDetokenizer, SPMStreamingDetokenizer)
         self.known = isinstance(tokenizer.detokenizer, known)
-        self.seed = "x" if self.known else ""  # text before all others: a first space is dropped
+        self.seed = "x" if self.known else ""  # prior text, so that a leading space is kept
 
     def shows(self, token_id: int) -> bool:
         return token_id not in self._skip and token_id < self.vocab_size
@@ -161,16 +161,16 @@ class _Pieces(dict[int, str | None]):
         return piece
 
 
-_pieces_of = lru_cache(maxsize=8)(_Pieces)  # slow to make, and the same for every request
+_pieces_of = lru_cache(maxsize=8)(_Pieces)  # slow to make; requests share it
 
 
 def _num_shared(a: str, b: str) -> int:
-    """Characters at the start that both have."""
+    """Length of the common prefix."""
     both = zip(a, b, strict=False)
     return next((i for i, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
 
 
 def _special_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """Tokens that are markup: the named ones (end of sequence, ...) and those marked special."""
+    """Markup tokens: the named ones (end of sequence, ...) and those marked special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}

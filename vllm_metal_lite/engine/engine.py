@@ -1,4 +1,4 @@
-"""The engine loop: requests in, steps, outputs."""
+"""The synchronous engine: queues requests, runs steps, reports outputs."""
 
 import itertools
 from collections import deque
@@ -30,17 +30,17 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 
 Prompt = str | list[int] | Mapping[str, Any]
 
-# Prompt log-probabilities want logits for every row of a chunk: (rows, vocab_size) float32.
+# Limits memory: prompt log-probabilities need (rows, vocab_size) float32 logits per chunk.
 _PROMPT_LOGPROBS_CHUNK = 256
 
 _COUNTS = ("steps", "prefill_tokens", "decode_tokens")
 
 
 class LLMEngine:
-    """Requests are added at any moment; each `step` runs one packed forward and reports on it.
+    """Accepts requests at any time; each `step` runs one packed forward and reports its tokens.
 
-    Not thread-safe: one thread adds, aborts and steps (`AsyncEngine` sees to that for servers).
-    async_scheduling: steps are submitted one ahead; tokens are the same without.
+    Not thread-safe: one thread adds, aborts and steps (servers use `AsyncEngine`).
+    async_scheduling: submit one step ahead; the tokens do not change.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
@@ -65,7 +65,7 @@ class LLMEngine:
         self._arrivals = itertools.count()
         self._counts = dict.fromkeys(_COUNTS, 0)
         self.async_scheduling = True
-        # Of the steps under way, the oldest first: one ahead at most.
+        # Of the steps in flight, oldest first; at most two.
         self._outputs: deque[SchedulerOutput] = deque()
 
     @classmethod
@@ -82,7 +82,7 @@ class LLMEngine:
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids"
-        or "prompt".  Raises RequestError if it is none of them or a token is not the model's."""
+        or "prompt".  Raises RequestError for other types and for ids outside the vocabulary."""
         text, prompt = None, text_or_ids(prompt)
         if isinstance(prompt, str):
             text, prompt = prompt, self._encode(prompt) if prompt else []
@@ -142,7 +142,7 @@ class LLMEngine:
             )
         except RequestError:
             raise
-        except Exception as e:  # templates raise what they like, for roles they do not know
+        except Exception as e:  # templates raise any error, as for unknown roles
             raise RequestError(f"the chat template refuses these messages: {one_line(e)}") from e
         if not isinstance(token_ids, list):
             raise RequestError(
@@ -160,9 +160,9 @@ class LLMEngine:
         priority: int = 0,
         atomic: bool = False,
     ) -> None:
-        """Queue a request.  Raises RequestError or SamplingError, and then nothing has changed.
+        """Queue a request.  Raises RequestError or SamplingError, changing nothing.
 
-        priority: lower goes first.  atomic: its prompt is computed in one step, never chunked.
+        priority: lower goes first.  atomic: compute the prompt in one step, never chunked.
         """
         params = SamplingParams() if params is None else params
         for name, value, kind, allowed in (
@@ -204,7 +204,7 @@ class LLMEngine:
             answer.bad_words = bad_words
             answers.append(answer)
         for answer in answers:
-            self.scheduler.add(answer.request)  # the first refuses for all: they are alike
+            self.scheduler.add(answer.request)  # if it refuses, it refuses the first: all are alike
             self._answers[answer.request.request_id] = answer
         result.outputs = [a.output for a in answers]
         self._requests[request_id] = answers
@@ -220,7 +220,7 @@ class LLMEngine:
             raise RequestError(f"the tokenizer refuses bad_words: {one_line(e)}") from e
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """End requests where they stand; unknown ids are ignored.  Returns their last outputs."""
+        """End requests with their current tokens; returns their outputs.  Ignores unknown ids."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         ids = list(ids) if isinstance(ids, Iterable) else [ids]
         if not all(isinstance(request_id, str) for request_id in ids):
@@ -241,13 +241,13 @@ class LLMEngine:
     # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward to its end, and submit the next one before that; returns the requests
-        that got a token (all of their output so far).
+        """Submit the next forward, then wait for the current one; returns the requests that got a
+        token (all their output so far).
 
-        If a forward fails, by an error or by Ctrl-C, everything scheduled goes back to the queue
-        before the exception goes on: nothing is lost, and the next step starts afresh.
+        If a forward fails (an error or Ctrl-C), all scheduled requests return to the queue before
+        the exception propagates: nothing is lost, and `step` may be called again.
         """
-        if self._outputs and not self._outputs[0].is_wanted:  # aborted since
+        if self._outputs and not self._outputs[0].is_wanted:  # all aborted
             self._outputs.clear()
             self.pipeline.clear()
         try:
@@ -265,7 +265,7 @@ class LLMEngine:
         return self._finish(self._outputs.popleft(), step)
 
     def _launch(self, output: SchedulerOutput) -> None:
-        """Submit a step; it may continue the tokens of the one under way."""
+        """Submit a step; it may extend the tokens of the step in flight."""
         for request in output.preempted:
             self._unseat(request)
         if output.is_empty:
@@ -281,14 +281,14 @@ class LLMEngine:
         self.pipeline.launch(batch, scored)
 
     def _advance(self, output: SchedulerOutput) -> None:
-        """Make room for the tokens of a step under way."""
+        """Make room for the tokens of a step in flight."""
         ended = self.scheduler.advance(output)
         self.pipeline.advance()
         for request in ended:
             self._unseat(request)
 
     def _roll_back(self) -> None:
-        """Take back the steps under way."""
+        """Undo the steps in flight."""
         outputs = list(self._outputs)
         self._outputs.clear()
         self.pipeline.clear()
@@ -298,12 +298,12 @@ class LLMEngine:
         self.scheduler.rollback(*outputs)
 
     def _finish(self, output: SchedulerOutput, step: LaunchedStep) -> list[RequestOutput]:
-        """Take note of a step that has run; returns the requests that got a token."""
+        """Record a completed step; returns the requests that got a token."""
         batch, result = step.batch, step.result
         tokens = result.token_ids.tolist()
         self.scheduler.update(output, tokens)
         finished = RequestStatus.FINISHED
-        # Not so: it ended while the step was under way, and this row is for nothing.
+        # False: the request ended while the step was in flight; ignore its row.
         goes_on = [request.status is not finished for request in output.terminal]
         self._count(output, output.num_decodes - sum(goes_on[: output.num_decodes]))
         if result.prompt_logprobs is not None:
@@ -330,7 +330,7 @@ class LLMEngine:
         return list(reports.values())
 
     def _seat(self, output: SchedulerOutput) -> None:
-        """Give admitted requests their rows in the table and the sampler; add new blocks."""
+        """Give admitted requests rows in the table and the sampler; append new blocks."""
         for request in output.admitted:
             answer = self._answers[request.request_id]
             tokens = np.array(request.token_ids, np.int32)
@@ -360,7 +360,7 @@ class LLMEngine:
         return max((p.prompt_logprobs or 0 for p in asked), default=0)
 
     def _end(self, answer: Answer) -> None:
-        """Give back all that a finished answer holds."""
+        """Release everything that a finished answer holds."""
         self.scheduler.finish(answer.request)
         self._unseat(answer.request)
         del self._answers[answer.request.request_id]
@@ -372,7 +372,7 @@ class LLMEngine:
     def _count(self, output: SchedulerOutput, num_dropped: int) -> None:
         prefills = output.segments[output.num_decodes :]
         again = sum(s.num_computed >= s.request.num_prompt_tokens for s in prefills)
-        decodes = output.num_decodes + again  # computed again after a preemption
+        decodes = output.num_decodes + again  # again: resumed past the prompt, after preemption
         self._counts["steps"] += 1
         self._counts["decode_tokens"] += decodes - num_dropped
         self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes
@@ -382,12 +382,11 @@ class LLMEngine:
         self.scheduler.reset_prefix_cache()
 
     def metrics(self) -> dict[str, int]:
-        """Counters since the engine was made, and where the blocks are now.
+        """Counters since the engine was created, and the current block counts.
 
-        attention_by_segment: 1 if the model's attention runs a segment at a time, the slow way.
-
-        blocks_*: of the first KV group; behind it, blocks_*_window_N of the layers that see N
-        tokens, where a model has layers of several kinds.
+        attention_by_segment: 1 if attention runs one segment at a time, which is slow.
+        blocks_*: of the first KV group; blocks_*_window_N: of each other group, by its window of N
+        tokens.
         """
         scheduler, blocks = self.scheduler, {}
         for i, (group, pool) in enumerate(zip(self.kv_groups, scheduler.kv.pools, strict=True)):

@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment of our choosing: between two steps."""
+"""Defers Ctrl-C until the end of a step."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ Handler = Callable[[int, FrameType | None], Any] | int | None  # as signal.signa
 class DeferredInterrupt:
     """While open, the first Ctrl-C only sets `pressed`; a second one raises KeyboardInterrupt.
 
-    on_press: called once, in a thread of its own, as soon as Ctrl-C is pressed.  Python itself
-    handles a signal only when the main thread comes back from MLX, at the end of a step.
+    on_press: called once, in its own thread, as soon as Ctrl-C is pressed.  Python itself handles
+    a signal only when the main thread returns from MLX, at the end of a step.
 
-    Does nothing outside the main thread, where Python delivers no signals.
+    Does nothing outside the main thread: Python delivers signals only there.
     """
 
     def __init__(self, on_press: Callable[[], None] | None = None) -> None:
@@ -28,7 +28,7 @@ class DeferredInterrupt:
     def __enter__(self) -> "DeferredInterrupt":
         self._active = (
             threading.current_thread() is threading.main_thread()
-            # Ignored: a background job of a script, which Ctrl-C is not meant for.
+            # SIG_IGN marks a script's background job; Ctrl-C is not meant for it.
             and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
         )
         if self._active:
@@ -51,7 +51,7 @@ class DeferredInterrupt:
         self.pressed = True
 
     def _watch(self, on_press: Callable[[], None]) -> None:
-        """Have the number of every signal written to a pipe, which a thread reads."""
+        """Write every signal's number to a pipe, which a thread reads."""
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)

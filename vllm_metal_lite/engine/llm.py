@@ -1,4 +1,4 @@
-"""The Python API for offline use, named as vLLM's."""
+"""The Python API for offline use, with vLLM's names."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """A model, its engine, and blocking calls on it, from one thread at a time.
+    """A model and its engine, with blocking calls; use from one thread at a time.
 
     model: "demo" (shipped in the package), a local folder or a Hugging Face name.  The other
     options are EngineConfig's.  Raises ModelLoadError, ConfigError or OutOfMemoryError.
@@ -72,11 +72,11 @@ class LLM:
         atomic: bool = False,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete the prompts; returns one RequestOutput a prompt, in order.
+        """Complete the prompts; returns one RequestOutput per prompt, in order.
 
         prompts: text, token ids, a dict with "prompt" or "prompt_token_ids", or a list of these.
-        sampling_params: one for all, or one a prompt.  A prompt that can never be served raises
-        RequestError, naming it, before anything is computed.
+        sampling_params: one for all, or one per prompt.  If a prompt can never be served, raises
+        RequestError with its index before computing anything.
         """
         if not (isinstance(prompts, (str, Mapping)) or is_list(prompts)):
             raise RequestError(f"prompts must be a prompt or a list of them, got {show(prompts)}")
@@ -97,7 +97,7 @@ class LLM:
                 ids.append(request_id)
             return self._run(ids, use_tqdm)
         finally:
-            self.engine.abort(ids)  # whatever an error or Ctrl-C left unfinished
+            self.engine.abort(ids)  # any that an error or Ctrl-C left unfinished
 
     def chat(
         self,
@@ -108,13 +108,13 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template."""
+        """Answer one conversation or a list of them, using the model's chat template."""
         kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
             raise RequestError(
                 f"chat_template_kwargs must be a dict with names as keys, got {show(kwargs)}"
             )
-        # Anything but a list of lists is one conversation, which render_chat refuses or takes.
+        # Anything but a list of lists is one conversation, which render_chat validates.
         is_many = isinstance(messages, (list, tuple)) and any(
             isinstance(m, (list, tuple)) for m in messages
         )
@@ -124,7 +124,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def metrics(self) -> dict[str, int]:
-        """Counters since the engine was made, and where its blocks are now."""
+        """Counters since the engine was created, and the current block counts."""
         return self.engine.metrics()
 
     def get_tokenizer(self) -> Any:

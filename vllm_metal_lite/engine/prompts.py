@@ -1,4 +1,4 @@
-"""What a prompt may be: text, token ids, or a dict with one of them."""
+"""Accepted prompts: text, token ids, or a dict with one of them."""
 
 import json
 from collections.abc import Mapping
@@ -31,14 +31,14 @@ def text_or_ids(prompt: Any) -> Any:
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is a list, a tuple, or an array that is no scalar."""
+    """Whether a value is a list, a tuple, or a non-scalar array."""
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raise RequestError for half a surrogate pair anywhere in a value.
+    """Raise RequestError if a value contains an unpaired surrogate.
 
-    Python and JSON can spell one; tokenizers cannot read it.
+    Python and JSON strings can hold one; tokenizers cannot encode it.
     """
     try:
         json.dumps(value, ensure_ascii=False, default=repr).encode()

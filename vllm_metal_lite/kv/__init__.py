@@ -1,1 +1,1 @@
-"""Where K, V and recurrent states live on the device."""
+"""Device storage of K, V and recurrent states."""

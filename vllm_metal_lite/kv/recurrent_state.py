@@ -1,12 +1,12 @@
-"""What recurrent layers keep of each request: one row a seat, however long its context.
+"""States of recurrent layers: one row per seat, for any context length.
 
-Seats that last ran together share one array a layer and slot, with a row each.  As long as the same
-seats run again, that array is the next step's input as it is: nothing is copied.  When the set
-changes, its rows are gathered once.  A pool of all seats would be simpler, but each step would copy
-it: MLX writes into an array only when nothing else reads it, and the step before still does.
+Seats that last ran together share one array per layer and slot, with one row each.  While the same
+seats run again, the next step reads that array without a copy.  When the set changes, its rows are
+gathered once.  A pool of all seats would be simpler, but each step would copy it: MLX updates an
+array in place only if nothing else reads it, and the previous step still does.
 
-A segment that starts at position 0 starts without a state, whoever had its seat before.  So no row
-must be given back when a request ends or is preempted; there are never more than there are seats.
+A segment at position 0 starts without a state, whatever its seat held before.  So rows need no
+release when a request ends or is preempted; there is at most one per seat.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ Key = tuple[int, int]  # (recurrent layer, slot of its state)
 
 @dataclass(slots=True)
 class StateRows:
-    """Arrays (len(seats), ...), one row a seat."""
+    """Arrays (len(seats), ...), one row per seat."""
 
     seats: tuple[int, ...]
     arrays: dict[Key, mx.array] = field(default_factory=dict)
 
     def take(self, rows: Sequence[int]) -> "StateRows":
-        """Some of the rows."""
+        """A copy with only these rows."""
         index = mx.array(np.array(rows, np.int32))
         seats = tuple(self.seats[r] for r in rows)
         return StateRows(seats, {key: a[index] for key, a in self.arrays.items()})
@@ -36,7 +36,7 @@ class StateRows:
 class SeatStates:
     """The states of all seats; a step reads and replaces some of them through `begin`.
 
-    groups: all there is, to come back to it when a step fails after its `commit`.
+    groups: the current states; restoring the old list undoes a `commit`.
     """
 
     def __init__(self) -> None:
@@ -51,18 +51,18 @@ class SeatStates:
         return sum(len(g.seats) for g in self.groups)
 
     def begin(self, runs: Sequence[tuple[tuple[int, ...], bool]]) -> "StateStep":
-        """A step in which the seats of each run go on together.
+        """Start a step in which the seats of each run advance together.
 
-        runs: (seats, fresh) each; fresh: they start at position 0, without a state.
-        Raises ValueError if a run that is not fresh has a seat that has no state.
+        runs: (seats, fresh) pairs; fresh: the seats start at position 0, without a state.
+        Raises ValueError if a seat of a run that is not fresh has no state.
         """
         return StateStep(self, runs)
 
 
 class StateStep:
-    """One step over the states: old ones are read, new ones set, and all take effect at `commit`.
+    """One step over the states: reads old ones and sets new ones, which take effect at `commit`.
 
-    A step that fails before leaves everything as it was.
+    A step that fails before `commit` changes nothing.
     """
 
     def __init__(self, states: SeatStates, runs: Sequence[tuple[tuple[int, ...], bool]]) -> None:
@@ -72,7 +72,7 @@ class StateStep:
         self._sources = [([], None) if fresh else self._locate(seats) for seats, fresh in runs]
 
     def _locate(self, seats: tuple[int, ...]) -> tuple[list[StateRows], mx.array | None]:
-        """The groups that hold these seats, and their rows in the groups laid end to end."""
+        """The groups that hold these seats, and their rows in the concatenated groups."""
         for seat in seats:
             if seat not in self._at:
                 raise ValueError(f"the request at seat {seat} goes on, but its state is not known")
@@ -85,7 +85,7 @@ class StateStep:
         return groups, mx.array(np.array(rows, np.int32))
 
     def get(self, run: int, key: Key) -> mx.array | None:
-        """The state (B, ...) of a run's seats before this step; None: they have none."""
+        """The state (B, ...) of a run's seats before this step, or None."""
         groups, rows = self._sources[run]
         if not groups or key not in groups[0].arrays:
             return None
@@ -94,11 +94,11 @@ class StateStep:
         return joined if rows is None else joined[rows]
 
     def has(self, run: int, key: Key) -> bool:
-        """Whether this step has set it."""
+        """Whether this step has set the state."""
         return key in self._new[run].arrays
 
     def set(self, run: int, key: Key, state: mx.array) -> None:
-        """Replace the state of a run's seats by `state` (B, ...)."""
+        """Set the new state (B, ...) of a run's seats."""
         self._new[run].arrays[key] = state
 
     def commit(self) -> None:

@@ -1,36 +1,36 @@
-"""K and V in 8 or 4 bits a value: what is kept of one head's row, and how it is made and read.
+"""The stored form of one head's row of K or V: as it is, or quantised to 8 or 4 bits per value.
 
-A row of `dim` values is cut into groups.  Of each group the store keeps, in the dtype of the model,
-its smallest value `low` and a `scale`, and of each value the integer q for which scale * q + low is
-nearest: MLX's affine form.  What differs from `mx.quantize`, and why (errors measured on normal
-values in bfloat16, docs/benchmarks.md):
+A quantised row of `dim` values is split into groups.  The store keeps each group's smallest value
+`low` and a `scale` in the model's dtype, and each value as the integer q whose scale * q + low is
+nearest: MLX's affine form.  Differences from `mx.quantize` (errors measured on normal values in
+bfloat16: docs/benchmarks.md):
 
-- low is the smallest value itself, so that all 2^bits integers are used.  `mx.quantize` moves the
-  scale until zero is exact, which weights want and K and V do not;
-- q is found with the scale as it is kept, after its rounding, and scale * q + low is computed in
-  float32 and rounded once.
+- low is exactly the smallest value, so all 2^bits integers are used.  `mx.quantize` adjusts the
+  scale to represent zero exactly, which helps weights but not K and V;
+- q is computed with the rounded scale that is stored; scale * q + low is computed in float32 and
+  rounded once.
 
-Layout of a row, in 32-bit words: dim * bits / 32 words of values, the first value in the lowest
-bits (as `mx.quantize` packs), then for each group its scale and low: two halves of one word in 16
-bits, two words in float32.  All of a row lies together, so a kernel reads one run of memory a head;
-the words of values come first, so that they are aligned for wide loads.
+Row layout, in 32-bit words: dim * bits / 32 words of values, the first value in the lowest bits (as
+in `mx.quantize`), then scale and low of each group: the two halves of one word for 16-bit dtypes,
+two words for float32.  A row is contiguous, so a kernel reads one memory range per head.  The
+values come first, aligned for wide loads.
 """
 
 from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
 
-# Most values that share a scale.  Fewer cost more memory: a group costs 4 bytes in 16 bits.
+# Most values per scale.  Smaller groups cost memory: 4 bytes per group for 16-bit dtypes.
 MAX_GROUP = 64
-# A group that is flatter than this is kept as `low` alone: 1 / scale must be finite.
+# At or below this scale, all q of a group are 0: 1 / scale must be finite.
 TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How the store keeps one head's row of `dim` values of `dtype`.  bits None: as they are.
+    """Stored form of one head's row of `dim` values of `dtype`.  bits None: not quantised.
 
-    Quantised: dim is a multiple of 8.
+    If quantised, dim is a multiple of 8.
     """
 
     dim: int
@@ -39,17 +39,17 @@ class RowFormat:
 
     @property
     def group_size(self) -> int:
-        """Values that share a scale: the most, up to MAX_GROUP, that divide dim in eights."""
+        """Values per scale: the largest multiple of 8 up to MAX_GROUP that divides dim."""
         return max(n for n in range(8, MAX_GROUP + 1, 8) if self.dim % n == 0)
 
     @property
     def value_words(self) -> int:
-        """32-bit words of the values of a row."""
+        """32-bit words that hold the values of a row."""
         return self.dim * (self.bits or 8 * self.dtype.size) // 32
 
     @property
     def width(self) -> int:
-        """Elements of a row in the store: its values, or words of 32 bits."""
+        """Elements of a stored row: values, or 32-bit words if quantised."""
         if self.bits is None or not self.dim:
             return self.dim
         return self.value_words + self.dim // self.group_size * self.dtype.size // 2
@@ -63,7 +63,7 @@ class RowFormat:
         return self.width * self.kept_dtype.size
 
     def pack(self, rows: mx.array) -> mx.array:
-        """Rows (..., dim) as the store keeps them, (..., width)."""
+        """Convert rows (..., dim) to their stored form (..., width)."""
         if self.bits is None or not self.dim:
             return rows.astype(self.kept_dtype)
         rows = rows.astype(self.dtype).astype(mx.float32)
@@ -81,7 +81,7 @@ class RowFormat:
         return mx.concatenate([words, kept.reshape(*rows.shape[:-1], -1)], axis=-1)
 
     def unpack(self, kept: mx.array) -> mx.array:
-        """What `pack` gave, (..., width), as rows (..., dim)."""
+        """Convert stored rows (..., width) back to rows (..., dim)."""
         if self.bits is None or not self.dim:
             return kept.astype(self.dtype)
         shape = (*kept.shape[:-1], self.dim)
@@ -93,7 +93,7 @@ class RowFormat:
         return (q * scale + low).astype(self.dtype).reshape(shape)
 
     def rounded(self, rows: mx.array) -> mx.array:
-        """Rows (..., dim) as they are read back from the store."""
+        """Rows (..., dim) after a round trip through the store."""
         return rows if self.bits is None else self.unpack(self.pack(rows))
 
     @property

@@ -1,12 +1,11 @@
-"""K and V on the device: allocated once, at the start; the store does not grow while serving.
+"""K and V on the device, allocated once at start.
 
 Layout, per layer: K (num_slots, num_kv_heads, k_head_dim) and V (num_slots, num_kv_heads,
 v_head_dim), where slot = block_id * block_size + offset in the block.  This is vLLM's
-(num_blocks, block_size, num_kv_heads, head_dim) with the first two axes as one, so that a row is
-addressed by one number.  One more block lies behind the last: rows of padding are written there,
-and it is never read.
+(num_blocks, block_size, num_kv_heads, head_dim) with the first two axes merged, so one number
+addresses a row.  One extra block at the end takes the writes of padding rows and is never read.
 
-A quantised store has rows of 32-bit words instead of values: see row_format.py.
+In a quantised store, rows hold 32-bit words instead of values: see row_format.py.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer keeps for a token.
+    """What one attention layer stores per token.
 
-    dtype: of the values, and of what is read back where they are kept in fewer bits.
-    window: how many tokens, its own included, a query sees; None = all.
-    chunk: a query sees its own chunk of so many tokens; None = all.
-    bits: of a quantised value, 8 or 4; None = values are kept as they are.
+    dtype: of the values, also after dequantisation.
+    window: tokens that a query sees, its own included; None = all.
+    chunk: a query sees only its own chunk of this many tokens; None = all.
+    bits: per quantised value, 8 or 4; None = not quantised.
     """
 
     num_kv_heads: int
@@ -50,13 +49,13 @@ class LayerSpec:
 
 
 class PagedStore:
-    """K and V of every layer; written by `write`, read by attention through `keys` / `values`.
+    """K and V of every layer; `write` stores them, attention reads `keys` and `values`.
 
-    blocks: the KV groups, or how many blocks one group of all layers has.
-    shared: all groups take their blocks from one pool (vLLM does so); layers at the same place of
-    their groups, which are of one shape, then share their arrays.
-    num_blocks: of each group.  group_of: the group of each layer.
-    states: of recurrent layers, by seat and not by block; see recurrent_state.py.
+    blocks: the KV groups, or the number of blocks of one group of all layers.
+    shared: all groups take blocks from one pool, as in vLLM.  Layers at the same index of their
+    groups then share arrays, and must have the same shape.
+    num_blocks: per group.  group_of: the group of each layer.
+    states: of recurrent layers, by seat instead of by block; see recurrent_state.py.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class PagedStore:
 
     @property
     def padding_slots(self) -> list[int]:
-        """Of each group: the slot that rows of padding are written to."""
+        """The slot, per group, that takes the writes of padding rows."""
         return [n * self.block_size for n in self.num_blocks]
 
     @property
@@ -106,8 +105,8 @@ class PagedStore:
     def write(self, layer: int, k: mx.array, v: mx.array, slots: mx.array) -> None:
         """Write rows k (N, num_kv_heads, k_head_dim), v likewise, at slots (N,).
 
-        A scatter, in place: MLX gives it the store's own memory as long as nothing else holds the
-        array, so read only after the last write of a step, and evaluate before the next step.
+        MLX scatters in place only while nothing else holds the array.  So read only after the last
+        write of a step, and evaluate before the next step.
         """
         spec = self.specs[layer]
         rows = (self.keys[layer], k, spec.k_row), (self.values[layer], v, spec.v_row)

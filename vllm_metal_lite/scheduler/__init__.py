@@ -1,1 +1,1 @@
-"""Which tokens of which requests a step computes, and whose each block is.  No MLX here."""
+"""Chooses each step's tokens and assigns KV blocks to requests.  No MLX here."""

@@ -1,11 +1,11 @@
 """Which requests hold which blocks of the store.
 
 Every block is exactly one of
-    free    nameless, owned by nobody
-    cached  named by the hash of its tokens, owned by nobody: found again, or evicted
+    free    no name, no owner
+    cached  named by the hash of its tokens, no owner: can be found again or evicted
     owned   in the block tables of `ref` > 0 requests, named or not
-and every move between the three is O(1) a block.  The pool knows only block ids: the contents of
-the blocks are on the device.
+Every move between the three is O(1) per block.  The pool knows only block ids; the contents are on
+the device.
 """
 
 from collections import Counter, OrderedDict
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class BlockTable:
-    """Blocks of one request, in order; the request no longer owns the first num_given_back."""
+    """Blocks of one request, in order.  The request no longer owns the first num_given_back."""
 
     block_ids: list[int] = field(default_factory=list)
     num_given_back: int = 0
@@ -30,9 +30,9 @@ class BlockTable:
 
 
 class BlockPool:
-    """Hands out the block ids 0 .. num_blocks - 1, and finds full blocks again by their name.
+    """Allocates block ids 0 .. num_blocks - 1 and looks up full blocks by name.
 
-    enable_caching False: nothing is ever named, so every block is free or owned.
+    enable_caching False: no block is ever named, so every block is free or owned.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
@@ -65,7 +65,7 @@ class BlockPool:
         return self._ref[block_id] > 0
 
     def allocate(self, n: int) -> list[int] | None:
-        """Take n blocks, or none at all (None): free ones first, then the least recently used."""
+        """Take n blocks: free ones, then the least recently used.  None if fewer are available."""
         if n > self.num_available:
             return None
         blocks = []
@@ -85,11 +85,11 @@ class BlockPool:
         return self._by_name.get(block_hash)
 
     def named(self, block_hash: bytes) -> int:
-        """The block that `lookup` is known to find."""
+        """Like `lookup`, but the name must exist."""
         return self._by_name[block_hash]
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Own blocks that `lookup` found."""
+        """Add one owner to each block; `lookup` found them."""
         for block in block_ids:
             if self._ref[block] == 0:
                 del self._cached[block]
@@ -97,9 +97,9 @@ class BlockPool:
         self.peak_owned = max(self.peak_owned, self.num_owned)
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give back one ownership of each block of a sequence.
+        """Release one ownership of each block of a sequence.
 
-        The tail is evicted before the head: a block is useful only after a hit on all before it.
+        Eviction takes the tail before the head: a block is useful only if all before it hit.
         """
         for block in reversed(block_ids):
             assert self._ref[block] > 0, f"block {block} was freed twice"
@@ -121,7 +121,7 @@ class BlockPool:
         return True
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Remove the names of these blocks; blocks without a name are left alone."""
+        """Remove the names of these blocks; blocks without a name stay unchanged."""
         for block in block_ids:
             if self._name[block] is not None:
                 self._forget(block)
@@ -134,7 +134,7 @@ class BlockPool:
         self.unpublish(list(self._by_name.values()))
 
     def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Assert that the books balance; given all block tables, check the ownerships too."""
+        """Assert that the accounts are consistent; given all block tables, also check `ref`."""
         free, cached = set(self._free), set(self._cached)
         owned = {b for b in range(self.num_blocks) if self._ref[b] > 0}
         assert len(free) == self.num_free, "a block is free twice"

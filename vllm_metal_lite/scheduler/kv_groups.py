@@ -1,7 +1,7 @@
-"""KV cache groups (vLLM's word): layers that see equally far back, and so keep the same tokens.
+"""KV cache groups (vLLM's term): layers with the same window, which keep the same tokens.
 
-A group has a pool of blocks of its own, and each request a block table a group.  So a layer with a
-window costs its window and not the context, and layers of unlike shape never share a block.
+Each group has its own block pool, and each request has one block table per group.  So a windowed
+layer stores its window, not the whole context.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """layers: their numbers in the store.  num_blocks: of each of them.
+    """layers: layer indices in the store.  num_blocks: blocks per layer.
 
-    window: how many tokens, its own included, a query sees at most; None = all.
+    window: most tokens a query sees, its own included; None = all.
     """
 
     layers: tuple[int, ...] = ()
@@ -21,22 +21,22 @@ class KVGroup:
     num_blocks: int = 0
 
     def most_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """The most blocks that a request of num_tokens has use for while `chunk` are computed."""
+        """Most blocks a request of num_tokens needs while a step computes `chunk` of them."""
         whole = -(-num_tokens // block_size)
         if self.window is None:
             return whole
-        # A row of n tokens lies in at most ceil((n - 1) / block_size) + 1 blocks; the chunk's first
-        # token sees window - 1 tokens before it.
+        # n consecutive tokens span at most ceil((n - 1) / block_size) + 1 blocks.  The chunk's
+        # first token sees window - 1 tokens before it.
         seen = self.window - 1 + chunk
         return min(whole, -(-(seen - 1) // block_size) + 1)
 
     def first_block(self, position: int, block_size: int) -> int:
-        """The first block that rows from `position` on have use for."""
+        """The first block that tokens from `position` on can see."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // block_size
 
 
 class Layer(Protocol):
-    """How far back a layer sees: `window` tokens, its own included, or its `chunk`; None = all."""
+    """A layer's span: `window` tokens, the query's own included, or its `chunk`; None = all."""
 
     @property
     def window(self) -> int | None: ...
@@ -46,10 +46,10 @@ class Layer(Protocol):
 
 
 def kv_groups(specs: Sequence[Layer]) -> list[KVGroup]:
-    """The groups of a model's layers, still without blocks: all of the context first, then the
-    wider windows before the narrower ones.  A model without such layers has one, which counts.
+    """Group a model's layers, full attention first, then windows, widest first.  num_blocks is 0.
 
-    A chunk (Llama 4) is treated as a window of its size: it sees no farther back.
+    A chunk (Llama 4) counts as a window of the same size: it sees no farther back.  A model without
+    attention layers gets one empty group, which only counts tokens.
     """
     layers: dict[int | None, list[int]] = {}
     for i, spec in enumerate(specs):

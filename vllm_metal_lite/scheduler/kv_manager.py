@@ -1,7 +1,7 @@
-"""The blocks of all requests, over all KV cache groups at once.
+"""The blocks of all requests, in all KV cache groups.
 
-The block tables of a request are equally long in every group.  What lies behind a group's window is
-given back while the context grows: the table keeps the number, which nobody reads any more.
+A request's block tables have the same length in every group.  As the context grows, blocks behind a
+group's window are released; their entries stay in the table but are no longer read.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,12 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
 from vllm_metal_lite.scheduler.request import Request
 
-# Blocks to be added to a request's block tables, one sequence a group; empty: none.
+# Blocks to append to a request's block tables, one sequence per group; empty: none.
 NewBlocks = Sequence[Sequence[int]]
 
 
 class KVCacheManager:
-    """Pools and prefixes of the groups.  What does not fit changes nothing in any of them."""
+    """Block pools and prefix cache of all groups.  A failed allocation takes no blocks."""
 
     def __init__(self, groups: Sequence[KVGroup], block_size: int, enable_caching: bool) -> None:
         self.groups, self.block_size, self.enable_caching = groups, block_size, enable_caching
@@ -27,11 +27,11 @@ class KVCacheManager:
             if group.window is not None
         ]
 
-    # What a request needs
+    # Block needs
 
     def too_large(self, num_tokens: int, chunk: int) -> tuple[int, int] | None:
-        """(blocks needed, blocks there are) where so many tokens, `chunk` of them at a time, could
-        never be stored; None if they can."""
+        """(blocks needed, blocks in the pool) of the first group that can never store num_tokens,
+        computed `chunk` at a time; None if all groups can."""
         for group, pool in zip(self.groups, self.pools, strict=True):
             need = group.most_blocks(num_tokens, chunk, self.block_size)
             if need > pool.num_blocks:
@@ -39,8 +39,8 @@ class KVCacheManager:
         return None
 
     def wanted(self, request: Request, chunk: int) -> list[int]:
-        """Blocks by group for all known tokens, `chunk` of them at a time, and one to go on unless
-        the request will end before."""
+        """Blocks per group for all known tokens, computed `chunk` at a time, plus one block unless
+        the request ends first."""
         return [self._wanted(g, request, chunk) for g in range(len(self.groups))]
 
     def _wanted(self, group: int, request: Request, chunk: int) -> int:
@@ -49,7 +49,7 @@ class KVCacheManager:
         return min(most, self.pools[group].num_blocks)
 
     def spare(self, running: Sequence[tuple[Request, int]]) -> list[int]:
-        """Blocks by group that are left when each of these has what it wants with its chunk."""
+        """Blocks per group left once each (request, chunk) has what `wanted` says."""
         left = []
         for g, pool in enumerate(self.pools):
             count = pool.num_available
@@ -61,25 +61,25 @@ class KVCacheManager:
 
     @property
     def num_available(self) -> int:
-        """How many blocks there are in every group, for whoever needs one in each."""
+        """How many times every group can allocate one block."""
         return min(pool.num_available for pool in self.pools)
 
     def room(self, request: Request) -> int:
-        """How many tokens more of a request there are blocks for."""
+        """How many more tokens of the request fit in its own and the available blocks."""
         reach = (request.num_blocks + self.num_available) * self.block_size
         return reach - request.num_computed_tokens
 
-    # Blocks come and go
+    # Allocate and release
 
     def admit(self, request: Request, hits: Sequence[BlockTable]) -> None:
-        """Begin the block tables of a request with what `find_prefix` found."""
+        """Start a request's block tables from the hits of `find_prefix`."""
         for pool, table in zip(self.pools, hits, strict=True):
             pool.touch(table.owned)
         request.block_tables = list(hits)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
-        """Blocks for tokens [start, end) in all groups, or in none (None), once what is behind the
-        windows is given back.  All tokens before `start` are computed, or under way."""
+        """Release blocks behind the windows, then allocate for tokens [start, end) in every group;
+        None if they do not fit.  All tokens before `start` are computed or in flight."""
         self.give_back(request, start)
         count = -(-end // self.block_size) - request.num_blocks
         if count <= 0:
@@ -95,7 +95,7 @@ class KVCacheManager:
         return new
 
     def give_back(self, request: Request, start: int) -> None:
-        """Give back what tokens from `start` on do not see."""
+        """Release the blocks that tokens from `start` on cannot see."""
         for g, group, pool in self._windowed:
             table = request.block_tables[g]
             first = group.first_block(start, self.block_size)
@@ -104,7 +104,7 @@ class KVCacheManager:
                 table.num_given_back = first
 
     def free(self, request: Request) -> None:
-        """Give back everything."""
+        """Release all blocks of a request."""
         for pool, table in zip(self.pools, request.block_tables, strict=False):
             pool.free(table.owned)
         request.block_tables = []
@@ -112,8 +112,8 @@ class KVCacheManager:
     # Prefix cache
 
     def find_prefix(self, request: Request) -> list[BlockTable]:
-        """Block tables of the longest prefix that all groups hold as far as its next token sees it;
-        the request's last token is always left to compute."""
+        """Block tables of the longest cached prefix: every group holds the part that the next token
+        sees.  The request's last token is never part of it."""
         most = 0
         if self.enable_caching and not request.skip_prefix_cache_read:
             most = (request.num_tokens - 1) // self.block_size
@@ -126,7 +126,7 @@ class KVCacheManager:
                     found += 1
                 length = found
         before = None
-        while length != before:  # until nothing is missing from the end of any window
+        while length != before:  # until every group holds its whole window
             before = length
             for _, group, pool in self._windowed:
                 end = range(group.first_block(length * self.block_size, self.block_size), length)
@@ -140,10 +140,10 @@ class KVCacheManager:
         return tables
 
     def publish(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
-        """Name the blocks that tokens [start, end) complete; (group, block) of those that got one.
+        """Name the blocks that tokens [start, end) complete; returns the new (group, block) pairs.
 
-        Before they are written: every layer writes all rows of a step before it reads any, so
-        requests of this same step may share them.
+        The blocks are not written yet.  Every layer writes all rows of a step before it reads any,
+        so requests of the same step may share them.
         """
         first, last = start // self.block_size, end // self.block_size
         if last == first or not self.enable_caching:
@@ -157,7 +157,7 @@ class KVCacheManager:
         ]
 
     def unpublish(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Take names back that `publish` gave."""
+        """Remove names that `publish` gave."""
         for group, block in blocks:
             self.pools[group].unpublish([block])
 
@@ -170,7 +170,7 @@ class KVCacheManager:
         extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, num_blocks)
 
     def check(self, requests: Iterable[Request] | None = None) -> None:
-        """Assert that the accounts are right; with all requests, that the ownerships are too."""
+        """Assert that the pools are consistent; given all requests, also check their ownerships."""
         requests = None if requests is None else list(requests)
         for i, pool in enumerate(self.pools):
             tables = None

@@ -1,8 +1,8 @@
 """Names of full blocks: a chained hash of every token up to the block's end.
 
-A block's name stands for its whole past, so equal names mean equal K and V at equal positions.
-128 bits of BLAKE2b: tokens are chosen by strangers, and a collision would answer one user from
-another's prompt, so a fast hash that can be steered (Python's own `hash`) will not do.
+A block's name covers its whole prefix, so equal names mean equal K and V at equal positions.
+BLAKE2b, 128 bits: users choose the tokens, and a collision would answer one user from another's
+prompt.  A hash open to crafted collisions (Python's own `hash`) is therefore unsafe.
 """
 
 from array import array
@@ -15,10 +15,10 @@ _DIGEST_BYTES = 16
 def extend_block_hashes(
     hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int
 ) -> None:
-    """Hash on, in place, until `hashes` names the first `num_blocks` blocks of `token_ids`.
+    """Extend `hashes` in place until it names the first `num_blocks` blocks of `token_ids`.
 
-    What is named already is not hashed again.  Raises ValueError if a block is not full: it would
-    change under its name.
+    Existing hashes are kept.  Raises ValueError if a block is not full: its contents could still
+    change.
     """
     end = num_blocks * block_size
     if end > len(token_ids):

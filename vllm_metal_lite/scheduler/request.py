@@ -1,4 +1,4 @@
-"""One request, as the scheduler sees it."""
+"""The scheduler's view of one request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,20 +9,20 @@ from vllm_metal_lite.scheduler.block_pool import BlockTable
 
 
 class RequestStatus(Enum):
-    WAITING = auto()  # not computed yet
+    WAITING = auto()  # nothing computed yet
     RUNNING = auto()  # has a seat
-    PREEMPTED = auto()  # waits again, for what it had computed to be computed again
+    PREEMPTED = auto()  # waits to be computed again
     FINISHED = auto()
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request has no phases: it is `num_tokens - num_computed_tokens` behind, and steps close it.
+    """A request has no phases, only a gap, `num_tokens - num_computed_tokens`, which steps close.
 
     priority: lower goes first, as in vLLM.  arrival: earlier goes first within a priority.
-    atomic: computed in one step, never chunked; `max_chunk` and the threshold do not apply to it.
-    max_chunk: most tokens it gets in one step (0: no limit of its own).
-    skip_prefix_cache_read: every token is computed, though its blocks are found by others.
+    atomic: computed in one step, never chunked; ignores `max_chunk` and the threshold.
+    max_chunk: most tokens in one step (0: no limit of its own).
+    skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
     """
 
     request_id: str
@@ -34,26 +34,26 @@ class Request:
     skip_prefix_cache_read: bool = False
     max_chunk: int = 0
 
-    # The prompt, then what was sampled; while a step samples another one, UNKNOWN_TOKEN for that.
+    # The prompt, then sampled tokens.  UNKNOWN_TOKEN stands for one that a step is sampling.
     token_ids: list[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False)
-    # Tokens whose K and V are in the store, or will be when the step under way is done; those of
-    # the last token sampled never are.
+    # Tokens whose K and V are in the store, or will be after the steps in flight.  The last sampled
+    # token is never stored.
     num_computed_tokens: int = field(init=False, default=0)
-    # Of these, the ones that the prefix cache held when the request was first admitted.
+    # Tokens that the prefix cache held when the request was first admitted.
     num_cached_tokens: int = field(init=False, default=0)
-    # The most it ever had computed when it had to give its blocks back; 0: never admitted before.
+    # Most tokens computed before a preemption or rollback; 0: none.
     num_computed_before: int = field(init=False, default=0)
-    # One a KV group, all of one length; none while it has no seat.
+    # One per KV group, all of the same length; empty while the request has no seat.
     block_tables: list[BlockTable] = field(init=False, default_factory=list, repr=False)
-    # Names of its first full blocks; they outlive preemption, for the tokens stay the same.
+    # Names of the first full blocks; valid after preemption too, since the tokens stay the same.
     block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     num_preemptions: int = field(init=False, default=0)
-    # Set by Scheduler.add: its place among all requests, and the most tokens it will ever have.
+    # Set by Scheduler.add: order among all requests, and the most tokens it can have.
     rank: tuple[int, int, int] = field(init=False, default=(0, 0, 0))
     max_length: int = field(init=False, default=0)
-    # Set by the engine: its row of the InputBatch.
+    # Set by the engine: row of the InputBatch.
     req_index: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -66,15 +66,15 @@ class Request:
 
     @property
     def num_blocks(self) -> int:
-        """Length of its block tables."""
+        """Length of each block table."""
         return len(self.block_tables[0].block_ids) if self.block_tables else 0
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens sampled so far: a copy, for reports rather than for every step."""
+        """The tokens sampled so far.  Copies them: too slow for every step."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def forget_unknown(self) -> None:
-        """The token that a step under way samples will not come."""
+        """Drop the UNKNOWN_TOKEN at the end: its step was abandoned."""
         if self.token_ids[-1] == UNKNOWN_TOKEN:
             self.token_ids.pop()

@@ -1,13 +1,13 @@
-"""Which tokens the next step computes.  The rules in plain words: docs/scheduling.md.
+"""Decides which tokens the next step computes.  docs/scheduling.md explains the rules.
 
 A request has no phases, only a gap: `num_tokens - num_computed_tokens`.  A step closes part of it:
-1. requests that decode (their prompt is done) get their one token each;
+1. decodes (requests whose prompt is computed) get one token each;
 2. partial prefills resume;
-3. waiting requests are admitted;
-each in the order of rank = (priority, arrival), under `max_num_batched_tokens` and `max_num_seqs`.
+3. waiting requests are admitted.
+Each phase follows rank = (priority, arrival), within `max_num_batched_tokens` and `max_num_seqs`.
 
-The tokens of a step need not be known when the next one is scheduled: `advance` puts UNKNOWN_TOKEN
-in their place, `update` replaces it.
+A step can be scheduled before the previous step's tokens are known: `advance` appends
+UNKNOWN_TOKEN for each, and `update` replaces it.
 """
 
 from bisect import bisect_left, insort
@@ -26,9 +26,9 @@ _RANK = attrgetter("rank")
 
 
 class Scheduler:
-    """Holds every unfinished request, and the blocks of the store.
+    """Holds every unfinished request and the blocks of the store.
 
-    groups, max_model_len: the store's KV groups, the longest context in tokens.
+    groups: the store's KV groups.  max_model_len: longest context, in tokens.
     """
 
     def __init__(self, config: EngineConfig, groups: Sequence[KVGroup], max_model_len: int) -> None:
@@ -41,11 +41,11 @@ class Scheduler:
         self.prefix_queried_tokens = 0
         self._block_size = config.block_size
         self._requests: dict[str, Request] = {}
-        # Each unfinished request is in exactly one of these, which are kept in order of rank.
+        # Each unfinished request is in one of these lists, or ended by `advance`; ordered by rank.
         self._waiting: list[Request] = []
         self._partials: list[Request] = []
         self._decodes: list[Request] = []
-        # Decodes that complete a block whose last token is not known yet: it has no name so far.
+        # Decodes that complete a block whose last token is still unknown: no hash, so no name yet.
         self._unnamed: list[tuple[SchedulerOutput, Request]] = []
         self._num_added = 0
         self._prefilled_last = False
@@ -61,10 +61,10 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    # Requests come and go
+    # Add and remove requests
 
     def add(self, request: Request) -> None:
-        """Queue a request.  Raises RequestError if it could never finish; nothing has changed."""
+        """Queue a request.  Raises RequestError, changing nothing, if it could never finish."""
         name, prompt = f"request {show(request.request_id)}", request.num_prompt_tokens
         if request.request_id in self._requests:
             raise RequestError(f"{name} is already in use")
@@ -87,21 +87,21 @@ class Scheduler:
                 f"{name} ({size}) needs {sizes[0]} blocks of {self._block_size} tokens, "
                 f"the store has {sizes[1]}"
             )
-        # Preempted just before its last token, it has to fit one step with all it generated.
+        # Preempted before its last token, it must recompute all its tokens in one step.
         if request.atomic and num_stored > self.config.max_num_batched_tokens:
             raise RequestError(
                 f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; ",
                 Option("max_num_batched_tokens"), f" is {self.config.max_num_batched_tokens}",
             )  # fmt: skip
         request.max_length = max_length
-        # The count sets apart what has the same arrival (the n answers of one prompt).
+        # The count orders requests of equal arrival (the n answers of one prompt).
         request.rank = (request.priority, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_RANK)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it is, and its blocks back; unknown ones are ignored."""
+        """Remove a request from its queue and release its blocks; unknown ones are ignored."""
         if self._requests.get(request.request_id) is not request:
             return
         del self._requests[request.request_id]
@@ -119,7 +119,7 @@ class Scheduler:
     # Steps
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: at least one token of those who do not end with the last one."""
+        """Decide the next step.  It is empty only if every request ends with the step in flight."""
         out = SchedulerOutput()
         if self.config.prefill_policy == "mixed":
             self._schedule_decodes(out)
@@ -136,7 +136,7 @@ class Scheduler:
             self._break_deadlock(out)
         if not out.is_empty:
             self._prefilled_last = out.num_decodes < len(out.segments)
-        # InputBatch.pack wants segments of one token first; the last token of a prompt is one too.
+        # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:
             prefills.sort(key=lambda s: s.num_scheduled > 1)
@@ -144,8 +144,8 @@ class Scheduler:
         return out
 
     def may_preempt(self) -> bool:
-        """Whether there may be too few blocks for all that decode.  While tokens are unknown it is
-        better to wait for them then: answers that have ended give blocks back."""
+        """Whether the decodes need more blocks than are available.  If so, wait for the unknown
+        tokens before scheduling: requests that end with them release blocks."""
         if self.kv.num_available >= len(self._decodes):
             return False
         block_size = self._block_size
@@ -155,11 +155,11 @@ class Scheduler:
         return len(needy) > self.kv.num_available
 
     def advance(self, output: SchedulerOutput) -> list[Request]:
-        """Take note of a step that is under way: the next one may be scheduled.
+        """Record a step in flight, so that the next one can be scheduled.
 
-        Its tokens stay unknown until `update`; at most one step's are at any time.  Returns the
-        requests that reach their length with it: they need no seat, and have given back their
-        blocks, which the next step may write to, since the device does all steps in order.
+        Its tokens stay unknown until `update`; only one step may have unknown tokens.  Returns the
+        requests that reach max_length with this step.  They release their seats and blocks; the
+        next step may reuse the blocks, since the device runs steps in order.
         """
         num_decodes, running = output.num_decodes, RequestStatus.RUNNING
         terminal = [s.request for s in output.segments[:num_decodes]]
@@ -173,7 +173,7 @@ class Scheduler:
                 terminal.append(request)
             if request.status is running:
                 request.num_computed_tokens = end
-                self.kv.give_back(request, end)  # where windows are short, most of a chunk's blocks
+                self.kv.give_back(request, end)  # with short windows, most of its blocks
                 if is_terminal:
                     _remove(self._partials, request)
                     insort(self._decodes, request, key=_RANK)
@@ -189,10 +189,10 @@ class Scheduler:
         return ended
 
     def update(self, output: SchedulerOutput, token_ids: Sequence[int]) -> None:
-        """Take note of the tokens of a step, after `advance`.
+        """Record the tokens of a step, after `advance`.
 
         token_ids: ints, one for each request of `output.terminal`.  A request finished since
-        `schedule` keeps its place in `token_ids` and is passed over.
+        `schedule` keeps its place in `token_ids`; its token is ignored.
         """
         finished = RequestStatus.FINISHED
         if len(token_ids) != len(output.terminal):
@@ -212,8 +212,8 @@ class Scheduler:
         self.prefix_queried_tokens += output.prefix_queried_tokens
 
     def rollback(self, *outputs: SchedulerOutput) -> None:
-        """Take back all steps under way, in order, for one failed: their requests wait, as if
-        preempted; blocks that they completed were perhaps never written, and lose their names."""
+        """Undo all steps in flight, given in order, after one failed.  Their requests wait, as if
+        preempted.  Blocks that they completed lose their names: they may be unwritten."""
         self._unnamed.clear()
         for output in reversed(outputs):
             self.kv.unpublish(output.published)
@@ -231,7 +231,7 @@ class Scheduler:
 
     def _schedule_decodes(self, out: SchedulerOutput) -> None:
         budget, block_size = self.config.max_num_batched_tokens, self._block_size
-        # A preempted request is the last of this list, so iterating goes on undisturbed.
+        # Preemption removes only the last request of this list, so the iteration stays valid.
         for request in self._decodes:
             if len(out.segments) == budget:
                 break
@@ -254,7 +254,7 @@ class Scheduler:
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
         starting = not self._partials
         self._resume(out)
-        # Whoever was preempted comes first, and there are no blocks for it.
+        # A preempted request is admitted first, and there are no blocks for it now.
         if not out.preempted:
             self._admit(out, starting)
 
@@ -262,17 +262,17 @@ class Scheduler:
         for request in self._partials:
             chunk = self._chunk(request, request.num_computed_tokens, out)
             chunk = min(chunk, self.kv.room(request))
-            # 0: out of budget, or of blocks.  Then it waits for decodes to end, and so does
-            # everything in the queue, since no prompt is admitted without a block of its own.
+            # 0: no budget or no blocks.  The request waits for decodes to end.  So does the queue:
+            # a prompt needs a block of its own to be admitted.
             if chunk > 0:
                 out.segments.append(self._schedule_chunk(request, chunk, out))
 
     def _admit(self, out: SchedulerOutput, starting: bool) -> None:
         """Give seats to waiting requests, in order.
 
-        A request is admitted if it and all that run can reach the end of their known tokens and
-        one more block each: less would soon preempt it.  (With nothing running, that always fits.)
-        An atomic request that does not fit is passed over; any other is waited for.
+        Admission needs blocks for the known tokens of this and all running requests, plus one block
+        each; with fewer, a preemption would soon follow.  (With nothing running, it always fits.)
+        An atomic request that does not fit is skipped; any other blocks the queue.
         """
         if not self._waiting or not self._has_room(out):
             return
@@ -282,7 +282,7 @@ class Scheduler:
             hits = self.kv.find_prefix(request)
             start = len(hits[0].block_ids) * self._block_size
             chunk = self._chunk(request, start, out)
-            # Cached blocks that it would own are no longer available; owned ones cost nothing.
+            # A hit on a cached block makes it unavailable; a hit on an owned block costs nothing.
             wanted = self.kv.wanted(request, self._largest_chunk(request, start))
             cost = [
                 w - sum(map(pool.is_owned, table.owned))
@@ -290,7 +290,7 @@ class Scheduler:
             ]
             fits = chunk > 0 and all(map(le, cost, left))
             if self.config.prefill_policy == "whole" and not starting:
-                # A turn ends with the prompts that it started with: decodes are waiting.
+                # Decodes wait for the turn to end, so admit only prompts that finish in this step.
                 fits = fits and chunk == request.num_tokens - start
             if not fits:
                 if not request.atomic:
@@ -314,7 +314,7 @@ class Scheduler:
             left = list(map(sub, left, cost))
 
     def _spare_blocks(self) -> list[int]:
-        """Blocks by KV group that are left when all that run have what they want."""
+        """Blocks per KV group left once every running request has what it wants."""
         running = [(r, self._largest_chunk(r, r.num_computed_tokens)) for r in self._partials]
         return self.kv.spare(running + [(r, 1) for r in self._decodes])
 
@@ -336,7 +336,7 @@ class Scheduler:
         return Segment(request, start, chunk, blocks)
 
     def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:
-        """How many tokens from `start` on the request may have now; 0: none."""
+        """How many tokens from `start` on the request may compute in this step; 0: none."""
         largest = self._largest_chunk(request, start)
         budget = self.config.max_num_batched_tokens - out.total_num_scheduled_tokens
         if request.atomic:
@@ -344,7 +344,7 @@ class Scheduler:
         return min(largest, budget)
 
     def _largest_chunk(self, request: Request, start: int) -> int:
-        """How many tokens from `start` on the request may have in one step."""
+        """How many tokens from `start` on the request may compute in an otherwise empty step."""
         gap = request.num_tokens - start
         if request.atomic:
             return gap
@@ -356,7 +356,7 @@ class Scheduler:
     # Out of blocks
 
     def _break_deadlock(self, out: SchedulerOutput) -> None:
-        """Nothing decodes, and no partial prefill has a block to go on: the first one gets some."""
+        """No request can go on: preempt until the first partial prefill gets blocks."""
         while self.kv.room(self._partials[0]) <= 0:
             victim = self._preempt_lowest(out)
             assert victim is not self._partials[0], "a request alone has all the blocks it needs"
@@ -365,7 +365,7 @@ class Scheduler:
     def _preempt_lowest(self, out: SchedulerOutput) -> Request:
         last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
         victim = max(last, key=_RANK)
-        # Steps are filled in order of rank, so whoever gives way has not had its turn.
+        # Steps are filled in order of rank, so the victim is not in this step yet.
         assert all(s.request is not victim for s in out.segments), "a scheduled request gives way"
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -374,7 +374,7 @@ class Scheduler:
         return victim
 
     def _requeue(self, request: Request) -> None:
-        """Seat and blocks are given back; all tokens, sampled ones too, are to be computed."""
+        """Release seat and blocks, and queue the request to recompute all its tokens."""
         self._unseat(request)
         before = max(request.num_computed_before, request.num_computed_tokens)
         request.num_computed_before, request.num_computed_tokens = before, 0
@@ -388,7 +388,7 @@ class Scheduler:
 
 
 def _remove(queue: list[Request], request: Request) -> bool:
-    """Take a request out of a list in order of rank; False if it is not there."""
+    """Remove a request from a list ordered by rank; False if it is not there."""
     at = bisect_left(queue, request.rank, key=_RANK)
     if at == len(queue) or queue[at] is not request:
         return False

@@ -1,4 +1,4 @@
-"""What a step is to compute, as the scheduler decided it."""
+"""The scheduler's decision for one step."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from vllm_metal_lite.scheduler.request import Request, RequestStatus
 class Segment:
     """Tokens [num_computed, num_computed + num_scheduled) of a request.
 
-    new_block_ids: to be added to its block tables, one sequence a KV group (or none at all); for an
+    new_block_ids: blocks to append to its block tables, one sequence per KV group, or empty; for an
     admitted request, the whole tables.
     """
 
@@ -22,13 +22,13 @@ class Segment:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step.  The caller starts it and calls `advance`; then `update` when its tokens are there.
-    If it fails, before or after `advance`: `rollback`.
+    """One step.  The caller launches it, calls `advance`, then `update` with its tokens.  If
+    the step fails, before or after `advance`, the caller calls `rollback`.
 
-    segments: one a request, those of one token first.  num_decodes: how many of the first segments
-    are decodes; the other segments are (chunks of) prefills.
-    admitted: requests that got a seat, new or resumed.  preempted: requests that lost theirs; to be
-    taken note of first, even if the step is empty.
+    segments: one per request, those of one token first.  num_decodes: leading segments that are
+    decodes; the others are (chunks of) prefills.
+    admitted: requests that got a seat, new or resumed.  preempted: requests that lost theirs;
+    handle these first, even if the step is empty.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -36,11 +36,11 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int = 0
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    # (KV group, block) of those that got their names in this step.
+    # (KV group, block) of the blocks named in this step.
     published: list[tuple[int, int]] = field(default_factory=list)
-    # Set by `advance`: those whose next token it samples, in order.
+    # Set by `advance`: the requests whose next token the step samples, in order.
     terminal: list[Request] = field(default_factory=list)
-    # For the scheduler's counters, once it has run.
+    # Added to the scheduler's counters by `update`.
     num_recomputed_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_queried_tokens: int = 0
@@ -51,5 +51,5 @@ class SchedulerOutput:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request of it still runs."""
+        """Whether a request of this step still runs."""
         return any(s.request.status is RequestStatus.RUNNING for s in self.segments)

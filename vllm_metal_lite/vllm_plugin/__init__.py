@@ -1,7 +1,7 @@
 """The vLLM platform plugin: vLLM's server and scheduler, our runner.  See docs/plugin.md.
 
-vLLM calls `register` in every process of its own; nothing else of this package is imported before
-it answers.  Neither torch, vLLM nor MLX is imported here.
+vLLM calls `register` in each of its processes, before it uses any other module of this package.
+This module imports neither torch, vLLM nor MLX.
 """
 
 import logging
@@ -16,23 +16,23 @@ from vllm_metal_lite import envs
 OLDEST, NEWEST = (0, 27, 1), (0, 33)
 _PLATFORM = "vllm_metal_lite.vllm_plugin.platform.MetalLitePlatform"
 
-# Below vLLM's logger, so that its configuration applies to our lines.
+# A child of vLLM's logger, so that vLLM's configuration applies.
 logger = logging.getLogger("vllm.metal_lite")
 
 
 def register() -> str | None:
-    """The entry point `vllm.platform_plugins`: our platform class's path, or None to stay out.
+    """Entry point `vllm.platform_plugins`: the path of our platform class, or None to stay out.
 
-    Called more than once in a process.  An exception here would make vLLM fall back to its CPU
-    platform without a word, so whatever goes wrong is said and means None.
+    vLLM may call it several times per process.  On an exception vLLM would silently use its CPU
+    platform, so every error is logged and returns None.
     """
     try:
         if not wanted():
             return None
         if (problem := version_problem(version("vllm"))) is not None:
             logger.warning("vllm-metal-lite: %s", problem)
-        # Names that vLLM knows; whoever sets them decides.  MLX must not be carried over a fork,
-        # and both dialects of the scheduler's output work, so take the one with less in it.
+        # The user's settings win.  MLX does not survive a fork.  Both formats of vLLM's scheduler
+        # output work; the V1 model runner's is smaller.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         return _PLATFORM
@@ -44,9 +44,9 @@ def register() -> str | None:
 
 
 def wanted() -> bool:
-    """Whether this process should run on our runner.
+    """Whether this process should use our runner.
 
-    On Apple silicon yes; elsewhere only if METAL_LITE_DEVICE asks for MLX's "cpu" or "cuda".
+    True on Apple silicon; elsewhere only if METAL_LITE_DEVICE is "cpu" or "cuda".
     """
     if envs.device() in ("cpu", "cuda"):
         return True
@@ -54,7 +54,7 @@ def wanted() -> bool:
 
 
 def version_problem(found: str) -> str | None:
-    """One line if this vLLM is outside of the range that was tried."""
+    """A one-line warning if this vLLM version is outside the tested range, or None."""
     numbers = tuple(map(int, re.findall(r"\d+", found.split("+")[0])[:3]))
     if numbers >= OLDEST and numbers[:2] <= NEWEST:
         return None

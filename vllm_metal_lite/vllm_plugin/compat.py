@@ -1,21 +1,21 @@
-"""What differs between vLLM 0.27.1 and 0.33, by what is there and not by version numbers.
+"""Differences between vLLM 0.27.1 and 0.33, detected by attribute, not by version number.
 
-Little does: most options and request fields that we name are in all of these, and what is missing
-is not asked for.  The scheduler's output has two dialects in each of them, see `translate.py`.
+Most options and request fields that we read exist in all these versions; a missing one reads as
+None.  Each version has two formats of the scheduler's output: see `translate.py`.
 """
 
 from typing import Any
 
 
 def get(root: Any, path: str) -> Any:
-    """An option or field by its dotted path; None where this vLLM does not have it."""
+    """An option or field by its dotted path; None if this vLLM lacks it."""
     for name in path.split("."):
         root = getattr(root, name, None)
     return root
 
 
 def guard_torch_accelerator() -> None:
-    """vLLM empties torch's accelerator cache when it ends; without an accelerator torch raises."""
+    """Stub the cache calls that vLLM makes at exit: without an accelerator, torch's raise."""
     import torch
 
     if not torch.accelerator.is_available():

@@ -1,10 +1,10 @@
-"""This package's log under vLLM."""
+"""Logging of this package under vLLM."""
 
 import logging
 
 
 class _Forward(logging.Handler):
-    """Hands records to another logger, whose handlers are looked up at each record."""
+    """Forwards records to another logger, using its handlers at that moment."""
 
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()
@@ -15,8 +15,8 @@ class _Forward(logging.Handler):
 
 
 def log_through_vllm() -> None:
-    """Send the package's records to vLLM's handlers; the user configures only vLLM's logging."""
+    """Send our records to vLLM's handlers, so that the user configures only vLLM's logging."""
     ours = logging.getLogger("vllm_metal_lite")
     if not any(isinstance(handler, _Forward) for handler in ours.handlers):
         ours.addHandler(_Forward(logging.getLogger("vllm.metal_lite")))
-        ours.propagate = False  # vLLM's logger decides whether records go further up
+        ours.propagate = False  # vLLM's logger decides on propagation

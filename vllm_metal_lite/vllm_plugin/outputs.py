@@ -1,7 +1,7 @@
 """A step's result as vLLM's ModelRunnerOutput, read when vLLM asks for it.
 
-vLLM asks after it has given us the next step, with the executor "mp" from another thread.  So
-nothing here reads what the next step changes: neither the table nor who sits in which row.
+vLLM asks after it has sent the next step; with executor "mp", from another thread.  So this module
+must not read state that the next step changes: the table and its row assignment.
 """
 
 import itertools
@@ -19,13 +19,13 @@ logger = init_logger("vllm.metal_lite")
 
 
 class StepOutput(AsyncModelRunnerOutput):
-    """The output of a step under way."""
+    """The output of a step in flight."""
 
     def __init__(self, step: Step, result: StepResult) -> None:
         self._step, self._result = step, result
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the step's values.  A step of chunks in the middle of prompts has none."""
+        """Wait for the step's results.  Chunks inside a prompt sample no token."""
         req_ids = self._step.req_ids
         sampled: list[list[int]] = [[] for _ in req_ids]
         logprobs = None
@@ -42,7 +42,7 @@ class StepOutput(AsyncModelRunnerOutput):
         )
 
     def get_kv_connector_output(self) -> None:
-        """There is no connector.  (Asked for since vLLM 0.33.)"""
+        """No connector.  (vLLM calls this since 0.33.)"""
 
     def _tokens(self, segments: list[int]) -> list[int]:
         tokens = self._result.token_ids.tolist()
@@ -51,22 +51,22 @@ class StepOutput(AsyncModelRunnerOutput):
         return tokens
 
     def _end_undrawn(self, segment: int, reason: int) -> int:
-        """The token to report for a request that no token can be sampled for, after a line of log.
+        """Log that no token can be sampled for a request; return the token to report instead.
 
-        A worker cannot fail a single request: vLLM takes a token, or an exception, which ends the
-        engine.  A grammar refuses token 0, and vLLM then ends the request with an error.  Any other
-        request ends as if it had stopped, if one of its tokens stops it.
+        A worker cannot fail one request: vLLM accepts a token, or an exception that ends the
+        engine.  A grammar refuses token 0, and vLLM then fails the request.  Any other request
+        reports a stop token if it has one, and ends as stopped.
         """
         request = self._step.requests[segment]
         num_generated = int(self._step.batch.seq_lens[segment]) - request.num_prompt_tokens
-        if not request.is_undrawn:  # vLLM may have scheduled a step more
+        if not request.is_undrawn:  # vLLM may have scheduled one more step
             why = undrawn.why(reason, request.params, num_generated, request.has_grammar)
             logger.error("Request %s: %s", self._step.req_ids[segment], why)
         request.is_undrawn = True
         return 0 if request.has_grammar else min(request.stop_token_ids, default=0)
 
     def _prompt_logprobs(self) -> dict[str, Any]:
-        """Those of the prompts that end with this step."""
+        """Prompt log-probabilities, by request id, of prompts that end with this step."""
         step, batch, done = self._step, self._step.batch, {}
         positions = batch.positions[batch.logits_indices[len(batch.sample_segments) :]]
         for segment, prompt_logprobs in step.prompt_logprobs.items():
@@ -81,7 +81,7 @@ class StepOutput(AsyncModelRunnerOutput):
 
 
 def _logprobs(logprobs: Logprobs | None, sampled: list[list[int]]) -> LogprobsLists | None:
-    """Rows are counted by tokens sampled: a chunk in the middle of a prompt has none."""
+    """One row per sampled token: a chunk inside a prompt has none."""
     if logprobs is None:
         return None
     starts = list(itertools.accumulate(map(len, sampled), initial=0))

@@ -1,6 +1,6 @@
-"""What vLLM asks of a platform.  Runs in the front-end process too, so MLX is never imported.
+"""The vLLM Platform class.  Also runs in the front-end process, so it never imports MLX.
 
-vLLM imports this before most of itself is ready, so its names are imported in the methods.
+vLLM imports this module during its own import, so the methods import vLLM's names.
 """
 
 import os
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 _WORKER = "vllm_metal_lite.vllm_plugin.worker.MetalLiteWorker"
 
-# vLLM takes a device with 70 GiB or more for one of a data centre, and raises its default batch.
+# From 70 GiB up, vLLM assumes a data-centre GPU and raises its default batch sizes.
 _MOST_MEMORY_TOLD = 64 << 30
 
 
 class MetalLitePlatform(Platform):
-    """MLX under vLLM; for torch, which only carries results to the front end, a CPU."""
+    """MLX under vLLM.  torch only carries results to the front end, so it sees a CPU."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -36,9 +36,9 @@ class MetalLitePlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The first one is what "auto" becomes where the checkpoint's is not listed."""
+        """The first one replaces "auto" if the checkpoint's dtype is not listed."""
         if envs.device() == "cpu":
-            return [torch.float32]  # MLX's CPU backend is quick in nothing else
+            return [torch.float32]  # MLX's CPU backend is slow in other dtypes
         return [torch.bfloat16, torch.float16, torch.float32]
 
     # Configuration
@@ -51,7 +51,7 @@ class MetalLitePlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        """Called in every process that makes a config: refuses what we cannot do, by name."""
+        """Refuse unsupported options by name.  Called in every process that makes a config."""
         from vllm.config import CompilationMode
 
         refuse_unsupported(vllm_config)
@@ -63,16 +63,16 @@ class MetalLitePlatform(Platform):
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: "VllmConfig") -> None:
-        """Nothing to do: there is no attention backend of vLLM's, and its default suits us."""
+        """Keep vLLM's default: no vLLM attention backend is used."""
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        """Yes; whether a model's layers form several groups is the worker's business."""
+        """True; the worker decides whether the layers form several groups."""
         return True
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse, as a bad request, what the sampler could not do (its errors end the engine)."""
+        """Refuse, as a bad request, what the sampler cannot do: its error would end the engine."""
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import SamplingParams
 
@@ -106,20 +106,20 @@ class MetalLitePlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """There is one device, and MLX has it."""
+        """Nothing to do: MLX owns the only device."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """Our sampler has no generator: noise follows from each request's seed."""
+        """Nothing to seed: noise follows from each request's seed."""
 
     @classmethod
     def empty_cache(cls) -> None:
-        """torch holds nothing on a device."""
+        """Nothing to do: torch holds no device memory."""
 
     @classmethod
     def import_kernels(cls) -> None:
-        """None of vLLM's compiled kernels are used, and they need not be installed."""
+        """Nothing to import: vLLM's compiled kernels are not used and may be missing."""
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Every floating dtype of vLLM's is one of MLX's."""
+        """Nothing to check: MLX has every floating dtype of vLLM."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt, gathered over the chunks that it is computed in."""
+"""Prompt log-probabilities, collected over the chunks of a prompt."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vllm_metal_lite.runner.result import Logprobs
 
 
 class PromptLogprobs:
-    """Rows 0 to n - 2: what the model thought of prompt tokens 1 to n - 1; k most likely each."""
+    """n - 1 rows; row i scores prompt token i + 1 and the k most likely tokens there."""
 
     def __init__(self, num_prompt_tokens: int, k: int) -> None:
         self.k = k
@@ -18,20 +18,20 @@ class PromptLogprobs:
         self.ranks = np.zeros(rows, np.int32)
 
     def put(self, positions: np.ndarray, scored: Logprobs, rows: np.ndarray) -> None:
-        """Take `rows` of a step's results, for the tokens that follow `positions`."""
+        """Store `rows` of a step's results: scores of the tokens after `positions`."""
         width = self.token_ids.shape[1]
         self.token_ids[positions] = scored.token_ids[rows, :width]
         self.logprobs[positions] = scored.logprobs[rows, :width]
         self.ranks[positions] = scored.ranks[rows]
 
     def take(self) -> Any:
-        """As tensors, which vLLM takes to its front end; nothing is kept here."""
+        """Return the arrays as the tensors that vLLM sends to its front end; keeps nothing."""
         import torch
         from vllm.v1.outputs import LogprobsTensors
 
         def tensor(array: np.ndarray) -> Any:
-            # torch gives an empty array (a prompt of one token) strides of 0, and vLLM cannot send
-            # a tensor with those.
+            # From an empty array (a prompt of one token) torch makes strides of 0, which vLLM
+            # cannot send.
             made = torch.from_numpy(array)
             return made if made.numel() else torch.empty(array.shape, dtype=made.dtype)
 

@@ -1,15 +1,15 @@
-"""Lets vLLM's front end accept checkpoints quantised by MLX, which name no quantisation method."""
+"""Lets vLLM accept checkpoints quantised by MLX, which name no quantisation method."""
 
 from typing import Any
 
 
 def is_mlx_quantization(config: dict[str, Any]) -> bool:
-    """MLX writes {"group_size", "bits"} (and a "mode") where others write a "quant_method"."""
+    """MLX writes "group_size" and "bits" (and "mode"); others write "quant_method"."""
     return config.get("quant_method") in (None, "", "mlx") and {"group_size", "bits"} <= set(config)
 
 
 def register_mlx_quantization() -> None:
-    """Make "mlx" a quantisation method of vLLM's; again and again changes nothing."""
+    """Register "mlx" as a vLLM quantisation method; repeated calls change nothing."""
     from vllm.model_executor.layers.quantization import (
         QUANTIZATION_METHODS,
         register_quantization_config,
@@ -21,7 +21,7 @@ def register_mlx_quantization() -> None:
 
     @register_quantization_config("mlx")
     class MLXQuantization(QuantizationConfig):
-        """Only a name: mlx-lm loads the weights, no layer of vLLM's is ever made."""
+        """Only a name: mlx-lm loads the weights, and vLLM creates no layers."""
 
         def get_name(self) -> str:
             return "mlx"

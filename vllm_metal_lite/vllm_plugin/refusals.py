@@ -1,4 +1,4 @@
-"""What vLLM offers and we cannot do: refused at start, with one line that names the option."""
+"""Refuses unsupported vLLM options at start, with one line that names the option."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ def _not(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: value not in allowed
 
 
-# Where vLLM keeps it, its name on the command line, and when it is too much for us.
+# (path in VllmConfig, command-line name, test whether the value is unsupported)
 _OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("lora_config", "--enable-lora", _is_set),
     ("speculative_config", "--speculative-config", _is_set),
@@ -72,13 +72,13 @@ _HINTS = {
 
 
 def refuse_unsupported(vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError for the first option that we cannot do."""
+    """Raise ConfigError for the first unsupported option."""
     for path, option, is_too_much in _OPTIONS:
         value = get(vllm_config, path)
         if value is not None and is_too_much(value):
             _refuse(option, value)
     model = vllm_config.model_config
-    if model is None:  # a config made without a model, as vLLM's own tools do
+    if model is None:  # vLLM's own tools make configs without a model
         return
     if model.runner_type != "generate":
         _refuse("--runner", model.runner_type)

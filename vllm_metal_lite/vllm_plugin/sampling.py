@@ -1,4 +1,4 @@
-"""vLLM's SamplingParams as ours.  No MLX: the front end checks requests with it."""
+"""Translates vLLM's SamplingParams to ours.  The front end uses this, so no MLX import."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.vllm_plugin.compat import get
 
-# Fields that change what is sampled or reported, and that our sampler does not have.
+# Fields that change sampling or reporting, and that our sampler lacks.
 _UNSUPPORTED = (
     "thinking_token_budget",
     "logprob_token_ids",
@@ -19,9 +19,9 @@ _UNSUPPORTED = (
 def translate_params(params: Any, vocab_size: int | None) -> SamplingParams:
     """The part of a vLLM SamplingParams that the runner applies.
 
-    vLLM itself sees to n, stop strings, end of sequence, max_tokens and text, so they stay at what
-    restrains nothing here.  vocab_size None: unknown, the counts of logprobs are not resolved.
-    Raises SamplingError for what we cannot do; one that passes here passes in the worker.
+    vLLM itself handles n, stop strings, end of sequence, max_tokens and text; here they keep
+    defaults that limit nothing.  vocab_size None: unknown, so logprobs -1 is not resolved.
+    Raises SamplingError for unsupported fields; params that pass here also pass in the worker.
     """
     for name in _UNSUPPORTED:
         if get(params, name) is not None:

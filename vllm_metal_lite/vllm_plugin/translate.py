@@ -1,7 +1,7 @@
-"""vLLM's SchedulerOutput in, a ForwardBatch out.
+"""Translates vLLM's SchedulerOutput to a ForwardBatch.
 
-vLLM's scheduler owns blocks, budgets and preemption; kept here is only what a step needs: which
-request sits in which row of the InputBatch and of the sampler, whose tokens vLLM does not repeat.
+vLLM's scheduler owns blocks, budgets and preemption.  This module only assigns requests to rows of
+the InputBatch and the sampler, and keeps their tokens, which vLLM does not send again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class Request:
     """A request that vLLM has not finished.
 
-    num_prompt_logprobs: as in SamplingParams.  req_index None: it was preempted, and waits.
-    prompt_logprobs: those gathered since it last got its row, if vLLM does not have them.
-    is_undrawn: no token could be sampled for it, and the log says so.
+    num_prompt_logprobs: as in SamplingParams.  req_index None: preempted and waiting.
+    prompt_logprobs: collected since the request got its row, if vLLM does not have them yet.
+    is_undrawn: no token could be sampled, and an error was logged.
     """
 
     params: SamplingParams
@@ -47,7 +47,7 @@ class Request:
 class Step:
     """A step to run.  req_ids, requests: in the order of the batch's segments.
 
-    prompt_logprobs: by segment, where those of the prompt's tokens in this step go.
+    prompt_logprobs: by segment, the collector for the prompt tokens of this step.
     """
 
     req_ids: list[str]
@@ -57,12 +57,12 @@ class Step:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """As many of the most likely tokens as the most demanding prompt wants."""
+        """The largest k of all prompts in the step."""
         return max((p.k for p in self.prompt_logprobs.values()), default=0)
 
 
 class StepTranslator:
-    """The requests of a worker, in the same tables that the embedded engine fills."""
+    """The requests of a worker, in the same tables that LLMEngine fills."""
 
     def __init__(self, inputs: InputBatch, sampler: Sampler, seed: int) -> None:
         self.inputs, self.sampler, self.seed = inputs, sampler, seed
@@ -70,14 +70,14 @@ class StepTranslator:
         self._num_seen = 0
 
     def begin(self, output: "SchedulerOutput") -> Step | None:
-        """Take note of what vLLM decided; None if there is nothing to compute."""
+        """Apply vLLM's decisions; None if there is nothing to compute."""
         for req_id in output.finished_req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
                 self._unseat(request)
         for req_id in output.preempted_req_ids or ():
             if (request := self._requests.get(req_id)) is not None:
                 self._unseat(request)
-        # What each request has computed, in the order that vLLM names them.
+        # num_computed_tokens by request id.
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             self._add(new)
@@ -88,7 +88,7 @@ class StepTranslator:
         return self._pack(output.num_scheduled_tokens, computed)
 
     def _add(self, new: "NewRequestData") -> None:
-        """A new request; a known id is one back from preemption, or a session's next turn."""
+        """Add a request; a known id resumes after preemption or starts a session's next turn."""
         tokens = (
             new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
         )
@@ -118,10 +118,10 @@ class StepTranslator:
         for i, req_id in enumerate(cached.req_ids):
             request = self._requests[req_id]
             computed[req_id] = cached.num_computed_tokens[i]
-            blocks = cached.new_block_ids[i] or ()  # a list for each KV group
+            blocks = cached.new_block_ids[i] or ()  # one list per KV group
             if req_id in cached.resumed_req_ids:
                 self._unseat(request)
-                # Without what vLLM has thrown away of the tokens sampled meanwhile.
+                # all_token_ids excludes sampled tokens that vLLM discarded.
                 self._seat(request, cached.all_token_ids[req_id], blocks)
             elif blocks:
                 assert request.req_index is not None, "a running request has a row"
@@ -133,7 +133,7 @@ class StepTranslator:
         tokens, prompt = np.array(token_ids, np.int32), request.num_prompt_tokens
         k, scored = request.num_prompt_logprobs, None
         request.prompt_logprobs = None
-        # vLLM gets a prompt's with its first token.  If it threw away both, they come again.
+        # vLLM gets these with the first token.  If vLLM discarded both, collect them again.
         if k is not None and len(tokens) == prompt:
             request.prompt_logprobs, scored = PromptLogprobs(prompt, k), 0
         request.req_index = row = self.inputs.add(tokens, prompt, scored)
@@ -151,7 +151,7 @@ class StepTranslator:
             request.req_index = None
 
     def _pack(self, scheduled: dict[str, int], computed: dict[str, int]) -> Step:
-        # Segments of one token first.
+        # pack wants segments of one token first.
         req_ids = sorted(scheduled, key=lambda req_id: scheduled[req_id] > 1)
         requests = [self._requests[req_id] for req_id in req_ids]
         batch = self.inputs.pack(
@@ -167,7 +167,7 @@ class StepTranslator:
         return Step(req_ids, requests, batch, prompt_logprobs)
 
     def masks(self, step: Step, grammar: "GrammarOutput | None") -> TokenMasks | None:
-        """The grammar's bitmask rows, for those of its requests that get a token in this step."""
+        """The grammar's bitmask rows, for requests that get a token in this step."""
         if grammar is None:
             return None
         at = {step.req_ids[s]: row for row, s in enumerate(step.batch.sample_segments.tolist())}

@@ -1,4 +1,4 @@
-"""The worker: our runner, where vLLM expects one of its own."""
+"""The vLLM worker, which drives our runner."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,12 +41,12 @@ _NAME = "layers.{}"
 
 Part = TypeVar("Part", LoadedModel, Pipeline, StepTranslator)
 
-# A model of recurrent layers alone keeps nothing in blocks, but vLLM counts tokens by them.
+# A purely recurrent model stores nothing in blocks, but vLLM counts tokens in blocks.
 _TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
 
 
 def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
-    """vLLM multiplies the trained context by the factor of rope_scaling, "dynamic" too."""
+    """Refuse lengths that need "dynamic" rope_scaling, which vLLM counts into the context."""
     limit = rotation_limit(model.packed.model)
     if limit is not None and max_model_len > limit:
         raise ConfigError(
@@ -57,7 +57,7 @@ def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
 
 
 def _kv_bits(text: str | None) -> int | None:
-    """METAL_LITE_KV_BITS as a number; ConfigError if EngineConfig would not take it."""
+    """METAL_LITE_KV_BITS as an int; raises ConfigError if it is not in KV_BITS."""
     if not text:
         return None
     if text not in map(str, KV_BITS):
@@ -72,7 +72,7 @@ def _awake(part: Part | None) -> Part:
 
 
 class MetalLiteWorker(WorkerBase):
-    """One device, one model.  vLLM calls the methods in about the order in which they stand."""
+    """One device, one model.  vLLM calls the methods in roughly this order."""
 
     _model: LoadedModel | None = None
     _pipeline: Pipeline | None = None
@@ -116,7 +116,7 @@ class MetalLiteWorker(WorkerBase):
         sizing.limit_buffer_cache()
         reason = self.model.packed.no_prefix_cache
         if reason and self.cache_config.enable_prefix_caching:
-            # vLLM makes its scheduler later, in this process, from the same object.
+            # With "uni", vLLM creates its scheduler later in this process, from the same object.
             if self.parallel_config.distributed_executor_backend != "uni":
                 raise ConfigError(f"--no-enable-prefix-caching is needed for this model: {reason}")
             self.cache_config.enable_prefix_caching = False
@@ -124,21 +124,21 @@ class MetalLiteWorker(WorkerBase):
 
     def _dtype(self) -> str:
         dtype = str(self.model_config.dtype).removeprefix("torch.")
-        # On a CPU "auto" is float32 too, and expands quantised weights besides.
+        # On a CPU, "auto" is float32 too, and also dequantises weights.
         return "auto" if backend.is_cpu() and dtype == "float32" else dtype
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
-        """Windows beside full layers are told only if each kind may have a group of its own."""
+        """With several groups, report windows only if the groups' layers may share arrays."""
         specs, unlike = self._specs, len(kv_groups(self._specs)) > 1
         if unlike and not self._may_share_arrays():
             specs = [replace(s, window=None) for s in specs]
         return {_NAME.format(i): self._kv_cache_spec(s) for i, s in enumerate(specs)}
 
     def _may_share_arrays(self) -> bool:
-        """Whether layers of several groups may lie in the same arrays, in other blocks.
+        """Whether layers of several groups may share arrays, each in its own blocks.
 
-        They must be of one shape, and written by kernels: where MLX's own operations write, a
-        second layer's write to an array that the first still reads copies all of it.
+        The layers must have one shape, and kernels must write the arrays: MLX's own operations copy
+        the whole array if one layer writes while another still reads.
         """
         shapes = {(s.num_kv_heads, s.k_head_dim, s.v_head_dim, s.dtype) for s in self._specs}
         if len(shapes) > 1:
@@ -152,7 +152,7 @@ class MetalLiteWorker(WorkerBase):
         return self.model.kv_specs or [_TOKEN_COUNTER]
 
     def _kv_cache_spec(self, spec: LayerSpec) -> "KVCacheSpec":
-        # vLLM only counts bytes by these: rows of quantised words are wide as they are kept.
+        # vLLM only uses these to count bytes, so give the width and dtype of stored rows.
         kwargs = {
             "block_size": self.cache_config.block_size,
             "num_kv_heads": spec.num_kv_heads,
@@ -165,11 +165,11 @@ class MetalLiteWorker(WorkerBase):
         return SlidingWindowSpec(**kwargs, sliding_window=spec.window)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """The one whose order of axes our store has; vLLM would ask an attention backend."""
+        """The axis order of our store; vLLM would ask an attention backend."""
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Bytes for K and V: what may be used, less the weights, less a step's measured peak."""
+        """Bytes for K and V: the usable memory minus weights, states and a step's peak."""
         config = self._engine_config()
         limit = backend.memory_limit()
         weights = self.model.weight_bytes + sizing.state_bytes(self.model, config)
@@ -181,13 +181,13 @@ class MetalLiteWorker(WorkerBase):
                 )
             return int(asked)
         fraction = self.cache_config.gpu_memory_utilization
-        if backend.is_cpu():  # others use this memory too
+        if backend.is_cpu():  # other processes use this memory too
             fraction = min(fraction, profile().memory_fraction)
         max_model_len = self.model_config.max_model_len
         peak = sizing.step_peak_bytes(self.model, config, max_model_len)
         left = int(limit * fraction) - weights - peak
         block_bytes = config.block_size * sum(s.bytes_per_token for s in self._specs)
-        # More than every seat at full length (and vLLM's null block) can never be owned.
+        # No more can be owned: every seat at full length, and vLLM's null block.
         most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
         if left < block_bytes:
             raise OutOfMemoryError(
@@ -199,7 +199,7 @@ class MetalLiteWorker(WorkerBase):
         return min(left, most * block_bytes)
 
     def _engine_config(self) -> EngineConfig:
-        """vLLM's options in our words, as far as sizing and the runner read them."""
+        """vLLM's options as an EngineConfig, as far as sizing and the runner read them."""
         return EngineConfig(
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
@@ -237,10 +237,10 @@ class MetalLiteWorker(WorkerBase):
         logger.info("Attention: %s (%s)", name, assembly.attention_reason)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Run one token, so that the first request does not pay for what is made once."""
+        """Run one token, so that the first request does not pay one-time costs."""
         inputs = InputBatch(1, 1, self.cache_config.block_size, len(self._groups))
         row = np.array([inputs.add([0], 1)])
-        # vLLM keeps block 0 as its null block: nobody reads it.
+        # Block 0 is vLLM's null block, which nothing reads.
         inputs.append_blocks(0, *[[0]] * len(self._groups))
         batch = inputs.pack(row, np.array([0]), np.array([1]))
         self.runner.execute(batch, row)
@@ -252,10 +252,10 @@ class MetalLiteWorker(WorkerBase):
     # A step
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | None":
-        """Take note of the step; it runs in `sample_tokens`, when the grammar's mask is known.
+        """Record the step; it runs in `sample_tokens`, once the grammar's mask is known.
 
-        With async scheduling the step before may be under way, and vLLM has the output of all
-        others.
+        With async scheduling the previous step may be in flight; vLLM has the output of all
+        earlier ones.
         """
         self.pipeline.advance()
         self._step = self.translator.begin(scheduler_output)
@@ -278,10 +278,10 @@ class MetalLiteWorker(WorkerBase):
     def take_draft_token_ids(self) -> None:
         return None
 
-    # Sleep: K and V are given back; at level 2 the weights too.
+    # Sleep: frees K and V; level 2 also frees the weights.
 
     def sleep(self, level: int = 1) -> None:
-        self.synchronize_device()  # what is under way holds K and V
+        self.synchronize_device()  # a step in flight holds K and V
         before = mx.get_active_memory()
         self._pipeline = None
         if level >= 2:
@@ -295,7 +295,7 @@ class MetalLiteWorker(WorkerBase):
         if self._pipeline is None and (not tags or "kv_cache" in tags):
             self._make_runner()
 
-    # The rest of what vLLM may ask
+    # Other methods that vLLM may call
 
     def get_model(self) -> Any:
         return self.model.packed.model
@@ -315,10 +315,10 @@ class MetalLiteWorker(WorkerBase):
         """No encoder."""
 
     def execute_dummy_batch(self) -> None:
-        """Only asked for between data-parallel ranks."""
+        """Nothing to do: only data-parallel ranks need it."""
 
     def check_health(self) -> None:
-        """Alive if it answers."""
+        """A reply means healthy."""
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
         raise ConfigError("vllm-metal-lite does not support profiling through vLLM")
