@@ -101,8 +101,8 @@ class LoadedModel:
 def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
     """Load a model by name; every failure is a ModelLoadError of one line.
 
-    trust_remote_code: allow a tokenizer or an architecture that is Python code in the model's
-    folder.
+    trust_remote_code: run Python code from the model's folder, if the tokenizer or the architecture
+    needs that.
 
     dtype "auto": on a GPU the type of the weights; on a CPU float32, with quantised weights
     expanded, because MLX's CPU backend is fast only in float32.
