@@ -46,7 +46,7 @@ class Terminal:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Something the user must know, even one who reads only the answer."""
+        """Something the user must know; shown even if notices are off."""
         self._print("{}", text)
 
     def status(self, text: str) -> None:

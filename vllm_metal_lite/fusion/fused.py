@@ -23,7 +23,7 @@ from vllm_metal_lite.model.seam.hooks import hooked
 
 @dataclass(frozen=True)
 class FusedLaunches:
-    """A Fusion (model/packed.py) for models whose K and V are written by kernels.
+    """A Fusion (model/packed.py) for models that run on KernelAttention.
 
     joined: the model's joined projections.  activations: the Python modules of the model that hold
     mlx-lm's `swiglu` under that name.  skinny_rows: the row counts that use `skinny_gemm`.

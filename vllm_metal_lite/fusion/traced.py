@@ -48,7 +48,7 @@ class Multiplied:
     weight: mx.array
 
     def __call__(self, residual: mx.array | None = None, swiglu: bool = False) -> mx.array:
-        """The product (N, outputs), with the operations fused behind it."""
+        """The product (N, outputs), fused with a residual sum or SwiGLU."""
         return skinny_gemm(
             self.x.rows, self.weight, norm=self.x.norm, residual=residual, swiglu=swiglu
         )

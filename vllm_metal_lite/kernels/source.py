@@ -20,7 +20,7 @@ FOLDER = next(p for p in (_PACKAGE / "metal", _PACKAGE.parent / "metal") if p.is
 
 @cache
 def read(name: str) -> tuple[str, str]:
-    """The (header, body) of metal/NAME.metal, `#include "..."` of files beside it resolved.
+    """The (header, body) of metal/NAME.metal, `#include "..."` directives resolved.
 
     Comments are stripped, because MLX processes the whole text for each launch in a graph.  Line
     numbers stay the same.
