@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import pytest
 from hypothesis import settings
 
 import vllm_metal_lite.backend  # noqa: F401  (loads a fast BLAS before anybody imports MLX)
+
+# A shell that starts the tests in the background ignores Ctrl-C, and so would what the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")

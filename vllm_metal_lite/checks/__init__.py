@@ -1,4 +1,4 @@
-"""Are the kernels right and fast on this device?
+"""Checks that the kernels are correct and fast on this device.
 
-A room on top of the core: the engine works without it, and then trusts the kernels.
+Optional: without this package the engine works and trusts the kernels.
 """

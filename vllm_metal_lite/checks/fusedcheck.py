@@ -1,10 +1,10 @@
-"""Do the kernels that stand for MLX operations compute on this device what they should?
+"""Checks the kernels that replace MLX operations on this device.
 
-Models rotate and normalise in more ways than is worth trying one by one, so two very different ones
-stand for all: halves turned by a base, normalised, from a joined projection, in few rows; and some
-neighbours turned by given frequencies, up to position 1,000,000, from three arrays, in many rows.
-`paged_decode` does the same to the newest tokens of decodes if it is to: "fused_decode" here.
-`skinny_gemm` is checked with every plan that `gemm_plan` gives to its numbers of rows.
+Models rotate and normalise in many ways; two very different cases stand for all.  One: few rows
+from a joined projection, normalised, all pairs (i, i + dims / 2) rotated by a base.  Two: many rows
+from three arrays, some pairs (2i, 2i + 1) rotated by given frequencies, up to position 1,000,000.
+"fused_decode" is `paged_decode` with the same operations on the newest tokens.
+`skinny_gemm` is checked with the plans that `gemm_plan` gives for small and for large weights.
 The reference is float64 on this machine's CPU, rounded where MLX's own norm and rotation round.
 """
 
@@ -27,18 +27,18 @@ from vllm_metal_lite.kernels.skinny_gemm import RowNorm, gemm_plan, skinny_gemm
 from vllm_metal_lite.specs import AttentionShape
 
 _EPS = 1e-5
-# Small, for an angle is a product in float32, and its error grows with the position.
+# Small: an angle is a float32 product, whose error grows with the position.
 _SMALL_POSITIONS = np.array((0, 1, 2, 17, 100))
 _LARGE_POSITIONS = np.linspace(0, 1_000_000, 301).astype(np.int64)
-# Of decodes, a row of padding among them.
+# Contexts of decodes, with one row of padding.
 _CONTEXTS, _BLOCK = np.array((1, 16, 0, 33, 130)), 16
-# (rows, depth) of products: a depth that not all simdgroups have a part of, and one of many turns;
-# as many rows as threadgroup memory does not hold the sums of at once.
+# (rows, depth) of products: a depth too small for all simdgroups and one of many iterations; the
+# most rows exceed the sums that threadgroup memory holds at once.
 _PRODUCTS, _OUTPUTS = ((1, 1056), (3, 96), (28, 1056), (64, 1056)), 100
 
 
 def check(shape: AttentionShape) -> list[CheckResult]:
-    """Run them for the heads and the type of one attention call that kernels serve."""
+    """Run the checks for the heads and the type of one attention shape."""
     heads = heads_only(shape)
     checks = {
         "rope_write": _rope_write,
@@ -52,14 +52,14 @@ def check(shape: AttentionShape) -> list[CheckResult]:
 
 
 def heads_only(shape: AttentionShape) -> AttentionShape:
-    """All of a shape that matters here: not what its queries see, nor how the store keeps it."""
+    """The parts of a shape that matter here: not masks, nor the format of the store."""
     return AttentionShape(
         shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype
     )
 
 
 def full_list() -> list[AttentionShape]:
-    """The heads that `doctor` goes through."""
+    """The shapes that `doctor` checks."""
     cases = []
     for dtype in TOLERANCE:
         cases += [AttentionShape(*h, 64, 64, dtype) for h in ((4, 4), (5, 1), (16, 8), (71, 1))]
@@ -71,7 +71,7 @@ def full_list() -> list[AttentionShape]:
 
 
 def _add_rms_norm(shape: AttentionShape) -> tuple[float, float]:
-    """Rows of a multiple of four elements, and rows that are not."""
+    """Rows whose length is a multiple of four, and rows of 1,001 elements."""
     error = 0.0
     for dim in (shape.num_heads * shape.k_head_dim, 1001):
         x, y = (_draw(seed, (5, dim), shape.dtype) for seed in range(2))
@@ -85,7 +85,7 @@ def _add_rms_norm(shape: AttentionShape) -> tuple[float, float]:
 
 
 def _gather_rows(shape: AttentionShape) -> tuple[float, float]:
-    """Queries in random order, some of them twice."""
+    """Queries in random order, some of them more than once."""
     q = _draw(0, (50, shape.num_heads, shape.k_head_dim), shape.dtype)
     index = np.random.default_rng(0).integers(0, 50, (3, 31)).astype(np.int32)
     got = gather_rows(mx.array(q).astype(shape.dtype), mx.array(index))
@@ -93,13 +93,13 @@ def _gather_rows(shape: AttentionShape) -> tuple[float, float]:
 
 
 def _skinny_gemm(shape: AttentionShape) -> tuple[float, float]:
-    """Rows and outputs that do not fill their tiles, by the plans of small and of large weights; by
-    themselves, and with all that may come before and after a product."""
+    """Rows and outputs that do not fill their tiles, with the plans for small and large weights;
+    the product alone, and with norm, residual and SwiGLU."""
     error, dtype = 0.0, shape.dtype
     for rows, depth in _PRODUCTS:
         x, residual = _draw(0, (rows, depth), dtype), _draw(3, (rows, _OUTPUTS // 2), dtype)
         weight = _rounded(_draw(1, (_OUTPUTS, depth), dtype) / depth**0.5, dtype)
-        gain = _draw(2, (depth,), dtype) / 2  # or roundings of gate and up would add up
+        gain = _draw(2, (depth,), dtype) / 2  # or rounding errors of gate and up would add up
         gate, up = np.split(_rms_norm(x, gain, dtype) @ weight.T, 2, axis=1)
         expected = x @ weight.T, gate / (1 + np.exp(-gate)) * up + residual
         a, w, r, g = (mx.array(array).astype(dtype) for array in (x, weight, residual, gain))
@@ -114,7 +114,7 @@ def _rope_write(shape: AttentionShape) -> tuple[float, float]:
     dim = shape.k_head_dim
     weights = [_draw(seed, (dim,), shape.dtype) for seed in (7, 8)]
     some = dim // 4 * 2
-    # Powers of two make every angle exact, so that what is compared is the sines.
+    # Powers of two make every angle exact, so that the check compares only sines and cosines.
     freqs = mx.array(np.exp2(np.arange(some // 2) % 12).astype(np.float32))
     error = max(
         _rotated(shape, _SMALL_POSITIONS, Rope(dim, False, 10_000.0, 1.0, None), weights),
@@ -126,7 +126,7 @@ def _rope_write(shape: AttentionShape) -> tuple[float, float]:
 def _rotated(
     shape: AttentionShape, positions: np.ndarray, how: Rope, weights: list[np.ndarray] | None
 ) -> float:
-    """The largest error of one launch; every third row has no slot."""
+    """The largest error of one launch, in which every third row has no slot."""
     new, expected = _new_rows(shape, positions, how, weights)
     rows = len(positions)
     slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
@@ -145,9 +145,9 @@ def _rotated(
 
 
 def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
-    """Halves turned and normalised, in one split and in several.
+    """Pairs (i, i + dims / 2), normalised and rotated, in one split and in several.
 
-    If heads are small enough, the longest row also has a prefix, which `shared_prefix` attends to.
+    If heads are small enough, `shared_prefix` serves a prefix of the longest row.
     """
     rope = Rope(shape.k_head_dim, False, 10_000.0, 1.0, None)
     weights = [_draw(seed, (shape.k_head_dim,), shape.dtype) for seed in (7, 8)]
@@ -200,7 +200,7 @@ def _fused_decode(shape: AttentionShape) -> tuple[float, float]:
 def _new_rows(
     shape: AttentionShape, positions: np.ndarray, how: Rope, weights: list[np.ndarray] | None
 ) -> tuple[NewRows, list[np.ndarray]]:
-    """Rows, joined and normalised if there are weights, and what q, k and v are after it."""
+    """New rows, joined and normalised if weights are given, and the expected q, k and v."""
     rows, kv_heads = len(positions), shape.num_kv_heads
     of_q, of_k = (shape.num_heads, shape.k_head_dim), (kv_heads, shape.k_head_dim)
     heads = of_q, of_k, (kv_heads, shape.v_head_dim)
@@ -219,7 +219,7 @@ def _new_rows(
 
 
 def _stored(keys: mx.array, values: mx.array, token: mx.array) -> tuple[mx.array, mx.array]:
-    """What is in a store, as kernels see it."""
+    """All rows of a store, read by `kv_gather`."""
     everything = mx.arange(len(keys), dtype=mx.int32)
     k, v, _ = kv_gather(everything, keys, values, token)
     return k, v
@@ -230,7 +230,7 @@ def _largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:
 
 
 def _turn(x: np.ndarray, positions: np.ndarray, how: Rope) -> np.ndarray:
-    """Pairs as complex numbers, turned."""
+    """Rotates pairs as complex numbers."""
     i = np.arange(how.dims // 2)
     rates = how.base ** (-2 * i / how.dims) if how.base is not None else 1 / np.array(how.freqs)
     first, second = (2 * i, 2 * i + 1) if how.traditional else (i, i + how.dims // 2)
@@ -251,6 +251,6 @@ def _draw(seed: int, dims: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
 
 
 def _rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """Numbers as `dtype` holds them, in float64."""
+    """Values rounded to `dtype`, in float64."""
     rounded = mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32)
     return np.array(rounded).astype(np.float64)

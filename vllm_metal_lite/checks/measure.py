@@ -1,8 +1,8 @@
-"""How fast the kernels are on this device, beside what the device can do and what MLX has itself.
+"""Times the kernels on this device, MLX's own attention, and the limits of the device.
 
-Times are per call, from chains of calls of which each takes the result of the one before it, so
-that what is measured is a stream that is kept busy: the median of several chains.  Chains are
-compiled by `mx.compile`, as decode steps are, so that building the graph is not part of it.
+Each call in a chain takes the previous result, so the stream stays busy.  A time is the median over
+several chains, per call.  `mx.compile` compiles most chains, as it does decode steps, so that the
+time excludes building the graph.
 """
 
 import time
@@ -26,7 +26,7 @@ _CHAIN, _REPEATS = 100, 5
 def seconds_per_call(
     call: Callable[[Any], Any], x: Any, chain: int = _CHAIN, compiled: bool = True
 ) -> float:
-    """Median seconds of x = call(x), x being an array or a tree of arrays."""
+    """Median seconds of x = call(x); x is an array or a tree of arrays."""
 
     def run(x: Any) -> Any:
         for _ in range(chain):
@@ -43,14 +43,14 @@ def seconds_per_call(
 
 
 def copy_bandwidth(size: int = 1 << 30) -> float:
-    """Bytes read plus bytes written a second, by an elementwise operation on `size` bytes."""
+    """Bytes read plus written per second by an elementwise operation on `size` bytes."""
     x = mx.zeros(size // 4, mx.float32)
     mx.eval(x)
     return 2 * size / seconds_per_call(lambda a: a + 1, x, chain=5, compiled=False)
 
 
 def matmul_rate(dtype: mx.Dtype = mx.bfloat16, n: int = 8192) -> float:
-    """Floating-point operations a second of an (n, n) x (n, n) product."""
+    """Floating-point operations per second of an (n, n) x (n, n) product."""
     x, w = (mx.random.normal((n, n)).astype(dtype) / n**0.5 for _ in range(2))
     mx.eval(x, w)
     return 2 * n**3 / seconds_per_call(lambda a: a @ w, x, chain=5)
@@ -58,7 +58,7 @@ def matmul_rate(dtype: mx.Dtype = mx.bfloat16, n: int = 8192) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call, and the bytes of K and V that it reads or the operations that it needs."""
+    """Seconds per call, bytes of K and V that a call reads, and its floating-point operations."""
 
     seconds: float
     bytes: int
@@ -107,7 +107,7 @@ class Workload:
         return Timing(seconds, size, flops)
 
     def decode(self, plan: DecodePlan | None = None, compiled: bool = True) -> Timing:
-        """paged_decode, and the merge where the context is split."""
+        """paged_decode, with the merge if the context is split."""
         s = self.shape
         plan = plan or self.plan
         q = mx.random.normal((self.batch, s.num_heads, s.k_head_dim)).astype(s.dtype)
@@ -124,7 +124,7 @@ class Workload:
         return self._result(seconds_per_call(call, q, compiled=compiled), 1)
 
     def sdpa(self, rows: int = 1, compiled: bool = True) -> Timing:
-        """MLX's own attention of `rows` queries a sequence, on contiguous K and V."""
+        """MLX's own attention of `rows` queries per sequence, on contiguous K and V."""
         s = self.shape
         shape = (self.batch, s.num_kv_heads, self.context, s.k_head_dim)
         k, v = (mx.random.normal(shape).astype(s.dtype) for _ in range(2))
@@ -165,9 +165,9 @@ class Workload:
 
 
 def faster_prefill(shape: AttentionShape) -> str:
-    """Which way prompts should attend on this device: "varlen" or "gather".
+    """The faster way for prompts to attend on this device: "varlen" or "gather".
 
-    Two loads speak: four prompts of 512 tokens, and a chunk of 1,024 behind a context of 3,072.
+    Two loads decide: four prompts of 512 tokens, and a chunk of 1,024 after a context of 3,072.
     """
     if unsupported(shape, prefill=True):
         return "gather"

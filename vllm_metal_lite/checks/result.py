@@ -1,4 +1,4 @@
-"""What a check of one kernel found."""
+"""The result of checking one kernel."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One kernel at one shape: its largest error beside what is allowed, or why it did not run.
+    """One kernel at one shape: the largest error and the tolerance, or why the kernel did not run.
 
-    block_size: 0 where no block matters.
+    block_size: 0 if blocks do not matter.
     """
 
     kernel: str
@@ -43,19 +43,19 @@ class CheckResult:
 def run_checks(
     checks: dict[str, Callable[[], tuple[float, float]]], shape: AttentionShape, block_size: int
 ) -> list[CheckResult]:
-    """The results of functions, by kernel, that give an error and what is allowed, or raise."""
+    """Run functions, by kernel, that return (error, tolerance) or raise."""
     results = []
     for kernel in checks:
         try:
             error, tolerance = checks[kernel]()
             results.append(CheckResult(kernel, shape, block_size, error, tolerance))
-        except Exception as e:  # whatever a compiler or a driver says
+        except Exception as e:  # from a compiler or a driver
             results.append(CheckResult(kernel, shape, block_size, np.inf, 0.0, one_line(e)))
     return results
 
 
 def largest_error(got: mx.array, expected: np.ndarray, allowed: np.ndarray | None = None) -> float:
-    """The largest |got - expected| / allowed; an unexpected NaN counts as infinite.
+    """The largest |got - expected| / allowed where `expected` is finite; NaN counts as infinite.
 
     allowed: by default 1 + |expected|.
     """

@@ -1,7 +1,7 @@
-"""Does each kernel compute on this device what the reference computes?
+"""Checks each kernel on this device against the reference.
 
-Run before the kernels are first used, for the very shapes that a model uses them with, and by
-`vllm-metal-lite doctor` for many more.
+Runs before the first use of the kernels, for exactly the shapes of a model.  `vllm-metal-lite
+doctor` checks many more shapes.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
-# Done without where they are wrong; checked by fusedcheck.py.
+# Optional: each has a fallback.  fusedcheck.py checks these kernels.
 OPTIONAL = ("rope_write", "add_rms_norm", "gather_rows", "skinny_gemm")
 QUANTISED = ("kv_write_quantised", "kv_gather_quantised")
 KERNELS = (
@@ -33,9 +33,9 @@ KERNELS = (
     "shared_prefix", *QUANTISED, *OPTIONAL,
 )  # fmt: skip
 
-# Contexts of the sequences checked: one key, within a block, over many blocks, more than one split.
+# Contexts of the sequences: one key, within a block, over many blocks, more than one split.
 _CONTEXTS = np.array((1, 7, 33, 300, 700))
-# Rows of each that are prompt, where prompts are checked: whole ones, and chunks behind a context.
+# Rows of each sequence in the prompt check: whole prompts, and chunks after a context.
 _PROMPT_ROWS = np.array((1, 7, 9, 40, 70))
 
 
@@ -57,7 +57,7 @@ def check(shape: AttentionShape, block_size: int) -> list[CheckResult]:
 
 
 def full_list() -> list[tuple[AttentionShape, int]]:
-    """The shapes and block sizes that `doctor` goes through: each dimension varied in turn."""
+    """The shapes and block sizes that `doctor` checks: each dimension varied in turn."""
     heads = ((4, 4), (8, 2), (5, 1), (16, 8), (24, 2), (71, 1))
     dims = ((32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128),
             (192, 192), (256, 256))  # fmt: skip
@@ -78,7 +78,7 @@ def full_list() -> list[tuple[AttentionShape, int]]:
 
 
 class _Case:
-    """A store filled at random, its blocks in random order; what is free in it is NaN."""
+    """A store with random values and blocks in random order; free slots are NaN."""
 
     def __init__(self, shape: AttentionShape, block_size: int) -> None:
         self.shape, self.block_size = shape, block_size
@@ -117,9 +117,9 @@ class _Case:
         self.num_blocks = num_blocks
 
     def _fill(self, owned: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The store's K and V, made on this machine's CPU, and the float32 that they stand for.
+        """The store's K and V, made on this machine's CPU, and their float32 values.
 
-        What is free is NaN; in a quantised store all bits are ones there, and so a scale is NaN.
+        Free slots are NaN.  In a quantised store all their bits are ones, so the scales are NaN.
         """
         kept, values = [], []
         for row, drawn in zip(self.formats, self.drawn, strict=True):
@@ -135,7 +135,7 @@ class _Case:
         return mx.array(values).astype(self.shape.dtype)
 
     def write(self) -> tuple[float, float]:
-        """Rows written one by one into an empty store, some of them not to be written."""
+        """Rows written to an empty store; every third row has a negative slot."""
         keys, values = map(mx.zeros_like, self._store())
         slots = self.owned.astype(np.int32)
         skipped = slots[::3]
@@ -161,7 +161,7 @@ class _Case:
         return error, TOLERANCE[self.shape.dtype] if self.shape.kv_bits else 0.0
 
     def decode(self, plan: DecodePlan) -> tuple[float, float]:
-        """One query a sequence."""
+        """One query per sequence."""
         batch = self.decodes
         q = self.q[: batch.num_tokens]
         out, _ = paged_decode(
@@ -171,7 +171,7 @@ class _Case:
         return self._compare(batch, q, out)
 
     def prefill(self) -> tuple[float, float]:
-        """Whole prompts and chunks, and one row of padding."""
+        """Whole prompts and chunks, with one row of padding."""
         batch, q = self.prompts, np.concatenate([self.q, self.q[:1]])
         tiles = plan_tiles(
             batch.cu_seqlens_q, len(q), self.shape.num_heads // self.shape.num_kv_heads
@@ -183,8 +183,8 @@ class _Case:
         return self._compare(batch, self.q, out[:-1])
 
     def shared(self) -> tuple[float, float]:
-        """One query a sequence, all of them beginnings of the longest; two share what the shorter
-        one of them has, but for its last block."""
+        """One query per sequence, all sequences being beginnings of the longest.  The two longest
+        share the shorter one's blocks, except its last."""
         tables = np.repeat(self.decodes.block_tables[-1:], len(_CONTEXTS), axis=0)
         batch = replace(self.decodes, block_tables=tables)
         prefix_len = (_CONTEXTS[-2] - 1) // self.block_size * self.block_size
@@ -240,7 +240,7 @@ class _Case:
 
 
 def _lost(row: RowFormat, values: np.ndarray) -> np.ndarray | None:
-    """The most that quantising may change each value: half a step, and the roundings to the dtype.
+    """The largest change by quantisation of each value: half a step, plus rounding to the dtype.
 
     None: rows of this format are not quantised.
     """

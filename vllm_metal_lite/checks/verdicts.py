@@ -1,7 +1,7 @@
-"""What the checks found on this device, remembered from one process to the next.
+"""Runs the checks for a model, and remembers passed checks across processes.
 
-What passed is remembered for this device, MLX version and kernel source: checking costs a second
-once.
+A pass is remembered for this device, MLX version and kernel source, so the second that checks cost
+is spent once.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _PREFILLS = ("varlen", "gather")
 
 
 def verify(shapes: Sequence[AttentionShape], block_size: int) -> Verdict:
-    """Check the kernels at the shapes of a model, or remember that they passed."""
+    """Check the kernels at the shapes of a model, except where they are known to pass."""
     failures: dict[str, str] = {}
     prefills = []
     for shape in shapes:
@@ -33,14 +33,14 @@ def verify(shapes: Sequence[AttentionShape], block_size: int) -> Verdict:
 
 
 def _own(shape: AttentionShape, block_size: int) -> tuple[list[CheckResult], str]:
-    """What fails of `selfcheck.check`, and how prompts attend fastest."""
+    """The failures of `selfcheck.check`, and the faster way for prompts to attend."""
     found = Remembered()
     key = f"{shape}, blocks of {block_size}"
     if key not in found.known:
         failed = [r for r in selfcheck.check(shape, block_size) if not r.passed]
         if failed:
             return failed, "gather"
-        # Without a GPU kernels run in tests only, where time means nothing.
+        # Without a GPU, kernels run only in tests, where timing means nothing.
         if unsupported(shape, prefill=True):
             how = "gather"
         else:
@@ -50,7 +50,7 @@ def _own(shape: AttentionShape, block_size: int) -> tuple[list[CheckResult], str
 
 
 def _fused(shape: AttentionShape) -> list[CheckResult]:
-    """What fails of `fusedcheck.check`."""
+    """The failures of `fusedcheck.check`."""
     found = Remembered()
     key = f"{fusedcheck.heads_only(shape)}, fused"
     if key in found.known:

@@ -15,9 +15,9 @@ from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.outputs import RequestOutput
 
-_IDLE_SECONDS = 0.1  # how long to wait for a line at a time; a Ctrl-C is seen between waits
+_IDLE_SECONDS = 0.1  # longest wait for a line; Ctrl-C is handled between waits
 
-_REFRESH_SECONDS = 0.2  # of the progress bar
+_REFRESH_SECONDS = 0.2  # between updates of the progress bar
 
 
 class Batch:
@@ -42,7 +42,7 @@ class Batch:
         self._seconds = 0.0
 
     def run(self, total: int | None, show_bar: bool) -> bool:
-        """Run to the end of the input; True if Ctrl-C came first (what is done is written).
+        """Run to the end of the input; True if Ctrl-C came first (finished results are written).
 
         total: lines of the input, if known, for the progress bar.
         """
@@ -60,7 +60,7 @@ class Batch:
                     if now - shown >= _REFRESH_SECONDS:
                         bar.set_postfix_str(f"{self._num_new() / (now - start):.0f} tokens/s")
                         shown = now
-            except KeyboardInterrupt:  # an impatient second one, within a step
+            except KeyboardInterrupt:  # a second Ctrl-C, within a step
                 pass
             finally:
                 self._seconds = time.perf_counter() - start
@@ -68,7 +68,7 @@ class Batch:
         return interrupt.pressed
 
     def summary(self) -> str:
-        """One line: what was done, and how fast."""
+        """One line: the work done, and its speed."""
         return (
             f"{self._num_done} requests: {self._prompt_tokens:,} prompt tokens "
             f"({self._cached_tokens:,} cached), {self._new_tokens:,} generated in "
@@ -77,7 +77,7 @@ class Batch:
         )
 
     def _fill(self, bar: tqdm) -> None:
-        """Add requests up to the window; waits for a line only if there is nothing else to do."""
+        """Add requests up to the window; wait for a line only if the engine is idle."""
         for _ in range(self._window - len(self._jobs)):
             line = self._reader.next(timeout=0 if self._jobs else _IDLE_SECONDS)
             if line is None:

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_metal_lite.cli.session import Conversation, Session  # they import MLX
 
     params = SamplingParams(**options.sampling_fields(engine.model.generation_config, given, None))
-    # An argument that is not UTF-8 arrives with half characters in it, which no tokenizer reads.
+    # An argument that is not UTF-8 arrives with lone surrogates, which tokenizers reject.
     system = (args.system or "").encode(errors="surrogateescape").decode(errors="replace")
     conversation = Conversation(engine, params, system or None, thinking=not args.no_thinking)
     session = Session(conversation, terminal)

@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, and one more turn."""
+"""A conversation with a model: the messages, and how to take a turn."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ class ContextFull(RequestError):
 
 @dataclass(frozen=True)
 class Turn:
-    """How an answer went.  kept: False if it was stopped before its first token."""
+    """The result of a turn.  kept: False if the answer stopped before its first token."""
 
     output: RequestOutput
     seconds_to_first: float
@@ -27,7 +27,7 @@ class Turn:
 
 
 class Conversation:
-    """Messages so far; every turn renders all of them, and the prefix cache knows most of it."""
+    """Messages so far.  Every turn renders all of them; the prefix cache holds most of the text."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class Conversation:
     ) -> Turn:
         """Say something and stream the answer to `write`.
 
-        stopping: called at once, from another thread, for a Ctrl-C before the first token: a step
-        of a long prompt goes on for seconds.
+        stopping: called at once, from another thread, on Ctrl-C before the first token: a step of a
+        long prompt can take seconds.
 
-        Ctrl-C ends the answer, and what was said of it stays in the conversation.  If the message
-        is refused or fails (RequestError, ContextFull), the conversation is as it was before.
+        Ctrl-C ends the answer; the conversation keeps the text so far.  If the message is refused
+        or fails (RequestError, ContextFull), the conversation is unchanged.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.engine.render_chat(messages, **self._template)
@@ -101,7 +101,7 @@ class Conversation:
                         shown = len(text)
                     if interrupt.pressed:
                         raise KeyboardInterrupt
-        except KeyboardInterrupt:  # ours, between two steps, or an impatient second one
+        except KeyboardInterrupt:  # ours, between two steps, or a second Ctrl-C
             for output in self.engine.abort(request_id):
                 write(output.outputs[0].text[shown:])
             if output is None:

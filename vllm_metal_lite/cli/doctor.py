@@ -1,6 +1,6 @@
-"""`vllm-metal-lite doctor`: what this machine is, and whether the kernels are right and fast on it.
+"""`vllm-metal-lite doctor`: describes the machine; checks and times the kernels.
 
-Exit code 0: all is well, or there is no GPU and hence nothing to check; 1: a kernel is wrong.
+Exit code 0: all is well, or there is no GPU and so nothing to check; 1: a kernel is wrong.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(quick: bool, quiet: bool) -> dict[str, Any]:
-    """Everything doctor knows, as JSON has it.  quick: one shape only, no bandwidth."""
+    """The whole report, as for JSON.  quick: one shape only, no bandwidth."""
     report: dict[str, Any] = {
         "vllm_metal_lite": __version__,
         "mlx": backend.mlx_version(),
@@ -77,7 +77,7 @@ def _as_json(result: Any) -> dict[str, Any]:
 
 
 def _bandwidth() -> dict[str, float]:
-    """Bytes a second: of a copy, and of decoding from the store beside MLX's SDPA."""
+    """Bytes per second: a copy, decoding from the store, and MLX's SDPA."""
     from vllm_metal_lite.checks import measure
     from vllm_metal_lite.specs import AttentionShape
 

@@ -1,4 +1,4 @@
-"""Where the lines of `generate` come from and go to."""
+"""Input and output files of `generate`."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
 def open_input(name: str) -> BinaryIO:
     """Open the input ("-": stdin); UsageError if it cannot be read."""
     try:
-        # A file object of our own: sys.stdin may not be in use by a thread when Python exits.
+        # A separate file object: a thread must not be using sys.stdin when Python exits.
         return open(0 if name == "-" else name, "rb", closefd=name != "-")
     except (OSError, ValueError) as e:
         raise _unusable(name, e) from None
 
 
 def count_lines(file: BinaryIO) -> int | None:
-    """How many lines are not blank; None for a pipe, which can be read only once."""
+    """The number of lines that are not blank; None for a pipe, which can be read only once."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return None
     try:
@@ -38,7 +38,7 @@ def count_lines(file: BinaryIO) -> int | None:
 
 
 class LineReader:
-    """Reads numbered lines in a thread, a few ahead: a slow pipe does not stop the engine."""
+    """Reads numbered lines ahead in a thread, so that a slow pipe does not stop the engine."""
 
     def __init__(self, file: BinaryIO, ahead: int) -> None:
         self._file = file
@@ -47,7 +47,7 @@ class LineReader:
         threading.Thread(target=self._read, daemon=True).start()
 
     def next(self, timeout: float) -> tuple[int, bytes] | None:
-        """The next line that is not blank; None if there is none in time, or no more (`ended`)."""
+        """The next line that is not blank; None on a timeout or at the end (`ended`)."""
         if self.ended:
             return None
         try:
@@ -72,13 +72,13 @@ class LineReader:
 class OrderedWriter:
     """Writes numbered results in the order of their numbers, each as soon as that order allows.
 
-    Nothing is buffered, and a file never ends in a part of a line: not even on a full disk.
+    Output is unbuffered, and a file never ends in a partial line, even on a full disk.
     """
 
     def __init__(self, name: str, input_file: BinaryIO) -> None:
-        """Open the output ("-": stdout), to see that it can be written; it is emptied by `start`.
+        """Open the output ("-": stdout) to test for write access; `start` empties the file.
 
-        Raises UsageError if it cannot be written, or is the input.
+        Raises UsageError if the output cannot be written, or is the input.
         """
         self._path = None if name == "-" else Path(name)
         self._created = False
@@ -115,17 +115,17 @@ class OrderedWriter:
         self._write(ready)
 
     def close(self) -> None:
-        """Write what still waits for its turn; remove a file that was made but never started."""
+        """Write the waiting results; remove a file that was created but never started."""
         self._write([self._waiting[position] for position in sorted(self._waiting)])
         self._waiting.clear()
         if self._path is not None:
-            with suppress(OSError):  # of a write that has failed before
+            with suppress(OSError):  # from an earlier failed write
                 self._file.close()
             if self._created:
                 self._path.unlink(missing_ok=True)
 
     def _write(self, results: list[dict[str, Any]]) -> None:
-        if self._failed:  # results behind a gap would not be in order
+        if self._failed:  # results after a gap would be out of order
             return
         try:
             for result in results:
@@ -150,7 +150,7 @@ class OrderedWriter:
             raise
 
     def _take_back(self, num_bytes: int) -> None:
-        """Cut what was written last off the file, where it is one."""
+        """Remove the last bytes written, if the output is a regular file."""
         with suppress(OSError):
             if num_bytes and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
                 self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR) - num_bytes)
@@ -161,5 +161,5 @@ def _unreadable(e: OSError) -> MetalLiteError:
 
 
 def _unusable(name: str, e: OSError | ValueError) -> UsageError:
-    """The error for a file that cannot be opened, or whose name no file can have."""
+    """The error for a file that cannot be opened, or for an invalid name."""
     return UsageError(f"{shorten(name)}: {getattr(e, 'strerror', None) or one_line(e)}")

@@ -9,7 +9,7 @@ from vllm_metal_lite.cli.startup import start_engine
 from vllm_metal_lite.cli.wrap import wrap
 
 _MAX_TOKENS = 256
-# Requests in the engine, in seats: enough to keep every seat busy, however long the input is.
+# Requests in the engine per seat: enough to keep every seat busy, in bounded memory.
 _WINDOW = 4
 
 

@@ -1,4 +1,4 @@
-"""The lines of `generate`: a line in, a job; an output, a line out."""
+"""Input and output lines of `generate`: parses jobs, formats results."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True)
 class Job:
-    """One good line; whether its prompt and priority will do is for the engine to say.
+    """One valid line.  The engine checks the prompt and the priority.
 
     prompt: a dict with "prompt" or "prompt_token_ids", or (is_chat) a conversation's messages.
     """
@@ -29,7 +29,7 @@ class Job:
 
 
 class BadLine(RequestError):
-    """A line that cannot be meant; `id` is the one it names, if it gets that far."""
+    """An invalid line.  id: the line's own id, if parsing got that far."""
 
     def __init__(self, message: str, id: str | int | float) -> None:
         super().__init__(message)
@@ -76,11 +76,11 @@ def _load(line: bytes) -> dict[str, Any]:
 
 
 def _id(value: Any, number: int) -> str | int | float:
-    """The id of a line, which must come back as JSON in UTF-8."""
+    """The id of a line, which must be representable as JSON in UTF-8."""
     if value is None:
         return number
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        with suppress(ValueError):  # JSON has no NaN, UTF-8 no half of a surrogate pair
+        with suppress(ValueError):  # JSON has no NaN, UTF-8 no lone surrogates
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
             return value
     raise RequestError(
@@ -99,7 +99,7 @@ def _int(text: str) -> int | str:
 
 
 def result_line(job: Job, output: RequestOutput) -> dict[str, Any]:
-    """The result of a job; with `n` above 1, its answers are in a list `outputs`."""
+    """The result of a job; with `n` above 1, the answers are in a list `outputs`."""
     answers = [_answer(o) for o in output.outputs]
     result: dict[str, Any] = {"id": job.id}
     result |= answers[0] if job.params.n == 1 else {"outputs": answers}

@@ -1,4 +1,4 @@
-"""The package's log on the command line: one line a warning, on stderr."""
+"""The package's log on the command line: one line per warning, on stderr."""
 
 import logging
 import sys
@@ -9,7 +9,7 @@ from vllm_metal_lite.cli.wrap import wrap
 
 
 class _Lines(logging.Handler):
-    """Prints lines such as `warning: ...`, to what is sys.stderr at that time."""
+    """Prints lines such as `warning: ...` to the current sys.stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"{record.levelname.lower()}: {record.getMessage()}"

@@ -1,7 +1,7 @@
-"""The entry point `vllm-metal-lite`: which command, and how it ends.
+"""The entry point `vllm-metal-lite`: parses the command line, runs a command, sets the exit code.
 
-Exit codes: 0 fine, 1 an error (one line on stderr) or a piped answer that the context cut, 2 a
-command line that cannot be meant, 130 Ctrl-C, 141 the reader of our output went away.
+Exit codes: 0 success, 1 an error (one line on stderr) or a piped answer cut by the context limit,
+2 an invalid command line, 130 Ctrl-C, 141 the reader of our output closed the pipe.
 """
 
 import os
@@ -52,7 +52,7 @@ examples:
 
 
 class _HelpFormatter(HelpFormatter):
-    """Wraps descriptions, and leaves what has line breaks of its own (the examples) as it is."""
+    """Wraps descriptions, but not text with its own line breaks (the examples)."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             args = _parser().parse_args(argv)
-            # Imported only now: `--help` is instant, and a bad flag is told at once.
+            # Imported late, so that `--help` and errors in flags are instant.
             with log.shown():
                 code = import_module(f"vllm_metal_lite.cli.{args.command}").run(args)
         finally:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 141
-    except OSError as e:  # a full disk, a terminal that went away
+    except OSError as e:  # a full disk, a closed terminal
         _discard_output()
         return _fail(e.strerror or str(e), 1)
     except KeyboardInterrupt:
@@ -121,7 +121,7 @@ def _parser() -> options.Parser:
         "--verbose", action="store_true", help="notices on stderr also when stdin is a pipe"
     )
     options.add_sampling_options(chat, max_tokens="what the context holds")
-    # A conversation needs one seat, and the store is sized by the seats.
+    # A conversation needs one seat, and seats determine the size of the store.
     options.add_engine_options(chat, max_num_seqs=1)
 
     generate = commands.add_parser(
@@ -163,14 +163,14 @@ def _fail(message: str, code: int) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Python leaves None where a standard stream was closed (`>&-`); give it the null device."""
+    """Replace closed standard streams (`>&-`), which are None in Python, by the null device."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _discard_output() -> None:
-    """What is still buffered has no reader: without this, Python complains when it exits."""
+    """Discard buffered output: it has no reader, and Python would complain on exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

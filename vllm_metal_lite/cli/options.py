@@ -1,7 +1,7 @@
-"""The flags that the commands share, and what they become: EngineConfig and SamplingParams.
+"""The flags that the commands share, and their conversion to EngineConfig and SamplingParams.
 
-Every flag is named after the field it sets (`--top-k` sets `top_k`), so the tables below are all
-there is to it.  Nothing here imports MLX: a bad value is refused before a model is loaded.
+Every flag is named after its field (`--top-k` sets `top_k`), so the tables below define all flags.
+Nothing here imports MLX: a bad value is refused before a model is loaded.
 """
 
 import argparse
@@ -15,17 +15,17 @@ from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 
-_TEMPERATURE = 0.7  # where neither the user nor the model says
+_TEMPERATURE = 0.7  # if neither the user nor the model sets one
 
 
 class UsageError(MetalLiteError):
-    """A command line that cannot be meant: exit code 2."""
+    """An invalid command line: exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, like all others of this program.
+    """An ArgumentParser with one-line errors, like all errors of this program.
 
-    An unknown option is told before all else, by the command that does not know it.
+    The parser that does not know an option reports it before any other error.
     """
 
     def parse_known_args(
@@ -40,11 +40,11 @@ class Parser(argparse.ArgumentParser):
         return namespace, extras
 
     def _own(self, args: list[str]) -> Iterator[str]:
-        """The long options among the arguments that are not a command's."""
+        """The long options that belong to this parser, not to a subcommand."""
         for arg in args:
             if arg == "--" or (self._subparsers and not arg.startswith("-")):
                 return
-            if arg.startswith("--") and " " not in arg:  # with a space in it, it is a value
+            if arg.startswith("--") and " " not in arg:  # an argument with a space is a value
                 yield arg.partition("=")[0]
 
     def _check(self, option: str) -> None:
@@ -63,7 +63,7 @@ def _allowed(field: str) -> str:
     return ENGINE_RULES[field].allowed
 
 
-# field, metavar, help; what a field may be is in ENGINE_RULES
+# field, metavar, help; ENGINE_RULES has the allowed values
 _ENGINE = (
     ("block_size", "N", f"tokens a block of the KV store holds: {_allowed('block_size')}"),
     ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
@@ -88,7 +88,7 @@ _SAMPLING = (
     ("presence_penalty", "X", "-2 to 2, for tokens in the answer so far"),
     ("frequency_penalty", "X", "-2 to 2, times how often they are in it"),
 )
-# What a model's generation_config.json may say about sampling.
+# The sampling fields used from a model's generation_config.json.
 _GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -124,7 +124,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
-    """Add the sampling flags; `max_tokens` says in words what this command's default is."""
+    """Add the sampling flags; `max_tokens` describes this command's default in words."""
     group = parser.add_argument_group(
         "sampling options", "Those not given are the model's own (its generation_config.json)."
     )
@@ -145,7 +145,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> No
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The SamplingParams fields that flags were given for; UsageError if one is out of range."""
+    """The SamplingParams fields set by flags; UsageError if one is out of range."""
     given = {field: getattr(args, field) for field, *_ in _SAMPLING}
     given |= {"seed": args.sample_seed, "stop": args.stop}
     given = {field: value for field, value in given.items() if value is not None}
@@ -175,12 +175,12 @@ def sampling_fields(
 
 
 def engine_flag(field: str) -> str:
-    """How an error of the engine spells a field: an option as its flag, others as they are."""
+    """The spelling of a field in engine errors: an option as its flag, others unchanged."""
     return flag(field) if field in ENGINE_RULES else field
 
 
 def _value(text: str) -> int | float | str:
-    """A flag's value as the number that it spells, or else as it is: the field's rule decides."""
+    """A flag's value as a number if it is one, otherwise unchanged; the field's rule checks it."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
@@ -188,5 +188,5 @@ def _value(text: str) -> int | float | str:
 
 
 def flag(field: str) -> str:
-    """A field as the user types it."""
+    """A field's flag, as the user types it."""
     return "--" + field.replace("_", "-")

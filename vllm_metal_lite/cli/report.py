@@ -1,4 +1,4 @@
-"""Numbers in words."""
+"""Formats statistics for people."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from vllm_metal_lite.cli.conversation import Turn
 
 
 def turn_line(turn: Turn, max_model_len: int) -> str:
-    """One line about an answer: its tokens, its speed, and whether it was cut."""
+    """One line about an answer: tokens, speed, and whether a limit cut the answer."""
     output = turn.output
     answer = output.outputs[0]
     prompt, new = len(output.prompt_token_ids), len(answer.token_ids)

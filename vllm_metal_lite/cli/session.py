@@ -53,8 +53,8 @@ class Session:
     def answer_once(self, message: str) -> int:
         """One message, one answer; returns the exit code.
 
-        An answer that --max-tokens cuts is what the user asked for.  One that the context cuts is
-        not, and a script must see that.
+        The user asked for a cut by --max-tokens.  A cut by the context limit is an error that a
+        script must see.
         """
         turn = self._turn(message)
         if turn.output.outputs[0].finish_reason == "abort":

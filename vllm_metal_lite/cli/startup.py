@@ -1,4 +1,4 @@
-"""From a model's name to an engine, and the lines that say what was started."""
+"""Builds an engine from a model's name, and reports the start."""
 
 import os
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def start_engine(
 ) -> "LLMEngine":
     """Load a model and build its engine; `say` gets the lines for the user.
 
-    name_after: what a model's name follows on the command line, for the line that tells how.
+    name_after: the words before a model's name on the command line, for a usage hint.
     """
     say(f"Loading {name} ...")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

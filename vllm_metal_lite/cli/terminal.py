@@ -1,4 +1,4 @@
-"""What the user sees and types: answers on stdout, notices on stderr, lines from stdin."""
+"""The chat's terminal: answers on stdout, notices on stderr, lines from stdin."""
 
 import sys
 from io import TextIOWrapper
@@ -11,7 +11,7 @@ from vllm_metal_lite.cli.wrap import wrap
 _PROMPT, _MORE = ">>> ", "... "
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
-# What a model writes must not drive the terminal: control characters become visible.
+# A model's output must not control the terminal, so control characters become visible.
 _CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"}
 _CONTROLS |= dict.fromkeys(range(127, 160), "�")
 
@@ -46,7 +46,7 @@ class Terminal:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Something the user must know, also one who reads only the answer."""
+        """Something the user must know; shown even if notices are off."""
         self._print("{}", text)
 
     def status(self, text: str) -> None:
@@ -62,11 +62,11 @@ class Terminal:
         return sys.stdin.read().strip()
 
     def read_message(self) -> str | None:
-        """A message, which a backslash at the end of a line continues; None: end of input.
+        """One message; a backslash at the end of a line continues it.  None: end of input.
 
-        What is pasted is a part of one message, with its line breaks, where readline can tell.
+        Pasted text keeps its line breaks within one message, if readline detects pastes.
 
-        Ctrl-C drops what has been typed; with nothing typed, it raises KeyboardInterrupt.
+        Ctrl-C drops the typed text; with nothing typed, it raises KeyboardInterrupt.
         """
         lines: list[str] = []
         while True:
@@ -96,9 +96,9 @@ def _ask(prompt: str) -> str:
 
 
 def _readline() -> ModuleType | None:
-    """Importing it gives `input` line editing and a history; some Pythons have none.
+    """readline, whose import gives `input` line editing and a history; some Pythons lack it.
 
-    Python turns bracketed paste off.  libedit, which takes its place on many Macs, has none.
+    Python turns bracketed paste off.  libedit, readline's replacement on many Macs, has none.
     """
     try:
         import readline

@@ -7,13 +7,13 @@ from typing import TextIO
 
 _NARROWEST = 20
 
-# "Model:     demo: ..." and "/reset     forget ...": what is wrapped goes on below the text.
+# "Model:     demo: ..." and "/reset     forget ...": wrapped lines align below the text.
 _LABEL = re.compile(r"\S+(?: \S+)?(?<![.!?)]) {2,}(?=\S)")
 _LONGEST_LABEL = 20
 
 
 def wrap(text: str, stream: TextIO) -> str:
-    """Break lines that are wider than the terminal behind `stream`; files get them whole."""
+    """Wrap lines wider than the terminal of `stream`; lines to files stay whole."""
     width = _width(stream)
     if width is None:
         return text

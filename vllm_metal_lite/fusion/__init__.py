@@ -1,4 +1,4 @@
-"""Several launches of a model as one: joined projections, traced arrays, fused kernels.
+"""Kernel fusion: joined projections, traced arrays and fused kernels.
 
-A room on top of the core: the engine works without it.
+Optional: the engine works without this package.
 """

@@ -1,4 +1,4 @@
-"""Which launches of a model's steps become one: by checks, by a trial, and by timing."""
+"""Decides which launches of a model's steps are fused: by checks, a trial and timing."""
 
 import logging
 from collections.abc import Collection
@@ -17,22 +17,22 @@ from vllm_metal_lite.model.trial import Problem, Trial
 
 logger = logging.getLogger(__name__)
 
-# Kernels without which nothing is fused.
+# Fusion needs all of these kernels.
 _NEEDED = frozenset(("rope_write", "add_rms_norm", "fused_decode", "gather_rows"))
 
 
 def decide(
     packed: PackedModel, attention: Attention, wrong: Collection[str] = ()
 ) -> tuple[Fusion, str]:
-    """The fusion of a model's steps, and what the start-up line says of it.
+    """The fusion for a model's steps, and its part of the start-up line.
 
-    wrong: kernels that fail their check on this device.  Each of the others was checked by itself;
-    tried here is whether they stand for what this model computes.  If not, nothing is fused, with
-    a warning.  Changes the model in place, which any forward without fusion does not notice.
+    wrong: kernels that fail their check on this device.  The checks cover each kernel alone; the
+    trial here covers the fused kernels in this model.  If the trial fails, nothing is fused, with
+    a warning.  Changes the model in place; forwards without fusion are unaffected.
     """
     if not isinstance(attention, KernelAttention) or not _NEEDED.isdisjoint(wrong):
         return NO_FUSION, ""
-    # A CPU's time is in the products themselves, and parts of a product are not contiguous there.
+    # On a CPU the products dominate, and columns of a joined product are not contiguous.
     fusion = fuse(packed.model, joins=not backend.is_cpu())
     trial = Trial(packed.model, packed.layout.vocab_size)
     if wrong_logits := _problem(trial, packed, attention, fusion):
@@ -46,7 +46,7 @@ def decide(
 def _with_skinny_gemm(
     trial: Trial, packed: PackedModel, attention: KernelAttention, fusion: FusedLaunches
 ) -> tuple[FusedLaunches, str]:
-    """Larger steps go without `skinny_gemm` in any case, so steps were tried without it first."""
+    """Tried second: larger steps never use `skinny_gemm`, so fusion must pass without it first."""
     skinny = replace(fusion, skinny_rows=range(1, MAX_ROWS + 1))
     if wrong_logits := _problem(trial, packed, attention, skinny):
         logger.warning(f"products by skinny_gemm do not suit this model: {wrong_logits.text}")

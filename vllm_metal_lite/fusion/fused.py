@@ -1,4 +1,4 @@
-"""The launches that become one in a model's steps, as one immutable value."""
+"""The fused launches of a model's steps, as one immutable value."""
 
 import sys
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ from vllm_metal_lite.model.seam.hooks import hooked
 
 @dataclass(frozen=True)
 class FusedLaunches:
-    """A Fusion (model/packed.py) for models whose K and V kernels write.
+    """A Fusion (model/packed.py) for models that run on KernelAttention.
 
-    joined: the model's joined projections.  activations: the modules by whose name `swiglu` the
-    model calls mlx-lm's.  skinny_rows: products of so many rows go through `skinny_gemm`.
+    joined: the model's joined projections.  activations: the Python modules of the model that hold
+    mlx-lm's `swiglu` under that name.  skinny_rows: the row counts that use `skinny_gemm`.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
@@ -47,9 +47,9 @@ class FusedLaunches:
 
 
 def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
-    """Let a model's modules take part in fused forwards, in place; what of it can be fused.
+    """Prepare a model for fused forwards, in place; returns the launches that can be fused.
 
-    joins: join its projections.
+    joins: join projections of the same input.
     """
     if joins:
         join_projections(model)
@@ -58,7 +58,7 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
 
 
 def _activations(model: nn.Module) -> list[ModuleType]:
-    """The modules that define some part of a model and know mlx-lm's `swiglu` by that name."""
+    """The Python modules that define parts of a model and import mlx-lm's `swiglu` by name."""
     parts = {type(module) for _, module in model.named_modules()}
     names = {base.__module__ for part in parts for base in part.__mro__}
     modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]

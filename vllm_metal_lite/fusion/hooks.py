@@ -1,8 +1,8 @@
-"""MLX's functions that leave a trace, or run as part of a larger launch, in a fused forward.
+"""MLX functions that record an origin, or join a larger launch, during a fused forward.
 
-`mx.fast.rms_norm` and `mx.fast.rope` are called by classes of many names, so these functions are
-what is replaced, and not modules.  A residual sum is computed with the norm that follows it, or by
-the product that is one side of it; SwiGLU by the product before it.
+Many classes call `mx.fast.rms_norm` and `mx.fast.rope`, so the functions are replaced, not the
+modules.  A residual sum runs with the norm that follows, or with the product on one side of the
+sum.  SwiGLU runs with the product before it.
 """
 
 from collections.abc import Callable, Collection
@@ -34,7 +34,7 @@ Function = Callable[..., mx.array]
 def fused_functions(
     positions: mx.array, activations: Collection[ModuleType], skinny_rows: range
 ) -> list[Hook]:
-    """positions: of the step's rows.  The rest: see FusedLaunches."""
+    """positions: of the step's rows.  For the other arguments see FusedLaunches."""
     fast = mx.fast
     functions: list[Hook] = [
         (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows)),
@@ -48,7 +48,7 @@ def _rms_norm(original: Function, skinny_rows: range) -> Function:
     def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
         origin, shape = origin_of(x), x.shape[:-1]
         rows = x.size // x.shape[-1]
-        # So few that each threadgroup of a product may normalise all of them.
+        # Few enough for each threadgroup of a product to normalise all rows itself.
         few = rows in skinny_rows and rows <= profile().max_normed_rows
         if isinstance(origin, Sum) and origin.total is None:
             total = _with_product(origin) if few else None
@@ -70,7 +70,7 @@ def _rms_norm(original: Function, skinny_rows: range) -> Function:
 
 
 def _with_product(origin: Sum) -> mx.array | None:
-    """A sum (N, K) by the launch of the product that is one side of it; None if none is."""
+    """The sum (N, K) from the product on one side of it; None if neither side is Multiplied."""
     for product, other in ((origin.y, origin.x), (origin.x, origin.y)):
         multiplied = origin_of(product)
         if isinstance(multiplied, Multiplied):

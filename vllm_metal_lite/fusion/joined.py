@@ -1,8 +1,8 @@
 """Projections of one input as one matrix product: q, k and v; gate and up.
 
-Which modules get the same input is seen by running one token.  Their weights are put one above the
-other; the first of them that is called computes the product for all, and each returns its columns.
-A product less is a launch less, and small products are what a decode step is made of.
+One token through the model shows which projections share an input.  Their weights are
+concatenated.  The first projection called computes the joined product; each returns its columns.
+Fewer products mean fewer launches, and a decode step consists mostly of small products.
 """
 
 import copy
@@ -20,12 +20,12 @@ from vllm_metal_lite.fusion.traced import Traced, origin_of, rows_of
 from vllm_metal_lite.kernels.new_rows import Columns
 
 _KINDS: tuple[Any, ...] = (nn.Linear, nn.QuantizedLinear)
-# Rows of these are outputs, whatever the type.
+# The rows of these parameters are outputs, for every kind of projection.
 _BY_OUTPUT = ("weight", "scales", "biases", "bias")
 
 
 class JoinedProjection:
-    """Several projections as one.  Keeps the last product until each of them has had its part."""
+    """Several projections as one.  Keeps the last product until each projection took its part."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.linear = modules[0]
@@ -40,7 +40,7 @@ class JoinedProjection:
         self._wanted: set[int] = set()
 
     def part(self, index: int, x: mx.array) -> mx.array:
-        """x (..., inputs) times the weights of one of them."""
+        """x (..., inputs) times the weights of projection `index`."""
         if self._x is not x or index not in self._wanted:
             self._x, self._y = x, self.linear(x)
             self._wanted = set(range(len(self.ends) - 1))
@@ -52,19 +52,19 @@ class JoinedProjection:
         return Traced(y[..., start:end], Columns(rows_of(y), start, origin_of(y)))
 
     def forget(self) -> None:
-        """Keep nothing of a forward that is over."""
+        """Drop the arrays of the finished forward."""
         self._x = self._y = None
         self._wanted = set()
 
 
 class Part(nn.Module):
-    """Stands where one of the projections was."""
+    """Replaces one of the joined projections."""
 
     def __init__(self, product: JoinedProjection, index: int) -> None:
         super().__init__()
         self.product, self.index = product, index
         if index == 0:
-            self.joined = product.linear  # so that the weights are parameters, once
+            self.joined = product.linear  # registers the weights as parameters, once
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.product.part(self.index, x)
@@ -74,12 +74,12 @@ class Part(nn.Module):
         return self._own("weight")
 
     def _own(self, name: str) -> mx.array:
-        """Those rows of the joined weights that are this projection's own."""
+        """This projection's rows of a joined parameter."""
         start, end = self.product.ends[self.index : self.index + 2]
         return self.product.linear[name][start:end]
 
     def separate(self) -> nn.Module:
-        """The projection as it was, with weights of its own."""
+        """The original projection, with its own copy of the weights."""
         linear = copy.copy(self.product.linear)
         linear.update(
             {name: mx.contiguous(self._own(name)) for name in _BY_OUTPUT if name in linear}
@@ -88,16 +88,16 @@ class Part(nn.Module):
 
 
 def joined_projections(model: nn.Module) -> list[JoinedProjection]:
-    """Those of a model."""
+    """The joined projections of a model."""
     parts = (module for _, module in model.named_modules() if isinstance(module, Part))
     return [part.product for part in parts if part.index == 0]
 
 
 def join_projections(model: nn.Module) -> None:
-    """Join what can be joined, in place."""
+    """Join projections that share an input, in place."""
     for path, names in _same_inputs(model):
         modules = dict(model.named_modules())
-        # Popped, for whoever holds the old ones keeps all weights twice, not one product's.
+        # Popped: references to the old modules would keep all weights twice, not one group's.
         product = JoinedProjection([modules.pop(f"{path}{name}") for name in names])
         mx.eval(product.linear.parameters())
         parts = [(f"{path}{name}", Part(product, i)) for i, name in enumerate(names)]
@@ -106,7 +106,7 @@ def join_projections(model: nn.Module) -> None:
 
 
 def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
-    """Groups of projections of one module, as its path and their names."""
+    """Groups of projections that share a parent and an input: the parent's path, their names."""
     calls: list[tuple[nn.Module, mx.array]] = []
     with _noting(calls):
         model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
@@ -144,7 +144,7 @@ def _noting(calls: list[tuple[nn.Module, mx.array]]) -> Iterator[None]:
 
 
 def _kind_of(module: nn.Module) -> tuple:
-    """What projections must have in common."""
+    """The properties that joined projections must share."""
     how = [getattr(module, name, None) for name in ("bits", "group_size", "mode")]
     return (
         type(module),

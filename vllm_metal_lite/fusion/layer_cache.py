@@ -1,4 +1,4 @@
-"""A layer's cache that lets one kernel normalise, rotate and write new rows, or attend too."""
+"""A layer cache for fused kernels: one launch normalises, rotates, writes, and may attend."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from vllm_metal_lite.model.seam.placeholders import KVHandle
 
 
 class FusedLayerCache(PagedLayerCache):
-    """Holds new rows back until their queries are there: one launch then serves both."""
+    """Holds new K and V rows until the queries arrive, so that one launch serves both."""
 
     attention: KernelStepAttention
     _pending: tuple[mx.array, mx.array] | None = None
@@ -25,7 +25,7 @@ class FusedLayerCache(PagedLayerCache):
         return self.keys_and_values()
 
     def end(self) -> None:
-        """Write what is still pending."""
+        """Write the pending rows."""
         if self._pending is not None:
             (k, v), self._pending = self._pending, None
             super().update_and_fetch(k, v)
@@ -39,7 +39,7 @@ class FusedLayerCache(PagedLayerCache):
         return Traced(out[:, :, None], Attended(out))
 
     def _with_new_rows(self, q: mx.array) -> mx.array | NewRows | None:
-        """The queries, if one launch takes them and the pending rows; None: no launch does."""
+        """The queries, if one launch takes them with the pending rows; otherwise None."""
         if self._pending is None:
             return None
         k, v = self._pending

@@ -1,6 +1,6 @@
-"""Linear layers that leave a trace while a fused forward is built; else they are MLX's own.
+"""Linear layers that record an origin while a fused forward is built; otherwise MLX's own.
 
-The instances of one model change their class: no other model in the process is touched.
+Only the instances of one model change class, so other models in the process are unaffected.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import Multiplied, Normed, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.skinny_gemm import fits
 
-# Products of so many rows go through `skinny_gemm`; None: no fused forward is being built.
+# The row counts that use `skinny_gemm`; None: no fused forward is being built.
 _skinny_rows: ContextVar[range | None] = ContextVar("skinny_rows", default=None)
 
 
 @contextmanager
 def fusing(skinny_rows: range) -> Iterator[None]:
-    """While a fused forward is built."""
+    """Held while a fused forward is built."""
     token = _skinny_rows.set(skinny_rows)
     try:
         yield
@@ -44,13 +44,13 @@ class FusedLinear(nn.Linear):
 
 
 def _transposed(linear: nn.Linear) -> mx.array:
-    """Its weight as a transposed view, made once: each view is a node of every step's graph."""
+    """The transposed weight, made once: a new view would be a graph node in every step."""
     weight = linear["weight"]
     known, view = linear.get("_transposed", (None, None))
     if known is not weight:
         view = weight.T
         mx.eval(view)
-        linear["_transposed"] = weight, view  # a tuple is no parameter
+        linear["_transposed"] = weight, view  # a tuple is not a parameter
     return view
 
 
@@ -65,7 +65,7 @@ _CLASSES: dict[type, type] = {nn.Linear: FusedLinear, nn.QuantizedLinear: FusedQ
 
 
 def fuse_linears(model: nn.Module) -> None:
-    """Let the model's linear layers take part in fused forwards, in place."""
+    """Prepare the model's linear layers for fused forwards, in place."""
     for _, module in model.named_modules():
         if fused := _CLASSES.get(type(module)):
             module.__class__ = fused

@@ -1,9 +1,8 @@
-"""Arrays that remember how they came to be, so that several launches can become one.
+"""Arrays that record their origin, so that several launches can become one.
 
-A `Traced` array has its value like any other.  MLX is lazy, so a value that nobody uses is never
-computed.  A fused kernel (for a projection's columns, then a norm, then RoPE, then the store; or
-for a norm, then a product, then a sum) starts from the recorded origin, so MLX never computes the
-intermediate.  No architecture is known by name, and an operation that does not fit is not fused.
+A `Traced` array has a lazy value like any other array.  A fused kernel (projection columns, norm,
+RoPE, store write; or norm, product, sum) starts from the recorded origin, so MLX never computes
+the intermediate.  The rules name no architecture; an operation that does not fit is not fused.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from vllm_metal_lite.kernels.skinny_gemm import RowNorm, skinny_gemm
 
 
 def heads_of(x: mx.array) -> Heads:
-    """What x (N, num_heads, 1, head_dim) comes from; x itself where that is not known."""
+    """The origin of x (N, num_heads, 1, head_dim), or x itself if the origin is unknown."""
     origin = origin_of(x)
     if isinstance(origin, Heads):
         return origin
@@ -28,14 +27,14 @@ def heads_of(x: mx.array) -> Heads:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """Attention's output, as it lies in memory: rows (N, num_heads, head_dim)."""
+    """Attention output in its memory layout: rows (N, num_heads, head_dim)."""
 
     rows: mx.array
 
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """Rows (N, K) after an RMS norm; norm None: as they are."""
+    """Rows (N, K) and their RMS norm; norm None: not normalised."""
 
     rows: mx.array
     norm: RowNorm | None
@@ -43,13 +42,13 @@ class Normed:
 
 @dataclass(frozen=True, slots=True)
 class Multiplied:
-    """What `skinny_gemm` makes of normed rows and a weight (outputs, K)."""
+    """A `skinny_gemm` product of normed rows and a weight (outputs, K)."""
 
     x: Normed
     weight: mx.array
 
     def __call__(self, residual: mx.array | None = None, swiglu: bool = False) -> mx.array:
-        """The product (N, outputs), with what follows it."""
+        """The product (N, outputs), fused with a residual sum or SwiGLU."""
         return skinny_gemm(
             self.x.rows, self.weight, norm=self.x.norm, residual=residual, swiglu=swiglu
         )
@@ -57,7 +56,7 @@ class Multiplied:
 
 @dataclass(slots=True)
 class Sum:
-    """x + y.  total: their sum, if a kernel computed it on its way to something else."""
+    """x + y.  total: the sum, if a fused kernel already computed it."""
 
     x: mx.array
     y: mx.array
@@ -71,14 +70,14 @@ class Traced(mx.array):
     """An array and its origin: Columns (of a product), Heads, Attended, Normed, Multiplied,
     Sum or None.
 
-    Heads of packed rows, and what they attended to, are (N, 1, num_heads, head_dim) or (N,
-    num_heads, 1, head_dim), which is the same in memory.
-    rows: (N, K), if the array is a view of them as (.., K): models want the one, kernels the other.
+    Heads and Attended arrays are (N, 1, num_heads, head_dim) or (N, num_heads, 1, head_dim): the
+    same memory layout.
+    rows: (N, K), if the array is a view of them as (.., K).  Models use the view, kernels the rows.
     """
 
     def __init__(self, value: mx.array, origin: Any, rows: mx.array | None = None) -> None:
         super().__init__(value)
-        # Of an array MLX makes a copy: a node, and where others look at it too, a launch.
+        # The constructor copies: a graph node, and a launch if `value` has other users.
         _assign(self, slice(None), value)
         self.origin, self.rows = origin, rows
 
@@ -117,7 +116,7 @@ def _add(x: Any, y: Any) -> mx.array:
 
 
 def up_to_date(x: Any) -> Any:
-    """The sum that a kernel has computed, in the place of one that would be computed again."""
+    """The sum that a fused kernel already computed, or x itself."""
     origin = origin_of(x)
     return origin.total if isinstance(origin, Sum) and origin.total is not None else x
 
@@ -127,13 +126,13 @@ def origin_of(x: Any) -> Any:
 
 
 def as_view(rows: mx.array, shape: tuple[int, ...], origin: Any = None) -> Traced:
-    """Rows (N, K) as a model wants them, (*shape, K)."""
+    """Rows (N, K) in the model's shape, (*shape, K)."""
     return Traced(rows.reshape(*shape, rows.shape[-1]), origin, rows)
 
 
 def rows_of(x: mx.array) -> mx.array:
-    """x (.., K) as rows (N, K), without a new view where they are known: each view is a node of the
-    graph, and building nodes is most of the host's work in a decode step."""
+    """x (.., K) as rows (N, K), with no new view if the rows are known: each view is a graph node,
+    and building nodes is most of the host's work in a decode step."""
     rows = x.rows if type(x) is Traced else None
     if rows is not None:
         return rows
@@ -151,7 +150,7 @@ def _forgetting(name: str) -> Callable:
     return method
 
 
-# What changes an array in place, as MLX spells it, leaves nothing to remember.
+# In-place operations invalidate the origin.
 for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
               "iand", "ior", "ixor", "ilshift", "irshift"):  # fmt: skip
     setattr(Traced, f"__{_name}__", _forgetting(f"__{_name}__"))

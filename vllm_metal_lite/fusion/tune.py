@@ -1,9 +1,8 @@
-"""Whether products of few rows go through `skinny_gemm`: found out by timing steps of the model.
+"""Decides by timing whole steps whether products of few rows use `skinny_gemm`.
 
-A product by itself does not tell: the time of a step depends on what is fused with the product too,
-and on whether the host or the device is waited for.  So steps are timed as they are served,
-compiled and one behind the other, with the kernel and without, on the engine's own store.  All
-their rows are padding, which kernels write nowhere.
+Timing a product alone is not enough: the operations fused with the product also count, and a step
+may be bound by the host.  So steps are timed as served, compiled and back to back, with and
+without the kernel, on the engine's own store.  All rows are padding, so nothing is written.
 """
 
 import logging
@@ -27,25 +26,25 @@ from vllm_metal_lite.runner.compiled import CompiledSteps
 
 logger = logging.getLogger(__name__)
 
-# Rows of the steps that are timed, and one row.
+# Row counts to time, besides one row.
 _SIZES = (8, 16, 32, MAX_ROWS)
-# Of each size and way the median of so many chains of so many steps, or of fewer if that would take
-# longer than so many seconds: a Mac may need 100 ms a step.
+# For each size, with and without the kernel: the median of _CHAINS chains of _STEPS steps, or of
+# fewer, to stay within _ENOUGH seconds: a Mac may need 100 ms per step.
 _CHAINS, _STEPS, _ENOUGH = 5, 20, 0.5
 
 NONE = range(0)
 
 
 def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches) -> range:
-    """The row counts, of `fusion.skinny_rows`, with which `skinny_gemm` speeds up this model.
+    """The row counts in `fusion.skinny_rows` at which `skinny_gemm` speeds up this model.
 
-    Measured once for a model's weights, then remembered.  If that fails, MLX's products are used,
-    with a warning.
+    Measured once for each set of weight shapes, then remembered.  If timing fails, MLX's products
+    are used, with a warning.
     """
     dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
     weights = [w for w in _linear_weights(packed.model) if suits(w) and w.dtype in dtypes]
-    # Uncompiled steps wait for the host; on a CPU kernels run in tests only, where time means
-    # nothing.
+    # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
+    # means nothing.
     if not weights or CompiledSteps(packed, attention).reason is not None:
         return NONE
     found, counts = Remembered(), Counter(f"{w.dtype} {w.shape}" for w in weights)
@@ -53,7 +52,7 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
     if key not in found.known:
         try:
             rows = _measure(packed, attention, fusion)
-        except Exception as e:  # whatever a compiler or a driver says; the next start may succeed
+        except Exception as e:  # from a compiler or a driver; the next start may succeed
             logger.warning(f"skinny_gemm cannot be timed, and is not used: {one_line(e)}")
             return NONE
         found.add(key, f"{rows.start} {rows.stop}")
@@ -61,13 +60,13 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
 
 
 def _linear_weights(model: nn.Module) -> list[mx.array]:
-    """Of its linear layers that are neither quantised nor biased, (outputs, inputs) each."""
+    """Weights (outputs, inputs) of the linear layers that are neither quantised nor biased."""
     modules = (m for _, m in model.named_modules() if isinstance(m, nn.Linear))
     return [m["weight"] for m in modules if "bias" not in m]
 
 
 def _measure(packed: PackedModel, attention: Attention, fusion: FusedLaunches) -> range:
-    """From one row, or from two, to the largest size until which the kernel always wins."""
+    """The range from one or two rows to the last size before the kernel first loses."""
 
     def wins(num_rows: int) -> bool:
         by_kernel, by_mlx = _seconds(packed, attention, fusion, num_rows)
@@ -85,7 +84,7 @@ def _measure(packed: PackedModel, attention: Attention, fusion: FusedLaunches) -
 def _seconds(
     packed: PackedModel, attention: Attention, fusion: FusedLaunches, num_rows: int
 ) -> tuple[float, float]:
-    """What a step takes by the kernel, and by MLX's products; in turns, for clocks drift."""
+    """Seconds per step with the kernel and with MLX's products, in turns because clocks drift."""
     step = _padding(attention, num_rows)
     ways = [
         _Steps(CompiledSteps(packed, attention, way), step, attention.new_state())
@@ -107,7 +106,7 @@ class _Steps:
         self.forward, self.step, self.state = forward, step, state
 
     def seconds(self, count: int) -> float:
-        """What one of `count` takes, each submitted while the previous one runs."""
+        """Seconds per step over `count` steps, each submitted while the previous one runs."""
         start = time.perf_counter()
         for _ in range(count):
             result = self.forward(self.step, self.state)
@@ -120,7 +119,7 @@ class _Steps:
 
 
 def _padding(attention: Attention, num_rows: int) -> Step:
-    """A step of decodes whose rows are written nowhere, and see no key."""
+    """A step of decodes that write no rows and see no keys."""
     store = attention.store
     inputs = InputBatch(num_rows, 1, store.block_size, len(store.num_blocks))
     rows = np.array([inputs.add([0], 1) for _ in range(num_rows)])

@@ -1,1 +1,1 @@
-"""The kernels of metal/: their source, how each is launched, and what was found out about them."""
+"""The kernels of metal/: their source, their launches, and remembered findings about them."""

@@ -7,7 +7,7 @@ from vllm_metal_lite.kernels.launch import Kernel, Template
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight"], ["sum", "normed"])
 
 _THREADS = 1024  # of a threadgroup, at most
-# MLX gives smaller arrays to a kernel in another address space.
+# MLX passes smaller arrays to a kernel in another address space.
 _MIN_DIM = 8
 
 
@@ -17,8 +17,9 @@ def add_rms_norm(
     """x + y, and mx.fast.rms_norm(x + y, weight, eps), for rows x, y of at least 8 elements.
 
     x, y: (N, D) or (N, 1, D), of one floating type.  weight: (D,), of any floating type; None is
-    ones.  Both results have the shape of x, the sum its type, and the norm the type that
-    mx.fast.rms_norm gives: that of x, or float32 if weight is of another one.
+    ones.  Both results have the shape of x.  The sum has the type of x.  The norm has the type that
+    mx.fast.rms_norm returns: that of x, or float32 if weight has another type.  Raises ValueError
+    for other shapes or types.
     """
     dim = x.shape[-1]
     if dim < _MIN_DIM or x.shape != y.shape or x.dtype != y.dtype:

@@ -1,4 +1,4 @@
-"""Rows into the store and out of it: kv_write and kv_gather, plain and quantised."""
+"""Writes rows to the store and reads them: kv_write and kv_gather, plain and quantised."""
 
 import math
 
@@ -17,7 +17,7 @@ def kv_write(
     k: mx.array, v: mx.array, slot_mapping: mx.array, keys: mx.array, values: mx.array,
     token: mx.array, spec: LayerSpec | None = None,
 ) -> mx.array:  # fmt: skip
-    """Write rows k (N, num_kv_heads, k_head_dim), v likewise, at slots (N,); negative: skipped."""
+    """Write rows k (N, num_kv_heads, k_head_dim), v likewise, to slots (N,); negative: skipped."""
     rows, kv_heads, k_dim = k.shape
     if spec and spec.bits:
         per_head = max(row.dim // row.group_size for row in (spec.k_row, spec.v_row))
@@ -43,7 +43,7 @@ def kv_gather(
     kv_slots: mx.array, keys: mx.array, values: mx.array, token: mx.array,
     spec: LayerSpec | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
-    """Copy slots (any shape) out of the store -> K and V (*shape, num_kv_heads, head_dim), the
+    """Read slots (any shape) from the store -> K and V (*shape, num_kv_heads, head_dim), the
     token."""
     slots, shape = kv_slots.reshape(-1), kv_slots.shape
     if spec and spec.bits:

@@ -1,12 +1,12 @@
-"""What the kernels' wrappers share.
+"""Shared parts of the kernels' wrappers.
 
-Every function that touches the store takes a token and returns the next one: pass to each the token
-that the previous one returned, and no other (metal/kv_write.metal says why).  A token is a float32
-array of any shape; its values mean nothing.
+Every function that uses the store takes a token and returns the next one.  Pass each function
+exactly the token that the previous one returned (metal/kv_write.metal says why).  A token is a
+float32 array of any shape; its values mean nothing.
 
 Shapes: keys (slots, num_kv_heads, k_head_dim) and values (slots, num_kv_heads, v_head_dim) are one
-layer's store; metadata is int32; B sequences, N packed rows.  A store that keeps 8 or 4 bits a
-value has rows of words instead, and its `spec` must be given.
+layer's store; metadata is int32; B sequences, N packed rows.  A store with 8 or 4 bits per value
+has rows of words instead, and needs its `spec`.
 """
 
 from collections.abc import Iterable
@@ -19,16 +19,16 @@ from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.specs import AttentionShape
 
-# The last inputs of a kernel that touches the store.
+# The last inputs of a kernel that uses the store.
 STORE = ("keys", "values", "token")
-# Most parts that a context is cut into.
+# Most splits of a context.
 MAX_SPLITS = 64
-# Largest heads.
+# Largest head sizes.
 MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
 
 
 def num_splits(most: int, num_keys: int, min_keys: int) -> int:
-    """Parts that num_keys are cut into, at most `most`, of min_keys each or more.
+    """Splits of num_keys: at most `most`, with at least min_keys each.
 
     A power of two, so that few variants of a compiled step exist.
     """
@@ -59,7 +59,7 @@ def head_size_problem(dims: Iterable[int], largest: int) -> str | None:
 
 
 def new_token() -> mx.array:
-    """The token of a store that nothing was written to yet."""
+    """The first token of a store, before any write."""
     return mx.zeros(8)
 
 
@@ -71,14 +71,14 @@ def bits(x: float) -> int:
 
 @cache
 def no_sinks() -> mx.array:
-    """What a kernel takes for sinks where there are none."""
+    """The placeholder for an input that a kernel does not use, such as sinks."""
     zeros = mx.zeros(8)
-    mx.eval(zeros)  # or every compiled step would make its own
+    mx.eval(zeros)  # otherwise every compiled step would make its own
     return zeros
 
 
 def format_template(k_row: RowFormat, v_row: RowFormat) -> Template:
-    """What a kernel is told of the rows of a store."""
+    """Template values for the row formats of a store."""
     return {
         "K_DIM": k_row.dim, "V_DIM": v_row.dim, "BITS": k_row.bits or 8 * k_row.dtype.size,
         "K_GROUP": k_row.group_size, "V_GROUP": v_row.group_size,
@@ -92,5 +92,5 @@ def grid_for(count: int) -> tuple[int, int]:
 
 
 def norm_dtype(dtype: mx.Dtype, weight: mx.array | None) -> mx.Dtype:
-    """The type of an RMS norm of elements of one type, as MLX promotes floating types."""
+    """The result type of an RMS norm, as MLX promotes floating types."""
     return dtype if weight is None or weight.dtype == dtype else mx.float32

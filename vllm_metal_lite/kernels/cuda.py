@@ -1,4 +1,4 @@
-"""Turns a Metal kernel into a CUDA one, so that one source runs on NVIDIA GPUs too."""
+"""Converts Metal kernels to CUDA, so that one source also runs on NVIDIA GPUs."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from typing import Any
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.source import FOLDER, cache_folder, strip_comments
 
-# The index variables of Metal, where CUDA's are; `mx.fast.cuda_kernel` declares none.
+# Metal's index variables from CUDA's; `mx.fast.cuda_kernel` declares none.
 _CUDA_INDICES = """\
 const uint3 thread_position_in_threadgroup = threadIdx;
 const uint3 threadgroup_position_in_grid = blockIdx;
@@ -42,11 +42,11 @@ def to_cuda(header: str, body: str) -> tuple[str, str]:
 
 
 def as_files(name: str, header: str, body: str) -> tuple[str, str]:
-    """A CUDA kernel's text as includes of files that hold it.
+    """A CUDA kernel's text as `#include`s of files with the text.
 
-    MLX hashes the whole text at each launch: 3 us for 11 KB, as much as the launch itself costs.
-    It also looks there for the shapes that a kernel asks for, so they are named in a comment.
-    Files are named by what they hold, so that another process finds what MLX has compiled.
+    MLX hashes the whole text at each launch: 3 us for 11 KB, as much as the launch itself.  MLX
+    also searches the text for the shapes that a kernel uses, so a comment names them.  File names
+    are content hashes, so that another process finds MLX's compiled kernels.
     """
     return _as_file(name, "h", header), _as_file(name, "inc", body)
 
@@ -75,20 +75,20 @@ def _text_folder() -> Path:
 
 @cache
 def _own_folder() -> TemporaryDirectory:
-    """Until the process ends, for a home that cannot be written to."""
+    """A folder until the process ends, for a home that is not writable."""
     return TemporaryDirectory(prefix="vllm_metal_lite-")
 
 
-# From some rows on it is quicker to expand the weights first: for 2,048 rows, 437 us instead of
-# 1,353.
+# From this many rows on, expanding the weights first is faster: for 2,048 rows, 437 us instead of
+# 1,353 us.
 _EXPANDED_ROWS = 1024
 
 
 def flatten_quantised(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """mx.quantized_matmul for packed rows (N, 1, K), as one product of (N, K).
 
-    MLX CUDA multiplies (N, 1, K) as N products, each of which reads the weights: 64 rows of 2,560
-    by 19,456 take 1,293 us, and 65 as (N, K).
+    MLX CUDA computes (N, 1, K) as N products, and each reads the weights: 64 rows of 2,560 by
+    19,456 take 1,293 us, but 65 us as (N, K).
     """
 
     def quantized_matmul(

@@ -1,4 +1,4 @@
-"""Attention of decodes, one row a sequence, to their keys in the store."""
+"""Attention of decodes, one row per sequence, to their keys in the store."""
 
 import math
 from typing import NamedTuple
@@ -27,21 +27,21 @@ _PAGED_DECODE = Kernel(
 )  # fmt: skip
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 
-# Floats of queries that a lane keeps; as many again are its sums.
+# Query floats that a lane keeps in registers; its sums take as many again.
 _REGISTERS = 64
 
 
 class DecodePlan(NamedTuple):
-    """splits: parts that each context is cut into.  simdgroups: of the threadgroup of each part."""
+    """splits: splits of each context.  simdgroups: per threadgroup, which handles one split."""
 
     splits: int
     simdgroups: int
 
 
 def decode_plan(batch: int, num_kv_heads: int, max_seq_len: int) -> DecodePlan:
-    """Enough threadgroups to fill the device, not more: merging costs a launch.
+    """As many splits as fill the device, no more: merging costs a launch.
 
-    Many threadgroups are smaller ones, so that more of them run side by side.
+    Threadgroups are small if there are many, so that more run side by side, or if splits are short.
     """
     device = profile()
     splits, groups, fill = 1, batch * num_kv_heads, device.decode_fill
@@ -70,10 +70,11 @@ def paged_decode(
 ) -> tuple[mx.array, mx.array]:
     """Attention of q (B, H, k_head_dim) to seq_lens (B,) keys -> (B, H, v_head_dim), the token.
 
-    q: or rows (B) of which k and v are first written to the last slot of each sequence, by the
-    same launch; for a store that is not quantised, and sequences that do not see each other's.
+    q: NewRows (B) instead also write k and v to the last slot of each sequence in the same launch,
+    if the store is not quantised and no sequence sees another's new slot.
     block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  plan: see `decode_plan`.
-    sinks: (H,).  prefix: of the same q, what is not to be attended to again; not with a window.
+    sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips;
+    ValueError with a window.
     """
     if isinstance(q, mx.array):
         batch, heads, _ = q.shape
@@ -136,7 +137,7 @@ def _rows(keys: mx.array, values: mx.array, spec: LayerSpec | None) -> tuple[Row
 
 
 def _load_words(row: RowFormat) -> int:
-    """Most words that a load may take: aligned in every row, and within a group of values."""
+    """Most words per load: aligned in every row, and within one quantisation group."""
     if row.bits is None:
         return 4
     return math.gcd(row.width, row.group_size * row.bits // 32, 4)
@@ -145,9 +146,9 @@ def _load_words(row: RowFormat) -> int:
 def _lanes(
     k_words: int, v_words: int, k_widest: int = 4, v_widest: int = 4
 ) -> tuple[int, int, int]:
-    """Lanes that share a key, and words they load at once of K and of V.
+    """Lanes that share a key, and words per load of K and of V.
 
-    The widest loads that keep a lane's part of a row short.
+    A tradeoff between wide loads and a short part of a row per lane.
     """
     options = []
     for lanes in (32, 16, 8, 4, 2, 1):

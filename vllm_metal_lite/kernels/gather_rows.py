@@ -1,4 +1,4 @@
-"""Rows of an array by index, in one launch that moves nothing but their bytes."""
+"""Gathers rows of an array by index, in one launch that moves only their bytes."""
 
 import math
 
@@ -10,9 +10,9 @@ _GATHER_ROWS = Kernel("gather_rows", ["rows", "index"], ["out"])
 
 
 def gather_rows(rows: mx.array, index: mx.array) -> mx.array:
-    """rows[index]: rows (M, ...), index int32 of any shape, which must be valid -> (*index, ...).
+    """rows[index]: rows (M, ...), valid index int32 of any shape -> (*index.shape, ...).
 
-    A row is a multiple of 4 bytes and has 8 elements at least.  Raises ValueError if it is not.
+    A row must be a multiple of 4 bytes, with at least 8 elements; otherwise ValueError.
     """
     width = rows.size // len(rows)
     words, rest = divmod(width * rows.dtype.size, 4)

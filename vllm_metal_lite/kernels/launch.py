@@ -1,4 +1,4 @@
-"""One kernel of metal/, ready to be launched on whatever device MLX computes on."""
+"""Launches the kernels of metal/ on MLX's device, Metal or CUDA."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ Template = dict[str, int | mx.Dtype]
 
 
 class Kernel:
-    """MLX compiles it at its first launch with each set of template values, and keeps the result.
+    """One kernel.  MLX compiles it once per set of template values, at the first launch.
 
     inputs, outputs: names of the arrays, as metal/NAME.metal uses them.
     """
@@ -21,7 +21,7 @@ class Kernel:
         self._launchers: dict[Any, Any] = {}
 
     def _launcher(self) -> Any:
-        # Kept by what makes it: tests put a stand-in in the place of mx.fast.metal_kernel.
+        # Keyed by the factory, because tests replace mx.fast.metal_kernel.
         on_cuda = backend.name() == "cuda"
         make = mx.fast.cuda_kernel if on_cuda else mx.fast.metal_kernel
         if make not in self._launchers:
@@ -48,8 +48,8 @@ class Kernel:
     ) -> list[mx.array]:
         """Launch over grid threadgroups of `threadgroup` threads; returns the outputs.
 
-        arrays: in the order of `inputs`, row-contiguous (MLX copies what is not, which for a store
-        would be ruinous).  shapes, dtypes: of the outputs.
+        arrays: in the order of `inputs`, row-contiguous (MLX copies others, which is ruinous for a
+        store).  shapes, dtypes: of the outputs.
         """
         return self._launcher()(
             inputs=list(arrays),

@@ -1,4 +1,4 @@
-"""New rows of a layer, as a kernel takes them that normalises, rotates and writes them."""
+"""New rows of a layer, as input for kernels that normalise, rotate and write them."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ NONE_NEW: Template = {
 
 class Columns(NamedTuple):
     """The heads of q, k or v of N packed rows: columns [start, start + heads * head_dim) of array
-    (N, width) or (N, 1, width), row-contiguous.  origin: how the array came to be, if known."""
+    (N, width) or (N, 1, width), row-contiguous.  origin: of the array (fusion/traced.py), if known.
+    """
 
     array: mx.array
     start: int
@@ -27,7 +28,7 @@ class Columns(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """What mx.fast.rope takes.
+    """The arguments of mx.fast.rope.
 
     dims: leading elements of each head that are rotated, even, at most head_dim.  traditional:
     pairs are (2i, 2i + 1), not (i, i + dims / 2).  The angle of pair i is scale * position * f with
@@ -42,7 +43,7 @@ class Rope(NamedTuple):
 
 
 class HeadNorm(NamedTuple):
-    """RMS norm over head_dim, before the rotation.  weight: (head_dim,) of any floating type; None
+    """RMS norm over head_dim, before the rotation.  weight: (head_dim,), of any floating type; None
     is ones."""
 
     weight: mx.array | None
@@ -50,10 +51,10 @@ class HeadNorm(NamedTuple):
 
 
 class NewRows(NamedTuple):
-    """This step's rows of a layer: queries, keys and values as a product gave them.
+    """This step's rows of a layer: queries, keys and values as a product returned them.
 
-    q and k are to be normalised, if they have a norm, then rotated, unless rope is None; k and v
-    are to be written to the store.
+    A kernel normalises q and k if they have a norm, rotates them unless rope is None, and writes k
+    and v to the store.
     """
 
     q: Columns
@@ -66,7 +67,7 @@ class NewRows(NamedTuple):
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What a kernel takes as q, k, v, q_weight, k_weight and freqs."""
+        """The kernel inputs q, k, v, q_weight, k_weight and freqs."""
         given = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         freqs = None if self.rope is None else self.rope.freqs
         given.append(None if freqs is None else freqs.astype(mx.float32))
@@ -74,10 +75,10 @@ class NewRows(NamedTuple):
         return arrays + [no_sinks() if a is None else a for a in given]
 
     def template(self, keys: mx.array, values: mx.array) -> Template:
-        """What a kernel is told of them, for a store keys (slots, num_kv_heads, k_head_dim),
-        values (.., v_head_dim).
+        """Template values for a store keys (slots, num_kv_heads, k_head_dim), values (..,
+        v_head_dim).
 
-        Raises ValueError if columns lie outside their array or are not of the store's type.
+        Raises ValueError if columns lie outside their array or do not have the store's type.
         """
         _, kv_heads, k_dim = keys.shape
         rope = self.rope

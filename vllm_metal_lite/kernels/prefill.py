@@ -13,24 +13,24 @@ _VARLEN_PREFILL = Kernel(
     ["out", "next_token"],
 )  # fmt: skip
 
-# (token, head) pairs that a threadgroup serves, 8 a simdgroup: as many as in MLX's attention.  More
-# would save fetches, but registers limit how many simdgroups a core holds, whatever their tile.
+# (token, head) pairs per threadgroup, 8 per simdgroup, as in MLX's attention.  More would save
+# fetches, but registers limit the simdgroups of a core, whatever their tile.
 TILE_ROWS = 32
-# Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, a core
-# has room for a threadgroup that computes while another fetches.
+# Bytes of threadgroup memory for a tile of K and one of V.  Metal allows 32 KB; with less, one
+# threadgroup of a core can compute while another fetches.
 _TILE_BYTES = 18 << 10
 
 
 def plan_tiles(cu_seqlens_q: np.ndarray, num_rows: int, group: int) -> np.ndarray:
-    """Cut a packed batch into tiles (T, 2) int32 for `varlen_prefill`, with no loop over segments.
+    """Split a packed batch into tiles (T, 2) int32 for `varlen_prefill`, vectorised over segments.
 
-    cu_seqlens_q: (S+1,), segments of no rows allowed.  num_rows: of q, padding included.  group:
-    query heads that share a KV head.  A tile is (segment, first of its TILE_ROWS (token, head)
-    pairs in the segment).  Rows that belong to no segment are in tiles of segment -1, which give
-    zeros; their first pair is counted from row 0.
+    cu_seqlens_q: (S+1,), empty segments allowed.  num_rows: rows of q, padding included.  group:
+    query heads per KV head.  A tile is (segment, first of its TILE_ROWS (token, head) pairs in the
+    segment).  Padding rows are in tiles of segment -1, which give zeros; their first pair counts
+    from row 0.  Raises ValueError if cu_seqlens_q ends beyond num_rows.
 
-    T depends on S, num_rows and group only.  The last rows of a segment come first: they see most
-    keys, and what starts last should be short.
+    T depends only on S, num_rows and group.  The last rows of a segment come first: they see the
+    most keys, and tiles that start last should be short.
     """
     used = int(cu_seqlens_q[-1])
     if not 0 <= used <= num_rows:
@@ -67,10 +67,9 @@ def varlen_prefill(
 ) -> tuple[mx.array, mx.array]:
     """Causal attention of packed q (N, H, k_head_dim) -> (N, H, v_head_dim), the token.
 
-    block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment, the
-    rows of this step among them.  tiles: (T, 2), from `plan_tiles(..., group=H // num_kv_heads)`.
-    Rows that belong to no segment come out as zeros.  sinks: (H,).  Head dims: multiples
-    of 8 up to 256.
+    block_tables: (S, max_blocks).  cu_seqlens_q: (S+1,).  seq_lens: (S,) keys of each segment,
+    including this step's rows.  tiles: (T, 2), from `plan_tiles(..., group=H // num_kv_heads)`.
+    Padding rows give zeros.  sinks: (H,).  Head dims: multiples of 8 up to 256, else ValueError.
     """
     rows, heads, k_dim = q.shape
     kv_heads, v_dim = keys.shape[1], values.shape[2]
@@ -94,6 +93,6 @@ def varlen_prefill(
 
 
 def keys_at_once(k_dim: int, v_dim: int, itemsize: int) -> int:
-    """Keys of a tile: the more, the fewer barriers and maxima, so as many as memory holds."""
+    """Keys per tile: as many as memory holds, for the fewest barriers and maxima."""
     padded = sum(8 * (dim // 8 | 1) for dim in (k_dim, v_dim))
     return next(keys for keys in (32, 16, 8) if keys * padded * itemsize <= _TILE_BYTES)

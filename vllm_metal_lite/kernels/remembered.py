@@ -1,4 +1,4 @@
-"""Findings about the kernels on this device, kept from one process to the next."""
+"""Findings about the kernels on this device, kept across processes."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from vllm_metal_lite.kernels import source
 
 
 class Remembered:
-    """Valid for one MLX version, device and kernel source; if any of them changes, it is empty."""
+    """Findings for one MLX version, device and kernel source; a change of any one empties them."""
 
     def __init__(self) -> None:
         texts = [source.read(kernel) for kernel in source.names()]
@@ -25,5 +25,5 @@ class Remembered:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
-        except OSError:  # a home that cannot be written to: check again next time
+        except OSError:  # the home is not writable: check again next time
             return

@@ -1,5 +1,5 @@
-"""A layer's queries and keys normalised and rotated, keys and values written to the paged store, in
-one launch."""
+"""Normalises and rotates a layer's queries and keys, and writes keys and values to the paged store,
+in one launch."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
@@ -16,7 +16,7 @@ _ROPE_WRITE = Kernel(
 )  # fmt: skip
 
 _SIMDGROUPS = 8
-# Heads that a simdgroup takes one after another in steps of many rows.
+# Heads per simdgroup, one after another, in steps of many rows.
 _HEADS = 4
 
 
@@ -49,10 +49,9 @@ def rope_write(
 ) -> tuple[mx.array, mx.array]:
     """Write k and v to their slots -> q (N, num_heads, k_head_dim), the next token.
 
-    q, k, v and the store keys (slots, num_kv_heads, k_head_dim), values (.., v_head_dim) are of one
-    floating type.  positions, slot_mapping: (N,) int32; k and v of a row with a negative slot are
-    not written.  Raises ValueError if columns lie outside their array or are not of the store's
-    type.
+    q, k, v and the store keys (slots, num_kv_heads, k_head_dim), values (.., v_head_dim) have one
+    floating type.  positions, slot_mapping: (N,) int32; a negative slot skips the row's k and v.
+    Raises ValueError if columns lie outside their array or do not have the store's type.
     """
     count, heads = rows.q.array.shape[0], rows.num_heads
     _, kv_heads, k_dim = keys.shape
@@ -70,6 +69,6 @@ def rope_write(
 
 
 def _spread(rows: int, heads: int) -> tuple[int, int]:
-    """Threadgroups for the heads of a row, and heads that a simdgroup takes."""
+    """Threadgroups for the heads of a row, and heads per simdgroup."""
     at_once = _HEADS if rows >= profile().rope_many_rows else 1
     return -(-heads // (at_once * _SIMDGROUPS)), at_once

@@ -1,4 +1,4 @@
-"""Attention of a step's decodes to a prefix that their sequences share, read once for all."""
+"""Attention of a step's decodes to a shared prefix, read once for all sequences."""
 
 from typing import NamedTuple
 
@@ -22,16 +22,16 @@ _SHARED_PREFIX = Kernel(
     ["partial", "lse"],
 )  # fmt: skip
 
-# What it is told of new rows.
+# The template values of NewRows that this kernel takes.
 _OF_QUERIES = ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "Q_WIDTH", "Q_START",
                "Q_NORM", "Q_WEIGHT", "Q_EPS", "Q_R")  # fmt: skip
 
 
 class SharedPrefix(NamedTuple):
-    """What `paged_decode` starts from.
+    """Attention to a shared prefix, from which `paged_decode` continues.
 
     partial (B, H, splits, v_head_dim) and lse (B, H, splits) float32: attention to the prefix.
-    lens: (B,) int32, the prefix's length for a row that has it, 0 for any other.
+    lens: (B,) int32, the prefix's length for rows that share the prefix, 0 for others.
     """
 
     partial: mx.array
@@ -40,7 +40,7 @@ class SharedPrefix(NamedTuple):
 
 
 def prefix_splits(num_rows: int, num_heads: int, num_kv_heads: int, prefix_len: int) -> int:
-    """Parts that a prefix is cut into: enough threadgroups to fill the device."""
+    """Splits of a prefix: enough threadgroups to fill the device."""
     tiles = -(-num_rows * (num_heads // num_kv_heads) // TILE_ROWS)
     device = profile()
     fill = device.prefix_fill // (num_kv_heads * tiles)
@@ -64,9 +64,9 @@ def shared_prefix(
 ) -> SharedPrefix:
     """Attention of q (B, H, k_head_dim) to the first prefix_lens[leader] keys of row `leader`.
 
-    q: or rows (B) whose queries are first normalised and turned, each to the position of its last
+    q: or NewRows (B), whose queries are first normalised and rotated to the position of their last
     key.  block_tables: (B, max_blocks).  seq_lens (B,), leader (1,), prefix_lens (B,): int32.  Head
-    dims: multiples of 8 up to 256.  The next token is the result's lse.
+    dims: multiples of 8 up to 256, else ValueError.  The next token is the result's lse.
     """
     _, kv_heads, k_dim = keys.shape
     v_dim = values.shape[2]

@@ -1,4 +1,4 @@
-"""The product of a few rows with a weight, and what a layer does right before and after it."""
+"""The product of a few rows with a weight, fused with the operations before and after."""
 
 from typing import NamedTuple
 
@@ -9,32 +9,33 @@ from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _SKINNY_GEMM = Kernel("skinny_gemm", ["x", "w", "gain", "residual"], ["y"])
 
-# Rows that a threadgroup keeps sums of: the more, the more registers.
+# Most rows per threadgroup; the sums of more rows take more registers.
 MAX_ROWS = 64
-# Rows of the weight that a threadgroup multiplies by.
+# Rows of the weight per threadgroup.
 _COLUMNS = 16
-# Bytes of threadgroup memory for sums, of which Metal allows 32 KB with all else.
+# Bytes of threadgroup memory for sums.  Metal allows 32 KB for everything.
 _SUM_BYTES = 31 << 10
 
 
 class GemmPlan(NamedTuple):
-    """simdgroups: that share the depth.  at_once: chunks of 32 elements each asks for together."""
+    """simdgroups: share the depth.  at_once: chunks of 32 elements that each loads together."""
 
     simdgroups: int
     at_once: int
 
 
 class RowNorm(NamedTuple):
-    """RMS norm of rows.  weight: (depth,), of their type."""
+    """RMS norm of rows.  weight: (depth,), of the rows' type."""
 
     weight: mx.array
     eps: float
 
 
 def gemm_plan(rows: int, outputs: int) -> GemmPlan:
-    """How x (rows, depth) is multiplied by a weight of `outputs` rows.
+    """The plan for x (rows, depth) and a weight of `outputs` rows.
 
-    Few threadgroups need more bytes under way each; of many rows x takes the registers for that.
+    With few threadgroups, each needs more loads in flight.  With many rows, x takes the registers
+    for these loads.
     """
     many = outputs >= profile().gemm_fill * _COLUMNS
     if rows > 32:
@@ -45,12 +46,12 @@ def gemm_plan(rows: int, outputs: int) -> GemmPlan:
 
 
 def suits(weight: mx.array) -> bool:
-    """Whether `skinny_gemm` multiplies by a weight (outputs, depth)."""
+    """Whether `skinny_gemm` supports a weight (outputs, depth)."""
     return weight.dtype in (mx.float16, mx.bfloat16) and weight.shape[1] % 32 == 0
 
 
 def fits(x: mx.array, weight: mx.array) -> bool:
-    """Whether it computes x (rows, depth) times weight (outputs, depth), transposed."""
+    """Whether `skinny_gemm` supports x (rows, depth) @ weight (outputs, depth).T."""
     return len(x) <= MAX_ROWS and x.dtype == weight.dtype and suits(weight)
 
 
@@ -65,17 +66,17 @@ def skinny_gemm(
 ) -> mx.array:
     """x (rows, depth) @ weight (outputs, depth).T, in 16-bit floats, summed in float32.
 
-    At most MAX_ROWS rows, and a depth that is a multiple of 32.  norm: of x, first.  swiglu: the
-    result is silu(y[:, :outputs / 2]) * y[:, outputs / 2:].  residual: of the result's shape, is
-    added to it.  Rounds wherever these would as operations of their own.  plan: by default
-    `gemm_plan`'s.  Raises ValueError where shapes and types are others.
+    At most MAX_ROWS rows, and a depth that is a multiple of 32.  norm: applied to x first.  swiglu:
+    the result is silu(y[:, :outputs / 2]) * y[:, outputs / 2:].  residual: of the result's shape,
+    added last.  Rounds where the separate operations would.  plan: by default `gemm_plan`'s.
+    Raises ValueError for other shapes or types.
     """
     rows, outputs = len(x), len(weight)
     width = outputs // 2 if swiglu else outputs
     _check(x, weight, norm, residual, (rows, width), swiglu and outputs % 2 == 1)
     simdgroups, at_once = plan or gemm_plan(rows, outputs)
     tiles = -(-rows // 8)
-    # The kernel has four floats of nothing behind each row of sums.
+    # The kernel pads each row of sums by four floats.
     room = _SUM_BYTES // (simdgroups * 8 * (_COLUMNS + 4) * 4)
     template: Template = {
         "T": x.dtype, "DEPTH": x.shape[1], "ROW_TILES": tiles, "FULL": rows % 8 == 0,

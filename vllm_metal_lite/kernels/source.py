@@ -1,8 +1,8 @@
-"""The text of a kernel of metal/.
+"""The source text of the kernels in metal/.
 
-A file `metal/NAME.metal` is a header comment, includes and helper templates; then a marker; then
-the body.  `mx.fast.metal_kernel` writes the function around the body: its signature comes from the
-arrays given at launch.
+A file `metal/NAME.metal` has a header comment, includes and helper templates, then a marker, then
+the body.  `mx.fast.metal_kernel` writes the function around the body, with a signature derived from
+the arrays given at launch.
 """
 
 import re
@@ -14,16 +14,16 @@ from vllm_metal_lite import envs
 MARKER = "// --- kernel body ---\n"
 
 _PACKAGE = Path(__file__).parents[1]
-# Inside a wheel `metal/` lies in the package; in a checkout beside it.
+# A wheel has `metal/` inside the package, a checkout beside it.
 FOLDER = next(p for p in (_PACKAGE / "metal", _PACKAGE.parent / "metal") if p.is_dir())
 
 
 @cache
 def read(name: str) -> tuple[str, str]:
-    """The (header, body) of metal/NAME.metal, `#include "..."` of files beside it resolved.
+    """The (header, body) of metal/NAME.metal, `#include "..."` directives resolved.
 
-    Without comments: MLX handles the whole text anew each time that a launch is put into a graph.
-    Lines stay where they are.
+    Comments are stripped, because MLX processes the whole text for each launch in a graph.  Line
+    numbers stay the same.
     """
     header, body = (FOLDER / f"{name}.metal").read_text(encoding="utf-8").split(MARKER)
     return strip_comments(_resolve(header)), strip_comments(body)
@@ -34,7 +34,7 @@ def strip_comments(text: str) -> str:
 
 
 def names() -> list[str]:
-    """Of all kernels."""
+    """The names of all kernels."""
     return sorted(file.stem for file in FOLDER.glob("*.metal"))
 
 
@@ -46,5 +46,5 @@ def _resolve(text: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where findings about the kernels are kept from one process to the next."""
+    """The folder for findings about the kernels, kept across processes."""
     return envs.cache_home() / "vllm_metal_lite"

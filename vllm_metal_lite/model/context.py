@@ -1,4 +1,4 @@
-"""How long a model's context is."""
+"""The context length of a model."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ _DEFAULT = 8192
 
 
 def context_length(model: nn.Module, config: dict[str, Any]) -> tuple[int, str | None]:
-    """The longest context in tokens, and where the number comes from if it is a guess.
+    """The longest context in tokens, and the source of that number if it is a guess.
 
-    config.json says it, or else mlx-lm's ModelArgs have a default.  A rotation that changes behind
-    the trained context is a limit in any case.
+    The number comes from config.json, or else from mlx-lm's ModelArgs.  A rotation that changes
+    beyond the trained context takes precedence as the limit.
     """
     limit = rotation_limit(model)
     if limit is not None:
@@ -41,8 +41,8 @@ def _is_length(value: Any) -> TypeGuard[int]:
 
 
 def _model_args(model: nn.Module) -> Iterator[Any]:
-    """What mlx-lm made the parts of a model from, the outermost first: a nested part's are made
-    from a nested configuration, whatever the name of that."""
+    """The ModelArgs of a model's parts, outermost first.  A nested part has its own, from a nested
+    configuration of any name."""
     for _, module in model.named_modules():
         for value in vars(module).values():
             if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,9 +1,9 @@
-"""How a model is run packed: found out when it is loaded, by trying, against the model itself.
+"""Chooses the packed form of a model at load time, by a trial against the model itself.
 
 1. Attention through the seam, recurrent layers as sequences (sequences/recurrent.py).
-2. Where that fails, or its logits are not the model's own: attention a segment at a time too
-   (sequences/kv_segments.py): slower, and general.
-3. Where that fails as well the model is refused, by name and with the reason.
+2. If that fails, or the logits differ from the model's own: attention one segment at a time too
+   (sequences/kv_segments.py): slower, but general.
+3. If that also fails, ModelLoadError names the architecture and the reason.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Observer(ReferenceAttention):
-    """Notes how a model attends."""
+    """Records the attention shapes of a model."""
 
     def __init__(self, store: PagedStore) -> None:
         super().__init__(store)
@@ -53,10 +53,10 @@ class _ObserverStep(ReferenceStepAttention):
 def fit(
     model: nn.Module, layout: Layout, model_type: str
 ) -> tuple[PackedModel, list[AttentionShape]]:
-    """The model, ready for packed steps, and the shapes that its attention has in the seam.
+    """The model, ready for packed steps, and its attention shapes in the seam.
 
-    Trying it also evaluates what models compute lazily when they are made and keep outside of their
-    parameters (RoPE's frequencies): MLX can only do so in the thread that made it.
+    The trial also evaluates lazy arrays that are not parameters (RoPE's frequencies): MLX can
+    evaluate them only in the thread that created them.
     """
     try:
         trial = Trial(model, layout.vocab_size)

@@ -1,6 +1,6 @@
-"""What a model keeps for a request, and which of its modules touch it: read off one native token.
+"""The caches of a model and the modules that use them, observed over one native token.
 
-The model runs as mlx-lm runs it, with caches that note who uses them; nothing is computed.
+The model runs as mlx-lm runs it, with caches that record their callers.  Nothing is evaluated.
 """
 
 import copy
@@ -40,16 +40,16 @@ class StateLayer:
     size: int
 
 
-# One entry of a model's list of caches: a layer, several of them (a CacheList), or nothing kept.
+# One entry of a model's list of caches: a layer, several layers (a CacheList), or no cache.
 Node = PagedLayer | StateLayer | tuple | None
 
 
 @dataclass
 class Layout:
-    """nodes: one a cache of the model's list.  specs: the store's layers, in order.
+    """nodes: one per cache in the model's list.  specs: the store's layers, in order.
 
-    state_bytes: what recurrent layers keep of a request.  kv_users, state_users: the modules that
-    touch K and V or states, by their paths.
+    state_bytes: bytes of recurrent state per request.  kv_users, state_users: the modules that use
+    K and V, or states, by path.
     """
 
     vocab_size: int
@@ -62,7 +62,7 @@ class Layout:
     state_users: dict[str, nn.Module] = field(default_factory=dict)
 
     def add(self, cache: Any) -> Node:
-        """The node of a cache that has seen one token."""
+        """The node for a cache that holds one token."""
         if isinstance(cache, CacheList):
             return tuple(self.add(c) for c in cache.caches)
         if isinstance(cache, ArraysCache):
@@ -74,7 +74,7 @@ class Layout:
             return None
         _, heads, _, k_dim = cache.keys.shape
         v_dim = cache.values.shape[-1]
-        # An adapted module (adapters/) may keep something else than mlx-lm's own.
+        # An adapted module (adapters/) may store other shapes than mlx-lm's module.
         heads, k_dim, v_dim = getattr(cache.user, "kept_dims", (heads, k_dim, v_dim))
         window = cache.max_size if isinstance(cache, RotatingKVCache) else None
         chunk = cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
@@ -83,7 +83,7 @@ class Layout:
 
 
 def inspect(model: nn.Module, model_type: str) -> Layout:
-    """Run one token natively and note what is kept and by whom; ModelLoadError if it cannot."""
+    """Run one token natively to find the caches and their users; raises ModelLoadError."""
     users: dict[int, set[str]] = {}  # by the module's id: "kv", "state" or both
     caches = [_watched(c, users, model_type) for c in make_prompt_cache(model)]
     try:
@@ -100,7 +100,7 @@ def inspect(model: nn.Module, model_type: str) -> Layout:
 
 
 def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:
-    """The cache, made to note which modules touch it."""
+    """A copy of the cache that records which modules use it."""
     if type(cache) is CacheList:
         return CacheList(*(_watched(c, users, model_type) for c in cache.caches))
     if type(cache) not in (ArraysCache, *NATIVE_TYPES) or getattr(cache, "keep", False):
@@ -134,7 +134,7 @@ def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:
 
 
 def _calling_module(frame: FrameType | None, cache: Any) -> nn.Module | None:
-    """The innermost module whose `__call__` this frame is part of; None within the cache itself."""
+    """The innermost module with `__call__` on the stack; None for a call by the cache itself."""
     if frame is not None and frame.f_locals.get("self") is cache:
         return None
     while frame is not None:
@@ -146,7 +146,7 @@ def _calling_module(frame: FrameType | None, cache: Any) -> nn.Module | None:
 
 
 def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of the modules (by path) that are not part of another one of them."""
+    """The modules (by path) that are not part of another one in `modules`."""
     return {
         path: module
         for path, module in modules.items()

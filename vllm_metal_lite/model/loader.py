@@ -1,4 +1,4 @@
-"""From a name to a model that is ready for packed steps.
+"""Loads a model by name and prepares the model for packed steps.
 
 A name is "demo" (shipped in the package), a local folder, or a Hugging Face repository.
 """
@@ -37,14 +37,14 @@ from vllm_metal_lite.specs import AttentionShape
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
-# What git checks out in place of a large file, if git-lfs is not installed.
+# The start of a git-lfs pointer, which git checks out if git-lfs is not installed.
 _LFS_FIRST_WORDS = b"version https://git-lfs"
 _A_MODEL = (
     "a model is 'demo', a local folder, or a Hugging Face name such as "
     "mlx-community/Qwen3-0.6B-4bit"
 )
 
-# Architectures whose own results in mlx-lm cannot be trusted, with the reason.
+# Architectures with wrong results in mlx-lm itself, and the reason.
 _REFUSED = {
     "plamo3": "its decoding from a cache is wrong in mlx-lm itself",
     "phi3small": "in mlx-lm the tokens of a prompt see those behind them",
@@ -53,9 +53,9 @@ _REFUSED = {
 
 @dataclass
 class LoadedModel:
-    """A model, its tokenizer, and what the engine must know about them.
+    """A model, its tokenizer and the facts that the engine needs.
 
-    context_guess: where max_position comes from if config.json does not say it, None if it does.
+    context_guess: the source of max_position if the number is a guess, otherwise None.
     """
 
     name: str
@@ -78,9 +78,9 @@ class LoadedModel:
         return sum(s.bytes_per_token for s in self.kv_specs)
 
     def with_kv_bits(self, kv_bits: int | None) -> "LoadedModel":
-        """The same model with its K and V kept in 8 or 4 bits a value, or (None) as they are.
+        """The same model with K and V stored in 8 or 4 bits per value, or (None) unquantised.
 
-        Raises ConfigError, with the reason, if what a layer keeps cannot be quantised.
+        Raises ConfigError, with the reason, if a layer's rows cannot be quantised.
         """
         if kv_bits is not None and (problem := _not_quantisable(self.kv_specs)):
             raise ConfigError(
@@ -94,18 +94,18 @@ class LoadedModel:
 
     @property
     def state_bytes(self) -> int:
-        """What recurrent layers keep of one request, however long."""
+        """Bytes of recurrent state per request, independent of the length."""
         return self.packed.layout.state_bytes
 
 
 def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
     """Load a model by name; every failure is a ModelLoadError of one line.
 
-    trust_remote_code: run Python code of the model's folder, where its tokenizer or its
-    architecture is made of that.
+    trust_remote_code: run Python code from the model's folder, if the tokenizer or the architecture
+    needs that.
 
-    dtype "auto": what the weights have on a GPU; on a CPU float32, with quantised weights expanded,
-    since MLX's CPU backend is quick in nothing else.
+    dtype "auto": on a GPU the type of the weights; on a CPU float32, with quantised weights
+    expanded, because MLX's CPU backend is fast only in float32.
     """
     path, name = find(name), str(name)
     config = _read_config(path)
@@ -122,21 +122,21 @@ def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> Loa
         return from_model(model, tokenizer, config, name=name, path=path)
     except RemoteCodeError:
         raise
-    except (Exception, SystemExit) as e:  # whatever a broken folder provokes in the libraries below
+    except (Exception, SystemExit) as e:  # a broken folder can make the libraries raise anything
         raise ModelLoadError(f"{name}: cannot load this model: {one_line(e)}") from e
 
 
 def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) -> TokenizerWrapper:
-    # False, and not None, for which transformers asks on stdin.
+    # Never None: transformers would ask on stdin.
     options = {"trust_remote_code": trust}
     try:
         tokenizer = load_tokenizer(path, options, eos_token_ids=config.get("eos_token_id"))
     except Exception as e:
-        # What is raised differs: transformers tries its own tokenizer where it has one.
+        # The exception type varies: transformers first tries a tokenizer of its own.
         if trust or "auto_map" not in _read_json(path / "tokenizer_config.json"):
             raise
         raise _remote_code_error(name, "tokenizer", path) from e
-    # As if transformers had warned already: the engine has a limit of its own, and says it.
+    # Suppress transformers' warning: the engine reports its own limit.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
@@ -156,13 +156,12 @@ def from_model(
     name: str,
     path: Path | None = None,
 ) -> LoadedModel:
-    """Wrap an mlx-lm model that is already in memory; refuses what cannot be packed and paged."""
+    """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it."""
     model_type = str(config.get("model_type"))
     _refuse_untrusted(name, model_type)
     num_parameters = sum(w.size for w in backend.leaves(model.parameters()))
     adapt(model)
     layout = inspect(model, model_type)
-    # A CPU's time is in the products themselves, and parts of one are not contiguous.
     max_position, context_guess = context_length(model, config)
     packed, shapes = fit(model, layout, model_type)
     weights = backend.leaves(model.parameters())
@@ -186,7 +185,7 @@ def from_model(
 
 
 def _not_quantisable(specs: list[LayerSpec]) -> str | None:
-    """Why the rows of some layer cannot be quantised, or None if all can."""
+    """Why a layer's rows cannot be quantised, or None if all layers can."""
     for layer, spec in enumerate(specs):
         if not mx.issubdtype(spec.dtype, mx.floating):
             return f"layer {layer} keeps {spec.dtype}"
@@ -202,7 +201,7 @@ def _refuse_untrusted(name: str, model_type: str) -> None:
 
 
 def find(name: str) -> Path:
-    """The folder of a model, downloaded (with progress) if it is a Hugging Face repository."""
+    """The folder of a model; downloads (with progress) from Hugging Face if needed."""
     if not isinstance(name, (str, Path)):
         raise ModelLoadError(f"{_A_MODEL}, got {show(name)}")
     if name == "demo":
@@ -232,7 +231,7 @@ def _download(name: str) -> Path:
         ) from e
     except errors.RepositoryNotFoundError as e:
         raise ModelLoadError(f"{shown}: there is no such model on the Hugging Face Hub") from e
-    except Exception as e:  # the hub's client has many ways to say "no network"
+    except Exception as e:  # the hub's client has many errors for "no network"
         raise ModelLoadError(
             f"{shown}: not in the local cache, and the Hugging Face Hub cannot be reached "
             f"({one_line(e)})"
@@ -278,7 +277,7 @@ def _is_pointer(file: Path) -> bool:
     try:
         with file.open("rb") as f:
             return f.read(len(_LFS_FIRST_WORDS)) == _LFS_FIRST_WORDS
-    except OSError:  # reading it as a part of the model says why
+    except OSError:  # loading the model reports the reason
         return False
 
 
@@ -289,7 +288,7 @@ def _convert(model: nn.Module, dtype: str) -> None:
     if dtype != "auto":
         model.set_dtype(getattr(mx, dtype))
     if expand:
-        # Now that scales are float32: expanded in 16 bits, weights would be rounded.
+        # Only now that scales are float32: expanding in 16 bits would round the weights.
         dequantize_model(model)
         _dequantize_multi_linear(model)
         model.set_dtype(mx.float32)

@@ -1,4 +1,4 @@
-"""An mlx-lm model that takes packed steps: its caches for a step, and which rows reach its head."""
+"""Runs an mlx-lm model on packed steps: builds its caches and selects the rows for its head."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +46,7 @@ def _body(model: nn.Module) -> nn.Module | None:
 
 
 class Fusion(Protocol):
-    """What takes several launches of a forward together (see fusion/)."""
+    """Merges several launches of a forward into one (see fusion/)."""
 
     def layer_cache(
         self,
@@ -56,7 +56,7 @@ class Fusion(Protocol):
         template: Any = None,
         sequences: SequenceStep | None = None,
     ) -> PagedLayerCache:
-        """What a layer of the store sees as its cache."""
+        """The cache object that the model gets for one layer of the store."""
 
     def building(self, step: Step) -> AbstractContextManager[None]:
         """Held while a forward is built."""
@@ -77,7 +77,7 @@ NO_FUSION = NoFusion()
 def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
     """An entry of the model's list of caches.
 
-    Not a closure of the forward: one that calls itself is a reference cycle, and would keep the
+    Not a closure in the forward: a recursive closure is a reference cycle, which would keep the
     step's arrays until Python's garbage collector runs.
     """
     if isinstance(node, tuple):
@@ -88,8 +88,8 @@ def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
-    by_segment: why attention modules see sequences too, a segment at a time (sequences/runs.py),
-    in one line; None if they do not have to.
+    by_segment: why attention runs one segment at a time (sequences/runs.py), in one line; None if
+    attention runs packed.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, by_segment: str | None = None) -> None:
@@ -97,7 +97,7 @@ class PackedModel:
         users = outermost({**layout.state_users, **(layout.kv_users if by_segment else {})})
         for module in users.values():
             show_sequences(module)
-        # Where one of them uses K and V it can only see a segment at a time.
+        # A module that uses K and V can see only one segment at a time.
         self.by_segment: str | None = None
         if any(is_part(kv, path) for path in users for kv in layout.kv_users):
             self.by_segment = by_segment or "modules that keep K and V keep a state too"
@@ -108,12 +108,12 @@ class PackedModel:
 
     @property
     def sees_sequences(self) -> bool:
-        """Whether some modules are called a run of segments at a time."""
+        """Whether some modules run on sequences (sequences/runs.py), not on packed rows."""
         return bool(self.layout.num_states) or self.reads_store
 
     @property
     def reads_store(self) -> bool:
-        """Whether attention is a segment at a time: K and V are read by MLX operations."""
+        """Whether attention runs one segment at a time: MLX operations read K and V."""
         return self.by_segment is not None
 
     @property
@@ -136,9 +136,9 @@ class PackedModel:
         logits_indices: mx.array | None,
         fusion: Fusion = NO_FUSION,
     ) -> mx.array:
-        """Build the forward of a step; returns logits (R, vocab_size) of the rows asked for.
+        """Build the forward of a step; returns logits (R, vocab_size) of rows `logits_indices`.
 
-        None asks for all of them, padding included.
+        None selects all rows, padding included.
         """
         step, sequences = attention.step, None
         if self.sees_sequences:

@@ -1,11 +1,11 @@
-"""Whether a packed model's logits are the model's own, but for rounding.
+"""Checks that a packed model's logits equal the model's own, up to rounding.
 
-Rounding can move logits far: where it sends a token to another expert, that row is as wrong as one
-that read a wrong context.  So the measure is the model's own noise: mlx-lm runs the same tokens in
-chunks of several sizes, and how far those logits are from a single shot's is what rounding does to
-this model, in its type, on this device.  An error of attention (a mask, a position, a block) moves
-nearly every row that it concerns by about the spread of the logits.  An error of rounding moves
-some rows, and the rows of the chunkings just as often.
+Rounding can move logits far: a token that rounding routes to another expert looks as wrong as a
+token with a wrong context.  So errors are compared with the model's own noise.  mlx-lm runs the
+same tokens in chunks of several sizes; the distance from a single forward is the effect of rounding
+in this type on this device.  An attention error (a mask, a position, a block) moves nearly every
+affected row by about the spread of the logits.  Rounding moves only some rows, and moves the
+chunked rows just as often.
 """
 
 import traceback
@@ -23,9 +23,9 @@ from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.model.seam import hooks, layer_cache, placeholders
 
-# Two requests, of 9 and 14 tokens: (computed before, computed now) in the steps of the trial.
-# Prompts, then a decode beside a chunk, then decodes, then one decode and no other, for a step of
-# one row may take kernels of its own.
+# Two requests of 9 and 14 tokens.  Each step: their computed tokens, their scheduled tokens.
+# Prompts, then a decode beside a chunk, then decodes, then single decodes, because a step of one
+# row may use other kernels.
 LENGTHS = (9, 14)
 STEPS = (
     ((0, 0), (4, 3)),
@@ -37,32 +37,32 @@ STEPS = (
 )
 BLOCK = 8
 
-# Chunks in which mlx-lm itself runs the tokens.  Latent attention takes other products for 1.
+# Chunk sizes for mlx-lm's own runs.  Latent attention uses other products for 1.
 _CHUNKS = (1, 2, 5)
 
-# A distance is relative to the spread of the logits.  Rows are compared with noise plus this much:
-# mlx-lm's chunks may round all alike where a packed step cannot.
+# Distances are relative to the spread of the logits.  The limit adds to the noise: mlx-lm's chunks
+# may all round alike where a packed step cannot.
 _LIMIT = 0.25
-# Without 16 bits not one row may be beyond this much plus so many times the worst noise.
+# Without 16-bit weights, no row may exceed _EXACT_LIMIT plus _WORST times the worst noise.
 _16_BIT = (mx.float16, mx.bfloat16)
 _EXACT_LIMIT, _WORST = 0.05, 3
-# Tokens are drawn anew where a trial fails: what does not fit fails with any.
+# A failed trial repeats with new tokens: a model that does not fit fails with any tokens.
 _DRAWS = 4
 
-# Where a model comes that uses K and V, or a mask, as arrays.
+# The modules that raise if a model uses K, V or a mask as an array.
 _SEAM = tuple(module.__name__ for module in (placeholders, hooks, layer_cache))
 
 
 class Problem(NamedTuple):
-    """text: one line.  is_unexpected: an exception that is not due to how the model is written."""
+    """text: one line.  is_unexpected: an exception not caused by how the model is written."""
 
     text: str
     is_unexpected: bool = False
 
 
 class Row(NamedTuple):
-    """A row of a packed step.  kind: of its segment: prompt, chunk, decode, or one row (a decode in
-    a step of its own).  error: the distance of its logits.  request, position: its token."""
+    """A row of a packed step.  kind of its segment: prompt, chunk, decode, or one row (a decode
+    alone in its step).  error: the distance of its logits.  request, position: its token."""
 
     kind: str
     error: float
@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 class Draw:
-    """Random tokens of two requests, and a model's own logits of them."""
+    """Random tokens of two requests, and the model's own logits for them."""
 
     def __init__(self, model: nn.Module, vocab_size: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -81,7 +81,7 @@ class Draw:
 
     @cached_property
     def noise(self) -> list[np.ndarray]:
-        """Distances of the model's own logits in chunks, (positions, chunkings) a request."""
+        """Distances of the model's own chunked logits, (positions, chunk sizes) per request."""
         return [
             np.transpose([list(map(_distance, _native(self._model, s, n), own)) for n in _CHUNKS])
             for s, own in zip(self.sequences, self.own, strict=True)
@@ -90,7 +90,7 @@ class Draw:
     def rows(
         self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> list[Row]:
-        """The rows of a packed model's steps.  attention: over a store of 4 blocks."""
+        """Run the steps through a packed model.  attention: over a store of 4 blocks."""
         size = attention.store.block_size
         inputs = InputBatch(2, 2 * size, size, len(attention.store.num_blocks))
         seats = np.array([inputs.add(s, len(s)) for s in self.sequences])
@@ -118,7 +118,7 @@ class Draw:
 
 
 class Trial:
-    """Tries packed forms of a model; what the model itself computes is kept for the next form."""
+    """Tries packed forms of a model; keeps the model's own logits for the next form."""
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
         self._model, self._vocab_size = model, vocab_size
@@ -130,7 +130,7 @@ class Trial:
     def problem(
         self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> Problem | None:
-        """Why a packed model does not fit, None if it does.
+        """Why a packed model does not fit, or None if the model fits.
 
         attention: over a store of 4 blocks.
         """
@@ -144,7 +144,7 @@ class Trial:
                 if worst <= self._limit:
                     return None
                 for row in rows:
-                    if row.position:  # the first token of a request has no context to mistake
+                    if row.position:  # the first token of a request has no context
                         errors.setdefault(row.kind, []).append(row.error)
                         noise.setdefault(row.kind, []).append(draw.noise[row.request][row.position])
             except Exception as e:
@@ -170,22 +170,23 @@ class Trial:
 
 
 def _share_beyond(errors: list[float], noise: list[np.ndarray]) -> float:
-    """Of all pairs of a packed row and a row of a chunking, in how many the first is farther away
-    by more than the limit: half or less if they are alike, nearly 1 if they are not."""
+    """The share of (packed row, chunked row) pairs in which the packed row's distance is larger by
+    more than _LIMIT: at most half for rounding alone, nearly 1 for an attention error."""
     limits = np.sort(np.concatenate(noise)) + _LIMIT
     return float(np.mean(np.searchsorted(limits, errors)) / len(limits))
 
 
 def _is_unexpected(e: Exception) -> bool:
-    """Whether our code, or MLX called from there, raised it, not a model (or the seam in its place)
-    that uses what stands for K and V in a way that was not foreseen."""
+    """Whether our code, or MLX called from our code, raised `e`.  False for a model, and for the
+    seam, which raises if a model uses a placeholder in an unforeseen way."""
     *_, (frame, _) = traceback.walk_tb(e.__traceback__)
     name = frame.f_globals["__name__"]
     return name.startswith("vllm_metal_lite.") and name not in _SEAM
 
 
 def _distance(got: np.ndarray, expected: np.ndarray) -> float:
-    """0 where the model's own logits are NaN; infinite where others are."""
+    """RMS distance relative to the spread; 0 if the model's own logits are all NaN or infinite,
+    infinite if `got` has a NaN."""
     finite = np.isfinite(expected)  # some models forbid tokens with -inf
     if not finite.any():
         return 0.0
@@ -195,7 +196,7 @@ def _distance(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _native(model: nn.Module, tokens: np.ndarray, chunk: int) -> np.ndarray:
-    """mlx-lm's logits (len(tokens), V) of one sequence, so many tokens at a time."""
+    """mlx-lm's logits (len(tokens), V) of one sequence, run in chunks of `chunk` tokens."""
     cache, parts = make_prompt_cache(model), []
     for start in range(0, len(tokens), chunk):
         logits = model(mx.array(tokens[start : start + chunk])[None], cache=cache)[0]

@@ -1,1 +1,1 @@
-"""Modules of mlx-lm that ask the seam instead of computing by hand."""
+"""Adapted mlx-lm modules, which use the seam instead of their own attention code."""

@@ -1,9 +1,9 @@
-"""Latent attention where mlx-lm has none, and its up-projections a head at a time.
+"""Latent attention for models where mlx-lm expands it, and up-projections per head.
 
-DeepSeek V2, MiniCPM 3 and Youtu project one latent and one rotary key a token, as DeepSeek V3 does,
-but mlx-lm expands them to heads before it keeps them, which is many times as much.  Here they are
-kept as they are, and the up-projection is absorbed into queries and outputs (DeepSeek-V2,
-arXiv 2405.04434, section 2.1): the same sums in another order.
+DeepSeek V2, MiniCPM 3 and Youtu project one latent and one rotary key per token, like DeepSeek V3.
+mlx-lm caches the expanded heads, which are many times larger.  The classes here store the latents
+and absorb the up-projection into queries and outputs (DeepSeek-V2, arXiv 2405.04434, section 2.1):
+the same sums in another order.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from vllm_metal_lite.model.seam.placeholders import LatentScores
 
 
 class LatentAttention(nn.Module):
-    """For a class of mlx-lm's that keeps expanded heads; its own outside of packed forwards."""
+    """Mixin for mlx-lm classes that cache expanded heads; unchanged outside packed forwards."""
 
     @property
     def kept_dims(self) -> tuple[int, int, int]:
@@ -25,7 +25,7 @@ class LatentAttention(nn.Module):
         return 1, self.kv_lora_rank, self.qk_rope_head_dim
 
     def adapt(self) -> None:
-        """Take the up-projections of keys and values apart, (H, dim, rank) each."""
+        """Split the up-projection into those of keys and values, (H, dim, rank) each."""
         up = self.kv_b_proj
         weight = up.weight
         if isinstance(up, nn.QuantizedLinear):
@@ -57,12 +57,12 @@ class LatentAttention(nn.Module):
 
 
 def by_head(x: mx.array, weight: mx.array) -> mx.array:
-    """(N, H, 1, A) times (H, A, B): a product a head, not one a row and head."""
+    """(N, H, 1, A) times (H, A, B): one product per head, not one per row and head."""
     return (x.squeeze(2).swapaxes(0, 1) @ weight).swapaxes(0, 1)[:, :, None]
 
 
 def _rows_last(base: type) -> type:
-    """Up-projections a head that take packed rows (N, H, 1, A) as (H, N, A)."""
+    """Per-head up-projections that multiply packed rows (N, H, 1, A) as (H, N, A)."""
 
     def call(self: nn.Module, x: mx.array, transpose: bool = True) -> mx.array:
         if x.ndim != 4 or x.shape[2] != 1 or x.shape[0] == 1:

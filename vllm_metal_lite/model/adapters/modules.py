@@ -1,8 +1,7 @@
-"""Modules that compute scores, masks or positions by hand, taught to ask the seam instead.
+"""Adapters for modules that compute scores, masks or positions without the seam.
 
-One class a module, with the module's own weights; outside a packed forward it is the original.
-What is not here runs too, a segment at a time (sequences/kv_segments.py): these are
-worth the speed.
+Each adapter uses the module's own weights and changes nothing outside packed forwards.  Other such
+modules run one segment at a time (sequences/kv_segments.py); these are worth the extra speed.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,13 +28,13 @@ def _project(attention: nn.Module, x: mx.array) -> Iterator[mx.array]:
 
 
 class Gemma2Attention(gemma2.Attention):
-    """Gemma 2 caps its scores, which SDPA cannot; ours can."""
+    """Gemma 2 caps its scores, which MLX's SDPA does not support."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, PagedLayerCache):
             return super().__call__(x, mask, cache)
         q, k, v = _project(self, x)
-        rope: Any = self.rope  # takes an array of offsets too, against its annotation
+        rope: Any = self.rope  # also takes an array of offsets, despite its annotation
         q, k = rope(q, offset=cache.offset), rope(k, offset=cache.offset)
         keys: KVHandle = cache.update_and_fetch(k, v)[0]
         out = keys.cache.attend(q, self.scale, mask, softcap=self.attn_logit_softcapping)
@@ -43,7 +42,7 @@ class Gemma2Attention(gemma2.Attention):
 
 
 class Llama4Body(llama4.LlamaModel):
-    """Llama 4 makes its own masks, for chunks; the store's layers know their chunks."""
+    """Llama 4 builds its own chunk masks; the store's layers know their chunks."""
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         if cache is None or not isinstance(cache[0], PagedLayerCache):
@@ -55,7 +54,7 @@ class Llama4Body(llama4.LlamaModel):
 
 
 class Llama4Attention(llama4.Attention):
-    """Layers without RoPE scale queries by their positions, which are an array here."""
+    """Layers without RoPE scale queries by position, which is an array in packed steps."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, PagedLayerCache):
@@ -75,9 +74,9 @@ class Llama4Attention(llama4.Attention):
 
 
 class DynamicRoPE(DynamicNTKScalingRoPE):
-    """Its base grows with the length of each request, but only beyond the trained context.
+    """The base grows with the length of each request, but only beyond the trained context.
 
-    `rotation_limit` keeps packed steps within that, where the base is the plain one for every row.
+    `rotation_limit` keeps packed steps within that context, where all rows share the plain base.
     """
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
@@ -89,8 +88,8 @@ class DynamicRoPE(DynamicNTKScalingRoPE):
 
 
 def rotation_limit(model: nn.Module) -> int | None:
-    """The longest context for which a model's rotations are the same for every request, None if
-    there is no such limit."""
+    """The longest context in which all requests share the model's rotations, or None if there is no
+    limit."""
     ropes = (m for m in model.modules() if isinstance(m, DynamicNTKScalingRoPE))
     return min((rope.max_position_embeddings for rope in ropes), default=None)
 
@@ -105,7 +104,7 @@ _ADAPTERS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def adapt(model: nn.Module) -> None:
-    """Swap in the adapters a model needs, in place; weights stay where they are."""
+    """Install the adapters that a model needs, in place."""
     for module in model.modules():
         adapter: Callable | None = _ADAPTERS.get(type(module))
         if adapter is not None:

@@ -1,1 +1,1 @@
-"""What a model meets in the place of its caches and of SDPA during a packed forward."""
+"""Replacements for a model's caches and SDPA during a packed forward."""

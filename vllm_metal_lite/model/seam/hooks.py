@@ -1,7 +1,7 @@
-"""What a packed forward puts in the place of MLX's own functions, while it is being built.
+"""Replaces MLX functions while a packed forward is built.
 
-`mx.fast.scaled_dot_product_attention` with a KVHandle for keys is paged attention.  mlx-lm's
-modules call it by that name, each in a way of its own, so the name is where they are all met.
+`mx.fast.scaled_dot_product_attention` with a KVHandle for keys becomes paged attention.  mlx-lm's
+modules differ in how they call SDPA, but all use that name.
 """
 
 import threading
@@ -14,16 +14,16 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.cuda import flatten_quantised
 from vllm_metal_lite.model.seam.placeholders import KVHandle
 
-# Names are the whole process's: one thread at a time builds a forward.
+# Hooks are global to the process, so one thread at a time builds a forward.
 _LOCK = threading.Lock()
 
-# (owner, name, function that is to stand there)
+# (owner, name, replacement)
 Hook = tuple[Any, str, Callable]
 
 
 @contextmanager
 def hooked(hooks: Sequence[Hook]) -> Iterator[None]:
-    """Put functions in the place of others, and theirs back in the end."""
+    """Install the hooks, and restore the original functions at the end."""
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in hooks]
     for owner, name, function in hooks:
         setattr(owner, name, function)
@@ -36,7 +36,7 @@ def hooked(hooks: Sequence[Hook]) -> Iterator[None]:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """While a packed forward is built."""
+    """Held while a packed forward is built."""
     with _LOCK, hooked(_hooks()):
         yield
 

@@ -1,9 +1,9 @@
-"""The seam: packed tokens through an unmodified mlx-lm model, K and V through the paged store.
+"""The seam: runs packed tokens through an unmodified mlx-lm model over the paged store.
 
-Tokens enter as a batch of N sequences of length 1, so `mx.fast.rope` takes one offset a row and
-RoPE restarts for every request.  Each layer gets a `PagedLayerCache`; what it returns for K and V
-are handles, which stand for the store: `mx.fast.scaled_dot_product_attention` goes to our attention
-when its keys are one (seam/hooks.py).
+Tokens enter as a batch of N sequences of length 1, so `mx.fast.rope` takes one offset per row and
+each request keeps its own positions.  Each layer gets a `PagedLayerCache`, which returns handles
+for K and V.  `mx.fast.scaled_dot_product_attention` with a handle for keys calls our attention
+(seam/hooks.py).
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from vllm_metal_lite.model.sequences.runs import PackedCache, Run, SequenceStep
 
 
 class PagedLayerCache(PackedCache):
-    """What one attention layer sees as its cache during one forward.
+    """The cache of one attention layer during one forward.
 
-    offset: (N,) positions of the rows, which is what `mx.fast.rope` wants.
-    template, sequences: the empty cache that mlx-lm would use, and the step as sequences, for
-    modules that must see those (sequences/runs.py); None where there are none.
+    offset: (N,) positions of the rows, as `mx.fast.rope` takes them.
+    template, sequences: mlx-lm's own empty cache, and the step as sequences, for modules that must
+    see sequences (sequences/runs.py); None if there are no such modules.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PagedLayerCache(PackedCache):
         return self.keys_and_values()
 
     def end(self) -> None:
-        """The model has built its last layer."""
+        """Called after the model has built its last layer."""
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """The handles, for a later layer that shares this one's K and V."""
@@ -53,9 +53,9 @@ class PagedLayerCache(PackedCache):
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask | None:
-        """mlx-lm's mask request; positions are ours to mind, so only the window is kept.
+        """mlx-lm's mask request.  Our attention handles positions, so only the window is recorded.
 
-        None: the layer's own window and nothing else, and no module asks for a sequence's mask.
+        None: only the layer's own window, and no module needs a mask per sequence.
         """
         alone = self.sequences is not None and self.sequences.alone
         if not alone and window_size in (None, self.spec.window):
@@ -72,13 +72,13 @@ class PagedLayerCache(PackedCache):
     ) -> mx.array:
         """q (N, H, 1, D) against the store -> (N, H, 1, v_head_dim).
 
-        With LatentScores for a mask, K is latents: they are the values too.
+        With LatentScores as the mask, K holds latents, which are also the values.
         """
         how = {"scale": scale, "window": self.spec.window, "softcap": softcap, "sinks": sinks}
         if self.spec.chunk is not None:
             how["chunk"] = self.spec.chunk
         if isinstance(mask, Mask):
-            # Behind the layer's own window nothing is kept, whatever the mask says.
+            # The store keeps nothing beyond the layer's own window, whatever the mask asks for.
             windows = [w for w in (mask.window, self.spec.window) if w is not None]
             how["window"] = min(windows, default=None)
         elif isinstance(mask, LatentScores) and mask.cache is self:
@@ -106,6 +106,6 @@ class PagedLayerCache(PackedCache):
             steps.pack([a[0].swapaxes(0, 1) for a in rows])
             for rows in zip(*self._written, strict=True)
         )
-        # The store is read before it is written, or else MLX would copy it.
+        # Read the store before the write; otherwise MLX would copy the store.
         self.attention.write(self.layer, mx.depends(k, out), mx.depends(v, out))
         self._written = []

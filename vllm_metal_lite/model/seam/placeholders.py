@@ -1,7 +1,7 @@
 """Placeholders for arrays that a packed forward does not make: K and V, latent scores, masks.
 
-All of them but `Mask` are arrays to mlx-lm: empty arrays of an absurd width, so that any use that
-we did not foresee fails instead of computing something.
+All except `Mask` are empty arrays of an absurd width, so that an unforeseen use fails instead of
+computing something.
 """
 
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ _POISON_SHAPE = (0, 7919)
 
 
 class LayerCache(Protocol):
-    """What a placeholder knows of its layer: see PagedLayerCache."""
+    """The part of PagedLayerCache that placeholders use."""
 
     spec: LayerSpec
     step: Step
@@ -33,7 +33,7 @@ class LayerCache(Protocol):
 
 
 class Handle(mx.array):
-    """Stands for an array of one layer, whose cache this is."""
+    """Stands for an array of the layer that owns `cache`."""
 
     def __init__(self, cache: LayerCache) -> None:
         super().__init__(mx.zeros(_POISON_SHAPE, cache.spec.dtype))
@@ -43,7 +43,7 @@ class Handle(mx.array):
 class KVHandle(Handle):
     """One layer's K or V in the store.
 
-    shape: what mlx-lm's own would be, but for the length: (N,), one a row.
+    shape: as in mlx-lm, except for the length: (N,), one per row.
     """
 
     @property
@@ -52,7 +52,7 @@ class KVHandle(Handle):
         return (step.num_rows, spec.num_kv_heads, step.positions + 1, spec.k_head_dim)
 
     def astype(self, dtype: mx.Dtype, stream: object = None) -> "KVHandle":
-        """The same: SDPA computes in the wider type of queries and keys anyway."""
+        """Returns self: SDPA computes in the wider type of queries and keys anyway."""
         return self
 
 
@@ -60,10 +60,10 @@ class ValueHandle(KVHandle):
     """One layer's V.
 
     Latent attention (MLA: DeepSeek V3, Kimi, GLM 4.7 Flash, LongCat, ...) keeps one latent and one
-    rotary key a token, as the K and V of a single head.  For one token at a time, which is how
-    packed rows look, mlx-lm absorbs the up-projections into queries and outputs:
-    scores = q @ latent + q_pe @ k_pe, and values are the latents themselves.  The second product
-    is what it hands to SDPA as `mask`.
+    rotary key per token, as K and V of a single head.  For sequences of length 1, such as packed
+    rows, mlx-lm absorbs the up-projections into queries and outputs:
+    scores = q @ latent + q_pe @ k_pe, and values are the latents.  mlx-lm passes the second
+    product to SDPA as `mask`.
     """
 
     def swapaxes(self, axis1: int, axis2: int, *, stream: object = None) -> "_RotaryKeys":
@@ -78,7 +78,7 @@ class _RotaryKeys(Handle):
 
 
 class LatentScores(Handle):
-    """q_pe @ k_pe of a layer, to be computed where its keys are: q_pe (N, H, 1, rope_dim)."""
+    """q_pe @ k_pe of a layer, left to our attention: q_pe (N, H, 1, rope_dim)."""
 
     def __init__(self, cache: LayerCache, q_pe: mx.array) -> None:
         super().__init__(cache)
@@ -86,9 +86,9 @@ class LatentScores(Handle):
 
 
 class Mask:
-    """What a layer's mask says, without the mask: how far back a query sees.
+    """Stands for a layer's mask: records how far back a query sees.
 
-    For a module that sees sequences, mlx-lm's cache is asked again, with a sequence's length.
+    For modules that see sequences, `native` gets mlx-lm's own mask for the length of a run.
     """
 
     def __init__(self, cache: LayerCache, return_array: bool, window: int | None) -> None:

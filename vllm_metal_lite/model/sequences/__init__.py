@@ -1,1 +1,1 @@
-"""Modules that must see sequences, not packed rows."""
+"""Runs modules that need sequences instead of packed rows."""

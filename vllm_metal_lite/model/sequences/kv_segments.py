@@ -1,8 +1,8 @@
-"""K and V for modules that see sequences: mlx-lm's own cache, rebuilt from the store for a segment.
+"""K and V for modules that see sequences: mlx-lm's own cache, rebuilt from the store per segment.
 
-The slow but general way, for attention that the seam cannot carry: a segment's context is gathered
-from the paged store into a cache of the type that the model itself would use, and its new rows are
-written back, all segments' at once.
+A slow but general path for attention that the seam cannot handle.  Each segment's context is
+gathered from the paged store into a cache of the model's own type.  The new rows of all segments
+are then written back together.
 """
 
 import copy
@@ -23,13 +23,13 @@ NATIVE_TYPES = (KVCache, RotatingKVCache, ChunkedKVCache)
 
 @cache
 def _noting(base: Any) -> type:
-    """A subclass of a cache type that remembers the rows it was given, (1, H, L, D)."""
+    """A subclass of a cache type that records the rows it receives, (1, H, L, D)."""
 
     def update_and_fetch(self: Any, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         if self.written is not None:
             raise NotImplementedError("a layer that writes its K and V twice")
         self.written = k, v
-        # What a later step reads from the store is what this one sees.
+        # Round now, so that this step sees the values that later steps read from the store.
         k, v = (row.rounded(a) for row, a in zip(self.rows, (k, v), strict=True))
         return base.update_and_fetch(self, k, v)
 
@@ -38,7 +38,7 @@ def _noting(base: Any) -> type:
 
 
 def rebuild(template: Any, layer: int, store: PagedStore, batch: ForwardBatch, run: Run) -> Any:
-    """The cache, of the type of `template`, that the run's only segment had before this step."""
+    """A cache of `template`'s type, with the context of the run's only segment."""
     native = copy.copy(template)
     kind: Any = type(template)
     native.__class__ = _noting(kind)
@@ -48,7 +48,7 @@ def rebuild(template: Any, layer: int, store: PagedStore, batch: ForwardBatch, r
         reach = _reach(template)
         positions = np.arange(max(run.start - reach, 0), run.start)
         count = len(positions)
-        # Of a full window the oldest is not seen any more, and its block may be another's.
+        # In a full window the oldest token is out of sight, and its block may be reused.
         positions = np.maximum(positions, run.start - reach + 1)
         table = batch.by_group[store.group_of[layer]].block_tables[run.segments[0]]
         slots = table[positions // batch.block_size] * batch.block_size
@@ -64,7 +64,7 @@ def rebuild(template: Any, layer: int, store: PagedStore, batch: ForwardBatch, r
 
 
 def _reach(template: Any) -> int:
-    """How many tokens back the cache holds."""
+    """The number of past tokens that the cache holds."""
     if isinstance(template, RotatingKVCache):
         return template.max_size
     return template.chunk_size if isinstance(template, ChunkedKVCache) else 1 << 62

@@ -1,8 +1,8 @@
-"""Recurrent layers: what one sees as its cache during a packed forward.
+"""The cache of a recurrent layer during a packed forward.
 
 Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their state in an
-`ArraysCache` of a few arrays (B, ...).  The modules that touch it see sequences (runs.py), all
-decodes as one batch; their states lie in the store by seat (kv/recurrent_state.py).
+`ArraysCache` of a few arrays (B, ...).  Modules that use the state see sequences (runs.py), with
+all decodes as one batch.  The store keeps the states by seat (kv/recurrent_state.py).
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class StateCache(PackedCache):
     def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
         for slot, (old, new) in enumerate(zip(self._before, native.cache, strict=True)):
             if new is old and (old is None or steps.states.has(run.index, (self.layer, slot))):
-                continue  # another module's slot, say
-            # A chunk's last rows would keep all of the chunk's alive.
+                continue  # for example, another module's slot
+            # A view of a chunk's last rows would keep the whole chunk alive.
             new = mx.contiguous(new) if run.length > 1 else new
             steps.states.set(run.index, (self.layer, slot), new)

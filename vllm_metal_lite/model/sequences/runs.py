@@ -1,13 +1,11 @@
-"""Modules that must see sequences, called in the middle of a packed forward.
+"""Runs modules that must see sequences inside a packed forward.
 
-A recurrent layer's rows depend on each other, so it cannot take packed rows as (N, 1, ...).  Such a
-module is called once a *run* instead: segments of one length, as (B, L, ...), each with the caches
-that mlx-lm itself would give it.  All decodes are one run.  Everything around the module still sees
-packed rows.
+A recurrent layer's rows depend on each other, so the layer cannot take packed rows (N, 1, ...).
+Such a module is called once per *run*: segments of one length, as (B, L, ...), with the caches that
+mlx-lm itself would pass.  All decodes form one run.  The rest of the model still sees packed rows.
 
-The same serves attention that the seam cannot carry (it computes its scores by hand, or keeps a
-cache of a kind of its own): then each segment is a run of its own, with its context gathered from
-the store (kv_segments.py).
+Attention that the seam cannot handle (computed without SDPA, for example) uses the same path.
+Then each segment is its own run, with its context gathered from the store (kv_segments.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +20,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.recurrent_state import SeatStates
 
-# A state may still grow during a request's first tokens (an n-gram's context does), and rows of
-# unlike shape make no batch: until so many tokens, segments of unlike position run apart.
+# A state may grow during a request's first tokens (an n-gram's context does), and states of
+# different shapes cannot be batched.  Up to this position, segments batch only at equal positions.
 _SETTLED = 8
 
 
@@ -31,8 +29,8 @@ _SETTLED = 8
 class Run:
     """Segments of one length.
 
-    segments (B,): their numbers.  rows (B, L): their rows of the step.  seats: B of them.
-    start: tokens before the first row, of the first segment; 0 in one is 0 in all.
+    segments (B,): indices of the segments.  rows (B, L): their rows in the step.  seats: B seats.
+    start: tokens before the first segment's first row; 0 for one segment means 0 for all.
     """
 
     index: int
@@ -51,7 +49,7 @@ class Run:
 
 
 def plan_runs(batch: ForwardBatch, alone: bool) -> list[Run]:
-    """Cut a step into runs that together cover every row once.  alone: a segment a run."""
+    """Split a step into runs that cover every row once.  alone: one segment per run."""
     cu = batch.cu_seqlens_q
     lengths = np.diff(cu)
     starts = batch.seq_lens - lengths
@@ -75,9 +73,9 @@ def plan_runs(batch: ForwardBatch, alone: bool) -> list[Run]:
 
 
 class SequenceStep:
-    """One packed step as runs: carries rows to sequences and back.
+    """One packed step as runs: converts rows to sequences and back.
 
-    alone: a module that takes more than states is among the modules, so a segment is a run.
+    alone: each segment is a run, because attention reads the store.
     """
 
     def __init__(self, step: Step, states: SeatStates, alone: bool) -> None:
@@ -93,7 +91,7 @@ class SequenceStep:
     def to_sequences(self, x: mx.array, run: Run) -> mx.array | int:
         """Packed rows (N, 1, ...) or (N, H, 1, D) of a run as (B, L, ...) or (B, H, L, D).
 
-        Positions (N,) become where each sequence begins.  What has no rows is handed on.
+        Positions (N,) become the start of each sequence.  Arrays without rows are returned as is.
         """
         if x is self.step.positions and len(run.rows) == 1:
             return run.start
@@ -110,7 +108,7 @@ class SequenceStep:
         return rows.reshape(count, length, shape[1], shape[3]).swapaxes(1, 2)
 
     def to_rows(self, parts: Sequence[Any]) -> Any:
-        """What a module gave for each run, (B, L, ...) or (B, H, L, D), as packed rows."""
+        """A module's results for all runs, (B, L, ...) or (B, H, L, D), as packed rows."""
         if isinstance(parts[0], (tuple, list)):
             return type(parts[0])(self.to_rows(items) for items in zip(*parts, strict=True))
         if not isinstance(parts[0], mx.array):
@@ -132,7 +130,7 @@ class SequenceStep:
 
 
 def _index(rows: np.ndarray) -> slice | mx.array:
-    """What picks these rows: a slice, which copies nothing, if they are neighbours."""
+    """An index for these rows: a slice, which copies nothing, if the rows are contiguous."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows) and (np.diff(rows) == 1).all():
         return slice(first, last + 1)
@@ -152,11 +150,11 @@ class PackedCache:
         raise NotImplementedError
 
     def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
-        """Take over what the run left in its native cache."""
+        """Take the run's results from its native cache."""
         raise NotImplementedError
 
     def flush(self, steps: SequenceStep, out: Any) -> None:
-        """All runs are built, with `out` for a result."""
+        """Called when all runs are built.  out: their result."""
 
 
 class CacheMembers(tuple):
@@ -164,7 +162,7 @@ class CacheMembers(tuple):
 
 
 def in_sequences(call: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Call a module run by run if it is given a packed cache, and as it is if not."""
+    """Call a module once per run if it receives a packed cache, otherwise once, unchanged."""
     caches = _find(args) + _find(tuple(kwargs.values()))
     if not caches:
         return call(module, *args, **kwargs)
@@ -205,7 +203,7 @@ def _find(values: Sequence[Any]) -> list[PackedCache]:
 
 
 def show_sequences(module: nn.Module) -> None:
-    """Make `module` see sequences during packed forwards; in any other it is the original."""
+    """Make `module` see sequences in packed forwards; other forwards are unchanged."""
     base = type(module)
     if getattr(base, "_in_sequences", False):
         return
