@@ -1,4 +1,4 @@
-"""The only import of MLX: every module imports `mx` from here.
+"""The only import of `mlx.core`: every module imports `mx` from here.
 
 MLX's Linux wheel carries a reference BLAS that reaches a few GFLOP/s.  A system OpenBLAS or MKL
 replaces it (about 25 times faster in float32), but must be loaded with global symbols BEFORE MLX.
