@@ -1,8 +1,7 @@
-"""The one door to MLX: every module takes `mx` from here.
+"""The only import of `mlx.core`: every module imports `mx` from here.
 
-MLX's Linux wheel carries a reference BLAS that reaches a few GFLOP/s.  A system OpenBLAS or MKL,
-loaded with global symbols BEFORE MLX, takes its place (about 25 times faster in float32), which is
-why MLX is imported here and nowhere else.
+MLX's Linux wheel carries a reference BLAS that reaches a few GFLOP/s.  A system OpenBLAS or MKL
+replaces it (about 25 times faster in float32), but must be loaded with global symbols BEFORE MLX.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ _mlx_came_first = "mlx.core" in sys.modules
 
 
 def _preload_blas() -> str | None:
-    """Load a fast BLAS on Linux; returns its name, or None when MLX will use its own."""
+    """Load a fast BLAS on Linux.  Returns the library's name; None if MLX will use its own."""
     if sys.platform != "linux" or _mlx_came_first:
         return None
     for name, files in _LIBRARIES.items():
@@ -47,7 +46,7 @@ if envs.device() == "cpu":
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The arrays (or None) at the ends of nested dicts, lists and tuples, such as parameters."""
+    """The leaves (arrays or None) of nested dicts, lists and tuples, such as parameters."""
     return list(dict(tree_flatten(tree)).values())
 
 
@@ -57,7 +56,7 @@ def mlx_version() -> str:
 
 @cache
 def name() -> str:
-    """Where MLX computes: "metal", "cuda" or "cpu"."""
+    """MLX's backend: "metal", "cuda" or "cpu"."""
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
@@ -68,7 +67,7 @@ def is_cpu() -> bool:
 
 
 def describe() -> str:
-    """One line for the start-up message: the device and, on a CPU, which BLAS is in use."""
+    """One line for the start-up message: the device and, on a CPU, the BLAS."""
     if not is_cpu():
         info = mx.device_info()
         return f"MLX {mlx_version()} on {info.get('device_name', name())} ({name()})"
@@ -84,7 +83,7 @@ def describe() -> str:
 
 
 def memory_limit() -> int:
-    """Bytes that may be used on this device: Metal's recommended working set, or all of memory."""
+    """Bytes available on this device: Metal's recommended working set, or all memory."""
     if is_cpu():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     info = mx.device_info()

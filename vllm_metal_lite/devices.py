@@ -1,7 +1,7 @@
-"""What depends on how fast a device is, and at what: the one file to edit when one is measured.
+"""Performance numbers of each device: the only file to edit after a measurement.
 
-Nothing here decides what is right, only what is fast.  Limits of Metal itself (threadgroup memory,
-head sizes, tiles) stay with their kernels.
+The numbers here affect speed, not results.  Metal's own limits (threadgroup memory, head sizes,
+tiles) stay with their kernels.
 """
 
 from dataclasses import dataclass
@@ -16,48 +16,49 @@ class DeviceProfile:
     Kernels:
     decode_fill: threadgroups of `paged_decode` that keep the device busy; with fewer, contexts are
         cut into splits.
-    min_split_context: tokens, the shortest context that is worth cutting, for parts are merged.
-    min_split_keys: keys, fewest of a split.
-    few_keys: keys, a split of up to so many gets a smaller threadgroup.
-    prefix_fill: threadgroups of `shared_prefix` that keep the device busy.  They hold more memory
-        than those of `paged_decode`, and each waits for a tile of keys at a time.
-    min_prefix_split_keys: keys, fewest of a split of a shared prefix.
-    rope_many_rows: rows from which a simdgroup of `rope_write` takes several heads: with fewer,
-        spreading the work is worth more than computing a sine once for several heads.
+    min_split_context: tokens, the shortest context worth splitting, as splits must be merged.
+    min_split_keys: keys, the fewest in a split.
+    few_keys: keys, the largest split that gets a smaller threadgroup.
+    prefix_fill: threadgroups of `shared_prefix` that keep the device busy.  Each uses more memory
+        than one of `paged_decode`, and waits for one tile of keys at a time.
+    min_prefix_split_keys: keys, the fewest in a split of a shared prefix.
+    rope_many_rows: rows from which a simdgroup of `rope_write` handles several heads.  With fewer
+        rows, parallelism is worth more than sharing a sine between heads.
     gemm_fill: threadgroups of `skinny_gemm`, of 8 simdgroups each, that keep the device busy.
-    max_normed_rows: rows up to which each threadgroup of `skinny_gemm` normalises all of them.
-    argmax_fill: rows of logits from which MLX's argmax, a threadgroup a row, needs no parts.
-    argmax_long: tokens of a vocabulary from which argmax in parts pays for its launches.
+    max_normed_rows: the most rows that each threadgroup of `skinny_gemm` normalises by itself.
+    argmax_fill: rows of logits from which MLX's argmax, one threadgroup per row, needs no parts.
+    argmax_long: vocabulary size from which argmax in parts repays its launches.
 
     Decodes that share a prefix:
-    min_saved_tokens: tokens that must not be read again to make up for a launch a layer.
-    min_saved_for_prompts: the same for rows of prompts, of which it makes decodes.
-    prefix_row_cost: what a row costs there whether it has the prefix or not, as a share of reading
-        the prefix.
+    min_saved_tokens: tokens, the least saving in reads that repays one launch per layer.
+    min_saved_for_prompts: the same when rows of prompts are attended to as decodes.
+    prefix_row_cost: cost of a row in `shared_prefix`, with or without the prefix, as a fraction of
+        reading the prefix.
 
     Prompts:
-    rows_as_decodes: rows of a step, up to which rows of prompts are attended to as decodes: such
-        steps wait for launches more than for keys that several rows read.
-    max_own_keys: keys that these rows may read, each for itself, beside the prefix they share.
-    small_rows: rows of prompts beside decodes, up to which a step is padded to shapes that repeat
-        and compiled.
-    small_mask: entries of the mask of such a step, at most.
-    min_keys, min_segment_rows: keys of such a step and rows of a segment, padded to these at least,
-        so that a prompt's first chunks are of one shape.
+    rows_as_decodes: rows, the largest step whose prompt rows are attended to as decodes.  Launches
+        cost such a step more than reading keys several times.
+    max_own_keys: keys, the most that these rows may read beyond their shared prefix, in total.
+    small_rows: rows of prompts beside decodes, the most for a step that is padded to repeating
+        shapes and compiled.
+    small_mask: entries, the largest mask of such a step.
+    min_keys, min_segment_rows: the least keys of such a step and rows of a segment after padding,
+        so that a prompt's first chunks have one shape.
 
-    MLX's SDPA, by which the reference attends:
-    sdpa_tile: query rows of a tile, at most.  An unfused SDPA computes what "causal" hides.
-    sdpa_call_cost: scores that are computed in the time of one more call.
-    key_cost: scores that are computed in the time of copying one key out of the store.
-    max_gathered_keys: keys that one call gathers at most, so that its copy of K and V stays small
+    MLX's SDPA, which the reference uses:
+    sdpa_tile: query rows, the most in a tile.  An unfused SDPA also computes the scores that
+        "causal" hides.
+    sdpa_call_cost: the time of one more call, in scores computed.
+    key_cost: the time to copy one key out of the store, in scores computed.
+    max_gathered_keys: keys, the most that one call gathers, so that its copy of K and V stays small
         beside the store.
 
     Steps:
-    row_grains: (rows, grain) pairs: a step of up to so many rows is padded to a multiple of the
-        grain; a grain of 0 is the next power of two.  The last pair has no limit.
-    memory_fraction: share of `backend.memory_limit()` that is used unless the user says otherwise.
-    profile_rows: rows of the step whose peak memory is measured at start, at most; larger steps
-        are scaled up from it.
+    row_grains: (rows, grain) pairs: a step of up to `rows` rows is padded to a multiple of `grain`;
+        a grain of 0 means the next power of two.  The last pair has no limit.
+    memory_fraction: default fraction of `backend.memory_limit()` to use.
+    profile_rows: rows, the most in the step that measures peak memory at start; the result is
+        scaled up for larger steps.
     profile_context: tokens, the longest context of that step.
     """
 
@@ -93,7 +94,7 @@ class DeviceProfile:
 
 _ANY = 1 << 30  # as rows or tokens: no limit
 
-# No Mac was measured yet: most guesses are what was found on an H200.
+# No Mac has been measured: most guesses are copied from the H200.
 METAL = DeviceProfile(
     decode_fill=128,  # guessed
     min_split_context=1024,  # guessed
@@ -143,7 +144,7 @@ CUDA = DeviceProfile(
     prefix_row_cost=1 / 8,  # guessed
     rows_as_decodes=64,  # measured with this limit only
     max_own_keys=1 << 14,  # guessed
-    small_rows=768,  # guessed: a chunk of 512, padded; larger chunks are for SDPA without a mask
+    small_rows=768,  # guessed: a chunk of 512, padded; larger chunks use SDPA without a mask
     small_mask=768 * 8192,  # guessed: that chunk at a context of 8k
     min_keys=1024,  # guessed
     min_segment_rows=64,  # guessed
@@ -157,8 +158,8 @@ CUDA = DeviceProfile(
     profile_context=4096,  # guessed
 )
 
-# Kernels run on a CPU in tests only, where time means nothing: their numbers are small enough that
-# tests meet every case, or those of a GPU.
+# Kernels run on a CPU only in tests, where speed does not matter.  Their numbers are a GPU's, or
+# small enough for tests to reach every case.
 CPU = DeviceProfile(
     decode_fill=16,
     min_split_context=1024,
@@ -169,7 +170,7 @@ CPU = DeviceProfile(
     rope_many_rows=256,
     gemm_fill=128,
     max_normed_rows=16,
-    argmax_fill=128,  # a CPU's argmax is never in parts
+    argmax_fill=128,  # unused: a CPU's argmax has no parts
     argmax_long=1 << 16,
     min_saved_tokens=8192,
     min_saved_for_prompts=8192,
@@ -180,13 +181,13 @@ CPU = DeviceProfile(
     small_mask=768 * 8192,
     min_keys=1024,
     min_segment_rows=64,
-    sdpa_tile=256,  # measured on 2 cores: `exp` dominates, half of a causal square is for nothing
+    sdpa_tile=256,  # measured on 2 cores: `exp` dominates, half of a causal square is wasted
     sdpa_call_cost=1 << 13,  # measured on 2 cores
     key_cost=64,  # measured on 2 cores: 1.3 us a key, 13 ns a score
     max_gathered_keys=1 << 17,  # guessed
-    row_grains=((_ANY, 1),),  # a padded row costs as much as a real one, and buffers cost nothing
-    memory_fraction=0.4,  # guessed: the limit is all of the machine's memory, which others use too
-    profile_rows=64,  # a full step takes seconds; a part of it, scaled up, errs on the safe side
+    row_grains=((_ANY, 1),),  # padded rows cost as much as real rows; buffers are free
+    memory_fraction=0.4,  # guessed: the limit is all memory, which other processes share
+    profile_rows=64,  # a full step takes seconds; scaling up a part is conservative
     profile_context=4096,  # guessed
 )
 
@@ -194,5 +195,5 @@ PROFILES = {"metal": METAL, "cuda": CUDA, "cpu": CPU}
 
 
 def profile() -> DeviceProfile:
-    """The profile of the backend that MLX computes on."""
+    """The profile of MLX's current backend."""
     return PROFILES[backend.name()]

@@ -1,5 +1,4 @@
-"""What tells one attention call of a model from another, and one layer of the store: the words that
-attention, kernels, models and checks share."""
+"""AttentionShape, which attention, kernels, models and checks share."""
 
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ from vllm_metal_lite.backend import mx
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What distinguishes one attention call of a model from another, but for the batch."""
+    """Everything that distinguishes a model's attention calls, apart from the batch."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,1 +1,1 @@
-"""How packed queries meet the paged store."""
+"""Attention of packed queries over the paged store."""

@@ -1,8 +1,8 @@
-"""What every attention path has in common: a step prepared for it, and its pass over a model.
+"""The interface of every attention path: a prepared step, and its pass over a model.
 
-`Attention` belongs to a store and lives as long as the engine.  `prepare` turns a ForwardBatch into
-a `Step`, a frozen value.  `begin` binds the step to the state that the previous step left, and
-gives a `StepAttention`, which the layers of the model call one after another.
+An `Attention` belongs to one store and lives as long as the engine.  `prepare` turns a ForwardBatch
+into a frozen `Step`.  `begin` binds the step to the previous step's state and returns a
+`StepAttention`, which the model's layers call in order.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 
-# MLX arrays in lists and tuples, some of them None: what `mx.compile` takes as an argument.
+# MLX arrays or None in nested lists and tuples: an argument for `mx.compile`.
 Arrays = Any
 
 
 def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
-    """(n, ...) with more rows behind, all of one value.  (np.pad takes ten times as long.)"""
+    """Pad (n, ...) to num_rows rows of `value`.  (np.pad takes ten times as long.)"""
     if len(rows) == num_rows:
         return rows
     out = np.full((num_rows, *rows.shape[1:]), value, rows.dtype)
@@ -29,7 +29,7 @@ def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
 
 
 class Plan(Protocol):
-    """How an attention path attends to one step.  Planned with numpy; its arrays are on the device.
+    """An attention path's plan for one step: computed with numpy, arrays on the device.
 
     arrays: everything in the plan that differs between two steps of one variant.
     """
@@ -44,11 +44,11 @@ class Plan(Protocol):
 class Step:
     """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
 
-    token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows,) int32 a KV group.  A padded
-    row has position 0 and its group's padding slot, and any token.
-    logits_indices: (R,) int32, those of the batch, then any rows; None: all rows get logits.
-    plan: a Plan of the attention path, and read by that path only.
-    variant: what a compiled step depends on beside `arrays`; None if a step is not compiled.
+    token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows,) int32 per KV group.  A
+    padded row has position 0, its group's padding slot, and any token.
+    logits_indices: (R,) int32, the batch's, then padding; None: all rows get logits.
+    plan: a Plan of the attention path; only that path reads it.
+    variant: everything a compiled step depends on beside `arrays`; None if it is not compiled.
     """
 
     batch: ForwardBatch
@@ -94,8 +94,8 @@ def make_step(
 ) -> Step:
     """The step of a batch under a plan, with the batch's arrays padded and on the device.
 
-    padding_slots: of each KV group, the slot of padded rows; None: -1, which kernels skip.
-    num_logits: fewest rows that get logits, unless all do.
+    padding_slots: the slot of padded rows in each KV group; None: -1, which kernels skip.
+    num_logits: the fewest rows that get logits, unless all rows do.
     """
     slot_mapping = []
     for group, of_group in enumerate(batch.by_group):
@@ -105,8 +105,8 @@ def make_step(
         slot_mapping.append(mx.array(slots))
     logits_indices = None
     if len(batch.sample_segments) < batch.num_tokens:
-        # A step of nothing but chunks samples nothing.  It names one row all the same; the logits
-        # of that row are never read, so they are never computed.
+        # A step with no terminal segment samples nothing, but must name one row.  MLX never
+        # computes that row's logits, because nothing reads them.
         wanted = batch.logits_indices
         logits_indices = mx.array(pad_rows(wanted, max(len(wanted), num_logits)))
     return Step(
@@ -129,10 +129,10 @@ class StepAttention(Protocol):
 
     @property
     def state(self) -> list[mx.array]:
-        """The state that the next step starts from.  Evaluating it completes all writes."""
+        """The next step's initial state.  Evaluating it completes all writes."""
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
-        """Write k, v (num_rows, num_kv_heads, head_dim) of this step's rows to their slots."""
+        """Write this step's k, v (num_rows, num_kv_heads, head_dim) to their slots."""
 
     def attend(
         self,
@@ -148,16 +148,16 @@ class StepAttention(Protocol):
     ) -> mx.array:
         """Causal attention of q (num_rows, H, D) to each row's own sequence -> (num_rows, H, Dv).
 
-        window: tokens a query sees, its own included.  softcap: scores become
-        softcap * tanh(score / softcap).  sinks: (H,), one logit a head that takes part in the
-        softmax and adds no value.  q_pe: (num_rows, H, v_head_dim), for latent attention: a score
-        is (q . k + q_pe . v) * scale, and the values are k.  chunk: a query sees only the keys of
-        its own chunk of this many positions.
+        window: tokens a query sees, including its own.  softcap: scores become
+        softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per head, without a
+        value.  q_pe: (num_rows, H, v_head_dim), for latent attention: a score is
+        (q . k + q_pe . v) * scale, and the values are k.  chunk: positions per chunk; a query sees
+        only the keys of its own chunk.
         """
 
 
 class Attention(Protocol):
-    """How packed queries meet the paged store.
+    """Attention of packed queries over the paged store.
 
     overlaps: a step may be submitted while the previous one runs.
     """
@@ -170,7 +170,7 @@ class Attention(Protocol):
         """The state before the first step, evaluated."""
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
-        """Plan a step and put its arrays on the device, its rows padded to num_rows."""
+        """Plan a step, pad its rows to num_rows, and copy its arrays to the device."""
 
     def begin(self, step: Step, state: list[mx.array]) -> StepAttention:
-        """Bind a step to the state that the previous step left."""
+        """Bind a step to the previous step's state."""

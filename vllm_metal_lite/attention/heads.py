@@ -1,4 +1,4 @@
-"""Queries, keys or values of packed rows, and what is still to be done to them."""
+"""Queries, keys or values of packed rows, with their pending norm and rotation."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """num_heads x head_dim columns of each row; then a norm of each head, if any; then a rotation,
-    if any."""
+    """num_heads x head_dim columns of each row.  An optional norm per head, then an optional
+    rotation, are pending."""
 
     columns: Columns
     num_heads: int
@@ -17,19 +17,19 @@ class Heads:
     rope: Rope | None = None
 
     def normed(self, norm: HeadNorm) -> "Heads | None":
-        """After a norm; None if a kernel does not go that way."""
+        """Add a norm; None if the kernels do not support it."""
         if self.norm or self.rope or not (norm.weight is None or norm.weight.size == self.head_dim):
             return None
         return Heads(self.columns, self.num_heads, self.head_dim, norm)
 
     def rotated(self, rope: Rope) -> "Heads | None":
-        """After a rotation; None if there was one."""
+        """Add a rotation; None if one is already pending."""
         if self.rope:
             return None
         return Heads(self.columns, self.num_heads, self.head_dim, self.norm, rope)
 
     def same_rotation(self, other: "Heads") -> bool:
-        """Whether both are rotated in the same way, or not at all."""
+        """Whether both have the same rotation, or none."""
         a, b = self.rope, other.rope
         if a is None or b is None:
             return a is b

@@ -1,4 +1,4 @@
-"""Which attention path serves a model on this device, and why."""
+"""Selects a model's attention path on this device, with the reason."""
 
 import logging
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ OPTIONAL_KERNELS = frozenset(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What checks found of the kernels on this device.
+    """Results of the kernel checks on this device.
 
-    failures: by kernel, one line each.  prefill: "varlen" or "gather", how prompts attend fastest.
+    failures: kernel -> one line.  prefill: the faster path for prompts, "varlen" or "gather".
     """
 
     failures: dict[str, str]
@@ -38,11 +38,12 @@ class Verdict:
 def no_kernels(
     option: str, shapes: Sequence[AttentionShape], by_segment: str | None = None
 ) -> str | None:
-    """Why the kernels cannot serve a model that attends with `shapes`; None: they can be tried.
+    """Why the kernels cannot serve a model that attends with `shapes`; None: try them.
 
-    option: "reference", "kernels" or "auto", else ConfigError.  by_segment: why the model attends a
-    segment at a time, None if it does not: it then reads K and V by MLX operations, which must not
-    touch a store that kernels write.  ConfigError if "kernels" is asked for and impossible.
+    option: "reference", "kernels" or "auto", else ConfigError.  by_segment: why the model attends
+    one segment at a time; None if it does not.  Such a model reads K and V through MLX operations,
+    which must not touch a store that kernels write.  ConfigError if option is "kernels" and the
+    kernels cannot serve the model.
     """
     if option not in ATTENTION:
         raise ConfigError(Option("attention"), f" must be one of {list(ATTENTION)}, got {option!r}")
@@ -59,10 +60,10 @@ def no_kernels(
 def select(
     option: str, store: PagedStore, shapes: Sequence[AttentionShape], verdict: Verdict
 ) -> tuple[Attention, str]:
-    """The path for a model that the kernels can serve, and the reason in a few words.
+    """The attention path for a model that the kernels can serve, and a short reason.
 
-    Under "auto" kernels that disagree with the reference give way to it, with a warning; under
-    "kernels" that raises ConfigError.
+    A failed kernel that has a fallback is replaced.  Any other failure selects the reference under
+    "auto" and raises ConfigError under "kernels".  "auto" also warns.
     """
     wrong = verdict.failures.keys()
     fatal = [k for k in verdict.failures if k not in OPTIONAL_KERNELS]

@@ -1,1 +1,1 @@
-"""One step: assembled, compiled, submitted, read."""
+"""Assembles, compiles, submits and reads steps."""

@@ -1,6 +1,6 @@
-"""From a loaded model to the runner of its steps: the one assembly, for both front doors.
+"""Assembles a ModelRunner from a loaded model, for both front doors.
 
-The core runs without the rooms on top of it.  `checks` and `fusion` take part where they are there.
+The core runs without the packages on top of it: `checks` and `fusion` are optional.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from vllm_metal_lite.sampling.sampler import Sampler
 
 @dataclass(frozen=True)
 class Assembly:
-    """attention_reason: why this attention path, and what is fused, in a few words."""
+    """attention_reason: why this attention path was chosen and which operations are fused."""
 
     runner: ModelRunner
     attention_reason: str
@@ -29,7 +29,7 @@ class Assembly:
 def build_runner(
     model: LoadedModel, store: PagedStore, sampler: Sampler, attention_option: str
 ) -> Assembly:
-    """Choose the attention and the fusion of a model's steps on this device.
+    """Choose a model's attention and fusion on this device.
 
     attention_option: "auto", "kernels" or "reference", see `attention.select`.
     """
@@ -56,7 +56,7 @@ def choose_attention(
 
 
 def _room(name: str) -> ModuleType | None:
-    """A module of a room on top of the core; None if the room is not there."""
+    """A module of an optional package; None if the package is not installed."""
     package = f"vllm_metal_lite.{name.partition('.')[0]}"
     try:
         return import_module(f"vllm_metal_lite.{name}")

@@ -1,12 +1,12 @@
-"""Steps whose shapes repeat, compiled: Python builds such a graph once a shape.
+"""Compiles steps whose shapes repeat, so that Python builds each graph once.
 
-Building a forward can take the host longer than running it takes a GPU.  Two steps of one variant
-(the shapes of their arrays, most of them powers of two) differ only in what the arrays hold.  So
-the step's arrays and the attention's state are arguments; logits and the next state are results.
-Weights and the store are captured, which copies nothing; kernels write into the store in place.
+The host can take longer to build a forward than a GPU to run it.  Two steps of one variant (the
+shapes of their arrays, mostly powers of two) differ only in the arrays' values.  The step's arrays
+and the attention's state are arguments; the logits and the next state are results.  Weights and the
+store are captured without a copy; kernels write to the store in place.
 
-Tracing costs more than building the graph once.  A step of decodes is followed by its like, so it
-is traced at once; a variant with prompts when it comes a second time.
+Tracing costs more than building the graph once.  Steps of decodes usually repeat, so they are
+traced at once.  A variant with prompts is traced the second time.
 """
 
 import threading
@@ -21,7 +21,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 
-# Variants kept, the least recently used go first: those of one load are a few.
+# Variants kept (LRU); one load has a few.
 _MAX_VARIANTS = 64
 
 State = list[mx.array]
@@ -31,8 +31,8 @@ Forward = Callable[[Arrays, State], tuple[mx.array, State]]
 class CompiledSteps:
     """A model's forward for steps that have a `variant`.
 
-    reason: why steps run uncompiled, None if they do not.  Whether a model can be traced is
-    discovered on the first attempt.  num_steps: how many were run compiled.
+    reason: why steps run uncompiled, None if they may be compiled.  Whether a model can be traced
+    is discovered on the first attempt.  num_steps: steps that ran compiled.
     """
 
     def __init__(
@@ -48,11 +48,13 @@ class CompiledSteps:
         elif model.sees_sequences:
             self.reason = "some layers of this model see sequences"
         self._variants: OrderedDict[tuple, Forward] = OrderedDict()
-        self._seen: OrderedDict[tuple, None] = OrderedDict()  # once, and not compiled
+        self._seen: OrderedDict[tuple, None] = OrderedDict()  # once, not compiled
 
     def __call__(self, step: Step, state: State) -> tuple[mx.array, State] | None:
-        """Logits (R, vocab_size) of the step's `logits_indices`, and the next state; None: run the
-        step uncompiled."""
+        """Logits (R, vocab_size) of the step's `logits_indices`, and the next state.
+
+        None: the caller must run the step uncompiled.
+        """
         if self.reason is not None or step.variant is None:
             return None
         forward = self._variants.get(_key(step))
@@ -63,7 +65,7 @@ class CompiledSteps:
         _keep(self._variants, _key(step), forward)
         try:
             result = forward(step.arrays, state)
-        except Exception as e:  # whatever a model does that cannot be traced
+        except Exception as e:  # models can fail to trace in any way
             self.reason = f"{type(e).__name__}: {one_line(e)}"
             self._variants.clear()
             return None
@@ -71,7 +73,7 @@ class CompiledSteps:
         return result
 
     def _waits(self, step: Step) -> bool:
-        """Whether a new variant should come once more before it is compiled."""
+        """Whether a new variant must repeat before it is compiled."""
         assert step.variant is not None
         if step.batch.num_decodes == step.batch.num_segments or step.variant in self._seen:
             self._seen.pop(step.variant, None)
@@ -80,7 +82,7 @@ class CompiledSteps:
         return True
 
     def _compile(self, step: Step) -> Forward:
-        # The closure keeps no array of this step.  Nothing that is traced may read the batch.
+        # The closure keeps no array of this step.  Traced code must not read the batch.
         no_batch: Any = None
         like = replace(step.with_arrays(_emptied(step.arrays)), batch=no_batch)
 
@@ -99,12 +101,12 @@ def _emptied(arrays: Arrays) -> Arrays:
 
 
 def _key(step: Step) -> tuple:
-    """MLX keeps what it has traced for each thread by itself."""
+    """The cache key of a variant.  MLX keeps traces per thread."""
     return threading.get_ident(), step.variant
 
 
 def _keep(entries: OrderedDict, key: tuple, value: Forward | None) -> None:
-    """Make an entry the last to go."""
+    """Make an entry the most recent; evict the oldest beyond the limit."""
     entries[key] = value
     entries.move_to_end(key)
     if len(entries) > _MAX_VARIANTS:

@@ -1,4 +1,4 @@
-"""How many blocks the device holds: what may be used, less weights, states and a step's peak."""
+"""How many blocks fit on the device beside the weights, the states and a step's peak memory."""
 
 import logging
 import math
@@ -22,8 +22,8 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 
 logger = logging.getLogger(__name__)
 
-# How long the average request is, in windows, where memory is shared between layers that keep a
-# window and layers that keep all.
+# Assumed length of the average request, in windows.  Divides memory between windowed layers and
+# full-attention layers.
 _AVERAGE_WINDOWS = 4
 
 _ANY_LENGTH = 1 << 62
@@ -36,10 +36,10 @@ def _gib(size: float) -> str:
 def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup], int]:
     """(groups, max_model_len) of the store: the model's KV groups, with their blocks.
 
-    num_blocks, if given, is the first group's; the others get what they can need beside it.
-    Raises OutOfMemoryError, with the sum written out, if not even one context fits; ConfigError if
-    max_model_len is above what the model or the given num_blocks holds.  A context length that is a
-    guess is no limit, but a warning.
+    config.num_blocks, if given, sizes the first group; the other groups get the most they can need.
+    Raises OutOfMemoryError, with the sum, if the device is too small.  Raises ConfigError if
+    max_model_len exceeds the model's context or the blocks.  A guessed context length only causes a
+    warning.
     """
     wanted = config.max_model_len
     if model.context_guess is not None and (wanted is None or wanted > model.max_position):
@@ -84,7 +84,7 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
 
 
 def store_bytes(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) -> int:
-    """Bytes of the K and V of these groups."""
+    """Bytes of K and V in these groups."""
     specs = model.kv_specs
     return sum(
         g.num_blocks * block_size * specs[layer].bytes_per_token
@@ -94,26 +94,26 @@ def store_bytes(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) 
 
 
 def _capacity(group: KVGroup, block_size: int) -> int:
-    """The longest context that the group holds: any, if a window and a token's block fit."""
+    """The longest context that the group holds: any length, if a window and a new token fit."""
     size = group.num_blocks * block_size
     return size if group.most_blocks(2 * size, 1, block_size) > group.num_blocks else _ANY_LENGTH
 
 
 def _most_owned(group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
-    """More blocks than every seat at full length, and a step's new tokens, can never be owned."""
+    """The most blocks that all seats can own at once, with a step's new tokens."""
     seats, size = config.max_num_seqs, config.block_size
     all_seats = seats * -(-max_model_len // size)
-    # New tokens share a block with older ones, or begin one, in each seat.
+    # Each seat's new tokens may start in a partly filled block.
     step = seats + -(-config.max_num_batched_tokens // size)
     return min(all_seats, seats * group.most_blocks(max_model_len, 1, size) + step)
 
 
 def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len: int) -> int:
-    """Blocks of a windowed group where the first group has num_blocks.
+    """Blocks of a windowed group when the first group has num_blocks.
 
-    What it can need, if that is less than a share: that of an average request, taken to be some
-    windows long but at most half of the longest.  A larger share would hold more short requests, a
-    smaller one longer contexts.  One request and a step of its tokens always fit.
+    The share that an average request needs, at most what the group can ever own.  An average
+    request is some windows long, at most half of the longest.  A larger share favours short
+    requests, a smaller share long contexts.  One request and a step of its tokens always fit.
     """
     size, window = config.block_size, group.window or max_model_len
     average = min(_AVERAGE_WINDOWS * window, max_model_len // 2)
@@ -154,13 +154,13 @@ def _fitting_groups(
             " or raise ",
             Option("memory_fraction"),
         )
-    # A model of recurrent layers alone keeps nothing in its blocks: they only count tokens.
+    # Blocks of a purely recurrent model hold no data; they only count tokens.
     most = _most_owned(first, config, max_model_len)
     return groups(bisect_right(range(most + 1), left, key=size) - 1)
 
 
 def state_bytes(model: LoadedModel, config: EngineConfig) -> int:
-    """Bytes of the recurrent layers' states, one a seat."""
+    """Bytes of the recurrent layers' states, one per seat."""
     return config.max_num_seqs * model.state_bytes
 
 
@@ -172,10 +172,10 @@ def _states(model: LoadedModel, config: EngineConfig) -> str:
 
 
 def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
-    """Bytes that a full step takes beyond weights and store, measured by running one.
+    """Bytes that a full step needs beyond weights, states and store, measured by running one.
 
-    One chunk with earlier context, and every seat asking for logits.  The context is one block
-    over and over, so that the store it needs is tiny.
+    The step has one chunk with earlier context, and logits for every seat.  One repeated block
+    holds the whole context, so the store is tiny.
     """
     device = profile()
     rows = min(config.max_num_batched_tokens, max_model_len, device.profile_rows)
@@ -188,7 +188,7 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     table_rows = np.array([inputs.add([0], 1) for _ in range(seats)])
     store = PagedStore(model.kv_specs, 1, bs)
     attention = ReferenceAttention(store)
-    # One token first, so that recurrent layers have a state to go on from.
+    # Run one token first, so that recurrent layers have a state to continue from.
     _run(model, attention, inputs.pack(table_rows[-1:], np.array([0]), np.array([1])))
     inputs.num_tokens[table_rows[-1]] = context
     batch = inputs.pack(
@@ -213,8 +213,8 @@ def _run(model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch)
 
 
 def limit_buffer_cache() -> None:
-    """Keep MLX from hoarding freed buffers: a sixteenth of the memory, 256 MiB at least.
+    """Limit MLX's cache of freed buffers to a sixteenth of memory, at least 256 MiB.
 
-    A step's buffers must fit, or each step waits for the device to free and allocate them anew.
+    A step's buffers must fit, or each step waits while the device frees and reallocates them.
     """
     mx.set_cache_limit(max(backend.memory_limit() // 16, 256 << 20))

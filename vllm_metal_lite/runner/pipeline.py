@@ -1,12 +1,12 @@
-"""Steps one after another, each launched before the tokens of the one before are known.
+"""Pipelined steps: each is launched before the previous step's tokens are known.
 
-The way of a batch: `InputBatch.pack` cuts a ForwardBatch out of the table.  `launch` gives it to
-the runner, which prepares it for the attention (Step), runs the model on it (logits) and samples
-(StepResult).  All of that is lazy: the device works, and the host goes on.
+`InputBatch.pack` builds a ForwardBatch from the table.  `launch` passes the batch to the runner,
+which prepares a Step for the attention, runs the model and samples (StepResult).  `launch` is
+lazy: the device works while the host continues.
 
-The next batch may be packed at once.  `advance` puts UNKNOWN_TOKEN in the table where the sampled
-tokens belong; the runner finds these tokens on the device.  `finish` waits for them and fills them
-in.
+The next batch may be packed at once.  `advance` writes UNKNOWN_TOKEN to the table in place of the
+sampled tokens; the runner takes these tokens from the device.  `finish` waits for the tokens and
+writes them to the table.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ from vllm_metal_lite.sampling.masks import TokenMasks
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """req_indices: (T,) table rows of the terminal segments.  advanced: these rows have room."""
+    """req_indices: (T,) table rows of the terminal segments.  advanced: see `Pipeline.advance`."""
 
     batch: ForwardBatch
     req_indices: np.ndarray
@@ -32,10 +32,10 @@ class LaunchedStep:
 
 
 class Pipeline:
-    """Runs the steps of one table, two under way at most.  Knows neither requests nor schedulers.
+    """Runs the steps of one table, at most two in flight.  Independent of requests and schedulers.
 
-    steps: those under way, the oldest first.  num_ahead: how many were launched before the host
-    had waited for the one before.
+    steps: in flight, oldest first.  num_ahead: steps launched before the host waited for the
+    previous step.
     """
 
     def __init__(self, runner: ModelRunner, inputs: InputBatch) -> None:
@@ -46,7 +46,7 @@ class Pipeline:
     def launch(
         self, batch: ForwardBatch, num_prompt_logprobs: int = 0, grammar: TokenMasks | None = None
     ) -> LaunchedStep:
-        """Submit a step.  It may continue tokens of the last step launched, after `advance`."""
+        """Submit a step.  After `advance`, it may continue the last step's tokens."""
         after = self.steps[-1].result if self.steps else None
         is_ahead = after is not None and not after.done
         req_indices = batch.req_indices[batch.sample_segments]
@@ -56,7 +56,7 @@ class Pipeline:
         return self.steps[-1]
 
     def advance(self) -> None:
-        """Finish all steps but the last one, and make room in the table for the tokens of that."""
+        """Finish all steps but the last, and reserve table entries for the last step's tokens."""
         while len(self.steps) > 1:
             self.finish()
         for step in self.steps:
@@ -66,12 +66,12 @@ class Pipeline:
                 step.advanced = True
 
     def finish(self) -> LaunchedStep:
-        """Wait for the oldest step, which has been advanced, and fill in its tokens."""
+        """Wait for the oldest step, which must be advanced, and fill in its tokens."""
         step = self.steps[0]
         step.result.wait()
         self.inputs.fill_tokens(step.req_indices, step.result.token_ids)
         return self.steps.popleft()
 
     def clear(self) -> None:
-        """Drop the steps under way: nobody wants their tokens."""
+        """Drop the steps in flight and their tokens."""
         self.steps.clear()

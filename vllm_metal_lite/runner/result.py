@@ -1,4 +1,4 @@
-"""A step that was submitted: its tokens on the device, and on the host when they are read."""
+"""A submitted step: tokens on the device, copied to the host when read."""
 
 import threading
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from vllm_metal_lite.sampling.logits import LogprobArrays
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """On the host: token_ids, logprobs (rows, 1 + k), column 0 the chosen token; ranks (rows,)."""
+    """Host arrays: token_ids, logprobs (rows, 1 + k), column 0 the chosen token; ranks (rows,)."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -23,18 +23,18 @@ class Logprobs:
 
 
 class StepResult:
-    """A step that was submitted: reading its values waits for its end.
+    """A submitted step; reading a value waits for the step to end.
 
-    token_ids: (T,) int32, one a terminal segment; the log-probabilities asked for, or None.
-    undrawn: the reason (`undrawn.MASKED` or NAN) by row, for rows that give no token; their
-    token_ids are 0.
-    for_host: what the host reads instead of `sampled`, which the next step reads.
-    written: arrays that are there when the step has written to the store.
-    arrays: the arrays to wait for: what is read, or `written` if nothing is.  If there are none,
-    waiting is for everything that was submitted.  done: somebody has waited.
+    token_ids: (T,) int32, one per terminal segment.  logprobs, prompt_logprobs: None unless
+    requested.
+    undrawn: row -> `undrawn.MASKED` or NAN, for rows without a token; their token_ids are 0.
+    for_host: the tokens that the host reads; the next step reads `sampled`.
+    written: arrays that exist once the step has written to the store.
+    arrays: the arrays to wait for: the values, or `written` if the step has none.  If both are
+    empty, `wait` waits for all submitted work.  done: whether `wait` has returned.
 
-    Any thread may read the values of a step that samples or scores.  Other steps are waited for by
-    the thread that submits steps.
+    Any thread may read a step that samples or scores.  Only the submitting thread may wait for
+    other steps.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class StepResult:
             self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
         self.arrays = self.arrays or list(written)
         self.done = False
-        # MLX does not let two threads wait for one array at the same time.
+        # MLX does not allow two threads to wait for one array at the same time.
         self._waiting = threading.Lock()
 
     def wait(self) -> None:
-        """Return when the step has run; raise the error if it failed."""
+        """Wait for the step to end; raise its error if it failed."""
         with self._waiting:
             if self.done:
                 return
@@ -92,10 +92,10 @@ class StepResult:
         return _to_host(self._prompt_logprobs)
 
     def complete(self, step: Step) -> mx.array:
-        """(num_rows,) int32: the next step's token_ids, where those that are unknown on the host
-        are this step's, on the device."""
+        """(num_rows,) int32: the next step's token_ids; this step's tokens, still on the device,
+        replace UNKNOWN_TOKEN."""
         batch, num_rows = step.batch, step.num_rows
-        unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one a segment
+        unknown = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)  # leading rows, one per segment
         if not len(unknown):
             return step.token_ids
         seats, sampled = batch.req_indices[unknown], self._sampled

@@ -1,6 +1,6 @@
-"""One step: a ForwardBatch in, sampled tokens out, when they are asked for.
+"""One step: a ForwardBatch in, sampled tokens out when read.
 
-Nothing below knows about requests; nothing above touches an `mx.array` of the model.
+Layers below know no requests; layers above touch no `mx.array` of the model.
 """
 
 from dataclasses import replace
@@ -42,11 +42,11 @@ class ModelRunner:
         grammar: TokenMasks | None = None,
         after: StepResult | None = None,
     ) -> StepResult:
-        """Submit a step; req_indices (T,): the table rows of the terminal segments.
+        """Submit a step.  req_indices: (T,), the table rows of the terminal segments.
 
-        grammar: which tokens some of these T may be.  after: the previous step, which holds the
-        tokens that the host does not know yet.  Raises if this step is invalid, or if the previous
-        one failed and nobody waited for it.
+        grammar: the tokens allowed in some of these T rows.  after: the previous step, which holds
+        the tokens that are unknown on the host.  Raises if this step is invalid, or if the previous
+        step failed and nobody waited for it.
         """
         batch.validate(*self.attention.store.num_blocks)
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
@@ -70,7 +70,7 @@ class ModelRunner:
         return result
 
     def _forward(self, step: Step) -> tuple[mx.array, list[mx.array]]:
-        """Logits of the batch's `logits_indices`, in order, perhaps more behind them; the state."""
+        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state."""
         compiled = self.compiled(step, self._state)
         if compiled is not None:
             return compiled
@@ -83,22 +83,22 @@ class ModelRunner:
         if last is not None and not self.attention.overlaps:
             last.wait()
         mx.async_eval(result.arrays, state, self.attention.store.states.arrays)
-        # Not before: the next step must not go on with what was never launched.
+        # After the launch: the next step must not continue from a step that never launched.
         self._last, self._state = result, state
 
     def forget(self) -> None:
-        """Drop the steps under way: nobody will read their results."""
+        """Drop the last step; its result will not be read."""
         self._last = None
 
     def synchronize(self) -> None:
-        """Wait for the end of the steps that were submitted."""
+        """Wait for all submitted steps."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()
 
 
 def bucket(num_tokens: int) -> int:
-    """Rows a step is padded to, so that shapes repeat: MLX reuses buffers only of like size.
+    """Rows of a padded step.  Shapes must repeat: MLX only reuses buffers of similar size.
 
     See `DeviceProfile.row_grains`.
     """

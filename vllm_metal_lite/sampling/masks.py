@@ -1,7 +1,7 @@
-"""Which tokens may come next: masks over the vocabulary, and words that must not be completed.
+"""Limits on the next token: masks over the vocabulary, and bad words.
 
-Both work on all rows of a step at once, on the device: the device knows which words are half
-generated before the host knows the last token.
+Both apply to all rows of a step at once, on the device: only the device has the last token in time
+to match bad words.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 
-_ANY, _NOTHING = -1, -2  # in a word's prefix: any token; among recent tokens: none yet
+_ANY, _NOTHING = -1, -2  # in a word's prefix: any token; among recent tokens: no token yet
 
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """For R rows of a step, the tokens that may come, as grammar libraries (xgrammar) give them.
+    """The tokens allowed in R rows of a step, in the format of grammar libraries (xgrammar).
 
-    rows: (R,) int, their places among the logits, none twice.  bits: (R, ceil(V / 32)) int32 or
-    uint32; bit i, counted from the low end, of word j stands for token 32 * j + i.
+    rows: (R,) int, distinct rows of the logits.  bits: (R, ceil(V / 32)) int32 or uint32; bit i of
+    word j, counted from the low end, stands for token 32 * j + i.
     """
 
     rows: np.ndarray
@@ -28,14 +28,14 @@ class TokenMasks:
 
 
 def pack_mask(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """(ceil(V / 32),) uint32: the bits of these tokens; ids outside the vocabulary are left out."""
+    """(ceil(V / 32),) uint32: the bits of these tokens; ids outside the vocabulary are ignored."""
     allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
     allowed[[t for t in token_ids if 0 <= t < vocab_size]] = True
     return np.packbits(allowed, bitorder="little").view(np.uint32)
 
 
 class DeviceMasks:
-    """TokenMasks on the device, where a mask that stays may be applied at every step."""
+    """TokenMasks on the device.  A mask may be applied in many steps."""
 
     def __init__(self, masks: TokenMasks, num_rows: int) -> None:
         order = np.argsort(masks.rows)
@@ -44,7 +44,7 @@ class DeviceMasks:
         self.bits = mx.array(np.ascontiguousarray(masks.bits[order]).view(np.uint32))
 
     def apply(self, x: mx.array) -> mx.array:
-        """Logits (T, V) with -inf for what may not come; a token beyond the mask's end may not."""
+        """Logits (T, V) with -inf for tokens that are not allowed, or beyond the mask's end."""
         bits = (self.bits[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
         may = bits.reshape(len(bits), -1)[:, : x.shape[1]]
         if may.shape[1] < x.shape[1]:
@@ -59,7 +59,7 @@ def hold_back_ends(
 ) -> mx.array:
     """Logits (T, V) float32 with -inf for the stop tokens of rows that must not end yet.
 
-    A row whose grammar allows nothing else may end all the same, as in vLLM.  rows, tokens: (N,).
+    A row may still end if its grammar allows nothing else, as in vLLM.  rows, tokens: (N,).
     """
     x = x.astype(mx.float32)
     held = x.at[rows, tokens].minimum(-mx.inf)
@@ -76,9 +76,9 @@ class Tokenizer(Protocol):
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Token ids of words, at the start of a text and after a space, as vLLM defines them.
+    """Token ids of words, at the start of a text and after a space, as in vLLM.
 
-    The second form counts only if it begins with another token and is as long.
+    The second form counts only if its first token differs and its length is the same.
     """
     sequences = []
     for word in words:
@@ -96,7 +96,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
 class BadWordsPlan:
     """The W bad words of a step's rows.  rows, last, slots: (W,); prefix: (W, L).
 
-    members, member_rows: (M,), the requests that have words, and their rows in the batch.
+    members, member_rows: (M,), the requests with bad words, and their rows in the batch.
     """
 
     rows: mx.array
@@ -108,20 +108,20 @@ class BadWordsPlan:
 
 
 class BadWords:
-    """Words that must not be completed: a word's last token is banned once the rest was generated.
+    """Bans a bad word's last token once the tokens before it have been generated.
 
-    Each request's last L generated tokens are kept on the device, (max_num_seqs, L) int32, where L
-    is one less than the longest word.
+    The device keeps each request's last L generated tokens, (max_num_seqs, L) int32, where L is at
+    least one less than the longest word.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.max_num_seqs, self.vocab_size = max_num_seqs, vocab_size
         self._words: dict[int, list[list[int]]] = {}
-        # Not lazy: a lazy array belongs to the thread that made it.
+        # Not lazy: a lazy array belongs to the thread that created it.
         self._recent = mx.array(np.full((max_num_seqs, 1), _NOTHING, np.int32))
 
     def add(self, req_index: int, words: Sequence[Sequence[int]], generated: np.ndarray) -> None:
-        """Set up a request; generated: (n,) int, its tokens since the prompt."""
+        """Set up a request.  generated: (n,) int, the tokens after its prompt."""
         mine = [list(w) for w in words if w and 0 <= w[-1] < self.vocab_size]
         if not mine:
             return
@@ -138,7 +138,7 @@ class BadWords:
         self._words.pop(req_index, None)
 
     def plan(self, req_indices: np.ndarray) -> BadWordsPlan | None:
-        """What a step of these rows has to look for; None: nothing."""
+        """The bad words of these rows; None if there are none."""
         members = [(row, r) for row, r in enumerate(req_indices.tolist()) if r in self._words]
         if not members:
             return None
@@ -158,13 +158,13 @@ class BadWords:
         )
 
     def ban(self, x: mx.array, plan: BadWordsPlan) -> mx.array:
-        """Logits (T, V) float32 with -inf for tokens that would complete a word."""
+        """Logits (T, V) float32 with -inf for tokens that would complete a bad word."""
         recent = self._recent[plan.slots]
         said = ((plan.prefix == _ANY) | (plan.prefix == recent)).all(-1)
         return x.at[plan.rows, plan.last].add(mx.where(said, -mx.inf, 0.0))
 
     def note(self, token_ids: mx.array, plan: BadWordsPlan) -> None:
-        """Remember the tokens drawn, (T,) int32; lazy."""
+        """Record the sampled tokens, (T,) int32; lazy."""
         recent = self._recent[plan.members][:, 1:]
         drawn = token_ids[plan.member_rows][:, None]
         self._recent[plan.members] = mx.concatenate([recent, drawn], 1)

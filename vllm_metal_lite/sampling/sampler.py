@@ -1,14 +1,13 @@
-"""Batched sampling on the device: logits of a step in, one token a row out.
+"""Batched sampling on the device: a step's logits in, one token per row out.
 
-Same order as vLLM's sampler: a grammar's mask; log-probabilities from the raw logits; allowed
-tokens, bad words, min_tokens and logit_bias; repetition, frequency and presence penalties;
-temperature; min_p; top_k; top_p; the draw.  A draw is the argmax of logits plus Gumbel noise, whose
-key is made of the request's seed and of how many tokens it has generated, and of nothing else:
-neither the batch, nor the row, nor a preemption, nor chunking changes what a request draws from the
-same logits.
+The order is that of vLLM's sampler: a grammar's mask; log-probabilities from the raw logits;
+allowed tokens, bad words, min_tokens and logit_bias; repetition, frequency and presence penalties;
+temperature; min_p; top_k; top_p; the draw.  A draw is the argmax of logits plus Gumbel noise.  The
+noise depends only on the request's seed and its number of generated tokens.  Batch, row, preemption
+and chunking do not change the token drawn from the same logits.
 
-A row of nothing but -inf or NaN gives no token (`undrawn`); one with a NaN among others gives none
-either, or some token that is not -inf; of several +inf the lowest id wins.
+A row with only -inf or NaN yields no token (`undrawn`).  A row with some NaN yields no token, or a
+token that is not -inf.  Among several +inf the lowest id wins.
 """
 
 from collections.abc import Sequence
@@ -32,13 +31,13 @@ from vllm_metal_lite.sampling.masks import (
 )
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# A request's row of the host table.  The values of a greedy request, or of one that asks for
-# nothing, are neutral: a row is treated like its neighbours and comes out as if alone.
+# A request's row of the host table.  Unused options have neutral values, so that an operation
+# another row needs leaves this row unchanged.
 _ROW = np.dtype(
     [
         ("seed", np.uint64),  # mixed
         ("num_generated", np.int32),
-        ("num_logprobs", np.int32),  # -1: none asked for
+        ("num_logprobs", np.int32),  # -1: not requested
         ("temperature", np.float32),  # 0: greedy
         ("min_p", np.float32),  # temperature * log(min_p), -inf: off
         ("top_k", np.int32),  # 0: off
@@ -50,7 +49,7 @@ _ROW = np.dtype(
     ]
 )
 _NEUTRAL = np.array((0, 0, -1, 0, -inf, 0, -1, 1, 0, 0, -1), _ROW)
-_LARGE = 1e30  # bound of what a user may set without limit: float32 must hold its products
+_LARGE = 1e30  # bounds options that have no limit, so that float32 holds their products
 _PART = 256  # prompt rows scored at once
 _FOREVER = np.iinfo(np.int32).max
 
@@ -69,7 +68,7 @@ class SamplerOutput:
 
 @dataclass
 class _Plan:
-    """What a set of rows puts into the graph; None leaves an operation out."""
+    """The graph inputs of a set of rows; None omits an operation."""
 
     key: tuple[int, bytes]
     calls_left: int  # until a request reaches its min_tokens
@@ -77,10 +76,10 @@ class _Plan:
     allowed: DeviceMasks | None
     bad_words: BadWordsPlan | None
     bias: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
-    ends: tuple[mx.array, mx.array] | None  # rows, tokens: it is too early for them
+    ends: tuple[mx.array, mx.array] | None  # rows, tokens: stop tokens before min_tokens
     slots: mx.array | None  # (R,) rows of `seen` of the rows with penalties
-    all_slots: bool  # slots are 0, 1, 2, ..., all of them
-    penalty_rows: mx.array | None  # (R,) where these are in the batch, None: they are all of it
+    all_slots: bool  # slots are all rows of `seen`, in order
+    penalty_rows: mx.array | None  # (R,) their rows in the batch, None: all rows
     repetition: mx.array | None
     frequency: mx.array | None
     presence: mx.array | None
@@ -110,7 +109,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
 def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArrays:
     """Score each target (P,) int and the k most likely tokens under logits (P, V), any float type.
 
-    Lazy, in parts: a part's float32 values are done with before the next one's are made.
+    Lazy.  Works in parts, so that one part's float32 values are freed before the next part.
     """
     parts = [
         ops.gather_logprobs(logits[at : at + _PART], targets[at : at + _PART], k)
@@ -129,16 +128,16 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
 class Sampler:
-    """Samples for up to max_num_seqs requests, each known by its req_index.
+    """Samples for up to max_num_seqs requests, each identified by its req_index.
 
-    What a request wants is kept in host tables and cut out by index; what the rows of a step need
-    is sent to the device only when the rows change.  Tokens seen by requests with penalties live on
-    the device, (slots, V) uint32 holding 2 * (times generated) + (in the prompt), and are updated
-    there, so that a step can be built before the last one's tokens are known.
+    Host tables hold each request's options.  A step's options go to the device only when its rows
+    change.  Token counts of requests with penalties stay on the device, (slots, V) uint32 holding
+    2 * (times generated) + (in the prompt).  The device updates these counts, so a step can be
+    built before the previous step's tokens are known.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -164,10 +163,10 @@ class Sampler:
         eos_token_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Set up the row of a request that gets a seat, new or back from a preemption.
+        """Set up the row of a request that gets a seat, new or resumed after preemption.
 
         token_ids: (n,) int, all tokens known so far.  params should have passed `validate`; ids
-        outside the vocabulary have no effect.  seed: any integer, the low 64 bits count.
+        outside the vocabulary have no effect.  seed: any integer; only the low 64 bits count.
         bad_words: the token ids of params.bad_words, see `bad_word_ids`.
         """
         self.remove(req_index)
@@ -211,7 +210,7 @@ class Sampler:
                 self._ends[req_index] = np.array(known, np.int32), params.min_tokens
 
     def remove(self, req_index: int) -> None:
-        """Give the row back; nothing happens if it is free."""
+        """Free the row; no effect if the row is free."""
         self._version += 1
         self._rows[req_index] = _NEUTRAL
         self._bias.pop(req_index, None)
@@ -222,7 +221,7 @@ class Sampler:
             self._seen = self._no_slots
 
     def _take_slot(self, token_ids: np.ndarray, num_prompt_tokens: int) -> int:
-        """Find a free row of `seen` for a request, more rows if there is none, and fill it."""
+        """Take a free row of `seen` and fill it; `seen` grows if it has no free row."""
         num_slots = len(self._seen)
         slot = int(np.setdiff1d(np.arange(num_slots + 1), self._rows["slot"])[0])
         if slot == num_slots:
@@ -238,7 +237,7 @@ class Sampler:
         return slot
 
     def num_logprobs(self, req_indices: np.ndarray) -> np.ndarray:
-        """How many of the most likely tokens each request wants beside its own; -1: no logprobs."""
+        """Top logprobs that each request wants beside its chosen token; -1: no logprobs."""
         return self._rows["num_logprobs"][req_indices]
 
     def __call__(
@@ -247,9 +246,9 @@ class Sampler:
         """Choose the next token of each row; lazy: nothing is evaluated.
 
         logits: (T, V) float32, float16 or bfloat16.  req_indices: (T,) int, the request of each
-        row, none twice.  Counts one more generated token for each.  If any of the requests wants
-        logprobs, all rows get as many as the most demanding one wants.  grammar: what a grammar
-        allows some of the rows to say in this step; it counts before logprobs are taken.
+        row, all distinct.  Counts one more generated token for each.  If any request wants
+        logprobs, all rows get the largest number requested.  grammar: the tokens a grammar allows
+        some rows in this step, applied before logprobs.
         """
         if logits.shape != (len(req_indices), self.vocab_size):
             raise ValueError(
@@ -308,7 +307,7 @@ class Sampler:
         return y if rows is None else mx.put_along_axis(x, rows[:, None], y, axis=0)
 
     def _plan_for(self, req_indices: np.ndarray) -> _Plan:
-        """The plan of these rows; a decode batch that stays as it is keeps its plan."""
+        """The plan of these rows; an unchanged decode batch reuses its plan."""
         key = (self._version, req_indices.tobytes())
         if self._plan is None or self._plan.key != key or not self._plan.calls_left:
             self._plan = self._make_plan(key, req_indices)
@@ -357,7 +356,7 @@ class Sampler:
         return mx.array(rows), mx.array(tokens), mx.array(addends)
 
     def _select_ends(self, req_indices: np.ndarray) -> tuple[tuple[mx.array, mx.array] | None, int]:
-        """Rows and tokens of what must not come yet, and after how many calls the first of these
+        """Rows and stop tokens below min_tokens, and the number of calls until the first of these
         rows reaches its min_tokens."""
         rows, tokens, calls_left = [], [], _FOREVER
         for i, r in enumerate(req_indices.tolist()):

@@ -1,21 +1,21 @@
-"""Rows of logits that no token can be sampled from: marked on the device, named on the host.
+"""Rows whose logits allow no token: marked on the device, explained on the host.
 
-The mark takes the place of the token, so the host finds it when it reads the tokens and needs no
-extra wait.  The device goes on with token 0, which is never shown.
+The mark replaces the token, so the host sees it without an extra wait.  The device continues with
+the unmarked token, which is never shown.
 """
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.sampling.logits import fused
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# In the place of a token: all of its row's logits are -inf, or the best of them is NaN.
+# Replace a token: all of the row's logits are -inf, or the best is NaN.
 MASKED, NAN = -2, -3
 
 
 def mark(x: mx.array, token_ids: mx.array) -> mx.array:
-    """(T,) int32: token_ids, the argmax of x (T, V), or MASKED or NAN.
+    """(T,) int32: token_ids, the argmax of x (T, V), with MASKED or NAN where no token is valid.
 
-    Two launches on a GPU, which read one value a row.
+    Two launches on a GPU, which read one value per row.
     """
     return _mark(mx.take_along_axis(x, token_ids[:, None], -1).squeeze(-1), token_ids)
 
@@ -26,7 +26,7 @@ def _mark(best: mx.array, token_ids: mx.array) -> mx.array:
 
 
 def why(reason: int, params: SamplingParams, num_generated: int, has_grammar: bool = False) -> str:
-    """One line for the request whose row is MASKED or NAN, after so many tokens."""
+    """One line on why a row is MASKED or NAN (`reason`), after num_generated tokens."""
     if reason == NAN:
         return (
             "no token can be sampled: the model's logits are NaN (its weights are damaged, or its "

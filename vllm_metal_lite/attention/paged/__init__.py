@@ -1,1 +1,1 @@
-"""Attention by the kernels of metal/."""
+"""Attention with the kernels of metal/."""

@@ -1,10 +1,10 @@
 """Attention and K/V writes through the kernels of metal/, on Metal and CUDA.
 
-Decode rows go through `paged_decode`, which reads the store in place; a long prefix that they share
-is read once for all of them, by `shared_prefix` (see common_prefix.py).  Prompts, whole or in
-chunks, go through `varlen_prefill`, which reads the store in place too, or through MLX's SDPA on
-what `kv_gather` copies out of the store: whichever is faster on the device, and in small steps in
-shapes that repeat (see prompts.py).  In still smaller steps each row of a prompt is a decode.
+Decodes use `paged_decode`, which reads the store in place.  `shared_prefix` reads a long prefix
+once for all decodes that share it (see common_prefix.py).  Prompts, whole or in chunks, use the
+faster path on the device: `varlen_prefill`, which reads the store in place, or `kv_gather` and
+MLX's SDPA.  Small steps use repeating shapes (see prompts.py).  In the smallest steps each row of a
+prompt is attended to as a decode.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -35,11 +35,11 @@ PREFILLS = ("varlen", "gather")
 
 
 class KernelAttention:
-    """The store is written and read by kernels only.  The state is the token that orders them.
+    """Only kernels write and read the store.  The state is the token that orders the kernels.
 
-    prefill: "varlen" or "gather", how prompts attend.  head_groups: query heads a KV head, of all
-    layers.  shares: `shared_prefix` may be used.  gathers_rows: `gather_rows` may be used.
-    rows_as_decodes: in steps of up to so many rows, rows of prompts may be attended to as decodes.
+    prefill: the path of prompts, "varlen" or "gather".  head_groups: query heads per KV head, over
+    all layers.  shares: `shared_prefix` may be used.  gathers_rows: `gather_rows` may be used.
+    rows_as_decodes: rows, the largest step whose prompt rows may be attended to as decodes.
     """
 
     name = "kernels"
@@ -59,7 +59,7 @@ class KernelAttention:
         self.rows_as_decodes, self.gathers_rows = rows_as_decodes, gathers_rows
         self._shares_prefixes = shares
         self._head_groups = sorted(head_groups)
-        # Layers that see all of a prefix, in a form that matrices take.
+        # Layers that `shared_prefix` supports: full attention, unquantized KV, small enough heads.
         self.shares = [
             shares and spec.window is None and spec.bits is None
             and not head_size_problem((spec.k_head_dim, spec.v_head_dim), MAX_PREFILL_DIM)
@@ -75,7 +75,7 @@ class KernelAttention:
         self._windows = [_farthest(of_group) for of_group in windows]
 
     def over(self, store: PagedStore) -> "KernelAttention":
-        """The same, over another store."""
+        """The same attention over another store."""
         return KernelAttention(
             store,
             self.prefill,
@@ -108,10 +108,10 @@ class KernelAttention:
     def _decodes(
         self, batch: ForwardBatch, num_rows: int
     ) -> tuple[ForwardBatch, CommonPrefix | None]:
-        """A step as its decodes are attended to, and the prefix that they share.
+        """The batch, with prompt rows as decodes if that pays, and the decodes' shared prefix.
 
-        Rows of a chunk are as many decodes that share what is before it: so a small step needs no
-        launches for its prompts, and the keys before a chunk are read in parts side by side.
+        The rows of a chunk can be decodes that share the chunk's context.  A small step then needs
+        no launches for its prompts, and parallel splits read the context.
         """
         device = profile()
         if batch.num_decodes < batch.num_segments and num_rows <= self.rows_as_decodes:
@@ -132,13 +132,13 @@ class KernelAttention:
 
 
 def _farthest(windows: Sequence[int | None]) -> int | None:
-    """The longest of windows, where None is all of the context."""
+    """The longest window; None, the whole context, is longest."""
     sizes = [window for window in windows if window is not None]
     return max(sizes) if sizes and len(sizes) == len(windows) else None
 
 
 class _Call(NamedTuple):
-    """How a layer attends: the arguments of `attend` that the kernels know."""
+    """The arguments of `attend` that the kernels support."""
 
     layer: int
     scale: float
@@ -148,7 +148,7 @@ class _Call(NamedTuple):
 
 
 class KernelStepAttention:
-    """See StepAttention.  token: keeps writes and reads in order, from launch to launch."""
+    """See StepAttention.  token: orders writes and reads across launches."""
 
     def __init__(self, attention: KernelAttention, step: Step, token: mx.array) -> None:
         self.attention, self.step, self.store = attention, step, attention.store
@@ -157,7 +157,7 @@ class KernelStepAttention:
 
     @property
     def state(self) -> list[mx.array]:
-        # One shape, whichever kernel was the last: a compiled step is compiled for shapes.
+        # One shape for every kernel: compiled steps depend on shapes.
         return [self.token.reshape(-1)[:1]]
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
@@ -168,7 +168,7 @@ class KernelStepAttention:
     def rope_write(self, layer: int, q: Heads, k: Heads, v: Heads) -> mx.array | NewRows | None:
         """Norm and rotate q and k, write k and v -> q (num_rows, H, D), for `attend`.
 
-        NewRows: `attend` does all of this itself.  None: no kernel does it for such heads.
+        NewRows: `attend` does all of this.  None: no kernel supports these heads.
         """
         if self.store.specs[layer].bits is not None:
             return None
@@ -208,7 +208,7 @@ class KernelStepAttention:
             raise NotImplementedError("the kernels have no latent and no chunked attention")
         count, prompts = self.plan.num_decodes, self.plan.prompts
         call = _Call(layer, scale, window, softcap, sinks)
-        if isinstance(q, NewRows):  # a step of nothing but decodes
+        if isinstance(q, NewRows):  # a step of only decodes
             return self._decode(q, call)
         rows, outputs = q.astype(self.store.specs[layer].dtype), []
         if count:

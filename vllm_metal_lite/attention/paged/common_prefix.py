@@ -1,4 +1,4 @@
-"""Which decodes of a step share how long a prefix: leading blocks common to their tables."""
+"""Finds the prefix that decodes of a step share: leading blocks common to their tables."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,17 +9,16 @@ from vllm_metal_lite.devices import profile
 
 
 class CommonPrefix(NamedTuple):
-    """leader: a row that has the prefix.  lens: (B,) int32, its length in tokens for each row that
-    has it, 0 for the others."""
+    """leader: a row with the prefix.  lens: (B,) int32, the prefix length in tokens for rows with
+    the prefix, 0 for the others."""
 
     leader: int
     lens: np.ndarray
 
 
 class PrefixSearch:
-    """`common_prefix`, from one step to the next: what was found holds on while all rows begin with
-    the same blocks as before, so that it need not be searched for.  A longer prefix than that is
-    found when rows come or go."""
+    """`common_prefix` with a cache: a result holds while all rows begin with the same blocks.  A
+    longer prefix is found only when rows come or go."""
 
     def __init__(self) -> None:
         self._found: CommonPrefix | None = None
@@ -30,7 +29,7 @@ class PrefixSearch:
         self, block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int,
         min_saved: int,
     ) -> CommonPrefix | None:  # fmt: skip
-        """As `common_prefix`."""
+        """See `common_prefix`."""
         if self._min_saved == min_saved and self._holds(block_tables, seq_lens, block_size):
             return self._found
         found = common_prefix(block_tables, seq_lens, block_size, min_saved)
@@ -55,31 +54,32 @@ class PrefixSearch:
 def common_prefix(
     block_tables: Sequence[np.ndarray], seq_lens: np.ndarray, block_size: int, min_saved: int
 ) -> CommonPrefix | None:
-    """The prefix for which most tokens need not be read again; None if they are below min_saved.
+    """The prefix that saves the most token reads; None if the saving is below min_saved tokens.
 
-    block_tables: (B, max_blocks), of one KV group or several.  seq_lens: (B,).  The block of a
-    row's last token is its own: this step writes there.
+    block_tables: (B, max_blocks), for one or more KV groups.  seq_lens: (B,).  The block of a row's
+    last token is never shared: this step writes there.
     """
     rows = len(seq_lens)
     if rows < 2:
         return None
     own = (seq_lens - 1) // block_size
-    # A prefix of all rows would need so many blocks.  Rows that share one share the last of these.
+    # The fewest blocks that save enough if all rows share them.  Rows with a long enough common
+    # prefix share the last of these.
     fewest = -(-min_saved // ((rows - 1) * block_size))
     long = np.flatnonzero(own >= fewest)
     if len(long) < 2 or len(np.unique(block_tables[0][long, fewest - 1])) == len(long):
         return None
-    # In the order of their blocks, rows that share a prefix lie side by side.
+    # Sorting by blocks makes rows that share a prefix adjacent.
     own = own[long]
     blocks = np.stack([tables[long, : own.max() + 1] for tables in block_tables], axis=-1)
-    blocks[np.arange(len(long)), own] = -1  # who has no more comes behind those who have
+    blocks[np.arange(len(long)), own] = -1  # rows that end here sort after rows that continue
     blocks = blocks.reshape(len(long), -1)
     order = np.argsort(blocks.view(f"V{blocks[0].nbytes}").ravel())
     blocks, own = blocks[order], own[order]
     differ = blocks[1:] != blocks[:-1]
     shared = np.where(differ.any(axis=1), differ.argmax(axis=1), differ.shape[1])
     shared = np.minimum(shared // len(block_tables), np.minimum(own[1:], own[:-1]))
-    # Of the rows that share so much, all but one need not read it.
+    # In a run of rows that share `few` blocks, only one row must read them.
     best, length, members, row_cost = min_saved, 0, long, profile().prefix_row_cost
     for few in np.unique(shared[shared >= fewest]):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], shared >= few, [0]))))

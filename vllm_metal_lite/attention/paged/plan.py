@@ -1,4 +1,4 @@
-"""How the kernels attend to one step: its decodes, the prefix that they share, and its prompts."""
+"""The kernels' plan for one step: its decodes, their shared prefix, and its prompts."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,16 +15,16 @@ from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """A step whose first num_decodes rows are decodes, and the rest prompts.
+    """The first num_decodes rows of a step are decodes; the rest are prompts.
 
-    block_tables (num_decodes, W), one a KV group, and seq_lens (num_decodes,) int32 are of the
-    decodes; in a step of nothing else they cover the padded rows too, with a seq_len of 0.
-    decode_plans: of layers, by their number of KV heads.
+    block_tables (num_decodes, W), one per KV group, and seq_lens (num_decodes,) int32 describe the
+    decodes.  In a step of only decodes they include padded rows, with a seq_len of 0.
+    decode_plans: number of KV heads -> the plan of such layers.
     writes_late: no row sees another new row, so attention may write the step's rows itself.
-    prefix_len: the largest power of two within the prefix that decodes share, 0 = they share none.
+    prefix_len: the largest power of two within the decodes' shared prefix; 0 = no shared prefix.
     leader (1,), prefix_lens (num_decodes,): the CommonPrefix, or None.  own_plans: as decode_plans,
-    of the keys behind the prefix.
-    prompts: None in a step of nothing but decodes.
+    for the keys after the prefix.
+    prompts: None in a step of only decodes.
     """
 
     num_decodes: int
@@ -40,7 +40,7 @@ class PagedPlan:
 
     @property
     def repeats(self) -> bool:
-        """Whether steps of the same shapes come again, so that compiling one pays."""
+        """Whether steps of the same shapes are likely to repeat, so that compiling one pays."""
         return self.prompts is None or self.prompts.repeats
 
     @property
@@ -68,7 +68,7 @@ def plan_step(
     prefix: CommonPrefix | None,
     kv_heads: Collection[int],
 ) -> Step:
-    """decodes: the batch as its decodes are attended to, which may be all rows of the step."""
+    """decodes: `batch` itself, or `batch.as_decodes()`, in which every row is a decode."""
     count = decodes.num_decodes
     plan = PagedPlan(
         num_decodes=count if prompts else num_rows,
@@ -114,8 +114,8 @@ def _with_decodes(
 
 
 def _num_logits(batch: ForwardBatch, num_decodes: int, has_prompts: bool) -> int:
-    """Rows that get logits, a number that repeats: one a segment, whether the segment ends or not,
-    and more where prompts are scored."""
+    """Rows that get logits, rounded so that shapes repeat: one per segment, terminal or not, and
+    more if prompts are scored."""
     num_logits = power_of_two(batch.num_segments)
     if has_prompts:
         num_logits = num_decodes + power_of_two(batch.num_segments - num_decodes)

@@ -1,8 +1,8 @@
-"""The segments of a step behind its decodes, as `varlen_prefill` or MLX's SDPA takes them.
+"""The prompts of a step, arranged for `varlen_prefill` or MLX's SDPA.
 
-In a small step the host needs longer to build the forward than the device to run it, and decodes
-beside the prompts wait.  There all arrays have shapes that repeat (`repeats`), so that the step can
-be compiled.  Prompts alone keep no decode waiting, and their sizes rarely come again.
+In a small step the host takes longer to build the forward than the device to run it, which delays
+decodes beside the prompts.  Such a step uses repeating shapes (`repeats`), so that it can be
+compiled.  A step of prompts alone delays no decode, and its sizes rarely repeat.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,7 +33,7 @@ from vllm_metal_lite.kernels.prefill import plan_tiles
 
 
 def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
-    """Block tables (num_rows, width), zeros behind what there is."""
+    """Block tables cut or padded with zeros to (num_rows, width)."""
     out = np.zeros((num_rows, width), tables.dtype)
     out[: len(tables), : tables.shape[1]] = tables[:, :width]
     return out
@@ -41,10 +41,10 @@ def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class VarlenPrompts:
-    """For `varlen_prefill`: block_tables (S, W) a KV group, cu_seqlens_q (S+1,), seq_lens (S,).
+    """For `varlen_prefill`: block_tables (S, W) per KV group, cu_seqlens_q (S+1,), seq_lens (S,).
 
-    S and W are powers of two; segments behind the last have no rows.  tiles: those of layers, by
-    their query heads a KV head.
+    S and W are powers of two; padded segments have no rows.  tiles: query heads per KV head -> the
+    tiles of such layers.
     """
 
     block_tables: tuple[mx.array, ...]
@@ -57,8 +57,8 @@ class VarlenPrompts:
     def plan(
         cls, batch: ForwardBatch, num_rows: int, head_groups: Collection[int], repeats: bool
     ) -> "VarlenPrompts":
-        """num_rows: of prompts, padding included.  head_groups: query heads a KV head, of all
-        layers."""
+        """num_rows: rows of prompts, including padding.  head_groups: query heads per KV head, over
+        all layers."""
         segments = power_of_two(batch.num_segments)
         longest = max(int(batch.seq_lens.max()), profile().min_keys)
         width = power_of_two(-(-longest // batch.block_size))
@@ -88,7 +88,7 @@ class VarlenPrompts:
 
 @dataclass(frozen=True)
 class OneCall:
-    """In SdpaPlan's place: all segments of a KV group in one call, whatever the window.
+    """Replaces SdpaPlan: all segments of a KV group in one call, for any window.
 
     place: see SdpaCalls.
     """
@@ -116,7 +116,7 @@ class OneCall:
 
 @dataclass(frozen=True)
 class SdpaPrompts:
-    """For SDPA.  sdpa: a plan a KV group: one call if `repeats`, else the calls that cost least."""
+    """For SDPA.  sdpa: one plan per KV group: one call if `repeats`, else the cheapest calls."""
 
     sdpa: tuple[SdpaPlan | OneCall, ...]
     repeats: bool
@@ -125,12 +125,12 @@ class SdpaPrompts:
     def plan(
         cls, batch: ForwardBatch, num_rows: int, windows: Sequence[int | None], repeats: bool
     ) -> "SdpaPrompts":
-        """num_rows: of prompts, padding included.  windows: the farthest that layers of a KV group
-        see, None = all.  repeats: whether to compile the step, if its mask is not too large.
+        """num_rows: rows of prompts, including padding.  windows: the longest window in each KV
+        group, None = all.  repeats: whether to compile the step, if its mask is not too large.
 
-        The one call has all segments end to end, or as a padded batch, whichever is less: prompts
-        of unlike lengths cost less end to end, alike ones as a batch, whose mask grows with their
-        number and not its square.
+        The one call concatenates the segments or pads them as a batch, whichever has fewer scores.
+        Concatenation suits prompts of different lengths.  A batch suits similar lengths: its mask
+        grows linearly with the number of prompts.
         """
         device = profile()
         min_rows, min_keys = device.min_segment_rows, device.min_keys

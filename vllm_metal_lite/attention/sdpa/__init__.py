@@ -1,1 +1,1 @@
-"""Attention by MLX's SDPA, cut into calls: the reference, on every backend."""
+"""The reference attention: calls of MLX's SDPA, on every backend."""

@@ -1,4 +1,4 @@
-"""The calls of SDPA that cover a step, on the device."""
+"""The SDPA calls that cover a step, on the device."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -46,7 +46,7 @@ def on_device(array: np.ndarray | None) -> mx.array | None:
 
 
 class DeviceGroup:
-    """One call of SDPA: the indices, and the mask once `run_calls` asks for it."""
+    """One SDPA call: the indices, and a lazily built mask."""
 
     def __init__(self, indices: Indices, mask: str | None, window: int | None = None) -> None:
         self.group, self.kind, self.window = indices, mask, window
@@ -54,9 +54,9 @@ class DeviceGroup:
         self._masks: dict[mx.Dtype, mx.array] = {}
 
     def gather(self, store: mx.array) -> mx.array:
-        """The group's keys or values as they are kept, (B, num_kv_heads, Lk, width), in one pass.
+        """The group's keys or values in store format, (B, num_kv_heads, Lk, width), in one gather.
 
-        store: (num_slots, num_kv_heads, width), seen as one row a slot and head.
+        store: (num_slots, num_kv_heads, width), viewed as one row per slot and head.
         """
         heads = store.shape[1]
         if heads not in self._head_rows:
@@ -68,7 +68,7 @@ class DeviceGroup:
         return self.mask_array(dtype) if self.kind == "array" else self.kind
 
     def mask_array(self, dtype: mx.Dtype) -> mx.array:
-        """Bool (B, 1, Lq, Lk), or additive in the queries' dtype where bool is not fused (CUDA)."""
+        """Bool (B, 1, Lq, Lk); additive in the queries' dtype on CUDA, which fuses no bool mask."""
         additive = backend.name() == "cuda"
         key = dtype if additive else mx.bool_
         if key not in self._masks:
@@ -87,7 +87,7 @@ class DeviceGroup:
 
 
 class EndToEnd:
-    """Rows of several calls, one call's behind another's, so that one launch does for all of them.
+    """Concatenated rows of several calls, so that one launch serves all of them.
 
     shapes: (B, L) of each call.
     """
@@ -97,7 +97,7 @@ class EndToEnd:
         self._views: dict[tuple[int, int], list[tuple]] = {}
 
     def cut(self, rows: mx.array) -> list[mx.array]:
-        """rows (T, H, D), T or more -> (B, H, L, D) for each call: views, nothing is copied."""
+        """rows (T, H, D), or more than T -> a view (B, H, L, D) for each call, without a copy."""
         heads, dim = rows.shape[1:]
         if (heads, dim) not in self._views:
             width, first, views = heads * dim, 0, []
@@ -111,10 +111,10 @@ class EndToEnd:
 
 
 class SdpaCalls:
-    """Calls that cover a step, and the rows that go in and come out.
+    """The calls that cover a step, with their input and output rows.
 
-    q_rows: (T,) rows of the packed batch, end to end as the calls take them; None: the first T.
-    place: (num_rows,) the place of each row in the calls' outputs, end to end; None: as they are.
+    q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
+    place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SdpaCalls:
 
     @cached_property
     def gathers(self) -> list[tuple[mx.array, EndToEnd]]:
-        """Slots (K,) of the store that are gathered at once, and how they are cut into calls."""
+        """Slots (K,) of each joint gather, and how its rows are cut into calls."""
         all_slots, found = [g.group.kv_slots for g in self.groups], []
         sizes = np.array([slots.size for slots in all_slots])
         for pack in split_packs(np.arange(len(all_slots)), sizes, profile().max_gathered_keys):
@@ -137,9 +137,9 @@ class SdpaCalls:
 
 
 class SdpaPlan:
-    """A batch cut into SDPA calls, once a step for each window or chunk that a layer asks for.
+    """A batch cut into SDPA calls, once per step for each window and chunk of a layer.
 
-    A Plan without arrays: its calls differ from step to step, so such a step is never compiled.
+    A Plan without arrays: its calls differ between steps, so such a step is never compiled.
     """
 
     arrays: Arrays = None

@@ -1,11 +1,11 @@
-"""How the reference attention cuts a step into calls of SDPA (host side, numpy).
+"""Cuts a step into calls of SDPA (on the host, numpy).
 
-A segment's queries are cut into tiles; a tile sees the keys up to its own end.  Tiles of like shape
-run as one right-padded batch: padding at the end is never seen by earlier rows, so complete prompts
-need plain "causal" and no mask.  Short prompts of unlike lengths may instead be laid end to end
-under one block-diagonal causal mask ("packed").  What costs least is taken, counted in scores
-computed, keys gathered and calls.  Everything a mask must know is positions and segment numbers, so
-one formula serves every group:  key visible = same segment and k_pos <= q_pos (and in the window).
+A segment's queries are cut into tiles; a tile sees the keys up to its own end.  Tiles of similar
+shape run as one right-padded batch.  Earlier rows never see padding at the end, so complete prompts
+need only "causal" and no mask array.  Short prompts of different lengths may instead be
+concatenated under one block-diagonal causal mask ("packed").  The plan minimises the cost of scores
+computed, keys gathered and calls.  Masks depend only on positions and segment numbers, so one
+formula serves every group:  key visible = same segment and k_pos <= q_pos (and in the window).
 """
 
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
 from vllm_metal_lite.devices import profile
 
-NEVER = np.iinfo(np.int32).max  # position of a padding key: behind every query
+NEVER = np.iinfo(np.int32).max  # position of a padding key: after every query
 
 Lengths = TypeVar("Lengths", int, np.ndarray)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest one that is at least n, for n of at least 1."""
+    """The smallest power of two that is at least n; n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
@@ -31,7 +31,7 @@ def power_of_two(n: int) -> int:
 class Group:
     """One call of SDPA on the host: B rows of Lq queries over Lk keys.
 
-    q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, as they are.
+    q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, in order.
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
     "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
     segments of rows and keys).
@@ -47,13 +47,13 @@ class Group:
 
 
 def cost(q_len: Lengths, kv_len: Lengths) -> Lengths:
-    """What attention of q_len queries to kv_len keys costs, in scores."""
+    """Cost of attention of q_len queries to kv_len keys, in scores."""
     return (q_len + profile().key_cost) * kv_len
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query tiles, one entry each: segment, first row, rows, first and one past last key."""
+    """Query tiles, one entry each: segment, first row, number of rows, key range [start, end)."""
 
     segment: np.ndarray
     row: np.ndarray
@@ -73,8 +73,8 @@ def plan_groups(
 ) -> list[Group]:
     """Cut a step into SDPA calls that together cover every row of the batch once.
 
-    chunk: rows see only the keys of their own chunk of so many positions (Llama 4).
-    tile: most query rows in one tile (what a backend without a fused causal kernel saves on).
+    chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
+    tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
     """
     if chunk is not None:
         batch = split_at_chunks(batch, chunk)
@@ -85,7 +85,7 @@ def plan_groups(
     for pack in split_packs(np.flatnonzero(complete), q_lens):
         rows, longest = int(q_lens[pack].sum()), int(q_lens[pack].max())
         packed = cost(rows, rows)
-        # At most what one padded batch costs, which is soon known.
+        # The cost of one padded batch is an upper bound, and cheap to compute.
         if packed < len(pack) * cost(longest, longest):
             padded, _ = _group_by_shape(_tiles(batch, pack, window, chunk, tile), call_cost)
             if packed + call_cost < padded:
@@ -104,7 +104,7 @@ def plan_groups(
 def split_packs(
     segments: np.ndarray, q_lens: np.ndarray, cap: int = MAX_PACKED_PREFILL_TOKENS
 ) -> list[np.ndarray]:
-    """Split segments, in order, into packs of at most `cap` rows; a longer one is alone in its."""
+    """Split segments, in order, into packs of at most `cap` rows; a longer one is its own pack."""
     packs: list[list[int]] = []
     rows = cap
     for s in segments.tolist():
@@ -117,7 +117,7 @@ def split_packs(
 
 
 def split_at_chunks(batch: ForwardBatch, chunk: int) -> ForwardBatch:
-    """The same rows, with segments cut where positions pass a multiple of `chunk`."""
+    """The same rows, with segments cut at positions that are multiples of `chunk`."""
     starts = np.zeros(batch.num_tokens, bool)
     starts[batch.cu_seqlens_q[:-1]] = True
     starts |= batch.positions % chunk == 0
@@ -154,10 +154,10 @@ def _tiles(
 
 
 def _group_by_shape(tiles: Tiles, call_cost: int) -> tuple[int, list[np.ndarray]]:
-    """What tiles cost as padded batches, and which tiles each of these takes.
+    """The cheapest split of tiles into padded batches: its cost, and the tiles of each batch.
 
-    Tiles in a batch are neighbours in the order from longest to shortest, so the cheapest way to
-    cut the first n of them is found from those for fewer.
+    Dynamic programming: tiles in a batch are neighbours in the order from longest to shortest, so
+    the cheapest split of the first n follows from the splits of fewer.
     """
     kv_len = tiles.kv_end - tiles.kv_start
     order = np.lexsort((-kv_len, -tiles.q_len))
@@ -184,7 +184,7 @@ def _group_by_shape(tiles: Tiles, call_cost: int) -> tuple[int, list[np.ndarray]
 def _padded(
     batch: ForwardBatch, tiles: Tiles, window: int | None, q_len: int = 0, kv_len: int = 0
 ) -> Group:
-    """Tiles as a batch, padded to the longest, and to q_len rows and kv_len keys at least."""
+    """Tiles as a batch, padded to the longest, at least to q_len rows and kv_len keys."""
     q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
     row = np.minimum(np.arange(max(q_lens.max(), q_len)), q_lens[:, None] - 1)
     q_rows = tiles.row[:, None] + row
@@ -211,7 +211,7 @@ def _padded(
 
 
 def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
-    """Complete prompts end to end: rows and keys are the same rows of the step."""
+    """Complete prompts concatenated: queries and keys are the same rows of the step."""
     cu = batch.cu_seqlens_q
     rows = np.concatenate([np.arange(cu[s], cu[s + 1]) for s in pack]).astype(np.int32)[None]
     segments = np.repeat(pack, cu[pack + 1] - cu[pack]).astype(np.int32)[None]
@@ -221,14 +221,14 @@ def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
 
 
 def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Of groups with q_rows: these end to end, (T,) int32, and the place of each of num_rows there.
+    """(T,) int32, all groups' q_rows concatenated, and (num_rows,) int32, each row's place there.
 
-    None where rows are the first T, in order, and where places are those of the rows.
+    Rows are None if they are the first T, in order.  Places are None if also T == num_rows.
     """
     rows = np.concatenate([g.q_rows.ravel() for g in groups if g.q_rows is not None])
     place = np.zeros(num_rows, np.int32)
-    # Backwards, so that a row's first place wins: later ones are padding, which under a plain
-    # "causal" saw too far.
+    # Reversed, so that a row's first place wins: later places are padding, which sees too many keys
+    # under plain "causal".
     place[rows[::-1]] = np.arange(len(rows), dtype=np.int32)[::-1]
     if not np.array_equal(rows, np.arange(len(rows))):
         return rows, place
@@ -236,7 +236,7 @@ def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.nd
 
 
 def quarter_power(n: int) -> int:
-    """n rounded up so that four sizes lie between a power of two and the next."""
+    """n rounded up to one of four sizes per octave."""
     step = max(1, power_of_two(n) // 8)
     return -(-n // step) * step
 
@@ -244,7 +244,7 @@ def quarter_power(n: int) -> int:
 def batch_shape(
     batch: ForwardBatch, min_rows: int, min_keys: int, window: int | None = None
 ) -> tuple[int, int, int]:
-    """(B, Lq, Lk) of `in_one_batch`, sizes that come again: at least min_rows and min_keys."""
+    """(B, Lq, Lk) of `in_one_batch`, rounded up to repeat: Lq >= min_rows, Lk >= min_keys."""
     q_lens, kv_lens = np.diff(batch.cu_seqlens_q), batch.seq_lens
     if window is not None:
         kv_lens = np.minimum(kv_lens, q_lens - 1 + window)
@@ -258,9 +258,9 @@ def batch_shape(
 def in_one_batch(
     batch: ForwardBatch, min_rows: int, min_keys: int, window: int | None = None
 ) -> Group:
-    """A segment a row of a padded batch; behind the last row it is there again.
+    """One segment per row of a padded batch; padding repeats the last segment.
 
-    What the window hides of a context from all rows is not gathered.
+    Keys that the window hides from all rows are not gathered.
     """
     count, q_len, kv_len = batch_shape(batch, min_rows, min_keys, window)
     segments = np.minimum(np.arange(count), batch.num_segments - 1)
@@ -271,11 +271,11 @@ def in_one_batch(
 def in_one_call(
     batch: ForwardBatch, num_rows: int, min_keys: int, window: int | None = None
 ) -> Group:
-    """All segments end to end: num_rows queries, and keys padded to a power of two, at least
+    """All segments concatenated: num_rows queries, and keys padded to a power of two, at least
     min_keys.
 
-    What the window hides of a context from all rows is not gathered: it may be another request's by
-    now.  Rows of padding see what the last row sees.
+    Keys that the window hides from all rows are not gathered: another request may own their blocks.
+    Padded rows see the same keys as the last row.
     """
     q_lens = np.diff(batch.cu_seqlens_q)
     kv_start = np.zeros_like(q_lens)

@@ -1,8 +1,8 @@
-"""Attention and K/V writes in MLX operations: runs on every backend, and is the oracle for kernels.
+"""Attention and K/V writes in MLX operations: runs on every backend; the oracle for kernels.
 
-The entry has the form of flash-attention's varlen call: packed queries (N, H, D), the layer's paged
-store, the step's metadata.  Keys are always read from the store, after the rows of this step were
-written to it: a segment may share blocks that another segment of the same step fills.
+The interface follows flash-attention's varlen call: packed queries (N, H, D), the layer's paged
+store, the step's metadata.  Attention reads keys only from the store, after this step's writes: a
+segment may share blocks that another segment of the same step fills.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from vllm_metal_lite.kv.store import PagedStore
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """A step whose rows all go through SDPA.  sdpa: a plan a KV group; never compiled."""
+    """A step whose rows all use SDPA; never compiled.  sdpa: one plan per KV group."""
 
     sdpa: tuple[SdpaPlan, ...]
     arrays: Arrays = None
@@ -28,10 +28,10 @@ class ReferencePlan:
 
 
 class ReferenceAttention:
-    """Writes K and V by scatter, attends by gathering from the store into SDPA.
+    """Scatters K and V into the store, gathers K and V for SDPA.
 
-    The state is the store itself: its arrays are written in place, and only while nothing else
-    reads them, so a step is submitted when the previous one has ended.
+    The state is the store itself.  Writes are in place only while nothing else reads the arrays, so
+    a step is submitted after the previous step has ended.
     """
 
     name = "reference"
@@ -88,7 +88,7 @@ class ReferenceStepAttention:
     ) -> Iterator[tuple[mx.array, mx.array]]:
         """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).
 
-        latent: keys are the latents and the rotary keys end to end, values the latents.
+        latent: keys are the latents concatenated with the rotary keys; values are the latents.
         """
         spec = self.store.specs[layer]
         for group in calls.groups:

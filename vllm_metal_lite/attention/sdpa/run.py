@@ -1,11 +1,11 @@
-"""SDPA of a step's queries, call by call, on keys and values that were gathered for each call."""
+"""Runs a step's SDPA calls on the keys and values gathered for each call."""
 
 from collections.abc import Callable, Iterable
 
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls
 from vllm_metal_lite.backend import mx
 
-# Fetched when this module loads: the seam replaces the public name while a forward is built.
+# Bound at import: the seam replaces the public name while a forward is built.
 _sdpa = mx.fast.scaled_dot_product_attention
 
 # Rows (N, ...) and an index of any shape -> those rows.
@@ -28,8 +28,8 @@ def run_calls(
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).
 
-    gathered: keys and values of each call, (B, num_kv_heads, Lk, head_dim).  take: picks rows of
-    queries and of results.
+    gathered: keys and values of each call, (B, num_kv_heads, Lk, head_dim).  take: selects rows
+    of queries and of results.
     """
     outputs = []
     parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
