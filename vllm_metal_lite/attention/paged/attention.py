@@ -59,7 +59,7 @@ class KernelAttention:
         self.rows_as_decodes, self.gathers_rows = rows_as_decodes, gathers_rows
         self._shares_prefixes = shares
         self._head_groups = sorted(head_groups)
-        # Layers that `shared_prefix` supports: full attention, unquantized KV, small enough heads.
+        # `shared_prefix` needs full attention, unquantized KV and a supported head size.
         self.shares = [
             shares and spec.window is None and spec.bits is None
             and not head_size_problem((spec.k_head_dim, spec.v_head_dim), MAX_PREFILL_DIM)
