@@ -11,6 +11,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
+from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.specs import AttentionShape
@@ -69,7 +70,23 @@ def test_a_miscompiled_kernel_is_found(monkeypatch, tmp_path, name):
     assert f"{name} " in verdict.failures[name]
     assert "allowed" in verdict.failures[name]
     assert verdict.prefill == "gather"
-    assert not list(tmp_path.rglob("*.json"))
+    assert not any(f"{SHAPE}, blocks" in file.read_text() for file in tmp_path.rglob("*.json"))
+
+
+def test_fused_kernels_are_checked_unless_the_reference_is_used_anyway(monkeypatch):
+    def failing(kernel):
+        monkeypatch.setattr(
+            selfcheck, "check", lambda *_: [CheckResult(kernel, SHAPE, 8, 2.0, 0.1)]
+        )
+
+    checked = []
+    monkeypatch.setattr(fusedcheck, "check", lambda shape: checked.append(shape) or [])
+    failing("paged_decode")
+    verify([SHAPE], 8)
+    assert not checked
+    failing("varlen_prefill")
+    verify([SHAPE], 8)
+    assert checked == [SHAPE]
 
 
 @pytest.mark.parametrize("name", ["rope_write", "add_rms_norm", "gather_rows", "fused_decode"])

@@ -7,14 +7,13 @@ is spent once.
 from collections.abc import Sequence
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.attention.paged.attention import PREFILLS
+from vllm_metal_lite.attention.select import OPTIONAL_KERNELS, Verdict
 from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.kernels.common import unsupported
 from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.specs import AttentionShape
-
-_PREFILLS = ("varlen", "gather")
 
 
 def verify(shapes: Sequence[AttentionShape], block_size: int) -> Verdict:
@@ -26,10 +25,12 @@ def verify(shapes: Sequence[AttentionShape], block_size: int) -> Verdict:
         prefills.append(prefill)
         for result in failed:
             failures.setdefault(result.kernel, str(result))
-    for shape in () if failures else shapes:
+    # With a failure that has no fallback the reference is used, which fuses nothing.
+    fuses = OPTIONAL_KERNELS.issuperset(failures)
+    for shape in shapes if fuses else ():
         for result in _fused(shape):
             failures.setdefault(result.kernel, str(result))
-    return Verdict(failures, max(prefills, key=_PREFILLS.index))
+    return Verdict(failures, max(prefills, key=PREFILLS.index))
 
 
 def _own(shape: AttentionShape, block_size: int) -> tuple[list[CheckResult], str]:
