@@ -90,7 +90,6 @@ def make_step(
     *,
     padding_slots: Sequence[int] | None = None,
     num_logits: int = 1,
-    variant: tuple | None = None,
 ) -> Step:
     """The step of a batch under a plan, with the batch's arrays padded and on the device.
 
@@ -117,7 +116,6 @@ def make_step(
         tuple(slot_mapping),
         logits_indices,
         plan,
-        variant,
     )
 
 

@@ -25,14 +25,6 @@ from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
-# Optional: each has a fallback.  fusedcheck.py checks these kernels.
-OPTIONAL = ("rope_write", "add_rms_norm", "gather_rows", "skinny_gemm")
-QUANTISED = ("kv_write_quantised", "kv_gather_quantised")
-KERNELS = (
-    "kv_write", "kv_gather", "paged_decode", "merge_partitions", "varlen_prefill",
-    "shared_prefix", *QUANTISED, *OPTIONAL,
-)  # fmt: skip
-
 # Contexts of the sequences: one key, within a block, over many blocks, more than one split.
 _CONTEXTS = np.array((1, 7, 33, 300, 700))
 # Rows of each sequence in the prompt check: whole prompts, and chunks after a context.

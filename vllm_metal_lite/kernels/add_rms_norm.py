@@ -1,7 +1,7 @@
 """A residual sum and its RMS norm in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import bits, no_sinks, norm_dtype
+from vllm_metal_lite.kernels.common import bits, norm_dtype, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight"], ["sum", "normed"])
@@ -35,7 +35,7 @@ def add_rms_norm(
         "WEIGHT": weight is not None, "EPS": bits(eps),
     }  # fmt: skip
     added, normed = _ADD_RMS_NORM(
-        [x, y, no_sinks() if weight is None else weight],
+        [x, y, unused() if weight is None else weight],
         template, (x.size // dim, 1, 1), threads, [x.shape, x.shape], [x.dtype, result],
     )  # fmt: skip
     return added, normed

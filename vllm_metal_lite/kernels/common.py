@@ -70,7 +70,7 @@ def bits(x: float) -> int:
 
 
 @cache
-def no_sinks() -> mx.array:
+def unused() -> mx.array:
     """The placeholder for an input that a kernel does not use, such as sinks."""
     zeros = mx.zeros(8)
     mx.eval(zeros)  # otherwise every compiled step would make its own

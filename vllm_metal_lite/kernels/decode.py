@@ -10,8 +10,8 @@ from vllm_metal_lite.kernels.common import (
     STORE,
     bits,
     format_template,
-    no_sinks,
     num_splits,
+    unused,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
@@ -78,7 +78,7 @@ def paged_decode(
     """
     if isinstance(q, mx.array):
         batch, heads, _ = q.shape
-        fused, arrays, new = False, [q] * 3 + [no_sinks()] * 3, NONE_NEW
+        fused, arrays, new = False, [q] * 3 + [unused()] * 3, NONE_NEW
     else:
         batch, heads = len(q.q.array), q.num_heads
         fused, arrays, new = True, q.arrays, q.template(keys, values)
@@ -104,8 +104,8 @@ def paged_decode(
         "LANES": lanes, "KW": k_width, "VW": v_width,
         "UNROLL": 4 if per_lane <= 12 or k_row.bits else 2, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
-    sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
-    shared = prefix or (no_sinks(), no_sinks(), seq_lens)
+    sinks = unused() if sinks is None else sinks.astype(mx.float32)
+    shared = prefix or (unused(), unused(), seq_lens)
     out, lse = _PAGED_DECODE(
         [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, token],
         template, (kv_heads * tiles, batch, splits), 32 * simdgroups,

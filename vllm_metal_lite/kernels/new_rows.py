@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import bits, no_sinks, norm_dtype
+from vllm_metal_lite.kernels.common import bits, norm_dtype, unused
 from vllm_metal_lite.kernels.launch import Template
 
 # Template values that disable the fused inputs.
@@ -72,7 +72,7 @@ class NewRows(NamedTuple):
         freqs = None if self.rope is None else self.rope.freqs
         given.append(None if freqs is None else freqs.astype(mx.float32))
         arrays = [self.q.array, self.k.array, self.v.array]
-        return arrays + [no_sinks() if a is None else a for a in given]
+        return arrays + [unused() if a is None else a for a in given]
 
     def template(self, keys: mx.array, values: mx.array) -> Template:
         """Template values for a store keys (slots, num_kv_heads, k_head_dim), values (..,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, bits, head_size_problem, no_sinks
+from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, bits, head_size_problem, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _VARLEN_PREFILL = Kernel(
@@ -82,7 +82,7 @@ def varlen_prefill(
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
     }  # fmt: skip
-    sinks = no_sinks() if sinks is None else sinks.astype(mx.float32)
+    sinks = unused() if sinks is None else sinks.astype(mx.float32)
     out, token = _VARLEN_PREFILL(
         [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks,
          keys, values, token],

@@ -8,8 +8,8 @@ from vllm_metal_lite.kernels.common import (
     MAX_PREFILL_DIM,
     bits,
     head_size_problem,
-    no_sinks,
     num_splits,
+    unused,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import NONE_NEW, NewRows
@@ -72,7 +72,7 @@ def shared_prefix(
     v_dim = values.shape[2]
     if isinstance(q, mx.array):
         rows, heads, _ = q.shape
-        arrays, new = [q, no_sinks(), no_sinks()], NONE_NEW
+        arrays, new = [q, unused(), unused()], NONE_NEW
     else:
         rows, heads = len(q.q.array), q.num_heads
         first, _, _, weight, _, freqs = q.arrays

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import bits, no_sinks
+from vllm_metal_lite.kernels.common import bits, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _SKINNY_GEMM = Kernel("skinny_gemm", ["x", "w", "gain", "residual"], ["y"])
@@ -84,8 +84,8 @@ def skinny_gemm(
         "NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0),
         "RESIDUAL": residual is not None, "SWIGLU": swiglu,
     }  # fmt: skip
-    gain = norm.weight if norm else no_sinks()
-    residual = no_sinks() if residual is None else residual
+    gain = norm.weight if norm else unused()
+    residual = unused() if residual is None else residual
     columns = _COLUMNS // 2 if swiglu else _COLUMNS
     return _SKINNY_GEMM(
         [x, weight, gain, residual], template, (-(-width // columns), 1, 1), 32 * simdgroups,
