@@ -81,6 +81,7 @@ class Encoder:
         self._all_outputs: set[int] = set()
         self._temporaries: set[int] = set()
         self._fence_of: dict[int, int] = {}  # buffer -> the encoder that wrote it last
+        self._waited_for = 0  # encoders that ended before the host went on
         self._behind: list[int] = []  # encoder -> the encoders before it, as bits
 
     # What a primitive calls
@@ -139,6 +140,11 @@ class Encoder:
         self._commit()
         self.step += 1
 
+    def synchronize(self) -> None:
+        """The host commits, and waits for everything."""
+        self._commit()
+        self._waited_for = self._encoders
+
     def _open(self) -> None:
         if not self._is_open:
             self._is_open, self._epoch = True, 0
@@ -173,6 +179,8 @@ class Encoder:
         """Whether `second`, encoded later, cannot run before the end of `first`."""
         if first.encoder == second.encoder:
             return first.epoch < second.epoch
+        if first.encoder < self._waited_for <= second.encoder:
+            return True
         return bool(self._behind[second.encoder] >> first.encoder & 1)
 
     def conflicts(self) -> Iterator[tuple[Launch, Launch]]:

@@ -17,9 +17,10 @@ outputs of kernels that take one.  More declared arrays only add barriers and fe
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from random import Random
 from typing import Any, NamedTuple
 
 from tests.support.metal_encoder import NOTHING, Encoder, Limits, Truth
@@ -78,6 +79,8 @@ class Node:
     @cached_property
     def template(self) -> dict[str, str]:
         """Template values of a custom kernel, as in its source."""
+        if self.kernel is None:
+            return {}
         source = self.arguments[1]
         names = re.findall(r"template <([^>]*)>\n\[\[kernel\]\]", source)
         values = re.findall(r"decltype\(\w+<(.*)>\) ", source)
@@ -89,6 +92,8 @@ class Node:
     @cached_property
     def parameters(self) -> dict[str, str]:
         """Array names of a custom kernel's inputs, by the names of its parameters."""
+        if self.kernel is None:
+            return {}
         signature = self.arguments[1].rpartition("[[kernel]] void ")[2]
         names = re.findall(r"const (?:device|constant) \w+[*&] (\w+) \[\[buffer", signature)
         asked = {f"{name}_{suffix}" for name in names for suffix in ("shape", "strides", "ndim")}
@@ -115,9 +120,17 @@ def touched(node: Node) -> tuple[set[str], set[str]]:
     return store, store if kernel in WRITERS or late else set()
 
 
+class Eval(NamedTuple):
+    """One call of `mx.async_eval`.  fails_after: the primitives that run before one raises."""
+
+    label: str
+    wanted: list[str]
+    fails_after: int | None = None
+
+
 @dataclass
 class Graph:
-    """Shapes by name, primitives, and the arrays of each eval in order.
+    """Shapes by name, primitives, and evals in order.
 
     arguments: arrays that exist from the start, by the name that was given to them.
     """
@@ -125,11 +138,15 @@ class Graph:
     shapes: dict[str, Shape] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     arguments: dict[str, str] = field(default_factory=dict)
-    evals: list[tuple[str, list[str]]] = field(default_factory=list)
+    evals: list[Eval] = field(default_factory=list)
 
     @cached_property
     def maker(self) -> dict[str, int]:
         return {name: i for i, node in enumerate(self.nodes) for name in node.outputs}
+
+
+# (graph, names of wanted arrays, nodes that ran before) -> the nodes to run, in order
+Order = Callable[[Graph, Sequence[str], set[int]], list[int]]
 
 
 def evaluation_order(graph: Graph, wanted: Sequence[str], done: set[int]) -> list[int]:
@@ -168,6 +185,23 @@ def evaluation_order(graph: Graph, wanted: Sequence[str], done: set[int]) -> lis
     return tape[:0:-1]
 
 
+def any_order(seed: int) -> Order:
+    """A random order in which every node runs after its inputs, instead of MLX's order."""
+    rng = Random(seed)
+
+    def order(graph: Graph, wanted: Sequence[str], done: set[int]) -> list[int]:
+        needed = set(evaluation_order(graph, wanted, done))
+        waits = {i: {graph.maker.get(n) for n in graph.nodes[i].inputs} & needed for i in needed}
+        runs = []
+        while waits:
+            ready = sorted(i for i, inputs in waits.items() if not inputs & waits.keys())
+            runs.append(rng.choice(ready))
+            del waits[runs[-1]]
+        return runs
+
+    return order
+
+
 class _Held(NamedTuple):
     """An array on the device."""
 
@@ -180,13 +214,17 @@ class Replay:
     """Evaluates a graph on an Encoder, eval by eval.
 
     steps: (label, launches, barriers, commits) of each eval that launches something.
+    waits_after_errors: an eval that raises waits for its launches first, as MLX does from 0.32.2
+    on.
     """
 
     def __init__(
-        self, graph: Graph, limits: Limits | None = None, *, tokens_only: bool = False
-    ) -> None:
+        self, graph: Graph, limits: Limits | None = None, *, tokens_only: bool = False,
+        waits_after_errors: bool = True, order: Order = evaluation_order,
+    ) -> None:  # fmt: skip
         self.graph, self.encoder = graph, Encoder(limits or Limits())
-        self.tokens_only = tokens_only
+        self.tokens_only, self.waits_after_errors = tokens_only, waits_after_errors
+        self._order = order
         self.steps: list[tuple[str, int, int, int]] = []
         self._held: dict[str, _Held] = {}
         self._buffers = 0
@@ -196,13 +234,16 @@ class Replay:
     def run(self) -> "Replay":
         done: set[int] = set()
         encoder = self.encoder
-        for label, wanted in self.graph.evals:
+        for label, wanted, fails_after in self.graph.evals:
             before = len(encoder.launches), encoder.barriers, encoder.commits
-            for i in evaluation_order(self.graph, wanted, done):
+            for i in self._order(self.graph, wanted, done)[:fails_after]:
                 self._run(self.graph.nodes[i])
                 encoder.end_primitive()
                 done.add(i)
-            encoder.end_eval()
+            if fails_after is None:
+                encoder.end_eval()
+            elif self.waits_after_errors:
+                encoder.synchronize()
             after = len(encoder.launches), encoder.barriers, encoder.commits
             launches, barriers, commits = (b - a for a, b in zip(before, after, strict=True))
             if launches:

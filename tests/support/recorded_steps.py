@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from tests.support.mlx_graph import END, MLX_S, OURS, TURN, Graph, Node, Shape
+from tests.support.mlx_graph import END, MLX_S, OURS, TURN, Eval, Graph, Node, Shape
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
@@ -32,28 +32,32 @@ TOKEN = 7
 
 def kernel_engine(
     model: LoadedModel, engine: Callable[[LoadedModel], LLMEngine], *, prefill: str = "varlen",
-    fused: bool = True, joins: bool = True,
+    fused: bool = True, rows_as_decodes: int = 0,
 ) -> LLMEngine:  # fmt: skip
     """An engine of `model` with kernels, unchecked.  fused: changes the model in place."""
     made = engine(model)
     groups = {s.num_heads // s.num_kv_heads for s in made.model.attention_shapes}
     store = made.runner.attention.store
-    attention = KernelAttention(store, prefill, groups, rows_as_decodes=64)
+    attention = KernelAttention(store, prefill, groups, rows_as_decodes=rows_as_decodes)
     runner = ModelRunner(made.model.packed, attention, made.sampler)
     if fused:
-        fusion = fuse(made.model.packed.model, joins=joins)
+        fusion = fuse(made.model.packed.model, joins=True)
         runner = ModelRunner(made.model.packed, attention, made.sampler, fusion)
     made.pipeline.runner = runner
     return made
 
 
-def record(engine: LLMEngine, drive: Callable[[LLMEngine], Any], weights: bool = False) -> Graph:
+def record(
+    engine: LLMEngine, drive: Callable[[LLMEngine], Any], *, weights: bool = False,
+    fails: dict[int, int] | None = None,
+) -> Graph:  # fmt: skip
     """The graph of everything that `drive(engine)` submits.
 
     The engine is of no use afterwards.  weights: parameters are arguments too, so that they need
-    not be computed.
+    not be computed.  fails: submitted step (from 0) -> the primitives that MLX runs before it
+    raises RuntimeError.
     """
-    graph, steps = Graph(), _Steps()
+    graph, steps = Graph(), _Steps(fails or {})
     store, model = engine.runner.attention.store, engine.model.packed.model
     given: dict[str, mx.array] = {}
     places: dict[int, str] = {}  # layers may share arrays
@@ -73,7 +77,7 @@ def record(engine: LLMEngine, drive: Callable[[LLMEngine], Any], weights: bool =
             paths = [path for path, _ in parameters]
             model.update(tree_unflatten(list(zip(paths, arrays[len(names) :], strict=True))))
         drive(engine)
-        return [a for _, arrays in steps.evals for a in arrays]
+        return [a for _, arrays, _ in steps.evals for a in arrays]
 
     events: list[dict[str, Any]] = []
     with steps.noted():
@@ -84,8 +88,8 @@ def record(engine: LLMEngine, drive: Callable[[LLMEngine], Any], weights: bool =
     given_names = [*names, *(f"weight {path}" for path, _ in parameters)]
     graph.arguments = dict(zip(given_names, (n for n, *_ in inputs), strict=True))
     results = (n for n, *_ in next(e["outputs"] for e in events if e["type"] == "outputs"))
-    for label, arrays in steps.evals:
-        graph.evals.append((label, list(itertools.islice(results, len(arrays)))))
+    for label, arrays, fails_after in steps.evals:
+        graph.evals.append(Eval(label, list(itertools.islice(results, len(arrays))), fails_after))
     return graph
 
 
@@ -104,8 +108,9 @@ def _fill(graph: Graph, events: Sequence[dict[str, Any]]) -> None:
 class _Steps:
     """Notes evals, each under the name of its step, and the turns of kernels."""
 
-    def __init__(self) -> None:
-        self.evals: list[tuple[str, list[mx.array]]] = []
+    def __init__(self, fails: dict[int, int]) -> None:
+        self.evals: list[tuple[str, list[mx.array], int | None]] = []
+        self._fails, self._submitted = fails, itertools.count()
         self._label = "eval"
         self._turns = itertools.count(1)
 
@@ -123,16 +128,23 @@ class _Steps:
             patch.setattr(ModelRunner, "execute", self._labelling(ModelRunner.execute))
             patch.setattr(Kernel, "__call__", self._taking_turns(Kernel.__call__))
             patch.setattr(Kernel, "_launcher", _launcher)
-            yield
+            mx.disable_compile()  # an export knows no fused primitives
+            try:
+                yield
+            finally:
+                mx.enable_compile()
 
     def _async_eval(self, *trees: Any) -> None:
-        self.evals.append((self._label, _arrays(trees)))
+        fails_after = self._fails.get(next(self._submitted))
+        self.evals.append((self._label, _arrays(trees), fails_after))
+        if fails_after is not None:
+            raise RuntimeError("a kernel does not compile")
 
     def _eval(self, *trees: Any) -> None:
         try:
             self._evaluate(*trees)
         except ValueError:  # a result of this recording
-            self.evals.append(("eval", _arrays(trees)))
+            self.evals.append(("eval", _arrays(trees), None))
 
     def _labelling(self, execute: Callable) -> Callable:
         def run(runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> StepResult:
@@ -175,11 +187,12 @@ def _reported(result: StepResult) -> np.ndarray:
 
 
 def _as_on_metal(patch: pytest.MonkeyPatch) -> None:
-    """Plans are Metal's; MLX's fused functions are one launch each."""
+    """Plans are Metal's; MLX's fused functions are one launch each, and kernels get names."""
     patch.setattr(backend, "name", lambda: "metal")
     for name in ("rms_norm", "layer_norm", "rope"):
         patch.setattr(mx.fast, name, _one_launch(name))
     patch.setattr(mx.fast, "scaled_dot_product_attention", _sdpa())
+    patch.setattr(mx, "contiguous", _one_launch("contiguous"))  # an export refuses the real one
 
 
 def _one_launch(name: str) -> Callable[..., mx.array]:

@@ -1,0 +1,319 @@
+"""Every two launches that touch the store, one of them writing, are ordered by MLX's own rules.
+
+Whole steps of an engine are recorded and evaluated on a replay of MLX's Metal encoder, at several
+sizes of a command buffer.  See tests/support/mlx_graph.py for the approximations.
+"""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support import tiny_models as tiny
+from tests.support.arch_configs import config_of
+from tests.support.metal_encoder import Encoder, Limits
+from tests.support.mlx_graph import (
+    OURS,
+    READERS,
+    WRITERS,
+    WRITES_IF_FUSED,
+    Graph,
+    Node,
+    Replay,
+    any_order,
+    evaluation_order,
+)
+from tests.support.recorded_steps import kernel_engine, record
+from vllm_metal_lite import devices
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.model import loader
+from vllm_metal_lite.sampling_params import SamplingParams
+
+# A command buffer per primitive; MLX's default; one per step.
+LIMITS = [Limits(0, 0), Limits(7, 40), Limits(40, 40), Limits(1 << 30, 1 << 30)]
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = tiny.prompts(4, 20, 40, seed=3)
+
+
+def make_engine(
+    name: str = "qwen3", prefill: str = "varlen", fused: bool = True, rows_as_decodes: int = 0,
+    **options: Any,
+) -> LLMEngine:  # fmt: skip
+    config = config_of(name)
+    model = loader.from_model(tiny.build(config), None, config, name)
+    defaults = {
+        "block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 128,
+        "max_model_len": 128,
+    }  # fmt: skip
+    options = {**defaults, **options}
+    return kernel_engine(
+        model, lambda m: LLMEngine(m, EngineConfig(**options)), prefill=prefill, fused=fused,
+        rows_as_decodes=rows_as_decodes,
+    )  # fmt: skip
+
+
+def arrivals(engine: LLMEngine) -> None:
+    """Prompts, decodes one step ahead, a prompt beside decodes, decodes, the last one alone."""
+    for i, prompt in enumerate(PROMPTS[:3]):
+        engine.add_request(str(i), prompt, PARAMS)
+    for _ in range(4):
+        engine.step()
+    engine.add_request("late", PROMPTS[3], PARAMS)
+    tiny.run(engine)
+
+
+def kernels_of(graph: Graph) -> set[str]:
+    return {node.label.removeprefix(OURS) for node in graph.nodes if node.label.startswith(OURS)}
+
+
+def check(graph: Graph, **how: Any) -> None:
+    """No conflict is unordered, whatever the size of a command buffer."""
+    for limits in LIMITS:
+        for tokens_only in (False, True):
+            encoder = Replay(graph, limits, tokens_only=tokens_only, **how).run().encoder
+            assert next(encoder.conflicts(), None), "no launch touches the store"
+            assert not encoder.faults(), (limits, tokens_only)
+
+
+def labels_of(graph: Graph) -> set[str]:
+    return {label for label, *_ in Replay(graph).run().steps}
+
+
+@pytest.mark.parametrize(
+    ("how", "kernels"),
+    [
+        ({}, {"paged_decode", "rope_write", "varlen_prefill"}),
+        ({"prefill": "gather"}, {"paged_decode", "rope_write", "kv_gather"}),
+        ({"fused": False}, {"paged_decode", "kv_write", "varlen_prefill"}),
+        ({"kv_bits": 8, "prefill": "gather"}, {"kv_write_quantised", "kv_gather_quantised"}),
+        ({"name": "gemma3_text/w9"}, {"paged_decode", "varlen_prefill"}),
+        ({"name": "falcon_h1"}, {"paged_decode", "varlen_prefill"}),
+        ({"name": "lfm2", "prefill": "gather"}, {"paged_decode", "kv_gather"}),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_prompts_mixed_steps_and_decodes_one_step_ahead(how, kernels):
+    graph = record(make_engine(**how), arrivals)
+    assert kernels <= kernels_of(graph)
+    assert {"prompt", "mixed ahead", "decode ahead"} <= labels_of(graph)
+    check(graph)
+
+
+def test_any_order_of_evaluation():
+    """Tokens alone order the launches; MLX's order of evaluation is not needed."""
+    graph = record(make_engine(), arrivals)
+    for seed in range(4):
+        check(graph, order=any_order(seed))
+
+
+def test_rows_of_prompts_as_decodes_behind_a_shared_prefix(monkeypatch):
+    changed = replace(devices.METAL, min_saved_tokens=16, min_saved_for_prompts=16)
+    monkeypatch.setitem(devices.PROFILES, "metal", changed)
+    stem = PROMPTS[0][:16]
+
+    def drive(engine: LLMEngine) -> None:
+        engine.add_request("first", [*stem, 1], PARAMS)
+        engine.step()
+        for i in range(3):
+            engine.add_request(str(i), [*stem, 2, i], PARAMS)
+        tiny.run(engine)
+        assert engine.metrics()["prefix_cache_hit_tokens"] >= 3 * 16
+
+    graph = record(make_engine(rows_as_decodes=64), drive)
+    assert kernels_of(graph) >= {"shared_prefix", "paged_decode"}
+    check(graph)
+
+
+def test_blocks_that_change_hands_by_preemptions_and_aborts():
+    def drive(engine: LLMEngine) -> None:
+        for i, prompt in enumerate(PROMPTS):
+            engine.add_request(str(i), prompt, replace(PARAMS, max_tokens=24))
+        for _ in range(6):
+            engine.step()
+        engine.abort("0")  # its last step is in flight
+        engine.add_request("again", PROMPTS[1], PARAMS)
+        tiny.run(engine)
+        assert engine.metrics()["preemptions"] > 0
+
+    check(record(make_engine(num_blocks=14, max_model_len=100), drive))
+
+
+def test_all_requests_aborted_with_a_step_in_flight():
+    def drive(engine: LLMEngine) -> None:
+        engine.add_request("a", PROMPTS[0], PARAMS)
+        engine.step()
+        engine.abort("a")
+        arrivals(engine)
+
+    check(record(make_engine(), drive))
+
+
+@pytest.mark.parametrize("failing", [0, 2, 4])
+def test_a_step_that_mlx_breaks_off_and_its_repetition(failing):
+    """The repetition starts from the token of the last step that was submitted whole."""
+
+    def drive(engine: LLMEngine) -> None:
+        for i, prompt in enumerate(PROMPTS):
+            engine.add_request(str(i), prompt, PARAMS)
+        failures = 0
+        while engine.has_unfinished_requests():
+            try:
+                engine.step()
+            except RuntimeError:
+                failures += 1
+        assert failures == 1
+
+    graph = record(make_engine(), drive, fails={failing: 40})
+    check(graph)
+    # MLX before 0.32.2 does not wait.  The first launch of the repetition is then unordered.
+    replay = Replay(graph, LIMITS[-1], tokens_only=True, waits_after_errors=False).run()
+    assert replay.encoder.faults()
+
+
+# Faults that must be noticed
+
+
+def is_noticed(graph: Graph) -> bool:
+    """Whether `check` would fail."""
+    return any(Replay(graph, limits, tokens_only=True).run().encoder.faults() for limits in LIMITS)
+
+
+def with_inputs(graph: Graph, inputs: dict[int, tuple[str, ...]]) -> Graph:
+    """A copy in which some nodes have other inputs."""
+    nodes = [replace(n, inputs=inputs.get(i, n.inputs)) for i, n in enumerate(graph.nodes)]
+    return replace(graph, nodes=nodes)
+
+
+def with_token(graph: Graph, node: int, token: str) -> tuple[str, ...]:
+    given = graph.nodes[node].parameters["token"]
+    return tuple(token if name == given else name for name in graph.nodes[node].inputs)
+
+
+def users_of_tokens(graph: Graph) -> list[int]:
+    return [i for i, node in enumerate(graph.nodes) if "token" in node.parameters]
+
+
+def test_every_token_is_needed():
+    """Each launch in turn takes the token from before the first step."""
+    graph = record(make_engine(), arrivals)
+    first, *others = sorted(users_of_tokens(graph), key=lambda i: graph.nodes[i].turn)
+    initial = graph.nodes[first].parameters["token"]
+    assert len(others) > 30
+    for node in others:
+        changed = with_inputs(graph, {node: with_token(graph, node, initial)})
+        assert is_noticed(changed), graph.nodes[node]
+
+
+def test_launches_that_change_places_are_noticed():
+    """All are ordered, the write of a layer after the read of what it writes."""
+    graph = record(make_engine(), arrivals)
+    write, read = next(
+        (i, j)
+        for i in users_of_tokens(graph) for j in users_of_tokens(graph)
+        if graph.nodes[i].label == f"{OURS}rope_write"
+        and graph.nodes[j].parameters["token"] == graph.nodes[i].outputs[1]
+    )  # fmt: skip
+    before, after = graph.nodes[write].parameters["token"], graph.nodes[read].outputs[1]
+    new_q = graph.nodes[write].outputs[0]
+    inputs = {
+        read: tuple(n if n != new_q else before for n in with_token(graph, read, before)),
+        write: with_token(graph, write, after),
+    }
+    for i, node in enumerate(graph.nodes):
+        if i not in (read, write) and after in node.inputs:
+            moved = graph.nodes[write].outputs[1]
+            inputs[i] = tuple(moved if n == after else n for n in node.inputs)
+    assert is_noticed(with_inputs(graph, inputs))
+
+
+@pytest.mark.parametrize("name", ["rope_write", "paged_decode", "varlen_prefill"])
+@pytest.mark.parametrize("fault", ["takes no token", "gives the old token"])
+def test_a_launch_that_breaks_the_chain_is_noticed(monkeypatch, name, fault):
+    launch = Kernel.__call__
+
+    def broken(kernel: Kernel, arrays: Any, *args: Any) -> list[mx.array]:
+        *others, token = arrays
+        if kernel.name != name:
+            return launch(kernel, arrays, *args)
+        if fault == "takes no token":
+            return launch(kernel, [*others, new_token()[:1]], *args)
+        return [*launch(kernel, arrays, *args)[:-1], token]
+
+    monkeypatch.setattr(Kernel, "__call__", broken)
+    assert is_noticed(record(make_engine(), arrivals))
+
+
+# What the replay believes
+
+
+def test_the_lists_of_writers_and_readers_are_those_of_the_sources():
+    """A kernel writes where it casts the store's `const` away."""
+    writers, users = set(), set()
+    for name in source.names():
+        text = "".join(source.read(name))
+        if re.search(r"const_cast<[^>]*>\((keys|values)\)|\(device T\*\)(keys|values)", text):
+            writers.add(name)
+        if re.search(r"\b(keys|values)\b.*\btoken\b|\bnext_token\b", text):
+            users.add(name)
+    assert writers == WRITERS | WRITES_IF_FUSED
+    assert users <= WRITERS | WRITES_IF_FUSED | READERS
+
+
+def encoder_of(*launches: tuple[str, list[int], list[int]], limits: Limits = LIMITS[-1]) -> Encoder:
+    encoder = Encoder(limits)
+    for name, inputs, outputs in launches:
+        for buffer in inputs:
+            encoder.take(buffer, 1 << 20)
+        for buffer in outputs:
+            encoder.give(buffer, 1 << 20)
+        encoder.dispatch(name)
+        encoder.end_primitive()
+    encoder.end_eval()
+    return encoder
+
+
+def test_a_barrier_orders_all_before_it_and_all_behind_it():
+    encoder = encoder_of(("a", [1], [2]), ("b", [1], [3]), ("c", [2], [4]), ("d", [1], [5]))
+    a, b, c, d = encoder.launches
+    assert encoder.barriers == 1
+    assert not encoder.is_ordered(a, b)
+    assert encoder.is_ordered(b, c)
+    assert encoder.is_ordered(b, d)
+    assert not encoder.is_ordered(c, d)
+
+
+def test_a_write_behind_a_read_gets_a_barrier():
+    assert encoder_of(("a", [1], [2]), ("b", [3], [1])).barriers == 1
+
+
+def test_fences_follow_buffers_and_nothing_else():
+    encoder = encoder_of(
+        ("a", [1], [2]), ("b", [1], [3]), ("c", [2], [4]), ("d", [4], [5]), limits=Limits(0, 99)
+    )
+    a, b, c, d = encoder.launches
+    assert [launch.encoder for launch in encoder.launches] == [0, 1, 2, 3]
+    assert encoder.is_ordered(a, c)
+    assert encoder.is_ordered(a, d), "by c"
+    assert not encoder.is_ordered(a, b)
+    assert not encoder.is_ordered(b, d)
+
+
+def test_a_command_buffer_ends_beyond_its_limits():
+    chain = [(str(i), [i], [i + 1]) for i in range(9)]
+    assert encoder_of(*chain, limits=Limits(2, 99)).commits == 4  # of three launches; the last empty
+    assert encoder_of(*chain, limits=Limits(99, 3)).commits == 4  # of four, then three: 2^20 each
+    assert encoder_of(*chain, limits=Limits(99, 10)).commits == 1
+
+
+def test_evaluation_runs_the_last_input_first():
+    graph = Graph()
+    graph.nodes = [Node("Abs", ("x",), ("a",), []), Node("Abs", ("y",), ("b",), []),
+                   Node("Add", ("a", "b"), ("c",), [])]  # fmt: skip
+    assert evaluation_order(graph, ["c"], set()) == [1, 0, 2]
+    assert evaluation_order(graph, ["c"], {1}) == [0, 2]
