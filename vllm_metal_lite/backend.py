@@ -7,6 +7,7 @@ replaces it (about 25 times faster in float32), but must be loaded with global s
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -37,6 +38,26 @@ def _preload_blas() -> str | None:
 
 
 blas = _preload_blas()
+
+# MLX's own limits are 40 and 50.  3 per GiB: the results that 11 command buffers in flight hold, in
+# 16 bits, stay below a sixteenth of memory (docs/kernels.md).
+_MAX_MB_PER_GIB, _LEAST_MAX_MB = 3, 50
+
+
+def _widen_command_buffers() -> None:
+    """On a Mac with much memory, let MLX encode more into one command buffer.
+
+    MLX counts a whole store for each launch that takes one, and soon ends the command buffer.  Only
+    MLX's Metal device reads the variable, when it is first used.  A value that is set stays.
+    """
+    if sys.platform != "darwin" or "MLX_MAX_MB_PER_BUFFER" in os.environ:
+        return
+    with suppress(OSError, ValueError):  # the size of memory is not known
+        gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+        os.environ["MLX_MAX_MB_PER_BUFFER"] = str(max(_LEAST_MAX_MB, _MAX_MB_PER_GIB * gib))
+
+
+_widen_command_buffers()
 
 import mlx.core as mx  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402

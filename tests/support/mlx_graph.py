@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from tests.support.metal_encoder import NOTHING, Encoder, Limits, Truth
 
 _BFS_MAX_WIDTH = 20
+_MAX_ACTIVE_TASKS = 10
 OURS = "metal_lite_"
 # Stand-ins for MLX's fused functions, which a CPU's graph would spell out.
 MLX_S = "mlx_"
@@ -151,6 +152,7 @@ Order = Callable[[Graph, Sequence[str], set[int]], list[int]]
 
 def evaluation_order(graph: Graph, wanted: Sequence[str], done: set[int]) -> list[int]:
     """The nodes that an eval of `wanted` runs, in order; `done` ran before."""
+
     def makers(names: Sequence[str]) -> list[int]:
         return [graph.maker[n] for n in names if graph.maker.get(n, -1) not in done | {-1}]
 
@@ -210,10 +212,22 @@ class _Held(NamedTuple):
     contiguous: bool = True
 
 
+class Step(NamedTuple):
+    """What one eval did.  held: the most bytes of its results that exist at once if the GPU is
+    slower than the host: a result lives until a command buffer after its last use is done, and the
+    host goes at most `_MAX_ACTIVE_TASKS` command buffers ahead."""
+
+    label: str
+    launches: int
+    barriers: int
+    commits: int
+    held: int
+
+
 class Replay:
     """Evaluates a graph on an Encoder, eval by eval.
 
-    steps: (label, launches, barriers, commits) of each eval that launches something.
+    steps: of each eval that launches something.
     waits_after_errors: an eval that raises waits for its launches first, as MLX does from 0.32.2
     on.
     """
@@ -225,7 +239,7 @@ class Replay:
         self.graph, self.encoder = graph, Encoder(limits or Limits())
         self.tokens_only, self.waits_after_errors = tokens_only, waits_after_errors
         self._order = order
-        self.steps: list[tuple[str, int, int, int]] = []
+        self.steps: list[Step] = []
         self._held: dict[str, _Held] = {}
         self._buffers = 0
         self._store = {self._array(n).buffer for given, n in graph.arguments.items()
@@ -236,8 +250,11 @@ class Replay:
         encoder = self.encoder
         for label, wanted, fails_after in self.graph.evals:
             before = len(encoder.launches), encoder.barriers, encoder.commits
-            for i in self._order(self.graph, wanted, done)[:fails_after]:
+            order = self._order(self.graph, wanted, done)[:fails_after]
+            in_buffer = []  # the command buffer of each primitive
+            for i in order:
                 self._run(self.graph.nodes[i])
+                in_buffer.append(encoder.commits)
                 encoder.end_primitive()
                 done.add(i)
             if fails_after is None:
@@ -247,8 +264,27 @@ class Replay:
             after = len(encoder.launches), encoder.barriers, encoder.commits
             launches, barriers, commits = (b - a for a, b in zip(before, after, strict=True))
             if launches:
-                self.steps.append((label, launches, barriers, commits))
+                held = self._most_held(order, in_buffer)
+                self.steps.append(Step(label, launches, barriers, commits, held))
         return self
+
+    def _most_held(self, order: list[int], in_buffer: list[int]) -> int:
+        size: dict[int, int] = {}
+        last_use: dict[int, int] = {}
+        made_in: dict[int, int] = {}
+        for i, place in zip(order, in_buffer, strict=True):
+            node = self.graph.nodes[i]
+            for name in (*node.inputs, *node.outputs):
+                buffer = self._held[name].buffer
+                if name in node.outputs and node.op not in _VIEWS:
+                    made_in[buffer] = place
+                    size[buffer] = self.graph.shapes[name].size * self.graph.shapes[name].itemsize
+                last_use[buffer] = place
+        held = [0] * (in_buffer[-1] + 1 if in_buffer else 0)
+        for buffer, made in made_in.items():
+            for at in range(made, min(last_use[buffer] + 1 + _MAX_ACTIVE_TASKS, len(held))):
+                held[at] += size[buffer]
+        return max(held, default=0)
 
     def _run(self, node: Node) -> None:
         missing = [n for n in node.inputs if n in self.graph.maker and n not in self._held]

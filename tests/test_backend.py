@@ -1,0 +1,58 @@
+"""What the package does to MLX before its first import."""
+
+import sys
+
+import pytest
+
+from vllm_metal_lite import backend
+
+NAME = "MLX_MAX_MB_PER_BUFFER"
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    monkeypatch.setenv(NAME, "1")  # so that the end of the test restores what was there
+    monkeypatch.delenv(NAME)
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    """A Mac with so many GiB of memory."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+
+    def with_memory(gib: float) -> None:
+        pages = {"SC_PAGE_SIZE": 1 << 14, "SC_PHYS_PAGES": int(gib * 2**16)}
+        monkeypatch.setattr(backend.os, "sysconf", pages.__getitem__)
+
+    return with_memory
+
+
+@pytest.mark.parametrize(("gib", "limit"), [(8, "50"), (16, "50"), (64, "192"), (512, "1536")])
+def test_command_buffers_grow_with_memory(mac, gib, limit):
+    mac(gib)
+    backend._widen_command_buffers()
+    assert backend.os.environ[NAME] == limit
+
+
+def test_a_user_s_limit_stays(mac, monkeypatch):
+    mac(64)
+    monkeypatch.setenv(NAME, "40")
+    backend._widen_command_buffers()
+    assert backend.os.environ[NAME] == "40"
+
+
+def test_nothing_is_set_elsewhere(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    backend._widen_command_buffers()
+    assert NAME not in backend.os.environ
+
+
+def test_memory_of_unknown_size(mac, monkeypatch):
+    mac(64)
+
+    def unknown(name: str) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(backend.os, "sysconf", unknown)
+    backend._widen_command_buffers()
+    assert NAME not in backend.os.environ
