@@ -6,6 +6,7 @@ is noted.  What `mx.compile` would trace is recorded uncompiled.
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import activations
 
 from tests.support.mlx_graph import END, MLX_S, OURS, TURN, Eval, Graph, Node, Shape
 from vllm_metal_lite import backend
@@ -28,6 +30,7 @@ from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner
 
 TOKEN = 7
+_SWIGLU = activations.swiglu
 
 
 def kernel_engine(
@@ -192,6 +195,10 @@ def _as_on_metal(patch: pytest.MonkeyPatch) -> None:
     for name in ("rms_norm", "layer_norm", "rope"):
         patch.setattr(mx.fast, name, _one_launch(name))
     patch.setattr(mx.fast, "scaled_dot_product_attention", _sdpa())
+    swiglu = _one_launch("swiglu")  # compiled by mlx-lm
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models") and getattr(module, "swiglu", None) is _SWIGLU:
+            patch.setattr(module, "swiglu", swiglu)
     patch.setattr(mx, "contiguous", _one_launch("contiguous"))  # an export refuses the real one
 
 
