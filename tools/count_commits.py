@@ -4,7 +4,7 @@
     METAL_LITE_DEVICE=cpu PYTHONPATH=. python tools/count_commits.py --bits 4 --store-gib 0.5
 
 Nothing is computed and nothing is allocated: a 28-layer model of Qwen3-0.6B's shape is recorded in
-seconds.  MLX's own primitives are approximated (tests/support/mlx_graph.py).  "held": bytes of
+seconds.  MLX's own primitives are approximated (tests/support/metal_replay.py).  "held": bytes of
 results that a step keeps at once if the GPU is slower than the host, which may be 10 command
 buffers ahead.
 """
@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3
 
 from tests.support.metal_encoder import Limits
-from tests.support.mlx_graph import Replay
+from tests.support.metal_replay import Replay
 from tests.support.recorded_steps import kernel_engine, record
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig

@@ -1,7 +1,7 @@
 """Every two launches that touch the store, one of them writing, are ordered by MLX's own rules.
 
 Whole steps of an engine are recorded and evaluated on a replay of MLX's Metal encoder, at several
-sizes of a command buffer.  See tests/support/mlx_graph.py for the approximations.
+sizes of a command buffer.  See tests/support/metal_replay.py for the approximations.
 """
 
 import re
@@ -13,6 +13,7 @@ import pytest
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.metal_encoder import Encoder, Limits
+from tests.support.metal_replay import Replay
 from tests.support.mlx_graph import (
     OURS,
     READERS,
@@ -20,7 +21,7 @@ from tests.support.mlx_graph import (
     WRITES_IF_FUSED,
     Graph,
     Node,
-    Replay,
+    Shape,
     any_order,
     evaluation_order,
 )
@@ -192,6 +193,22 @@ def test_a_step_that_mlx_breaks_off_and_its_repetition(failing):
         without_waiting += replay.run().encoder.faults()
     # MLX before 0.32.2 does not wait: a first write and its repetition are unordered.
     assert without_waiting
+
+
+def test_a_large_store_ends_a_command_buffer_in_each_layer():
+    """Unless the limit of elements is above a step's share of the store."""
+    graph = record(make_engine(), arrivals)
+    layers = len([given for given in graph.arguments if given.startswith("store keys")])
+    for name in graph.arguments.values():
+        graph.shapes[name] = Shape((50 << 20,), 2)
+
+    def commits(mb: int) -> int:
+        """Of a step of decodes."""
+        steps = Replay(graph, Limits(1000, mb)).run().steps
+        return next(step.commits for step in steps if step.label == "decode ahead")
+
+    assert commits(40) == layers + 1
+    assert commits(2 * 50 * layers + 40) == 1
 
 
 # Faults that must be noticed

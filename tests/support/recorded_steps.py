@@ -158,8 +158,10 @@ class _Steps:
         return run
 
     def _taking_turns(self, call: Callable) -> Callable:
-        def launch(kernel: Kernel, arrays: Any, template: Any, *args: Any) -> list[mx.array]:
-            return call(kernel, arrays, {**template, TURN: next(self._turns)}, *args)
+        def launch(
+            kernel: Kernel, arrays: Any, template: Any, *args: Any, **kwargs: Any
+        ) -> list[mx.array]:
+            return call(kernel, arrays, {**template, TURN: next(self._turns)}, *args, **kwargs)
 
         return launch
 

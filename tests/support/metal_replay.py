@@ -1,0 +1,207 @@
+"""Whole evals of a graph on a replay of MLX's Metal encoder.
+
+`CustomKernel::eval_gpu` (mlx/backend/metal/custom_kernel.cpp) is followed exactly.  MLX's own
+primitives are approximated:
+
+- Views (`_VIEWS`) launch nothing and share their input's buffer.  A reshape of rows that are not
+  contiguous copies.
+- Every other primitive is one launch that takes its inputs and gives its outputs; a concatenation
+  is a copy per input.  Elementwise chains are not fused, as `mx.compile` would.
+- No output takes over the buffer of an input.
+
+So counts of launches, barriers and commits are estimates.  Proofs do not rest on them: with
+`tokens_only`, the encoder sees of each launch no arrays but the token that the launch takes and the
+outputs of kernels that take one.  More declared arrays only add barriers and fences.
+"""
+
+import math
+from typing import NamedTuple
+
+from tests.support.metal_encoder import NOTHING, Encoder, Limits, Truth
+from tests.support.mlx_graph import OURS, Graph, Node, Order, evaluation_order, touched
+
+# MLX's: command buffers in flight, beside the one that is encoded.
+_MAX_ACTIVE_TASKS = 10
+
+_VIEWS = {
+    "AsStrided", "Broadcast", "BroadcastAxes", "Contiguous", "Copy", "Depends", "ExpandDims",
+    "Flatten", "Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten",
+    "View",
+}  # fmt: skip
+_RESHAPES = {"Contiguous", "Flatten", "Reshape", "Unflatten", "View"}
+
+
+class _Held(NamedTuple):
+    """An array on the device."""
+
+    buffer: int
+    data_size: int
+    contiguous: bool = True
+
+
+class Step(NamedTuple):
+    """What one eval did.
+
+    held: the most bytes of its results that exist at once if the GPU is slower than the host.  A
+    result lives until the command buffer of its last use is done.
+    """
+
+    label: str
+    launches: int
+    barriers: int
+    commits: int
+    held: int
+
+
+class Replay:
+    """Evaluates a graph on an Encoder, eval by eval.
+
+    steps: of each eval that launches something.
+    waits_after_errors: an eval that raises waits for its launches first, as MLX does from 0.32.2
+    on.
+    """
+
+    def __init__(
+        self, graph: Graph, limits: Limits | None = None, *, tokens_only: bool = False,
+        waits_after_errors: bool = True, order: Order = evaluation_order,
+    ) -> None:  # fmt: skip
+        self.graph, self.encoder = graph, Encoder(limits or Limits())
+        self.tokens_only, self.waits_after_errors = tokens_only, waits_after_errors
+        self._order = order
+        self.steps: list[Step] = []
+        self._held: dict[str, _Held] = {}
+        self._buffers = 0
+        self._store = {self._array(n).buffer for given, n in graph.arguments.items()
+                       if given.startswith("store")}  # fmt: skip
+
+    def run(self) -> "Replay":
+        done: set[int] = set()
+        encoder = self.encoder
+        for label, wanted, fails_after in self.graph.evals:
+            before = len(encoder.launches), encoder.barriers, encoder.commits
+            order = self._order(self.graph, wanted, done)[:fails_after]
+            in_buffer = []  # the command buffer of each primitive
+            for i in order:
+                self._run(self.graph.nodes[i])
+                in_buffer.append(encoder.commits)
+                encoder.end_primitive()
+                done.add(i)
+            if fails_after is None:
+                encoder.end_eval()
+            elif self.waits_after_errors:
+                encoder.synchronize()
+            after = len(encoder.launches), encoder.barriers, encoder.commits
+            launches, barriers, commits = (b - a for a, b in zip(before, after, strict=True))
+            if launches:
+                held = self._most_held(order, in_buffer)
+                self.steps.append(Step(label, launches, barriers, commits, held))
+        return self
+
+    def _run(self, node: Node) -> None:
+        missing = [n for n in node.inputs if n in self.graph.maker and n not in self._held]
+        assert not missing, f"{node.label} runs before its inputs"
+        if node.label.startswith(OURS):
+            self._kernel(node)
+        elif node.op in _VIEWS:
+            self._view(node)
+        else:
+            self._primitive(node)
+
+    def _most_held(self, order: list[int], in_buffer: list[int]) -> int:
+        """See Step.held.  in_buffer: the command buffer of each node."""
+        made_in: dict[int, tuple[int, int]] = {}  # buffer -> (command buffer, bytes)
+        last_use: dict[int, int] = {}
+        for i, place in zip(order, in_buffer, strict=True):
+            node = self.graph.nodes[i]
+            for name in (*node.inputs, *node.outputs):
+                last_use[self._held[name].buffer] = place
+            for name in () if node.op in _VIEWS else node.outputs:
+                made_in[self._held[name].buffer] = place, self.graph.shapes[name].nbytes
+        held = [0] * (in_buffer[-1] + 1)
+        for buffer, (place, nbytes) in made_in.items():
+            for at in range(place, min(last_use[buffer] + 1 + _MAX_ACTIVE_TASKS, len(held))):
+                held[at] += nbytes
+        return max(held)
+
+    def _kernel(self, node: Node) -> None:
+        """As `CustomKernel::eval_gpu`: fresh outputs; rows that are not contiguous are copied."""
+        outputs = [self._new(name) for name in node.outputs]
+        inputs = [
+            a if a.contiguous else self._copy(a, name)
+            for name, a in ((name, self._array(name)) for name in node.inputs)
+        ]
+        read, written = touched(node)
+        truth = NOTHING
+        if read:
+            of_names = (frozenset(self._array(n).buffer for n in ns) for ns in (read, written))
+            truth = Truth(*of_names, node.turn)
+        if self.tokens_only:
+            position = list(node.parameters).index("token") if read else None
+            inputs = [] if position is None else [inputs[position]]
+            outputs = outputs if read else []
+        self._launch(node.label, inputs, outputs, truth)
+
+    def _primitive(self, node: Node) -> None:
+        inputs = [self._array(name) for name in node.inputs]
+        outputs = [self._new(name) for name in node.outputs]
+        if self._store & {a.buffer for a in inputs}:
+            raise AssertionError(f"{node.label}, an operation of MLX, reads the store")
+        if self.tokens_only:
+            inputs, outputs = [], []
+        if node.op == "Concatenate" and inputs:
+            with self.encoder.concurrently():
+                for a in inputs:
+                    self._launch(node.op, [a], outputs)
+        else:
+            self._launch(node.label, inputs, outputs)
+
+    def _launch(
+        self, name: str, inputs: list[_Held], outputs: list[_Held], truth: Truth = NOTHING
+    ) -> None:
+        for a in inputs:
+            self.encoder.take(a.buffer, a.data_size)
+        for a in outputs:
+            self.encoder.give(a.buffer, a.data_size)
+        self.encoder.dispatch(name, truth)
+
+    def _view(self, node: Node) -> None:
+        for i, name in enumerate(node.outputs):
+            source = node.inputs[i if node.op == "Depends" else 0]
+            a, old, new = self._array(source), self.graph.shapes[source], self.graph.shapes[name]
+            if node.op in _RESHAPES and not a.contiguous:
+                self._held[name] = self._copy(a, source)
+                continue
+            size = a.data_size if node.op not in ("Slice", "Split") else new.size
+            contiguous = a.contiguous and _stays_contiguous(node, old.dims, new.dims)
+            self._held[name] = _Held(a.buffer, size, contiguous)
+
+    def _copy(self, a: _Held, name: str) -> _Held:
+        self._buffers += 1
+        copy = _Held(self._buffers, self.graph.shapes[name].size)
+        self._launch("copy", *([], []) if self.tokens_only else ([a], [copy]))
+        self.encoder.add_temporary(copy.buffer)
+        return copy
+
+    def _array(self, name: str) -> _Held:
+        """An array that is computed, or exists from the start."""
+        return self._held.get(name) or self._new(name)
+
+    def _new(self, name: str) -> _Held:
+        self._buffers += 1
+        self._held[name] = _Held(self._buffers, self.graph.shapes[name].size)
+        return self._held[name]
+
+
+def _stays_contiguous(node: Node, old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    match node.op:
+        case "Transpose":
+            axes = [axis for axis in node.arguments[0] if old[axis] > 1]
+            return axes == sorted(axes)
+        case "Broadcast" | "BroadcastAxes":
+            return math.prod(old) == math.prod(new)
+        case "Slice" | "Split":
+            cut = next((i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b), 0)
+            return math.prod(new[:cut]) == 1
+        case "AsStrided":
+            return False
+    return True
