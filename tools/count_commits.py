@@ -4,9 +4,8 @@
     METAL_LITE_DEVICE=cpu PYTHONPATH=. python tools/count_commits.py --bits 4 --store-gib 0.5
 
 Nothing is computed and nothing is allocated: a 28-layer model of Qwen3-0.6B's shape is recorded in
-seconds.  MLX's own primitives are approximated (tests/support/metal_replay.py).  "held": bytes of
-results that a step keeps at once if the GPU is slower than the host, which may be 10 command
-buffers ahead.
+seconds.  MLX's own primitives are approximated (tests/support/metal_replay.py).  "held": results
+that exist at once if the host is 10 command buffers ahead.
 """
 
 import argparse
@@ -61,19 +60,21 @@ def drive(engine: LLMEngine) -> None:
         engine.step()
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--bits", type=int, help="of the weights; default: bfloat16")
     parser.add_argument("--store-gib", type=float, default=4)
     parser.add_argument("--mb", type=int, nargs="*", default=[40, 1024, 1 << 20])
     parser.add_argument("--ops", type=int, default=40)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     evaluate, mx.eval = mx.eval, lambda *arrays: None  # nothing of the model is computed
-    model = model_of(args.bits)
-    num_blocks = int(args.store_gib * 2**30) // (BLOCK * model.kv_bytes_per_token)
-    config = EngineConfig(block_size=BLOCK, num_blocks=num_blocks, max_num_seqs=16)
-    engine = kernel_engine(model, lambda m: LLMEngine(m, config))
-    mx.eval = evaluate
+    try:
+        model = model_of(args.bits)
+        num_blocks = int(args.store_gib * 2**30) // (BLOCK * model.kv_bytes_per_token)
+        config = EngineConfig(block_size=BLOCK, num_blocks=num_blocks, max_num_seqs=16)
+        engine = kernel_engine(model, lambda m: LLMEngine(m, config))
+    finally:
+        mx.eval = evaluate
     graph = record(engine, drive, weights=True)
     for mb in args.mb:
         print(f"\nMLX_MAX_MB_PER_BUFFER={mb} MLX_MAX_OPS_PER_BUFFER={args.ops}")

@@ -8,6 +8,7 @@ primitives are approximated:
 - Every other primitive is one launch that takes its inputs and gives its outputs; a concatenation
   is a copy per input.  Elementwise chains are not fused, as `mx.compile` would.
 - No output takes over the buffer of an input.
+- The host never waits.  MLX does if it is 10 command buffers ahead, and commits once more then.
 
 So counts of launches, barriers and commits are estimates.  Proofs do not rest on them: with
 `tokens_only`, the encoder sees of each launch no arrays but the token that the launch takes and the
