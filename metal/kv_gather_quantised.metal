@@ -31,10 +31,12 @@ METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t s
     thread float x[32 / BITS];
     unpack_values<T, BITS>(from[word], affine, x);
     thread uint words[WORDS];
+#pragma unroll
     for (int w = 0; w < WORDS; w++) {
       words[w] = pack<T>(x + w * PER_WORD);
     }
     const size_t row = size_t(key) * KV_HEADS + head;
+#pragma unroll
     for (int w = 0; w < WORDS; w += 2) {
       store_words<2>(out + row * (DIM / PER_WORD) + word * WORDS + w, words + w);
     }

@@ -114,6 +114,7 @@ const int end = metal::min(begin + per_split, stored);
 // Where the rows of the next keys lie is looked up one turn ahead of reading them.
 const size_t table = size_t(seq) * block_tables_shape[1];
 thread int block[UNROLL];
+#pragma unroll
 for (int u = 0; u < UNROLL; u++) {
   const int key = metal::max(metal::min(begin + sg * CHUNK + u * KEYS + sub, end - 1), 0);
   block[u] = block_tables[table + key / BLOCK_SIZE];
@@ -161,10 +162,13 @@ thread float query[HEADS * K_PART];
 thread float m[HEADS];
 thread float l[HEADS];
 thread float o[HEADS * V_PART];
+#pragma unroll
 for (int h = 0; h < HEADS; h++) {
   const int head = metal::min(first_head + h, last_head);
   const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * K_DIM;
+#pragma unroll
   for (int r = 0; r < K_RUNS; r++) {
+#pragma unroll
     for (int e = 0; e < KW * PER_WORD; e++) {
       const int at = (r * LANES + part) * KW * PER_WORD + e;
       const float x = FUSED ? float(fresh[h * K_DIM + at]) : float(q[row + at]);
@@ -175,6 +179,7 @@ for (int h = 0; h < HEADS; h++) {
   const bool sink = SINKS && split == 0 && sg == 0 && sub == 0;
   m[h] = sink ? float(sinks[head]) * LOG2_E : LOWEST;
   l[h] = sink ? 1.0f : 0.0f;
+#pragma unroll
   for (int e = 0; e < V_PART; e++) {
     o[h * V_PART + e] = 0.0f;
   }
@@ -182,14 +187,18 @@ for (int h = 0; h < HEADS; h++) {
 
 // The new key, by the first of the lane groups of a simdgroup: m, l and o after it, as below.
 if (newest && sg == SIMDGROUPS - 1) {
+#pragma unroll
   for (int h = 0; h < HEADS; h++) {
     float score = 0.0f;
+#pragma unroll
     for (int r = 0; r < K_RUNS; r++) {
+#pragma unroll
       for (int e = 0; e < KW * PER_WORD; e++) {
         const int at = (r * LANES + part) * KW * PER_WORD + e;
         score += query[h * K_PART + r * KW * PER_WORD + e] * float(fresh[HEADS * K_DIM + at]);
       }
     }
+#pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) {
       score += metal::simd_shuffle_xor(score, ushort(step));
     }
@@ -200,7 +209,9 @@ if (newest && sg == SIMDGROUPS - 1) {
     const float weight = sub == 0 ? metal::exp2(score - top) : 0.0f;
     l[h] = l[h] * metal::exp2(m[h] - top) + weight;
     m[h] = top;
+#pragma unroll
     for (int r = 0; r < V_RUNS; r++) {
+#pragma unroll
       for (int e = 0; e < VW * PER_WORD; e++) {
         const int at = (r * LANES + part) * VW * PER_WORD + e;
         o[h * V_PART + r * VW * PER_WORD + e] = weight * float(v[v_row + at]);
@@ -213,6 +224,7 @@ if (newest && sg == SIMDGROUPS - 1) {
 if (prefix_len > 0) {
   const int side_by_side = SIMDGROUPS * KEYS;
   for (int p = (split * SIMDGROUPS + sg) * KEYS + sub; p < PREFIX_SPLITS; p += splits * side_by_side) {
+#pragma unroll
     for (int h = 0; h < HEADS; h++) {
       const int head = metal::min(first_head + h, last_head);
       const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * PREFIX_SPLITS + p;
@@ -222,7 +234,9 @@ if (prefix_len > 0) {
       const float weight = score > LOWEST ? metal::exp2(score - top) : 0.0f;
       m[h] = top;
       l[h] = l[h] * fade + weight;
+#pragma unroll
       for (int r = 0; r < V_RUNS; r++) {
+#pragma unroll
         for (int e = 0; e < VW * PER_WORD; e++) {
           const int at = (r * LANES + part) * VW * PER_WORD + e;
           const int i = h * V_PART + r * VW * PER_WORD + e;
@@ -239,13 +253,16 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   thread float k_affine[UNROLL * K_RUNS * 2];
   thread float v_affine[UNROLL * V_RUNS * 2];
   thread size_t row[UNROLL];
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     const int key = metal::min(base + u * KEYS + sub, end - 1);
     row[u] = (size_t(block[u]) * BLOCK_SIZE + key % BLOCK_SIZE) * KV_HEADS + kv_head;
     const int later = metal::min(key + SIMDGROUPS * CHUNK, end - 1);
     block[u] = block_tables[table + later / BLOCK_SIZE];
   }
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
+#pragma unroll
     for (int r = 0; r < K_RUNS; r++) {
       const device uint* from = (const device uint*)keys + row[u] * K_ROW;
       const int at = (r * LANES + part) * KW;
@@ -256,7 +273,9 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
       }
     }
   }
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
+#pragma unroll
     for (int r = 0; r < V_RUNS; r++) {
       const device uint* from = (const device uint*)values + row[u] * V_ROW;
       const int at = (r * LANES + part) * VW;
@@ -269,21 +288,27 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   }
 
   thread float score[HEADS * UNROLL];
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     thread float k[K_PART];
+#pragma unroll
     for (int w = 0; w < K_RUNS * KW; w++) {
       unpack_values<T, BITS>(k_words[u * K_RUNS * KW + w], k_affine + (u * K_RUNS + w / KW) * 2,
                              k + w * PER_WORD);
     }
+#pragma unroll
     for (int h = 0; h < HEADS; h++) {
       float s = 0.0f;
+#pragma unroll
       for (int e = 0; e < K_PART; e++) {
         s += query[h * K_PART + e] * k[e];
       }
       score[h * UNROLL + u] = s;
     }
   }
+#pragma unroll
   for (int i = 0; i < HEADS * UNROLL; i++) {
+#pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) {
       score[i] += metal::simd_shuffle_xor(score[i], ushort(step));
     }
@@ -293,8 +318,10 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   }
 
   // From here on `score` holds weights: 2^(score - m), 0 for a key outside the split.
+#pragma unroll
   for (int h = 0; h < HEADS; h++) {
     float top = m[h];
+#pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const bool seen = base + u * KEYS + sub < end;
       score[h * UNROLL + u] = seen ? score[h * UNROLL + u] : LOWEST;
@@ -303,9 +330,11 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
     const float fade = metal::exp2(m[h] - top);
     m[h] = top;
     l[h] *= fade;
+#pragma unroll
     for (int e = 0; e < V_PART; e++) {
       o[h * V_PART + e] *= fade;
     }
+#pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const bool seen = base + u * KEYS + sub < end;
       const float weight = seen ? metal::exp2(score[h * UNROLL + u] - top) : 0.0f;
@@ -313,13 +342,17 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
       l[h] += weight;
     }
   }
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     thread float v[V_PART];
+#pragma unroll
     for (int w = 0; w < V_RUNS * VW; w++) {
       unpack_values<T, BITS>(v_words[u * V_RUNS * VW + w], v_affine + (u * V_RUNS + w / VW) * 2,
                              v + w * PER_WORD);
     }
+#pragma unroll
     for (int h = 0; h < HEADS; h++) {
+#pragma unroll
       for (int e = 0; e < V_PART; e++) {
         o[h * V_PART + e] += score[h * UNROLL + u] * v[e];
       }
@@ -327,8 +360,10 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   }
 }
 
+#pragma unroll
 for (int h = 0; h < HEADS; h++) {
   // The lane groups of this simdgroup, then the simdgroups of this threadgroup.
+#pragma unroll
   for (int step = LANES; step < 32; step *= 2) {
     const float other = metal::simd_shuffle_xor(m[h], ushort(step));
     const float top = metal::max(m[h], other);
@@ -336,6 +371,7 @@ for (int h = 0; h < HEADS; h++) {
     m[h] = top;
     l[h] *= fade;
     l[h] += metal::simd_shuffle_xor(l[h], ushort(step));
+#pragma unroll
     for (int e = 0; e < V_PART; e++) {
       float value = o[h * V_PART + e] * fade;
       value += metal::simd_shuffle_xor(value, ushort(step));
@@ -343,7 +379,9 @@ for (int h = 0; h < HEADS; h++) {
     }
   }
   if (sub == 0) {
+#pragma unroll
     for (int r = 0; r < V_RUNS; r++) {
+#pragma unroll
       for (int e = 0; e < VW * PER_WORD; e++) {
         const int at = (r * LANES + part) * VW * PER_WORD + e;
         shared_o[sg * V_DIM + at] = o[h * V_PART + r * VW * PER_WORD + e];
