@@ -11,7 +11,7 @@
 //   seq_lens      (B,) int32                    keys of each sequence, the newest is that of this step;
 //                                               0 = a row of padding, gives 0, writes nothing
 //   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
-//   prefix, prefix_lse, prefix_lens             read if PREFIX_SPLITS > 0: what shared_prefix made of
+//   prefix, prefix_lse, prefix_lens             read if PREFIX: what shared_prefix made of
 //                 each sequence's first prefix_lens[sequence] keys, in so many splits; 0 = of none
 //   token         float32                       read after the writes before it
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
@@ -45,13 +45,14 @@
 // split attends to the new key there (its simdgroup with the fewest other keys does), and its first
 // tile puts key and value into the store.
 //
-// PREFIX_SPLITS.  The keys that sequences share are attended to by shared_prefix; here a sequence's
+// PREFIX.  The keys that sequences share are attended to by shared_prefix; here a sequence's
 // keys begin behind them.  Not for layers with a window.
 //
 // Online softmax (Milakov and Gimelshein 2018; as in flash-attention): each group of LANES lanes
 // keeps for each head its own maximum m, sum l and weighted values o, rescaled when m grows.  All is
-// in base 2: scores are multiplied by log2(e) once.  At the end the lane groups of a simdgroup merge
-// by shuffles, the simdgroups through threadgroup memory.
+// in base 2: scores are multiplied by log2(e) once.  exp2 is the fast one, as in MLX's attention: its
+// arguments are differences of finite numbers, from a maximum, so not above 0.  At the end the lane
+// groups of a simdgroup merge by shuffles, the simdgroups through threadgroup memory.
 //
 // Why it is correct.
 //   - Keys outside [begin, end) are read at the last valid position instead (a slot that is free may
@@ -104,7 +105,7 @@ const int part = lane % LANES;
 const int sub = lane / LANES;
 
 const int seq_len = seq_lens[seq];
-const int prefix_len = PREFIX_SPLITS > 0 ? prefix_lens[seq] : 0;
+const int prefix_len = PREFIX ? prefix_lens[seq] : 0;
 const int first_key = WINDOW > 0 ? metal::max(seq_len - WINDOW, 0) : prefix_len;
 const int stored = FUSED ? metal::max(seq_len - 1, 0) : seq_len;  // first_key is not behind it
 const int per_split = ((stored - first_key + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
@@ -206,8 +207,8 @@ if (newest && sg == SIMDGROUPS - 1) {
       score = softcap * LOG2_E * metal::precise::tanh(score);
     }
     const float top = sub == 0 ? metal::max(m[h], score) : m[h];
-    const float weight = sub == 0 ? metal::exp2(score - top) : 0.0f;
-    l[h] = l[h] * metal::exp2(m[h] - top) + weight;
+    const float weight = sub == 0 ? metal::fast::exp2(score - top) : 0.0f;
+    l[h] = l[h] * metal::fast::exp2(m[h] - top) + weight;
     m[h] = top;
 #pragma unroll
     for (int r = 0; r < V_RUNS; r++) {
@@ -222,16 +223,17 @@ if (newest && sg == SIMDGROUPS - 1) {
 
 // A split of the prefix is like a key that has its score, the lse, and its value.
 if (prefix_len > 0) {
+  const int prefix_splits = prefix_lse_shape[2];
   const int side_by_side = SIMDGROUPS * KEYS;
-  for (int p = (split * SIMDGROUPS + sg) * KEYS + sub; p < PREFIX_SPLITS; p += splits * side_by_side) {
+  for (int p = (split * SIMDGROUPS + sg) * KEYS + sub; p < prefix_splits; p += splits * side_by_side) {
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
       const int head = metal::min(first_head + h, last_head);
-      const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * PREFIX_SPLITS + p;
+      const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * prefix_splits + p;
       const float score = prefix_lse[row];
       const float top = metal::max(m[h], score);
-      const float fade = metal::exp2(m[h] - top);
-      const float weight = score > LOWEST ? metal::exp2(score - top) : 0.0f;
+      const float fade = metal::fast::exp2(m[h] - top);
+      const float weight = score > LOWEST ? metal::fast::exp2(score - top) : 0.0f;
       m[h] = top;
       l[h] = l[h] * fade + weight;
 #pragma unroll
@@ -327,7 +329,7 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
       score[h * UNROLL + u] = seen ? score[h * UNROLL + u] : LOWEST;
       top = metal::max(top, score[h * UNROLL + u]);
     }
-    const float fade = metal::exp2(m[h] - top);
+    const float fade = metal::fast::exp2(m[h] - top);
     m[h] = top;
     l[h] *= fade;
 #pragma unroll
@@ -337,7 +339,7 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const bool seen = base + u * KEYS + sub < end;
-      const float weight = seen ? metal::exp2(score[h * UNROLL + u] - top) : 0.0f;
+      const float weight = seen ? metal::fast::exp2(score[h * UNROLL + u] - top) : 0.0f;
       score[h * UNROLL + u] = weight;
       l[h] += weight;
     }
@@ -367,7 +369,7 @@ for (int h = 0; h < HEADS; h++) {
   for (int step = LANES; step < 32; step *= 2) {
     const float other = metal::simd_shuffle_xor(m[h], ushort(step));
     const float top = metal::max(m[h], other);
-    const float fade = metal::exp2(m[h] - top);
+    const float fade = metal::fast::exp2(m[h] - top);
     m[h] = top;
     l[h] *= fade;
     l[h] += metal::simd_shuffle_xor(l[h], ushort(step));
@@ -401,13 +403,13 @@ for (int h = 0; h < HEADS; h++) {
   }
   float sum = 0.0f;
   for (int s = 0; s < SIMDGROUPS; s++) {
-    sum += shared_l[s] * metal::exp2(shared_m[s] - top);
+    sum += shared_l[s] * metal::fast::exp2(shared_m[s] - top);
   }
   const size_t out_row = (size_t(seq) * (KV_HEADS * GROUP) + head) * splits + split;
   for (int at = int(thread_position_in_threadgroup.x); at < V_DIM; at += SIMDGROUPS * 32) {
     float value = 0.0f;
     for (int s = 0; s < SIMDGROUPS; s++) {
-      value += shared_o[s * V_DIM + at] * metal::exp2(shared_m[s] - top);
+      value += shared_o[s * V_DIM + at] * metal::fast::exp2(shared_m[s] - top);
     }
     if (head <= last_head) {
       out[out_row * V_DIM + at] = OUT_T(sum > 0.0f ? value / sum : 0.0f);

@@ -48,7 +48,7 @@ def digest(outputs: list[Any]) -> str:
     arrays = [a if isinstance(a, mx.array) else mx.array(a) for a in outputs]
     mx.eval(arrays)  # a token among them writes the store among them
     sha = hashlib.sha256()
-    for array in arrays:
+    for array in (a for a in arrays if a.size > 8):  # the values of a token mean nothing
         sha.update(bytes(memoryview(array.astype(mx.float32))))
     return sha.hexdigest()[:16]
 

@@ -72,7 +72,8 @@ def paged_decode(
 
     q: NewRows (B) instead also write k and v to the last slot of each sequence in the same launch,
     if the store is not quantised and no sequence sees another's new slot.
-    block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  plan: see `decode_plan`.
+    block_tables: (B, max_blocks).  seq_lens may be longer than B.  A seq_len of 0 gives a row of
+    zeros.  plan: see `decode_plan`.
     sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips;
     ValueError with a window.
     """
@@ -98,7 +99,7 @@ def paged_decode(
     out_dtype = mx.float32 if partial else dtype
     template: Template = {
         "T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
-        "FUSED": fused, **new, "PREFIX_SPLITS": 0 if prefix is None else prefix.lse.shape[2],
+        "FUSED": fused, **new, "PREFIX": prefix is not None,
         **format_template(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "LANES": lanes, "KW": k_width, "VW": v_width,
