@@ -17,7 +17,8 @@
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
 //                 float, and merge_partitions adds them up by
 //   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen;
-//                 also the next token: a later write takes it, and so comes after this read
+//                 also the next token: a later write takes it, and so comes after this read; a token
+//                 has 8 elements or more, so where lse would have fewer, LOWEST follows
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
 //                 So are ROPE_SCALE, LOG2_BASE, Q_EPS and K_EPS
 //
@@ -359,6 +360,14 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
         o[h * V_PART + e] += score[h * UNROLL + u] * v[e];
       }
     }
+  }
+}
+
+if (KV_HEADS * GROUP < 8) {
+  const int written = int(threadgroups_per_grid.y) * KV_HEADS * GROUP * splits;
+  const int at = int(thread_position_in_grid.x);
+  if (seq == 0 && split == 0 && at >= written && at < 8) {
+    lse[at] = LOWEST;
   }
 }
 

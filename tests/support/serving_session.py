@@ -5,7 +5,8 @@ Models have two layers, one of each kind, and the sizes of real ones.
 """
 
 import importlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, head_dim=64, rope_theta=5e5, rope_scaling=_LLAMA3_ROPE,
     ),
 }  # fmt: skip
+# How prompts attend, and up to how many rows products are by skinny_gemm.
+WAYS = {"gather": ("gather", 0), "varlen": ("varlen", 0), "gather, skinny_gemm": ("gather", 64)}
 BLOCK_SIZE, MAX_LEN = 16, 32_768
 
 
@@ -93,6 +96,11 @@ def _batch(requests: list[Request], groups: int) -> ForwardBatch:
         block = own.stop
     computed, new = (np.array(of) for of in zip(*(r[:2] for r in requests), strict=True))
     return inputs.pack(np.array(rows), computed, new)
+
+
+def count(texts: Sequence[KernelText]) -> Counter[str]:
+    """Texts of each kernel."""
+    return Counter(text.kernel.removeprefix("metal_lite_") for text in texts)
 
 
 class Session:

@@ -7,7 +7,9 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import (
     MAX_SPLITS,
+    MIN_ELEMENTS,
     STORE,
+    TOKEN_SHAPE,
     bits,
     format_template,
     num_splits,
@@ -105,13 +107,15 @@ def paged_decode(
         "LANES": lanes, "KW": k_width, "VW": v_width,
         "UNROLL": 4 if per_lane <= 12 or k_row.bits else 2, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
+    lse_shape: tuple[int, ...] = (batch, heads, splits)
+    if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next token too
+        lse_shape = TOKEN_SHAPE
     sinks = unused() if sinks is None else sinks.astype(mx.float32)
     shared = prefix or (unused(), unused(), seq_lens)
     out, lse = _PAGED_DECODE(
         [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, token],
         template, (kv_heads * tiles, batch, splits), 32 * simdgroups,
-        [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim),
-         (batch, heads, splits)],
+        [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim), lse_shape],
         [out_dtype, mx.float32],
     )  # fmt: skip
     if partial:
