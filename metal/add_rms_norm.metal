@@ -37,6 +37,7 @@ METAL_FUNC void load_run(const device T* from, thread float* to) {
   constexpr int WORDS = int(sizeof(T));
   thread uint words[WORDS];
   load_words<WORDS>((const device uint*)from, words);
+#pragma unroll
   for (int w = 0; w < WORDS; w++) {
     unpack<T>(words[w], to + w * 4 / WORDS);
   }
@@ -50,6 +51,7 @@ METAL_FUNC void store_run(device T* to, const thread float* from) {
   }
   constexpr int WORDS = int(sizeof(T));
   thread uint words[WORDS];
+#pragma unroll
   for (int w = 0; w < WORDS; w++) {
     words[w] = pack<T>(from + w * 4 / WORDS);
   }
@@ -68,12 +70,14 @@ const int lane = int(thread_index_in_simdgroup);
 
 thread float held[TURNS * VEC];
 float square = 0.0f;
+#pragma unroll
 for (int t = 0; t < TURNS; t++) {
   const int at = first + t * THREADS * VEC;
   if (at < DIM) {
     thread float other[VEC];
     load_run<T, VEC>(x + row + at, held + t * VEC);
     load_run<T, VEC>(y + row + at, other);
+#pragma unroll
     for (int e = 0; e < VEC; e++) {
       const float rounded = float(T(held[t * VEC + e] + other[e]));
       held[t * VEC + e] = rounded;
@@ -92,9 +96,11 @@ square = lane < SIMDGROUPS ? squares[lane] : 0.0f;
 square = metal::simd_sum(square);
 const float inverse_rms = metal::precise::rsqrt(square / float(DIM) + as_type<float>(EPS));
 
+#pragma unroll
 for (int t = 0; t < TURNS; t++) {
   const int at = first + t * THREADS * VEC;
   if (at < DIM) {
+#pragma unroll
     for (int e = 0; e < VEC; e++) {
       const float w = WEIGHT ? float(weight[at + e]) : 1.0f;
       held[t * VEC + e] = rms_normed<R>(held[t * VEC + e], inverse_rms, w);

@@ -93,7 +93,8 @@ METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, cons
     }
   }
   top = row_max(top);
-  const float fade = metal::exp2(m - top);
+  // Arguments are finite and not above 0, so the fast exp2 does, as in MLX's attention.
+  const float fade = metal::fast::exp2(m - top);
   m = top;
   l *= fade;
 #pragma unroll
@@ -107,7 +108,7 @@ METAL_FUNC void attend_tile(thread metal::simdgroup_matrix<T, 8, 8>* query, cons
     metal::simdgroup_matrix<T, 8, 8> weight;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const float w = metal::exp2(score[j].thread_elements()[e] - m);
+      const float w = metal::fast::exp2(score[j].thread_elements()[e] - m);
       l += w;
       weight.thread_elements()[e] = T(w);
     }

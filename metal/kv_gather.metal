@@ -2,7 +2,7 @@
 //
 //   keys, values  (slots, KV_HEADS, DIM)   the store; a slot has K_WORDS and V_WORDS words
 //   kv_slots      (N,) int32               the slot of each key wanted; every one must be valid
-//   token         float32 -> next_token (1,) read after the writes before it, before those after it
+//   token         float32 -> next_token (8,) read after the writes before it, before those after it
 //   k, v          (N, KV_HEADS, DIM)       outputs, of which SDPA takes views, head by head
 //
 // Besides attention this is the only reader of the store: an MLX operation must not read it, for MLX
@@ -30,6 +30,6 @@ if (at < V_WORDS) {
   load_words<W>((const device uint*)values + slot * V_WORDS + at, words);
   store_words<W>((device uint*)v + size_t(key) * V_WORDS + at, words);
 }
-if (at == 0 && key == 0) {
-  next_token[0] = token[0];
+if (threadgroup_position_in_grid.y == 0 && key == 0 && thread_position_in_threadgroup.x < 8) {
+  next_token[thread_position_in_threadgroup.x] = token[0];
 }

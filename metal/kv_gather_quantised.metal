@@ -2,7 +2,7 @@
 //
 //   keys, values  (slots, KV_HEADS, ROW) uint   the store; rows as in quantised.h
 //   kv_slots      (N,) int32                    the slot of each key wanted; every one must be valid
-//   token         float32 -> next_token (1,)    as in kv_gather
+//   token         float32 -> next_token (8,)    as in kv_gather
 //   k, v          (N, KV_HEADS, DIM) of T       outputs, of which SDPA takes views, head by head
 //
 // Who does what.  Grid (N, threadgroups of THREADS for the words of the longer of the two rows).
@@ -31,10 +31,12 @@ METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t s
     thread float x[32 / BITS];
     unpack_values<T, BITS>(from[word], affine, x);
     thread uint words[WORDS];
+#pragma unroll
     for (int w = 0; w < WORDS; w++) {
       words[w] = pack<T>(x + w * PER_WORD);
     }
     const size_t row = size_t(key) * KV_HEADS + head;
+#pragma unroll
     for (int w = 0; w < WORDS; w += 2) {
       store_words<2>(out + row * (DIM / PER_WORD) + word * WORDS + w, words + w);
     }
@@ -48,6 +50,6 @@ const size_t slot = size_t(kv_slots[key]);
 
 gather_word<T, BITS, KV_HEADS, K_DIM, K_GROUP>(keys, (device uint*)k, slot, key, at);
 gather_word<T, BITS, KV_HEADS, V_DIM, V_GROUP>(values, (device uint*)v, slot, key, at);
-if (at == 0 && key == 0) {
-  next_token[0] = token[0];
+if (threadgroup_position_in_grid.y == 0 && key == 0 && thread_position_in_threadgroup.x < 8) {
+  next_token[thread_position_in_threadgroup.x] = token[0];
 }

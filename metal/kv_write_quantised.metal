@@ -3,7 +3,7 @@
 //   k, v          (N, KV_HEADS, DIM) of T       this step's rows, packed
 //   slot_mapping  (N,) int32                    negative: skip the row
 //   keys, values  (slots, KV_HEADS, ROW) uint   the store; written through; rows as in quantised.h
-//   token         float32 -> next_token (1,)    as in kv_write
+//   token         float32 -> next_token (8,)    as in kv_write
 //
 // Who does what.  Grid (threads for the groups of the longer of the two rows, N).  Thread (x, row)
 // quantises group x of K and group x of V, as far as each row reaches: it reads the group once, 16
@@ -43,6 +43,6 @@ if (slot >= 0) {
   write_group<T, BITS, KV_HEADS, V_DIM, V_GROUP>(
       (const device uint*)v, const_cast<device uint*>(values), row, slot, at);
 }
-if (row == 0 && at == 0) {
-  next_token[0] = token[0];
+if (row == 0 && at < 8) {
+  next_token[at] = token[0];
 }

@@ -11,13 +11,14 @@
 //   seq_lens      (B,) int32                    keys of each sequence, the newest is that of this step;
 //                                               0 = a row of padding, gives 0, writes nothing
 //   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
-//   prefix, prefix_lse, prefix_lens             read if PREFIX_SPLITS > 0: what shared_prefix made of
+//   prefix, prefix_lse, prefix_lens             read if PREFIX: what shared_prefix made of
 //                 each sequence's first prefix_lens[sequence] keys, in so many splits; 0 = of none
 //   token         float32                       read after the writes before it
 //   out           (B, heads, splits, V_DIM) of OUT_T: T if there is one split; if there are more,
 //                 float, and merge_partitions adds them up by
 //   lse           (B, heads, splits) float32, log2 of the sum of exponentials, LOWEST = no key seen;
-//                 also the next token: a later write takes it, and so comes after this read
+//                 also the next token: a later write takes it, and so comes after this read; a token
+//                 has 8 elements or more, so where lse would have fewer, LOWEST follows
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
 //                 So are ROPE_SCALE, LOG2_BASE, Q_EPS and K_EPS
 //
@@ -45,13 +46,14 @@
 // split attends to the new key there (its simdgroup with the fewest other keys does), and its first
 // tile puts key and value into the store.
 //
-// PREFIX_SPLITS.  The keys that sequences share are attended to by shared_prefix; here a sequence's
+// PREFIX.  The keys that sequences share are attended to by shared_prefix; here a sequence's
 // keys begin behind them.  Not for layers with a window.
 //
 // Online softmax (Milakov and Gimelshein 2018; as in flash-attention): each group of LANES lanes
 // keeps for each head its own maximum m, sum l and weighted values o, rescaled when m grows.  All is
-// in base 2: scores are multiplied by log2(e) once.  At the end the lane groups of a simdgroup merge
-// by shuffles, the simdgroups through threadgroup memory.
+// in base 2: scores are multiplied by log2(e) once.  exp2 is the fast one, as in MLX's attention: its
+// arguments are differences of finite numbers, from a maximum, so not above 0.  At the end the lane
+// groups of a simdgroup merge by shuffles, the simdgroups through threadgroup memory.
 //
 // Why it is correct.
 //   - Keys outside [begin, end) are read at the last valid position instead (a slot that is free may
@@ -104,7 +106,7 @@ const int part = lane % LANES;
 const int sub = lane / LANES;
 
 const int seq_len = seq_lens[seq];
-const int prefix_len = PREFIX_SPLITS > 0 ? prefix_lens[seq] : 0;
+const int prefix_len = PREFIX ? prefix_lens[seq] : 0;
 const int first_key = WINDOW > 0 ? metal::max(seq_len - WINDOW, 0) : prefix_len;
 const int stored = FUSED ? metal::max(seq_len - 1, 0) : seq_len;  // first_key is not behind it
 const int per_split = ((stored - first_key + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
@@ -114,6 +116,7 @@ const int end = metal::min(begin + per_split, stored);
 // Where the rows of the next keys lie is looked up one turn ahead of reading them.
 const size_t table = size_t(seq) * block_tables_shape[1];
 thread int block[UNROLL];
+#pragma unroll
 for (int u = 0; u < UNROLL; u++) {
   const int key = metal::max(metal::min(begin + sg * CHUNK + u * KEYS + sub, end - 1), 0);
   block[u] = block_tables[table + key / BLOCK_SIZE];
@@ -161,10 +164,13 @@ thread float query[HEADS * K_PART];
 thread float m[HEADS];
 thread float l[HEADS];
 thread float o[HEADS * V_PART];
+#pragma unroll
 for (int h = 0; h < HEADS; h++) {
   const int head = metal::min(first_head + h, last_head);
   const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * K_DIM;
+#pragma unroll
   for (int r = 0; r < K_RUNS; r++) {
+#pragma unroll
     for (int e = 0; e < KW * PER_WORD; e++) {
       const int at = (r * LANES + part) * KW * PER_WORD + e;
       const float x = FUSED ? float(fresh[h * K_DIM + at]) : float(q[row + at]);
@@ -175,6 +181,7 @@ for (int h = 0; h < HEADS; h++) {
   const bool sink = SINKS && split == 0 && sg == 0 && sub == 0;
   m[h] = sink ? float(sinks[head]) * LOG2_E : LOWEST;
   l[h] = sink ? 1.0f : 0.0f;
+#pragma unroll
   for (int e = 0; e < V_PART; e++) {
     o[h * V_PART + e] = 0.0f;
   }
@@ -182,14 +189,18 @@ for (int h = 0; h < HEADS; h++) {
 
 // The new key, by the first of the lane groups of a simdgroup: m, l and o after it, as below.
 if (newest && sg == SIMDGROUPS - 1) {
+#pragma unroll
   for (int h = 0; h < HEADS; h++) {
     float score = 0.0f;
+#pragma unroll
     for (int r = 0; r < K_RUNS; r++) {
+#pragma unroll
       for (int e = 0; e < KW * PER_WORD; e++) {
         const int at = (r * LANES + part) * KW * PER_WORD + e;
         score += query[h * K_PART + r * KW * PER_WORD + e] * float(fresh[HEADS * K_DIM + at]);
       }
     }
+#pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) {
       score += metal::simd_shuffle_xor(score, ushort(step));
     }
@@ -197,10 +208,12 @@ if (newest && sg == SIMDGROUPS - 1) {
       score = softcap * LOG2_E * metal::precise::tanh(score);
     }
     const float top = sub == 0 ? metal::max(m[h], score) : m[h];
-    const float weight = sub == 0 ? metal::exp2(score - top) : 0.0f;
-    l[h] = l[h] * metal::exp2(m[h] - top) + weight;
+    const float weight = sub == 0 ? metal::fast::exp2(score - top) : 0.0f;
+    l[h] = l[h] * metal::fast::exp2(m[h] - top) + weight;
     m[h] = top;
+#pragma unroll
     for (int r = 0; r < V_RUNS; r++) {
+#pragma unroll
       for (int e = 0; e < VW * PER_WORD; e++) {
         const int at = (r * LANES + part) * VW * PER_WORD + e;
         o[h * V_PART + r * VW * PER_WORD + e] = weight * float(v[v_row + at]);
@@ -211,18 +224,22 @@ if (newest && sg == SIMDGROUPS - 1) {
 
 // A split of the prefix is like a key that has its score, the lse, and its value.
 if (prefix_len > 0) {
+  const int prefix_splits = prefix_lse_shape[2];
   const int side_by_side = SIMDGROUPS * KEYS;
-  for (int p = (split * SIMDGROUPS + sg) * KEYS + sub; p < PREFIX_SPLITS; p += splits * side_by_side) {
+  for (int p = (split * SIMDGROUPS + sg) * KEYS + sub; p < prefix_splits; p += splits * side_by_side) {
+#pragma unroll
     for (int h = 0; h < HEADS; h++) {
       const int head = metal::min(first_head + h, last_head);
-      const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * PREFIX_SPLITS + p;
+      const size_t row = (size_t(seq) * (KV_HEADS * GROUP) + head) * prefix_splits + p;
       const float score = prefix_lse[row];
       const float top = metal::max(m[h], score);
-      const float fade = metal::exp2(m[h] - top);
-      const float weight = score > LOWEST ? metal::exp2(score - top) : 0.0f;
+      const float fade = metal::fast::exp2(m[h] - top);
+      const float weight = score > LOWEST ? metal::fast::exp2(score - top) : 0.0f;
       m[h] = top;
       l[h] = l[h] * fade + weight;
+#pragma unroll
       for (int r = 0; r < V_RUNS; r++) {
+#pragma unroll
         for (int e = 0; e < VW * PER_WORD; e++) {
           const int at = (r * LANES + part) * VW * PER_WORD + e;
           const int i = h * V_PART + r * VW * PER_WORD + e;
@@ -239,13 +256,16 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   thread float k_affine[UNROLL * K_RUNS * 2];
   thread float v_affine[UNROLL * V_RUNS * 2];
   thread size_t row[UNROLL];
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     const int key = metal::min(base + u * KEYS + sub, end - 1);
     row[u] = (size_t(block[u]) * BLOCK_SIZE + key % BLOCK_SIZE) * KV_HEADS + kv_head;
     const int later = metal::min(key + SIMDGROUPS * CHUNK, end - 1);
     block[u] = block_tables[table + later / BLOCK_SIZE];
   }
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
+#pragma unroll
     for (int r = 0; r < K_RUNS; r++) {
       const device uint* from = (const device uint*)keys + row[u] * K_ROW;
       const int at = (r * LANES + part) * KW;
@@ -256,7 +276,9 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
       }
     }
   }
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
+#pragma unroll
     for (int r = 0; r < V_RUNS; r++) {
       const device uint* from = (const device uint*)values + row[u] * V_ROW;
       const int at = (r * LANES + part) * VW;
@@ -269,21 +291,27 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   }
 
   thread float score[HEADS * UNROLL];
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     thread float k[K_PART];
+#pragma unroll
     for (int w = 0; w < K_RUNS * KW; w++) {
       unpack_values<T, BITS>(k_words[u * K_RUNS * KW + w], k_affine + (u * K_RUNS + w / KW) * 2,
                              k + w * PER_WORD);
     }
+#pragma unroll
     for (int h = 0; h < HEADS; h++) {
       float s = 0.0f;
+#pragma unroll
       for (int e = 0; e < K_PART; e++) {
         s += query[h * K_PART + e] * k[e];
       }
       score[h * UNROLL + u] = s;
     }
   }
+#pragma unroll
   for (int i = 0; i < HEADS * UNROLL; i++) {
+#pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) {
       score[i] += metal::simd_shuffle_xor(score[i], ushort(step));
     }
@@ -293,33 +321,41 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   }
 
   // From here on `score` holds weights: 2^(score - m), 0 for a key outside the split.
+#pragma unroll
   for (int h = 0; h < HEADS; h++) {
     float top = m[h];
+#pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const bool seen = base + u * KEYS + sub < end;
       score[h * UNROLL + u] = seen ? score[h * UNROLL + u] : LOWEST;
       top = metal::max(top, score[h * UNROLL + u]);
     }
-    const float fade = metal::exp2(m[h] - top);
+    const float fade = metal::fast::exp2(m[h] - top);
     m[h] = top;
     l[h] *= fade;
+#pragma unroll
     for (int e = 0; e < V_PART; e++) {
       o[h * V_PART + e] *= fade;
     }
+#pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const bool seen = base + u * KEYS + sub < end;
-      const float weight = seen ? metal::exp2(score[h * UNROLL + u] - top) : 0.0f;
+      const float weight = seen ? metal::fast::exp2(score[h * UNROLL + u] - top) : 0.0f;
       score[h * UNROLL + u] = weight;
       l[h] += weight;
     }
   }
+#pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     thread float v[V_PART];
+#pragma unroll
     for (int w = 0; w < V_RUNS * VW; w++) {
       unpack_values<T, BITS>(v_words[u * V_RUNS * VW + w], v_affine + (u * V_RUNS + w / VW) * 2,
                              v + w * PER_WORD);
     }
+#pragma unroll
     for (int h = 0; h < HEADS; h++) {
+#pragma unroll
       for (int e = 0; e < V_PART; e++) {
         o[h * V_PART + e] += score[h * UNROLL + u] * v[e];
       }
@@ -327,15 +363,26 @@ for (int base = begin + sg * CHUNK; base < end; base += SIMDGROUPS * CHUNK) {
   }
 }
 
+if (KV_HEADS * GROUP < 8) {
+  const int written = int(threadgroups_per_grid.y) * KV_HEADS * GROUP * splits;
+  const int at = int(thread_position_in_grid.x);
+  if (seq == 0 && split == 0 && at >= written && at < 8) {
+    lse[at] = LOWEST;
+  }
+}
+
+#pragma unroll
 for (int h = 0; h < HEADS; h++) {
   // The lane groups of this simdgroup, then the simdgroups of this threadgroup.
+#pragma unroll
   for (int step = LANES; step < 32; step *= 2) {
     const float other = metal::simd_shuffle_xor(m[h], ushort(step));
     const float top = metal::max(m[h], other);
-    const float fade = metal::exp2(m[h] - top);
+    const float fade = metal::fast::exp2(m[h] - top);
     m[h] = top;
     l[h] *= fade;
     l[h] += metal::simd_shuffle_xor(l[h], ushort(step));
+#pragma unroll
     for (int e = 0; e < V_PART; e++) {
       float value = o[h * V_PART + e] * fade;
       value += metal::simd_shuffle_xor(value, ushort(step));
@@ -343,7 +390,9 @@ for (int h = 0; h < HEADS; h++) {
     }
   }
   if (sub == 0) {
+#pragma unroll
     for (int r = 0; r < V_RUNS; r++) {
+#pragma unroll
       for (int e = 0; e < VW * PER_WORD; e++) {
         const int at = (r * LANES + part) * VW * PER_WORD + e;
         shared_o[sg * V_DIM + at] = o[h * V_PART + r * VW * PER_WORD + e];
@@ -363,13 +412,13 @@ for (int h = 0; h < HEADS; h++) {
   }
   float sum = 0.0f;
   for (int s = 0; s < SIMDGROUPS; s++) {
-    sum += shared_l[s] * metal::exp2(shared_m[s] - top);
+    sum += shared_l[s] * metal::fast::exp2(shared_m[s] - top);
   }
   const size_t out_row = (size_t(seq) * (KV_HEADS * GROUP) + head) * splits + split;
   for (int at = int(thread_position_in_threadgroup.x); at < V_DIM; at += SIMDGROUPS * 32) {
     float value = 0.0f;
     for (int s = 0; s < SIMDGROUPS; s++) {
-      value += shared_o[s * V_DIM + at] * metal::exp2(shared_m[s] - top);
+      value += shared_o[s * V_DIM + at] * metal::fast::exp2(shared_m[s] - top);
     }
     if (head <= last_head) {
       out[out_row * V_DIM + at] = OUT_T(sum > 0.0f ? value / sum : 0.0f);

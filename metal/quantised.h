@@ -15,6 +15,7 @@
 // The scale and low of a group, to[0] and to[1], from the sizeof(T) / 2 words that hold them.
 template <typename T>
 METAL_FUNC void load_affine(const device uint* from, thread float* to) {
+#pragma unroll
   for (int w = 0; w < int(sizeof(T)) / 2; w++) {
     unpack<T>(from[w], to + w);
   }
@@ -40,15 +41,18 @@ METAL_FUNC void quantise(const device uint* from, device uint* values, device ui
   constexpr int PER_WORD = 4 / int(sizeof(T));
   constexpr float MOST = float((1 << BITS) - 1);
   thread float x[GROUP_SIZE];
+#pragma unroll
   for (int w = 0; w < GROUP_SIZE / PER_WORD; w += 4) {
     thread uint words[4];
     load_words<4>(from + w, words);
+#pragma unroll
     for (int i = 0; i < 4; i++) {
       unpack<T>(words[i], x + (w + i) * PER_WORD);
     }
   }
   float low = x[0];
   float high = x[0];
+#pragma unroll
   for (int e = 1; e < GROUP_SIZE; e++) {
     low = metal::min(low, x[e]);
     high = metal::max(high, x[e]);
@@ -57,14 +61,17 @@ METAL_FUNC void quantise(const device uint* from, device uint* values, device ui
   kept[0] = float(T((high - low) * (1.0f / MOST)));
   kept[1] = low;
   const float inverse = kept[0] > TINY ? 1.0f / kept[0] : 0.0f;
+#pragma unroll
   for (int w = 0; w < GROUP_SIZE * BITS / 32; w++) {
     uint word = 0;
+#pragma unroll
     for (int e = 0; e < 32 / BITS; e++) {
       const float q = metal::rint((x[w * (32 / BITS) + e] - low) * inverse);
       word |= uint(metal::min(metal::max(q, 0.0f), MOST)) << (e * BITS);
     }
     values[w] = word;
   }
+#pragma unroll
   for (int w = 0; w < int(sizeof(T)) / 2; w++) {
     affine[w] = pack<T>(kept + w);
   }

@@ -30,6 +30,7 @@ METAL_FUNC int second_of_pair(int i, int rotated, bool traditional) {
 template <int TURNS, int ROTATED, bool FREQS, typename P>
 METAL_FUNC void rope_sines(P freqs, float log2_base, float scale, int position, int lane,
                            thread float* cosine, thread float* sine) {
+#pragma unroll
   for (int t = 0; t < TURNS; t++) {
     const int i = t * 32 + lane;
     cosine[t] = 1.0f;
@@ -57,6 +58,7 @@ METAL_FUNC void rope_head(const device T* from, const device W* weight, float ep
   thread float a[TURNS];
   thread float b[TURNS];
   float square = 0.0f;
+#pragma unroll
   for (int t = 0; t < TURNS; t++) {
     const int i = t * 32 + lane;
     a[t] = b[t] = 0.0f;
@@ -69,6 +71,7 @@ METAL_FUNC void rope_head(const device T* from, const device W* weight, float ep
   if (NORM) {
     square = metal::simd_sum(square);
     const float inverse_rms = metal::precise::rsqrt(square / float(DIM) + eps);
+#pragma unroll
     for (int t = 0; t < TURNS; t++) {
       const int i = t * 32 + lane;
       const int at_a = first_of_pair(i, ROTATED, TRADITIONAL);
@@ -79,6 +82,7 @@ METAL_FUNC void rope_head(const device T* from, const device W* weight, float ep
       }
     }
   }
+#pragma unroll
   for (int t = 0; t < TURNS; t++) {
     const int i = t * 32 + lane;
     float x = a[t];

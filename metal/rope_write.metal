@@ -8,15 +8,16 @@
 //   positions     (N,) int32               of each row in its sequence
 //   slot_mapping  (N,) int32               slot = block * block_size + offset; negative: skip k and v
 //   keys, values  (slots, KV_HEADS, DIM)   the store; written through, although they are inputs
-//   token         float32 -> next_token (1,) what orders this write before the reads that follow
+//   token         float32 -> next_token (8,) what orders this write before the reads that follow
 //   out           (N, Q_HEADS, K_DIM) of T queries, rotated
 //   ROPE_SCALE, LOG2_BASE, Q_EPS, K_EPS  the bits of floats (a template value is an integer)
 //
 // rope.h says what is computed, and which lane holds which pair.
 //
 // Who does what.  Grid (simdgroups for the heads of a row, N).  The heads of a row are counted through
-// q, k and v; a simdgroup takes HEADS of them, one after another.  One head each is the shortest way
-// for a decode; a long prompt has rows enough, and there a sine serves several heads.
+// q, k and v; the simdgroups of a row share them, and one takes its heads one after another.  One head
+// each is the shortest way for a decode; a long prompt has rows enough, and there a sine serves several
+// heads.
 //
 // Why it is correct.  Every element is read and written by one thread.  Slots of one step are distinct,
 // so no two threads write the same element of the store, and the token orders the launch as it does
@@ -32,9 +33,11 @@ constexpr int TURNS = (K_DIM / 2 + 31) / 32;  // pairs that a lane holds
 
 const int row = int(threadgroup_position_in_grid.y);
 const int lane = int(thread_index_in_simdgroup);
+const int simdgroups = int(threadgroups_per_grid.x) * SIMDGROUPS;
+const int heads = (Q_HEADS + 2 * KV_HEADS + simdgroups - 1) / simdgroups;
 const int group = int(threadgroup_position_in_grid.x) * SIMDGROUPS;
-const int first = (group + int(simdgroup_index_in_threadgroup)) * HEADS;
-const int last = metal::min(first + HEADS, Q_HEADS + 2 * KV_HEADS);
+const int first = (group + int(simdgroup_index_in_threadgroup)) * heads;
+const int last = metal::min(first + heads, Q_HEADS + 2 * KV_HEADS);
 const int slot = slot_mapping[row];
 
 thread float cosine[TURNS];
@@ -68,6 +71,6 @@ for (int head = first; head < last; head++) {
         from, k_weight, as_type<float>(K_EPS), cosine, sine, lane, to);
   }
 }
-if (row == 0 && first == 0 && lane == 0) {
-  next_token[0] = token[0];
+if (row == 0 && first == 0 && lane < 8) {
+  next_token[lane] = token[0];
 }

@@ -165,7 +165,7 @@ for (int from = 0; from < ROW_TILES; from += HELD) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 #pragma unroll
-  for (int j = from; j < metal::min(from + HELD, ROW_TILES); j++) {
+  for (int j = from; j < (from + HELD < ROW_TILES ? from + HELD : ROW_TILES); j++) {
 #pragma unroll
     for (int p = 0; p < 2; p++) {
       const int m = (simdgroup_index * HELD + j - from) * 8 + col;

@@ -7,7 +7,7 @@
 //   seq_lens      (S,) int32                    its keys, those of its own rows included
 //   tiles         (T, 2) int32                  segment, first (token, head) pair; see plan_tiles
 //   sinks         (KV_HEADS * GROUP,) float32   a logit a head that takes weight, gives no value
-//   token         float32 -> next_token (1,)    read after the writes before it
+//   token         float32 -> next_token (8,)    read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
 //   out           (N, KV_HEADS * GROUP, V_DIM)  of T; zeros in rows of no segment
 //
@@ -146,6 +146,6 @@ if (sg_first + row < pairs) {
     out[q_row * V_DIM + d * 8 + col + 1] = T(o[d].thread_elements()[1] * inverse);
   }
 }
-if (kv_head == 0 && threadgroup_position_in_grid.y == 0 && thread_index == 0) {
-  next_token[0] = token[0];
+if (kv_head == 0 && threadgroup_position_in_grid.y == 0 && thread_index < 8) {
+  next_token[thread_index] = token[0];
 }

@@ -39,6 +39,9 @@ METAL_FUNC T min(T a, T b) { return a < b ? a : b; }
 METAL_FUNC float exp2(float x) { return ::exp2f(x); }
 METAL_FUNC float log2(float x) { return ::log2f(x); }
 METAL_FUNC float rint(float x) { return ::rintf(x); }
+namespace fast {
+METAL_FUNC float exp2(float x) { return ::exp2f(x); }
+}  // namespace fast
 namespace precise {
 METAL_FUNC float tanh(float x) { return ::tanhf(x); }
 METAL_FUNC float cos(float x) { return ::cosf(x); }

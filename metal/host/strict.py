@@ -32,12 +32,12 @@ _WHOLE = re.compile(r'#\s*include\s*(<metal_stdlib>|"mlx/)')
 _HEADERS = Path(__file__).parent / "strict"
 _CLANG = [
     *(sys.executable, "-m", "ziglang", "clang", "-cc1", "-x", "clcpp", "-cl-std=clc++2021"),
-    # Any target with address spaces does; this one has bfloat too, in LLVM 20 already.
-    *("-triple", "amdgcn-amd-amdhsa", "-cl-single-precision-constant", "-fdeclspec", "-ast-dump"),
+    *("-cl-single-precision-constant", "-fdeclspec", "-Wno-everything"),
     "-cl-ext=-all,+cl_khr_fp16,+__opencl_c_generic_address_space",
     *("-D__METAL__", "-D__METAL_VERSION__=310", "-I", str(_HEADERS)),
-    "-Wno-everything",
 ]
+# Any target with address spaces does; this one has bfloat too, in LLVM 20 already.
+_CHECK = ("-triple", "amdgcn-amd-amdhsa", "-ast-dump")
 # Warnings that are violations: wrong in any C++, or (the first) an error in Metal.
 _WARNINGS = (
     "implicit-float-conversion",
@@ -75,25 +75,34 @@ def check(source: str, *, include: Sequence[Path | str] = ()) -> list[Violation]
         for rule, pattern in _BANNED.items()
         for match in re.finditer(pattern, text)
     ]
+    options = [*_CHECK, *(f"-W{name}" for name in _WARNINGS)]
     try:
-        lowered = _lower(text)
+        done = compile_metal(source, options, include=include)
     except ValueError:
         return [*found, Violation("compiler", 0, "brackets do not match")]
-    prelude = [] if _WHOLE.search(source) else ["-include", _PRELUDE]
-    if (mlx_headers := include_dir()) is None:
-        raise HostError("the strict front end needs MLX's kernel headers, which this MLX lacks")
-    folders = [str(path) for path in (*include, mlx_headers)]
-    command = [*_CLANG, *(f"-W{name}" for name in _WARNINGS)]
-    command += [*(option for path in folders for option in ("-I", path)), *prelude, "-"]
-    done = subprocess.run(command, input=lowered, capture_output=True, text=True, check=False)
-    if "No module named ziglang" in done.stderr:
-        raise HostError("the strict front end needs clang: pip install ziglang")
     found += _diagnostics(done.stderr)
     if done.returncode == 0:
         found += tree_violations(done.stdout)
     elif not found:
         raise HostError(f"clang failed: {done.stderr[-2000:]}")
     return sorted(set(found), key=lambda v: (v.line, v.rule, v.message))
+
+
+def compile_metal(
+    source: str, options: Sequence[str], *, include: Sequence[Path | str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run clang with `options` on a Metal text (see `check`).  Raises ValueError if brackets do not
+    match, HostError if clang or MLX's headers are missing."""
+    lowered = _lower(_blank(source))
+    prelude = [] if _WHOLE.search(source) else ["-include", _PRELUDE]
+    if (mlx_headers := include_dir()) is None:
+        raise HostError("the strict front end needs MLX's kernel headers, which this MLX lacks")
+    folders = (option for path in (*include, mlx_headers) for option in ("-I", str(path)))
+    command = [*_CLANG, *folders, *prelude, *options, "-"]
+    done = subprocess.run(command, input=lowered, capture_output=True, text=True, check=False)
+    if "No module named ziglang" in done.stderr:
+        raise HostError("the strict front end needs clang: pip install ziglang")
+    return done
 
 
 def _line(text: str, position: int) -> int:

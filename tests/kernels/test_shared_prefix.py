@@ -149,6 +149,11 @@ def test_any_number_of_query_heads_a_kv_head(heads):
     check(ROWS, 70, heads=heads)
 
 
+@pytest.mark.parametrize("own", [[9, 40], [2100, 30]], ids=str)
+def test_more_splits_of_the_prefix_than_splits_of_own_keys_see_at_once(own):
+    check(own, 512, dim=128, heads=(2, 1), splits=16, plan=(2, 4))
+
+
 @given(
     st.lists(st.integers(-60, 60), max_size=12).map(lambda own: [*own, 3]),
     st.integers(1, 150),

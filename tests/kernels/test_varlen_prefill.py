@@ -90,10 +90,10 @@ class Case:
         metadata = (self.block_tables, self.cu_seqlens_q, self.seq_lens, tiles)
         out, token = prefill.varlen_prefill(
             array(self.q), *map(mx.array, metadata), array(self.keys), array(self.values),
-            mx.array([41], mx.int32), sinks=None if self.sinks is None else mx.array(self.sinks),
+            mx.full(8, 41.0), sinks=None if self.sinks is None else mx.array(self.sinks),
             **self.how,
         )  # fmt: skip
-        assert (out.dtype, token.tolist()) == (self.dtype, [41])
+        assert (out.dtype, token.tolist()) == (self.dtype, [41.0] * 8)
         return np.array(out.astype(mx.float32))
 
     def expected(self) -> np.ndarray:

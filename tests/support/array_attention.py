@@ -43,22 +43,25 @@ class ArrayStepAttention(ReferenceStepAttention):
         super().__init__(store, step)
         self.attention = attention
 
+    def write(self, layer, k, v):
+        slots = self.step.slot_mapping[self.store.group_of[layer]]
+        self.store.write(layer, k, v, slots[: len(k)])
+
     def attend(self, layer, q, *, scale, window=None, softcap=None, sinks=None):
         assert softcap is sinks is None
         outputs, plan = [], self.step.plan
         group, prompts = self.store.group_of[layer], plan.prompts
         if plan.num_decodes:
-            tables = plan.block_tables[group]
+            tables, count = plan.block_tables[group], plan.num_decodes
             if plan.prefix_len and self.attention.shares[layer]:
                 # As if only the leader had its blocks.
-                shared = (
-                    mx.arange(tables.shape[1]) < plan.prefix_lens[:, None] // self.store.block_size
-                )
+                blocks = plan.prefix_lens[:count, None] // self.store.block_size
+                shared = mx.arange(tables.shape[1]) < blocks
                 tables = mx.where(shared, tables[plan.leader], tables)
             k, v = self._keys_and_values(layer, tables)
-            at, end = mx.arange(k.shape[2]), plan.seq_lens[:, None]
+            at, end = mx.arange(k.shape[2]), plan.seq_lens[:count, None]
             mask = self._mask(at < end, at, end - 1, window, q.dtype)[:, None, None]
-            rows = q[: plan.num_decodes, :, None]
+            rows = q[:count, :, None]
             outputs.append(_sdpa(rows, k, v, scale=scale, mask=mask).squeeze(2))
         rows = q[plan.num_decodes :]
         if isinstance(prompts, VarlenPrompts):

@@ -47,13 +47,13 @@ def kv_gather(dtype, kept=None, spec=None):
     return list(cache_ops.kv_gather(slots, *(kept or store(dtype)), new_token(), spec))
 
 
-def paged_decode(dtype, kept=None, spec=None, prefix=None):
+def paged_decode(dtype, kept=None, spec=None, prefix=None, plan=(1, 2)):
     """Sequences of 21, 0 and 9 keys, the first two blocks of the first at the end of the store."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     q = draw(3, KV_HEADS * GROUP, DIM, seed=5, dtype=dtype)
     out, _ = decode.paged_decode(
         q, tables, mx.array([21, 0, 9], mx.int32), *(kept or store(dtype)), new_token(),
-        plan=DecodePlan(1, 2), block_size=BLOCK_SIZE, scale=0.2, spec=spec, prefix=prefix,
+        plan=DecodePlan(*plan), block_size=BLOCK_SIZE, scale=0.2, spec=spec, prefix=prefix,
     )  # fmt: skip
     return [out]
 
@@ -102,6 +102,13 @@ def decode_behind_a_prefix(dtype):
     """The sequences of `paged_decode`, of which the first has its 8 first keys in common."""
     parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((3, DIM), (3,)))
     return paged_decode(dtype, prefix=SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32)))
+
+
+def decode_in_splits_behind_a_prefix(dtype):
+    """The same in two splits, the prefix in more than both look at side by side."""
+    parts = (draw(3, KV_HEADS * GROUP, *dims, seed=13) for dims in ((40, DIM), (40,)))
+    prefix = SharedPrefix(*parts, mx.array([8, 0, 0], mx.int32))
+    return paged_decode(dtype, prefix=prefix, plan=(2, 2))
 
 
 def merge_partitions(dtype):
@@ -185,6 +192,7 @@ RUN = {
     "shared_prefix": shared_prefix_rows,
     "shared_prefix/fused": shared_prefix_of_new_rows,
     "paged_decode/prefix": decode_behind_a_prefix,
+    "paged_decode/prefix_splits": decode_in_splits_behind_a_prefix,
     "rope_write": rope_write_rows,
     "add_rms_norm": add_rms_norm_rows,
     "skinny_gemm": skinny_gemm_rows,

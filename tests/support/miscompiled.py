@@ -29,7 +29,7 @@ _MODULES = (
 # A compiler that forgets an update of the maximum, and one that misses a key.
 MISCOMPILED = {
     "paged_decode": ("m[h] = top;\n    l[h] *= fade;", "l[h] *= fade;"),
-    "varlen_prefill": ("metal::exp2(", "metal::exp2(0.9f * "),
+    "varlen_prefill": ("fast::exp2(", "fast::exp2(0.9f * "),
     "shared_prefix": ("m + metal::log2(l)", "m + metal::log2(0.9f * l)"),
     "merge_partitions": ("weights[p] *", "weights[0] *"),
     "kv_write": ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),

@@ -44,8 +44,8 @@ class Plan(Protocol):
 class Step:
     """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
 
-    token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows,) int32 per KV group.  A
-    padded row has position 0, its group's padding slot, and any token.
+    token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows or more,) int32 per KV group.
+    A padded row has position 0, its group's padding slot, and any token.
     logits_indices: (R,) int32, the batch's, then padding; None: all rows get logits.
     plan: a Plan of the attention path; only that path reads it.
     variant: everything a compiled step depends on beside `arrays`; None if it is not compiled.
@@ -89,16 +89,18 @@ def make_step(
     plan: Plan,
     *,
     padding_slots: Sequence[int] | None = None,
+    num_slots: int = 0,
     num_logits: int = 1,
 ) -> Step:
     """The step of a batch under a plan, with the batch's arrays padded and on the device.
 
     padding_slots: the slot of padded rows in each KV group; None: -1, which kernels skip.
+    num_slots: the fewest entries of slot_mapping.
     num_logits: the fewest rows that get logits, unless all rows do.
     """
     slot_mapping = []
     for group, of_group in enumerate(batch.by_group):
-        slots = pad_rows(of_group.slot_mapping, num_rows, PAD_SLOT)
+        slots = pad_rows(of_group.slot_mapping, max(num_rows, num_slots), PAD_SLOT)
         if padding_slots is not None:
             slots = np.where(slots == PAD_SLOT, padding_slots[group], slots)
         slot_mapping.append(mx.array(slots))

@@ -1,14 +1,12 @@
 """A residual sum and its RMS norm in one launch."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import bits, norm_dtype, unused
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, norm_dtype, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight"], ["sum", "normed"])
 
 _THREADS = 1024  # of a threadgroup, at most
-# MLX passes smaller arrays to a kernel in another address space.
-_MIN_DIM = 8
 
 
 def add_rms_norm(
@@ -22,10 +20,10 @@ def add_rms_norm(
     for other shapes or types.
     """
     dim = x.shape[-1]
-    if dim < _MIN_DIM or x.shape != y.shape or x.dtype != y.dtype:
+    if dim < MIN_ELEMENTS or x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
             f"x {x.shape} {x.dtype} and y {y.shape} {y.dtype} must be of one shape and type, "
-            f"with at least {_MIN_DIM} elements a row"
+            f"with at least {MIN_ELEMENTS} elements a row"
         )
     vector = 4 if dim % 4 == 0 else 1  # elements that a thread reads at once
     result = norm_dtype(x.dtype, weight)

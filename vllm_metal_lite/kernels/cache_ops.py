@@ -3,7 +3,7 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import STORE, format_template, grid_for
+from vllm_metal_lite.kernels.common import STORE, TOKEN_SHAPE, format_template, grid_for
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kv.store import LayerSpec
 
@@ -17,7 +17,8 @@ def kv_write(
     k: mx.array, v: mx.array, slot_mapping: mx.array, keys: mx.array, values: mx.array,
     token: mx.array, spec: LayerSpec | None = None,
 ) -> mx.array:  # fmt: skip
-    """Write rows k (N, num_kv_heads, k_head_dim), v likewise, to slots (N,); negative: skipped."""
+    """Write rows k (N, num_kv_heads, k_head_dim), v likewise, to slots (N or more,); negative:
+    skipped."""
     rows, kv_heads, k_dim = k.shape
     if spec and spec.bits:
         per_head = max(row.dim // row.group_size for row in (spec.k_row, spec.v_row))
@@ -25,7 +26,7 @@ def kv_write(
         return _KV_WRITE_QUANTISED(
             [k, v, slot_mapping, keys, values, token],
             {"T": k.dtype, "KV_HEADS": kv_heads, **format_template(spec.k_row, spec.v_row)},
-            (groups, rows, 1), threads, [(1,)], [mx.float32],
+            (groups, rows, 1), threads, [TOKEN_SHAPE], [mx.float32],
         )[0]  # fmt: skip
     k_words, v_words = _words(kv_heads * k_dim, k), _words(kv_heads * v.shape[2], v)
     width = math.gcd(k_words, v_words, 4)
@@ -35,7 +36,7 @@ def kv_write(
     }  # fmt: skip
     return _KV_WRITE(
         [k, v, slot_mapping, keys, values, token],
-        template, (groups, rows, 1), threads, [(1,)], [mx.float32],
+        template, (groups, rows, 1), threads, [TOKEN_SHAPE], [mx.float32],
     )[0]  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def kv_gather(
             {"T": spec.dtype, "KV_HEADS": heads, "THREADS": threads,
              **format_template(k_row, v_row)},
             (slots.size, groups, 1), threads,
-            [(*shape, heads, row.dim) for row in (k_row, v_row)] + [(1,)],
+            [(*shape, heads, row.dim) for row in (k_row, v_row)] + [TOKEN_SHAPE],
             [spec.dtype, spec.dtype, mx.float32],
         )  # fmt: skip
         return k, v, token
@@ -67,7 +68,7 @@ def kv_gather(
         [slots, keys, values, token],
         {"T": keys.dtype, "K_WORDS": k_words, "V_WORDS": v_words, "W": width, "THREADS": threads},
         (slots.size, groups, 1), threads,
-        [(*shape, kv_heads, k_dim), (*shape, kv_heads, v_dim), (1,)],
+        [(*shape, kv_heads, k_dim), (*shape, kv_heads, v_dim), TOKEN_SHAPE],
         [keys.dtype, keys.dtype, mx.float32],
     )  # fmt: skip
     return k, v, token

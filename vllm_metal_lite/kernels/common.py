@@ -23,6 +23,10 @@ from vllm_metal_lite.specs import AttentionShape
 STORE = ("keys", "values", "token")
 # Most splits of a context.
 MAX_SPLITS = 64
+# MLX passes an array of fewer elements to a kernel in another address space.  That is another text
+# to compile, so arrays whose length varies are never shorter.
+MIN_ELEMENTS = 8
+TOKEN_SHAPE = (MIN_ELEMENTS,)
 # Largest head sizes.
 MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
 
@@ -60,7 +64,7 @@ def head_size_problem(dims: Iterable[int], largest: int) -> str | None:
 
 def new_token() -> mx.array:
     """The first token of a store, before any write."""
-    return mx.zeros(8)
+    return mx.zeros(TOKEN_SHAPE)
 
 
 @cache
@@ -72,7 +76,7 @@ def bits(x: float) -> int:
 @cache
 def unused() -> mx.array:
     """The placeholder for an input that a kernel does not use, such as sinks."""
-    zeros = mx.zeros(8)
+    zeros = mx.zeros(MIN_ELEMENTS)
     mx.eval(zeros)  # otherwise every compiled step would make its own
     return zeros
 

@@ -7,7 +7,9 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import (
     MAX_SPLITS,
+    MIN_ELEMENTS,
     STORE,
+    TOKEN_SHAPE,
     bits,
     format_template,
     num_splits,
@@ -72,7 +74,8 @@ def paged_decode(
 
     q: NewRows (B) instead also write k and v to the last slot of each sequence in the same launch,
     if the store is not quantised and no sequence sees another's new slot.
-    block_tables: (B, max_blocks).  A seq_len of 0 gives a row of zeros.  plan: see `decode_plan`.
+    block_tables: (B, max_blocks).  seq_lens may be longer than B.  A seq_len of 0 gives a row of
+    zeros.  plan: see `decode_plan`.
     sinks: (H,).  prefix: attention of the same q to a shared prefix, which the kernel skips;
     ValueError with a window.
     """
@@ -98,19 +101,21 @@ def paged_decode(
     out_dtype = mx.float32 if partial else dtype
     template: Template = {
         "T": dtype, "OUT_T": out_dtype, "KV_HEADS": kv_heads, "GROUP": group, "HEADS": at_once,
-        "FUSED": fused, **new, "PREFIX_SPLITS": 0 if prefix is None else prefix.lse.shape[2],
+        "FUSED": fused, **new, "PREFIX": prefix is not None,
         **format_template(k_row, v_row), "BLOCK_SIZE": block_size, "WINDOW": window or 0,
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "LANES": lanes, "KW": k_width, "VW": v_width,
         "UNROLL": 4 if per_lane <= 12 or k_row.bits else 2, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
+    lse_shape: tuple[int, ...] = (batch, heads, splits)
+    if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next token too
+        lse_shape = TOKEN_SHAPE
     sinks = unused() if sinks is None else sinks.astype(mx.float32)
     shared = prefix or (unused(), unused(), seq_lens)
     out, lse = _PAGED_DECODE(
         [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, token],
         template, (kv_heads * tiles, batch, splits), 32 * simdgroups,
-        [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim),
-         (batch, heads, splits)],
+        [(batch, heads, splits, v_dim) if partial else (batch, heads, v_dim), lse_shape],
         [out_dtype, mx.float32],
     )  # fmt: skip
     if partial:

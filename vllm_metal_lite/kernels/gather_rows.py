@@ -3,7 +3,7 @@
 import math
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import grid_for
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS, grid_for
 from vllm_metal_lite.kernels.launch import Kernel
 
 _GATHER_ROWS = Kernel("gather_rows", ["rows", "index"], ["out"])
@@ -16,7 +16,7 @@ def gather_rows(rows: mx.array, index: mx.array) -> mx.array:
     """
     width = rows.size // len(rows)
     words, rest = divmod(width * rows.dtype.size, 4)
-    if rest or width < 8:
+    if rest or width < MIN_ELEMENTS:
         raise ValueError(f"rows of {width} elements of {rows.dtype} are not whole words, 8 or more")
     vector = math.gcd(words, 4)
     threads, groups = grid_for(words // vector)

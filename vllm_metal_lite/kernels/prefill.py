@@ -3,7 +3,13 @@
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, bits, head_size_problem, unused
+from vllm_metal_lite.kernels.common import (
+    MAX_PREFILL_DIM,
+    TOKEN_SHAPE,
+    bits,
+    head_size_problem,
+    unused,
+)
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _VARLEN_PREFILL = Kernel(
@@ -87,7 +93,7 @@ def varlen_prefill(
         [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks,
          keys, values, token],
         template, (kv_heads, tiles.shape[0], 1), 32 * simdgroups,
-        [(rows, heads, v_dim), (1,)], [q.dtype, mx.float32],
+        [(rows, heads, v_dim), TOKEN_SHAPE], [q.dtype, mx.float32],
     )  # fmt: skip
     return out, token
 

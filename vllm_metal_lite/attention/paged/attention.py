@@ -21,7 +21,12 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, new_token
+from vllm_metal_lite.kernels.common import (
+    MAX_PREFILL_DIM,
+    MIN_ELEMENTS,
+    head_size_problem,
+    new_token,
+)
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.new_rows import NewRows
@@ -86,7 +91,7 @@ class KernelAttention:
         )
 
     def new_state(self) -> list[mx.array]:
-        state = [new_token()[:1]]
+        state = [new_token()]
         mx.eval(state)
         return state
 
@@ -158,7 +163,7 @@ class KernelStepAttention:
     @property
     def state(self) -> list[mx.array]:
         # One shape for every kernel: compiled steps depend on shapes.
-        return [self.token.reshape(-1)[:1]]
+        return [self.token.reshape(-1)[:MIN_ELEMENTS]]
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         spec, slot_mapping = self.store.specs[layer], self._slot_mapping(layer)
@@ -186,8 +191,9 @@ class KernelStepAttention:
         new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
         if self.plan.writes_late:
             return new
+        assert self.plan.positions is not None
         rows, self.token = rope_write(
-            new, positions=self.step.positions, slot_mapping=self._slot_mapping(layer),
+            new, positions=self.plan.positions, slot_mapping=self._slot_mapping(layer),
             keys=keys, values=values, token=self.token,
         )  # fmt: skip
         return rows

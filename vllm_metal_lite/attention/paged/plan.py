@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Arrays, Step, make_step, pad_rows
 from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix
@@ -10,6 +12,7 @@ from vllm_metal_lite.attention.paged.prompts import SdpaPrompts, VarlenPrompts, 
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan
 
 
@@ -18,9 +21,11 @@ class PagedPlan:
     """The first num_decodes rows of a step are decodes; the rest are prompts.
 
     block_tables (num_decodes, W), one per KV group, and seq_lens (num_decodes,) int32 describe the
-    decodes.  In a step of only decodes they include padded rows, with a seq_len of 0.
+    decodes.  W and the lengths of arrays are at least MIN_ELEMENTS.  In a step of only decodes they
+    include padded rows, with a seq_len of 0.
     decode_plans: number of KV heads -> the plan of such layers.
     writes_late: no row sees another new row, so attention may write the step's rows itself.
+    positions: (num_rows,), for `rope_write`; None if attention writes the rows.
     prefix_len: the largest power of two within the decodes' shared prefix; 0 = no shared prefix.
     leader (1,), prefix_lens (num_decodes,): the CommonPrefix, or None.  own_plans: as decode_plans,
     for the keys after the prefix.
@@ -30,6 +35,7 @@ class PagedPlan:
     num_decodes: int
     writes_late: bool
     prompts: VarlenPrompts | SdpaPrompts | None
+    positions: mx.array | None = None
     block_tables: tuple[mx.array, ...] = ()
     seq_lens: mx.array | None = None
     decode_plans: Mapping[int, DecodePlan] = field(default_factory=dict)
@@ -46,12 +52,20 @@ class PagedPlan:
     @property
     def arrays(self) -> Arrays:
         prompts = self.prompts and self.prompts.arrays
-        return self.block_tables, self.seq_lens, self.leader, self.prefix_lens, prompts
+        return (
+            self.positions,
+            self.block_tables,
+            self.seq_lens,
+            self.leader,
+            self.prefix_lens,
+            prompts,
+        )
 
     def with_arrays(self, arrays: Arrays) -> "PagedPlan":
-        block_tables, seq_lens, leader, prefix_lens, of_prompts = arrays
+        positions, block_tables, seq_lens, leader, prefix_lens, of_prompts = arrays
         return replace(
             self,
+            positions=positions,
             block_tables=tuple(block_tables),
             seq_lens=seq_lens,
             leader=leader,
@@ -70,17 +84,19 @@ def plan_step(
 ) -> Step:
     """decodes: `batch` itself, or `batch.as_decodes()`, in which every row is a decode."""
     count = decodes.num_decodes
+    writes_late = prompts is None and decodes is batch and not batch.reads_new_rows
     plan = PagedPlan(
         num_decodes=count if prompts else num_rows,
-        writes_late=prompts is None and decodes is batch and not batch.reads_new_rows,
+        writes_late=writes_late,
         prompts=prompts,
+        positions=None if writes_late else _padded(batch.positions, num_rows),
     )
     if count:
         plan = _with_decodes(plan, decodes, prefix, kv_heads)
     if not plan.repeats:
-        return make_step(batch, num_rows, plan)
+        return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS)
     num_logits = _num_logits(batch, count, prompts is not None)
-    step = make_step(batch, num_rows, plan, num_logits=num_logits)
+    step = make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
     shapes = [None if a is None else tuple(a.shape) for a in backend.leaves(step.arrays)]
     plans = *plan.decode_plans.values(), *plan.own_plans.values()
     variant = plan.num_decodes, plan.writes_late, plan.prefix_len, *plans, *shapes
@@ -93,12 +109,12 @@ def _with_decodes(
     count, rows = decodes.num_decodes, plan.num_decodes
     seq_lens = decodes.seq_lens[:count]
     longest = int(seq_lens.max())
-    width = power_of_two(-(-longest // decodes.block_size))
+    width = max(power_of_two(-(-longest // decodes.block_size)), MIN_ELEMENTS)
     tables = (b.block_tables[:count] for b in decodes.by_group)
     plan = replace(
         plan,
         block_tables=tuple(mx.array(pad_tables(t, rows, width)) for t in tables),
-        seq_lens=mx.array(pad_rows(seq_lens, rows)),
+        seq_lens=_padded(seq_lens, rows),
         decode_plans={h: decode_plan(rows, h, longest) for h in kv_heads},
     )
     if prefix is None:
@@ -108,9 +124,14 @@ def _with_decodes(
         plan,
         prefix_len=1 << (int(prefix.lens.max()).bit_length() - 1),
         leader=mx.array([prefix.leader], mx.int32),
-        prefix_lens=mx.array(pad_rows(prefix.lens, rows)),
+        prefix_lens=_padded(prefix.lens, rows),
         own_plans={h: decode_plan(rows, h, own) for h in kv_heads},
     )
+
+
+def _padded(rows: np.ndarray, num_rows: int) -> mx.array:
+    """(n,) -> (num_rows,) or more, on the device."""
+    return mx.array(pad_rows(rows, max(num_rows, MIN_ELEMENTS)))
 
 
 def _num_logits(batch: ForwardBatch, num_decodes: int, has_prompts: bool) -> int:

@@ -29,6 +29,7 @@ from vllm_metal_lite.attention.sdpa.plan import (
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.prefill import plan_tiles
 
 
@@ -43,8 +44,8 @@ def pad_tables(tables: np.ndarray, num_rows: int, width: int) -> np.ndarray:
 class VarlenPrompts:
     """For `varlen_prefill`: block_tables (S, W) per KV group, cu_seqlens_q (S+1,), seq_lens (S,).
 
-    S and W are powers of two; padded segments have no rows.  tiles: query heads per KV head -> the
-    tiles of such layers.
+    S (at least MIN_ELEMENTS) and W are powers of two; padded segments have no rows.  tiles: query
+    heads per KV head -> the tiles of such layers.
     """
 
     block_tables: tuple[mx.array, ...]
@@ -59,7 +60,7 @@ class VarlenPrompts:
     ) -> "VarlenPrompts":
         """num_rows: rows of prompts, including padding.  head_groups: query heads per KV head, over
         all layers."""
-        segments = power_of_two(batch.num_segments)
+        segments = max(power_of_two(batch.num_segments), MIN_ELEMENTS)
         longest = max(int(batch.seq_lens.max()), profile().min_keys)
         width = power_of_two(-(-longest // batch.block_size))
         cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)

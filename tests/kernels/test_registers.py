@@ -1,0 +1,78 @@
+"""Arrays of a thread live in registers, in every kernel, at the shapes of real models."""
+
+import re
+
+import pytest
+
+from metal.host.registers import left_in_memory
+from tests.support.production_shapes import CASES, texts_of
+from vllm_metal_lite.kernels import source
+
+pytest.importorskip("ziglang", reason="clang is needed")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_array_of_a_thread_is_left_in_memory(case):
+    for kernel, text in texts_of(case):
+        assert left_in_memory(text) == [], kernel
+
+
+def test_every_kernel_is_tried():
+    tried = {kernel for case in CASES for kernel, _ in texts_of(case)}
+    assert tried == {f"metal_lite_{name}" for name in source.names()}
+
+
+# A text whose loops are not unrolled must be noticed.
+
+ROLLED = """[[kernel]] void rolled(const device float* x, device float* y,
+                            uint3 thread_position_in_grid [[thread_position_in_grid]]) {
+  const int at = int(thread_position_in_grid.x) * 64;
+  thread float held[64];
+  PRAGMA
+  for (int i = 0; i < 64; i++) {
+    held[i] = x[at + i];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  PRAGMA
+  for (int i = 0; i < 64; i++) {
+    y[at + i] = held[63 - i];
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("pragma", "left"), [("", ["held: [64 x float]"]), ("#pragma unroll", [])], ids=str
+)
+def test_a_loop_that_is_left_rolled_is_noticed(pragma, left):
+    assert left_in_memory(ROLLED.replace("PRAGMA", pragma)) == left
+
+
+WITH_ARRAYS = (
+    "add_rms_norm", "kv_gather_quantised", "kv_write_quantised", "paged_decode", "rope_write",
+    "shared_prefix", "skinny_gemm", "varlen_prefill",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", WITH_ARRAYS)
+def test_a_kernel_without_its_pragmas_is_noticed(kernel):
+    case = next(case for case in CASES if case.startswith(kernel + " "))
+    text = texts_of(case)[0].text
+    assert left_in_memory(text.replace("#pragma unroll", ""))
+
+
+# The bounds of unrolled loops.
+
+LOOP = re.compile(r"#pragma unroll\n\s*for \([^;]*;([^;]*);")
+
+
+def test_no_bound_of_an_unrolled_loop_calls_a_function():
+    """A compiler that folds the call only after it unrolls loops would leave this one rolled."""
+    for path in sorted([*source.FOLDER.glob("*.metal"), *source.FOLDER.glob("*.h")]):
+        loops = LOOP.findall(path.read_text(encoding="utf-8"))
+        assert [bound for bound in loops if "::" in bound] == [], path.name
+
+
+def test_such_a_call_is_found():
+    loop = "#pragma unroll\n  for (int j = from; j < metal::min(from + 2, 8); j++) {"
+    assert LOOP.findall(loop) == [" j < metal::min(from + 2, 8)"]

@@ -1,0 +1,27 @@
+"""How many texts a serving session makes Metal compile; no batch size has texts of its own.
+
+docs/kernels.md has the table.
+"""
+
+import re
+
+import pytest
+
+from tests.support.serving_session import MODELS, WAYS, Session, count
+
+# An input in the constant address space, other than a shape that MLX adds.
+CONSTANT = re.compile(r"const constant \w+\* (\w+) ")
+TEXTS = {
+    "Qwen3-0.6B": {"gather": 17, "varlen": 16, "gather, skinny_gemm": 33},
+    "Gemma3-4B": {"gather": 25, "varlen": 25, "gather, skinny_gemm": 40},
+    "Llama-3.2-1B": {"gather": 17, "varlen": 16, "gather, skinny_gemm": 34},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_texts_of_a_session(model, way):
+    texts = Session(model, *WAYS[way]).texts()
+    constant = {name for _, text in texts for name in CONSTANT.findall(text)}
+    assert {name for name in constant if not name.endswith("_shape")} <= {"leader"}
+    assert len(texts) == TEXTS[model][way], count(texts)

@@ -1,0 +1,213 @@
+"""Launches of every kernel at the shapes of real models, for tests that only need the texts.
+
+Arrays are lazy zeros: nothing is computed, so real sizes cost nothing.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from metal.host.texts import KernelText, recorded
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
+from vllm_metal_lite.kernels.gather_rows import gather_rows
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.prefill import varlen_prefill
+from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
+from vllm_metal_lite.kernels.skinny_gemm import RowNorm, skinny_gemm
+from vllm_metal_lite.kv.store import LayerSpec
+
+ROWS, SLOTS, BLOCKS, BLOCK_SIZE = 16, 4096, 64, 16
+
+
+class Heads(NamedTuple):
+    """One layer's attention, as models have it."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int | None = None
+    softcap: float | None = None
+
+
+# Groups of 1, 2, 4, 7 and 8; every head size that is common.
+GROUP_1 = Heads("group 1 of 128", 16, 16, 128)
+QWEN3 = Heads("group 2 of 128", 16, 8, 128)
+LLAMA = Heads("group 4 of 64", 32, 8, 64)
+GROUP_4 = Heads("group 4 of 128", 32, 8, 128)
+QWEN2 = Heads("group 7 of 64", 14, 2, 64)
+QWEN2_7B = Heads("group 7 of 128", 28, 4, 128)
+GROUP_8 = Heads("group 8 of 128", 64, 8, 128)
+PHI = Heads("group 1 of 80", 32, 32, 80)
+GEMMA3 = Heads("group 2 of 256, window", 8, 4, 256, window=1024)
+GEMMA2 = Heads("group 2 of 256, softcap", 8, 4, 256, softcap=50.0)
+ALL_HEADS = (GROUP_1, QWEN3, LLAMA, GROUP_4, QWEN2, QWEN2_7B, GROUP_8, PHI, GEMMA3, GEMMA2)
+
+
+def _ints(*shape: int) -> mx.array:
+    return mx.zeros(shape, mx.int32)
+
+
+def _store(of: Heads, dtype: mx.Dtype, bits: int | None = None) -> tuple[list, LayerSpec]:
+    spec = LayerSpec(of.kv_heads, of.dim, of.dim, dtype, of.window, bits=bits)
+    rows = spec.k_row, spec.v_row
+    return [mx.zeros((SLOTS, of.kv_heads, r.width), r.kept_dtype) for r in rows], spec
+
+
+def _new_rows(of: Heads, dtype: mx.Dtype, rows: int, norm: bool = True) -> NewRows:
+    width = (of.heads + 2 * of.kv_heads) * of.dim
+    joined = mx.zeros((rows, width), dtype)
+    columns = [Columns(joined, n * of.dim) for n in (0, of.heads, of.heads + of.kv_heads)]
+    given = HeadNorm(mx.zeros(of.dim, dtype), 1e-6) if norm else None
+    return NewRows(*columns, of.heads, Rope(of.dim, False, 1e6, 1.0, None), given, given)
+
+
+def decode(
+    of: Heads, dtype: mx.Dtype, *, bits: int | None = None, fused: bool = False,
+    prefix: bool = False, splits: int = 1, simdgroups: int = 8,
+) -> None:  # fmt: skip
+    store, spec = _store(of, dtype, bits)
+    q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
+    shared = None
+    if prefix:
+        partial_shape = ROWS, of.heads, 4, of.dim
+        shared = SharedPrefix(mx.zeros(partial_shape), mx.zeros(partial_shape[:3]), _ints(ROWS))
+    paged_decode(
+        q, _ints(ROWS, BLOCKS), _ints(ROWS), *store, new_token(), block_size=BLOCK_SIZE,
+        scale=of.dim**-0.5, plan=DecodePlan(splits, simdgroups), window=of.window,
+        softcap=of.softcap, spec=spec, prefix=shared,
+    )  # fmt: skip
+
+
+def prefill(of: Heads, dtype: mx.Dtype) -> None:
+    q = mx.zeros((512, of.heads, of.dim), dtype)
+    varlen_prefill(
+        q, _ints(8, BLOCKS), _ints(9), _ints(8), _ints(40, 2), *_store(of, dtype)[0], new_token(),
+        block_size=BLOCK_SIZE, scale=of.dim**-0.5, window=of.window, softcap=of.softcap,
+    )  # fmt: skip
+
+
+def prefix(of: Heads, dtype: mx.Dtype, *, fused: bool = False) -> None:
+    q = _new_rows(of, dtype, ROWS) if fused else mx.zeros((ROWS, of.heads, of.dim), dtype)
+    shared_prefix(
+        q, _ints(ROWS, BLOCKS), _ints(ROWS), _ints(1), _ints(ROWS), *_store(of, dtype)[0],
+        new_token(), block_size=BLOCK_SIZE, scale=of.dim**-0.5, splits=4, softcap=of.softcap,
+    )  # fmt: skip
+
+
+def write(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
+    store, spec = _store(of, dtype, bits)
+    rows = [mx.zeros((ROWS, of.kv_heads, of.dim), dtype) for _ in "kv"]
+    kv_write(*rows, _ints(ROWS), *store, new_token(), spec)
+
+
+def gather(of: Heads, dtype: mx.Dtype, *, bits: int | None = None) -> None:
+    store, spec = _store(of, dtype, bits)
+    kv_gather(_ints(512), *store, new_token(), spec)
+
+
+def rope(of: Heads, dtype: mx.Dtype, *, rows: int = ROWS) -> None:
+    store, _ = _store(of, dtype)
+    rope_write(
+        _new_rows(of, dtype, rows), positions=_ints(rows), slot_mapping=_ints(rows),
+        keys=store[0], values=store[1], token=new_token(),
+    )  # fmt: skip
+
+
+def add_norm(dim: int, dtype: mx.Dtype) -> None:
+    x, weight = mx.zeros((ROWS, dim), dtype), mx.zeros(dim, dtype)
+    add_rms_norm(x, x, weight, 1e-6)
+
+
+def rows_of(of: Heads, dtype: mx.Dtype) -> None:
+    gather_rows(mx.zeros((64, of.heads, of.dim), dtype), _ints(128))
+
+
+def product(rows: int, depth: int, outputs: int, dtype: mx.Dtype, how: str = "") -> None:
+    x, weight = mx.zeros((rows, depth), dtype), mx.zeros((outputs, depth), dtype)
+    width = outputs // 2 if "swiglu" in how else outputs
+    skinny_gemm(
+        x,
+        weight,
+        norm=RowNorm(mx.zeros(depth, dtype), 1e-6) if "norm" in how else None,
+        residual=mx.zeros((rows, width), dtype) if "residual" in how else None,
+        swiglu="swiglu" in how,
+    )
+
+
+def merge(of: Heads, dtype: mx.Dtype) -> None:
+    merge_partitions(mx.zeros((ROWS, of.heads, 4, of.dim)), mx.zeros((ROWS, of.heads, 4)), dtype)
+
+
+def _cases() -> dict[str, Callable[[], None]]:
+    half, bf16, f32 = mx.float16, mx.bfloat16, mx.float32
+    cases: dict[str, Callable[[], None]] = {}
+
+    def add(launch: Callable[..., None], name: str, *args: object, **how: object) -> None:
+        words = [str(w).removeprefix("mlx.core.") for w in args if not isinstance(w, Heads)]
+        words += [k if v is True else f"{k} {v}" for k, v in how.items()]
+        cases[" ".join([name, *words])] = partial(launch, *args, **how)
+
+    for of in ALL_HEADS:
+        add(decode, f"paged_decode {of.name}", of, bf16)
+        add(prefill, f"varlen_prefill {of.name}", of, bf16)
+    for of in (QWEN3, LLAMA, PHI):
+        for dtype in (half, f32):
+            add(decode, f"paged_decode {of.name}", of, dtype)
+    for of in (QWEN3, QWEN2_7B, GEMMA3):
+        add(decode, f"paged_decode {of.name}", of, bf16, fused=True)
+        for bits in (8, 4):
+            add(decode, f"paged_decode {of.name}", of, bf16, bits=bits)
+    for of in (QWEN3, LLAMA, PHI, GEMMA2):
+        add(decode, f"paged_decode {of.name}", of, bf16, fused=True, prefix=True, splits=4)
+        add(prefix, f"shared_prefix {of.name}", of, bf16, fused=True)
+        add(prefix, f"shared_prefix {of.name}", of, bf16)
+    add(decode, f"paged_decode {QWEN3.name}", QWEN3, f32, fused=True, simdgroups=4)
+    add(decode, f"paged_decode {QWEN3.name}", QWEN3, half, bits=4)
+    add(decode, f"paged_decode {QWEN3.name}", QWEN3, f32, bits=8)
+    for dtype in (half, f32):
+        add(prefill, f"varlen_prefill {QWEN3.name}", QWEN3, dtype)
+        add(prefix, f"shared_prefix {QWEN3.name}", QWEN3, dtype, fused=True)
+    add(prefill, f"varlen_prefill {GEMMA3.name}", GEMMA3, f32)
+    for dtype in (bf16, f32):
+        add(write, f"kv_write {QWEN3.name}", QWEN3, dtype)
+        add(gather, f"kv_gather {QWEN3.name}", QWEN3, dtype)
+        add(rows_of, f"gather_rows {QWEN3.name}", QWEN3, dtype)
+        add(rope, f"rope_write {QWEN3.name}", QWEN3, dtype)
+        add(add_norm, "add_rms_norm", 1024, dtype)
+        add(merge, f"merge_partitions {QWEN3.name}", QWEN3, dtype)
+        for bits in (8, 4):
+            add(write, f"kv_write_quantised {QWEN3.name}", QWEN3, dtype, bits=bits)
+            add(gather, f"kv_gather_quantised {QWEN3.name}", QWEN3, dtype, bits=bits)
+    for of in (LLAMA, PHI, GEMMA3):
+        add(rope, f"rope_write {of.name}", of, bf16, rows=512)
+    add(write, f"kv_write_quantised {PHI.name}", PHI, half, bits=4)
+    for dim in (2560, 5120, 4099):
+        add(add_norm, "add_rms_norm", dim, bf16)
+    for rows in (1, 8, 20, 64):
+        add(product, "skinny_gemm", rows, 1024, 4096, bf16)
+    add(product, "skinny_gemm", 1, 2560, 20480, bf16, "norm swiglu")
+    add(product, "skinny_gemm", 16, 1024, 4096, half, "norm")
+    add(product, "skinny_gemm", 64, 2048, 16384, half, "swiglu")
+    add(product, "skinny_gemm", 64, 3072, 1024, bf16, "residual")
+    return cases
+
+
+CASES = _cases()
+
+
+def texts_of(name: str) -> list[KernelText]:
+    """The texts that a case launches."""
+    with recorded() as recording:
+        CASES[name]()
+        return recording.texts()
+
+
+def all_texts() -> list[KernelText]:
+    """The distinct texts of all cases."""
+    return list(dict.fromkeys(text for name in CASES for text in texts_of(name)))
