@@ -1,4 +1,4 @@
-"""The package's log on the command line, on stderr: a line per warning, and one line of progress."""
+"""The package's log on the command line, on stderr: a line per warning, one line of progress."""
 
 import logging
 import shutil
