@@ -81,10 +81,15 @@ def plan_step(
     prompts: VarlenPrompts | SdpaPrompts | None,
     prefix: CommonPrefix | None,
     kv_heads: Collection[int],
+    *,
+    splits: bool,
+    writes_late: bool,
 ) -> Step:
-    """decodes: `batch` itself, or `batch.as_decodes()`, in which every row is a decode."""
+    """decodes: `batch` itself, `batch.as_decodes()` or `batch.as_prompts()`.  splits: contexts may
+    be cut.  writes_late: attention may write rows.
+    """
     count = decodes.num_decodes
-    writes_late = prompts is None and decodes is batch and not batch.reads_new_rows
+    writes_late = writes_late and prompts is None and decodes is batch and not batch.reads_new_rows
     plan = PagedPlan(
         num_decodes=count if prompts else num_rows,
         writes_late=writes_late,
@@ -92,7 +97,7 @@ def plan_step(
         positions=None if writes_late else _padded(batch.positions, num_rows),
     )
     if count:
-        plan = _with_decodes(plan, decodes, prefix, kv_heads)
+        plan = _with_decodes(plan, decodes, prefix, kv_heads, splits)
     if not plan.repeats:
         return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS)
     num_logits = _num_logits(batch, count, prompts is not None)
@@ -104,9 +109,18 @@ def plan_step(
 
 
 def _with_decodes(
-    plan: PagedPlan, decodes: ForwardBatch, prefix: CommonPrefix | None, kv_heads: Collection[int]
+    plan: PagedPlan,
+    decodes: ForwardBatch,
+    prefix: CommonPrefix | None,
+    kv_heads: Collection[int],
+    splits: bool,
 ) -> PagedPlan:
     count, rows = decodes.num_decodes, plan.num_decodes
+
+    def plans(longest: int) -> dict[int, DecodePlan]:
+        found = {h: decode_plan(rows, h, longest) for h in kv_heads}
+        return found if splits else {h: p._replace(splits=1) for h, p in found.items()}
+
     seq_lens = decodes.seq_lens[:count]
     longest = int(seq_lens.max())
     width = max(power_of_two(-(-longest // decodes.block_size)), MIN_ELEMENTS)
@@ -115,7 +129,7 @@ def _with_decodes(
         plan,
         block_tables=tuple(mx.array(pad_tables(t, rows, width)) for t in tables),
         seq_lens=_padded(seq_lens, rows),
-        decode_plans={h: decode_plan(rows, h, longest) for h in kv_heads},
+        decode_plans=plans(longest),
     )
     if prefix is None:
         return plan
@@ -125,7 +139,7 @@ def _with_decodes(
         prefix_len=1 << (int(prefix.lens.max()).bit_length() - 1),
         leader=mx.array([prefix.leader], mx.int32),
         prefix_lens=_padded(prefix.lens, rows),
-        own_plans={h: decode_plan(rows, h, own) for h in kv_heads},
+        own_plans=plans(own),
     )
 
 
