@@ -24,6 +24,7 @@ from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import compiled
 from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -119,7 +120,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
     attention = KernelAttention(engine.runner.attention.store, prefill, groups)
-    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, Path(attention), engine.sampler)
     engine.runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
@@ -144,7 +145,9 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
     attention = KernelAttention(engine.runner.attention.store, "gather", {2})
     fuse_linears(engine.model.packed.model)
     fusion = FusedLaunches(skinny_rows=range(2, 9))
-    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler, fusion)
+    engine.pipeline.runner = ModelRunner(
+        engine.model.packed, Path(attention, fusion), engine.sampler
+    )
     engine.runner.compiled.reason = None
     tokens_of(engine)
     all_seven = 7 * len(attention.store.specs)

@@ -1,7 +1,7 @@
 """Selects a model's attention path on this device, with the reason."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite import backend
@@ -58,38 +58,44 @@ def no_kernels(
 
 
 def select(
-    option: str, store: PagedStore, shapes: Sequence[AttentionShape], verdict: Verdict
+    option: str,
+    store: PagedStore,
+    shapes: Sequence[AttentionShape],
+    verdict: Verdict,
+    known: Collection[str] = (),
 ) -> tuple[Attention, str]:
     """The attention path for a model that the kernels can serve, and a short reason.
 
     A failed kernel that has a fallback is replaced.  Any other failure selects the reference under
-    "auto" and raises ConfigError under "kernels".  "auto" also warns.
+    "auto" and raises ConfigError under "kernels".  "auto" also warns of failures beside `known`.
     """
     wrong = verdict.failures.keys()
+    new = [line for kernel, line in verdict.failures.items() if kernel not in known]
     fatal = [k for k in verdict.failures if k not in OPTIONAL_KERNELS]
-    if wrong and option == "auto":
+    if new and option == "auto":
         slower = "the reference attention, which is slower"
         instead = slower if fatal else "MLX's own operations instead"
         logger.warning(
-            f"a kernel fails its check on this device: {next(iter(verdict.failures.values()))}; "
+            f"a kernel fails on this device: {new[0]}; "
             f"using {instead}. Please report what `vllm-metal-lite doctor` prints."
         )
     if fatal:
-        reason = f"a kernel fails its check: {verdict.failures[fatal[0]]}"
+        reason = f"a kernel fails: {verdict.failures[fatal[0]]}"
         if option == "kernels":
             raise ConfigError(Option("attention"), f"='kernels' is not possible: {reason}")
         return ReferenceAttention(store), reason
+    prefill = "gather" if "varlen_prefill" in wrong else verdict.prefill
     shares = "shared_prefix" not in wrong
     attention = KernelAttention(
         store,
-        verdict.prefill,
+        prefill,
         {s.num_heads // s.num_kv_heads for s in shapes},
         shares=shares,
         gathers_rows="gather_rows" not in wrong,
         rows_as_decodes=profile().rows_as_decodes if shares else 0,
     )
     checked = "the others right" if wrong else "right"
-    how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[verdict.prefill]
+    how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
     return attention, f"{checked} on this device; prompts by {how}"
 
 

@@ -8,7 +8,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.fused import NEEDED, FusedLaunches, fuse
 from vllm_metal_lite.fusion.tune import NONE, faster_rows
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
@@ -16,9 +16,6 @@ from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.model.trial import Problem, Trial
 
 logger = logging.getLogger(__name__)
-
-# Fusion needs all of these kernels.
-_NEEDED = frozenset(("rope_write", "add_rms_norm", "fused_decode", "gather_rows"))
 
 
 def decide(
@@ -30,7 +27,7 @@ def decide(
     trial here covers the fused kernels in this model.  If the trial fails, nothing is fused, with
     a warning.  Changes the model in place; forwards without fusion are unaffected.
     """
-    if not isinstance(attention, KernelAttention) or not _NEEDED.isdisjoint(wrong):
+    if not isinstance(attention, KernelAttention) or not NEEDED.isdisjoint(wrong):
         return NO_FUSION, ""
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
     fusion = fuse(packed.model, joins=not backend.is_cpu())

@@ -1,9 +1,9 @@
 """The fused launches of a model's steps, as one immutable value."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import mlx.nn as nn
@@ -18,7 +18,11 @@ from vllm_metal_lite.fusion.joined import (
     joined_projections,
 )
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
+from vllm_metal_lite.model.packed import NO_FUSION, Fusion
 from vllm_metal_lite.model.seam.hooks import hooked
+
+# Fusion needs all of these kernels.
+NEEDED = frozenset(("rope_write", "add_rms_norm", "fused_decode", "gather_rows"))
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,15 @@ class FusedLaunches:
         finally:
             for projection in self.joined:
                 projection.forget()
+
+
+def without(fusion: Fusion, failures: Collection[str]) -> Fusion:
+    """The fusion without the kernels that fail."""
+    if not NEEDED.isdisjoint(failures):
+        return NO_FUSION
+    if "skinny_gemm" in failures and isinstance(fusion, FusedLaunches):
+        return replace(fusion, skinny_rows=range(0))
+    return fusion
 
 
 def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
