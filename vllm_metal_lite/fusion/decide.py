@@ -8,7 +8,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.fused import NEEDED, FusedLaunches, fuse
+from vllm_metal_lite.fusion.fused import FusedLaunches, fuse, without
 from vllm_metal_lite.fusion.tune import NONE, faster_rows
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
@@ -23,14 +23,14 @@ def decide(
 ) -> tuple[Fusion, str]:
     """The fusion for a model's steps, and its part of the start-up line.
 
-    wrong: kernels that fail their check on this device.  The checks cover each kernel alone; the
+    wrong: kernels that are not used on this device.  The checks cover each kernel alone; the
     trial here covers the fused kernels in this model.  If the trial fails, nothing is fused, with
     a warning.  Changes the model in place; forwards without fusion are unaffected.
     """
-    if not isinstance(attention, KernelAttention) or not NEEDED.isdisjoint(wrong):
+    if not isinstance(attention, KernelAttention):
         return NO_FUSION, ""
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
-    fusion = fuse(packed.model, joins=not backend.is_cpu())
+    fusion = without(fuse(packed.model, joins=not backend.is_cpu()), wrong)
     trial = Trial(packed.model, packed.layout.vocab_size)
     if wrong_logits := _problem(trial, packed, attention, fusion):
         logger.warning(f"fused launches do not suit this model: {wrong_logits.text}")

@@ -18,11 +18,7 @@ from vllm_metal_lite.fusion.joined import (
     joined_projections,
 )
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
-from vllm_metal_lite.model.packed import NO_FUSION, Fusion
 from vllm_metal_lite.model.seam.hooks import hooked
-
-# Fusion needs all of these kernels.
-NEEDED = frozenset(("rope_write", "add_rms_norm", "fused_decode", "gather_rows"))
 
 
 @dataclass(frozen=True)
@@ -31,17 +27,21 @@ class FusedLaunches:
 
     joined: the model's joined projections.  activations: the Python modules of the model that hold
     mlx-lm's `swiglu` under that name.  skinny_rows: the row counts that use `skinny_gemm`.
+    adds_norms: `add_rms_norm` may be used.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
     activations: tuple[ModuleType, ...] = ()
     skinny_rows: range = range(0)
+    adds_norms: bool = True
 
     layer_cache = FusedLayerCache
 
     @contextmanager
     def building(self, step: Step) -> Iterator[None]:
-        functions = fused_functions(step.positions, self.activations, self.skinny_rows)
+        functions = fused_functions(
+            step.positions, self.activations, self.skinny_rows, self.adds_norms
+        )
         try:
             with hooked(functions), linear.fusing(self.skinny_rows):
                 yield
@@ -50,13 +50,11 @@ class FusedLaunches:
                 projection.forget()
 
 
-def without(fusion: Fusion, failures: Collection[str]) -> Fusion:
-    """The fusion without the kernels that fail."""
-    if not NEEDED.isdisjoint(failures):
-        return NO_FUSION
-    if "skinny_gemm" in failures and isinstance(fusion, FusedLaunches):
-        return replace(fusion, skinny_rows=range(0))
-    return fusion
+def without(fusion: FusedLaunches, failed: Collection[str]) -> FusedLaunches:
+    """The fusion without the kernels in `failed`.  KernelAttention does without its own."""
+    if "skinny_gemm" in failed:
+        fusion = replace(fusion, skinny_rows=range(0))
+    return replace(fusion, adds_norms=False) if "add_rms_norm" in failed else fusion
 
 
 def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:

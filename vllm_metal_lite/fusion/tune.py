@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, Step
@@ -20,8 +19,9 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.fusion.fused import FusedLaunches
 from vllm_metal_lite.kernels.remembered import Remembered
-from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, suits
+from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.usage import plain_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
     are used, with a warning.
     """
     dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
-    weights = [w for w in _linear_weights(packed.model) if suits(w) and w.dtype in dtypes]
+    weights = [w for w in plain_weights(packed.model) if w.dtype in dtypes]
     # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
     # means nothing.
     if not weights or CompiledSteps(packed, attention).reason is not None:
@@ -57,12 +57,6 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
             return NONE
         found.add(key, f"{rows.start} {rows.stop}")
     return range(*map(int, found.known[key].split()))
-
-
-def _linear_weights(model: nn.Module) -> list[mx.array]:
-    """Weights (outputs, inputs) of the linear layers that are neither quantised nor biased."""
-    modules = (m for _, m in model.named_modules() if isinstance(m, nn.Linear))
-    return [m["weight"] for m in modules if "bias" not in m]
 
 
 def _measure(packed: PackedModel, attention: Attention, fusion: FusedLaunches) -> range:
@@ -126,5 +120,7 @@ def _padding(attention: Attention, num_rows: int) -> Step:
     batch = inputs.pack(rows, np.zeros_like(rows), np.ones_like(rows))
     step = attention.prepare(batch, num_rows)
     nowhere = tuple(mx.full(slots.shape, PAD_SLOT, mx.int32) for slots in step.slot_mapping)
-    plan = replace(step.plan, seq_lens=mx.zeros_like(step.plan.seq_lens))
+    plan = step.plan
+    if plan.seq_lens is not None:
+        plan = replace(plan, seq_lens=mx.zeros_like(plan.seq_lens))
     return replace(step, slot_mapping=nowhere, plan=plan)

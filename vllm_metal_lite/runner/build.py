@@ -50,7 +50,7 @@ def choose_attention(
     if reason is not None:
         return ReferenceAttention(store), reason, verdict
     if room := _room("checks.verdicts"):
-        verdict = room.verify(shapes, store.block_size)
+        verdict = room.verify(model.kernel_use(store.block_size))
     return *select(option, store, shapes, verdict), verdict
 
 
