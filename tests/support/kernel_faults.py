@@ -1,4 +1,4 @@
-"""A kernel that fails in mid-serving, as when MLX cannot compile a variant of it."""
+"""Kernels that fail in mid-serving, as when MLX cannot compile a variant."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Kernel
@@ -6,27 +6,30 @@ from vllm_metal_lite.kernels.launch import Kernel
 MESSAGE = "[metal::Device] Unable to build metal library from source"
 
 
-class FailingKernel:
-    """Once `armed`, launches of one kernel fail.
+class FailingKernels:
+    """Once `armed`, launches of some kernels, or of all, fail.
 
-    how: "call", the launch raises, or "eval", evaluating the graph with the launch raises.
-    launched: how often the kernel was launched.  failed: how often a launch failed.
+    kernels: their names.  how: "call", the launch raises, or "eval", evaluating the graph with the
+    launch raises.  launched: how often they were launched.  failed: how often a launch failed.
     """
 
-    def __init__(self, monkeypatch, kernel: str, how: str = "eval", error: str = MESSAGE) -> None:
+    def __init__(
+        self, monkeypatch, *kernels: str, how: str = "eval", error: BaseException | None = None
+    ) -> None:
         self.armed, self.launched, self.failed = False, 0, 0
+        self.error = error or RuntimeError(MESSAGE)
         original = Kernel._launch
 
         def launch(self_, arrays, template, *rest):
             forms = [form for value, form in self_.forms.items() if template.get(value)]
-            if kernel not in (forms or [self_.name]):
+            if kernels and not {*kernels}.intersection(forms or [self_.name]):
                 return original(self_, arrays, template, *rest)
             self.launched += 1
             if not self.armed:
                 return original(self_, arrays, template, *rest)
             self.failed += 1
             if how == "call":
-                raise RuntimeError(error)
+                raise self.error
             return mx.depends(original(self_, arrays, template, *rest), [raises_in_eval()])
 
         monkeypatch.setattr(Kernel, "_launch", launch)

@@ -122,8 +122,7 @@ class ModelRunner:
         groups = states.groups
         try:
             step = self._prepare(batch, after)
-            compiled = self.compiled(step, self._state)
-            logits, state = compiled if compiled is not None else self._run(step)
+            logits, state = self._forward(step)
 
             num_sampled = len(batch.sample_segments)
             sampled = for_host = logprobs = scored = None
@@ -143,8 +142,13 @@ class ModelRunner:
             raise
         return result
 
-    def _run(self, step: Step) -> tuple[mx.array, list[mx.array]]:
+    def _forward(self, step: Step) -> tuple[mx.array, list[mx.array]]:
         """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state."""
+        compiled = self.compiled(step, self._state)
+        return self._run(step) if compiled is None else compiled
+
+    def _run(self, step: Step) -> tuple[mx.array, list[mx.array]]:
+        """`_forward`, uncompiled."""
         attention = self.attention.begin(step, self._state)
         logits = self.model(attention, step.logits_indices, self.fusion)
         return logits, attention.state
