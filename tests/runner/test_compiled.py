@@ -4,6 +4,7 @@ On a CPU through ArrayAttention; on a GPU (METAL_LITE_DEVICE=gpu) through the ke
 """
 
 from collections import Counter
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
 from tests.support.device import change_device, pad_to_powers_of_two
+from tests.support.kernel_faults import FailingKernels
 from tests.support.launches import Stubs
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
@@ -412,3 +414,53 @@ def test_the_reference_attention_is_not_compiled():
     assert engine.runner.compiled.reason
     assert tokens_of(engine)[0] == tiny.alone(tiny.native("llama"), PROMPTS[0], 24)
     assert engine.metrics()["compiled_steps"] == 0
+
+
+# A kernel that fails
+
+
+@pytest.mark.skipif(not backend.is_cpu(), reason="launches are stubs")
+@pytest.mark.parametrize("how", ["call", "eval"])
+def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compiled(monkeypatch, how):
+    """It is no sign that the model cannot be traced."""
+    monkeypatch.setattr(Kernel, "_launch", lambda self, arrays, *_: list(arrays))
+    fault, kernel = FailingKernels(monkeypatch, how=how), Kernel("paged_decode", ["x"], ["y"])
+    engine = make_engine()
+    expected = tokens_of(make_engine())
+    plain = engine.runner.path
+
+    class WithKernel(type(plain.attention)):
+        def begin(self, step, state):
+            begun = super().begin(step, state)
+            attend = begun.attend
+            begun.attend = lambda layer, q, **kwargs: attend(
+                layer, kernel([q], {}, (1, 1, 1), 32, [q.shape], [q.dtype])[0], **kwargs
+            )
+            return begun
+
+    with_kernel = copy(plain.attention)
+    with_kernel.__class__ = WithKernel
+    failures = []
+
+    def without(error):
+        failures.append(error.kernel)
+        return plain
+
+    engine.runner.path = replace(plain, attention=with_kernel, without=without)
+    engine.runner.compiled = CompiledSteps(engine.model.packed, with_kernel)
+    engine.runner.compiled.reason = None
+    monkeypatch.setattr(backend, "is_cpu", lambda: False)  # for the next CompiledSteps
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, GREEDY)
+    done = {}
+    for _ in range(8):
+        done |= {o.request_id: o for o in engine.step() if o.finished}
+    compiled = engine.metrics()["compiled_steps"]
+    assert compiled > 0
+    fault.armed = True
+    engine.add_request("late", PROMPTS[0], GREEDY)  # other variants
+    done |= tiny.run(engine)
+    assert [done[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))] == expected
+    assert failures == ["paged_decode"]
+    assert engine.runner.compiled.reason is None
+    assert engine.metrics()["compiled_steps"] > compiled

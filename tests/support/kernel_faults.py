@@ -39,4 +39,4 @@ def raises_in_eval() -> mx.array:
     """An array whose evaluation raises on the calling thread, as a compiler's error does on a GPU:
     MLX's CPU backend multiplies blocks in float32 only."""
     x = mx.ones((32, 32), mx.float16)
-    return mx.block_masked_mm(x, x, 32, mx.ones((1, 1), mx.bool_))
+    return mx.block_masked_mm(x, x, 32, mx.ones((1, 1), mx.bool_), stream=mx.cpu)
