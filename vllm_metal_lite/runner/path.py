@@ -4,7 +4,7 @@ MLX compiles each variant of a kernel at its first launch, so a kernel may fail 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.kernels.launch import KernelError
@@ -23,4 +23,4 @@ class Path:
     fusion: Fusion = NO_FUSION
     reason: str = ""
     num_failed: int = 0
-    without: "Callable[[KernelError], Path] | None" = None
+    without: "Callable[[KernelError], Path] | None" = field(default=None, repr=False)
