@@ -8,8 +8,8 @@ from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, u
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
 
-# Rows of products with the least and with the greatest depth.  The first do not fill their tile, and
-# take along what runs beside a product.
+# Rows of products with the least and with the greatest depth.  The first do not fill their tile,
+# and take along what runs beside a product.
 PRODUCT_ROWS = (5, MAX_ROWS)
 
 

@@ -7,6 +7,7 @@ without the kernel, on the engine's own store.  All rows are padding, so nothing
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
 
@@ -26,11 +27,11 @@ from vllm_metal_lite.runner.compiled import CompiledSteps
 
 logger = logging.getLogger(__name__)
 
-# Row counts to time, besides one row.
+# Row counts to time, besides one row; bisection times three of them.
 _SIZES = (8, 16, 32, MAX_ROWS)
 # For each size, with and without the kernel: the median of _CHAINS chains of _STEPS steps, or of
-# fewer, to stay within _ENOUGH seconds: a Mac may need 100 ms per step.
-_CHAINS, _STEPS, _ENOUGH = 5, 20, 0.5
+# fewer, to stay within _ENOUGH seconds each, 3 in all: a Mac may need 100 ms per step.
+_CHAINS, _STEPS, _ENOUGH = 5, 20, 0.35
 
 NONE = range(0)
 
@@ -50,6 +51,10 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
     found, counts = Remembered(), Counter(f"{w.dtype} {w.shape}" for w in weights)
     key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in sorted(counts.items()))
     if key not in found.known:
+        logger.info(
+            "timing products of few rows with this model, once on this machine",
+            extra={"transient": True},
+        )
         try:
             rows = _measure(packed, attention, fusion)
         except Exception as e:  # from a compiler or a driver; the next start may succeed
@@ -60,19 +65,16 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
 
 
 def _measure(packed: PackedModel, attention: Attention, fusion: FusedLaunches) -> range:
-    """The range from one or two rows to the last size before the kernel first loses."""
+    """From one or two rows to the largest size at which the kernel wins, found by bisection: each
+    size that is tried compiles variants of the kernel."""
 
-    def wins(num_rows: int) -> bool:
+    def loses(num_rows: int) -> bool:
         by_kernel, by_mlx = _seconds(packed, attention, fusion, num_rows)
-        return by_kernel < by_mlx
+        return by_kernel >= by_mlx
 
-    most = 1
-    first = 1 if wins(1) else 2
-    for size in _SIZES:
-        if not wins(size):
-            break
-        most = size
-    return range(first, most + 1)
+    first = 2 if loses(1) else 1
+    count = bisect_left(_SIZES, True, key=loses)
+    return range(first, (_SIZES[count - 1] if count else 1) + 1)
 
 
 def _seconds(

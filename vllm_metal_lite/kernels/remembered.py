@@ -11,11 +11,10 @@ from vllm_metal_lite.kernels import source
 
 
 class Remembered:
-    """Findings for one MLX version, device and kernel source; a change of any one empties them."""
+    """Findings for one MLX version, device and source of this package; any change empties them."""
 
     def __init__(self) -> None:
-        texts = [source.read(kernel) for kernel in source.names()]
-        identity = repr([backend.mlx_version(), backend.describe(), texts])
+        identity = repr([backend.mlx_version(), backend.describe(), source.digest()])
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.file = source.cache_folder() / f"kernels-{name}.json"
         self.known: dict[str, str] = {}
