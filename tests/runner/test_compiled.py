@@ -148,7 +148,7 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
     fuse_linears(engine.model.packed.model)
     fusion = FusedLaunches(skinny_rows=range(2, 9))
     engine.pipeline.runner = ModelRunner(
-        engine.model.packed, Path(attention, fusion), engine.sampler
+        engine.model.packed, Path(attention, fusion=fusion), engine.sampler
     )
     engine.runner.compiled.reason = None
     tokens_of(engine)
@@ -441,12 +441,8 @@ def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compile
     with_kernel = copy(plain.attention)
     with_kernel.__class__ = WithKernel
     failures = []
-
-    def without(error):
-        failures.append(error.kernel)
-        return plain
-
-    engine.runner.path = replace(plain, attention=with_kernel, without=without)
+    monkeypatch.setattr(Path, "without", lambda _, error: failures.append(error.kernel) or plain)
+    engine.runner.path = Path(with_kernel)
     engine.runner.compiled = CompiledSteps(engine.model.packed, with_kernel)
     engine.runner.compiled.reason = None
     monkeypatch.setattr(backend, "is_cpu", lambda: False)  # for the next CompiledSteps

@@ -58,8 +58,9 @@ ARMED_AFTER = 3  # steps
 
 
 @pytest.fixture(scope="module", autouse=True)
-def host():
+def host(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, installed():
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         # Decodes are split, and a prefix is shared, at the lengths of these prompts.
         change_device(
             patch, min_split_context=8, min_split_keys=8, min_saved_tokens=8, rows_as_decodes=0,
@@ -133,6 +134,23 @@ def test_a_kernel_that_fails_gives_way_and_no_token_changes(monkeypatch, caplog,
     assert fault.failed == failed
 
 
+@pytest.mark.parametrize("kernel", ["rope_write", "fused_decode", "add_rms_norm"])
+def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_gives_way(
+    monkeypatch, caplog, tmp_path, kernel
+):
+    expected = undisturbed(kernel)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no trial has passed yet
+    fault = FailingKernels(monkeypatch, kernel)
+    fault.armed = True
+    engine = engine_of(FUSED)
+    assert engine.runner.path.failed == (kernel,)
+    assert engine.runner.fusion is not NO_FUSION
+    assert len(caplog.messages) == 1
+    failed = fault.failed
+    assert serve(engine) == expected
+    assert fault.failed == failed
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("kernel", ["kv_write", "varlen_prefill", "fused_decode"])
 def test_what_is_sampled_does_not_change_either(monkeypatch, kernel, ahead):
@@ -154,7 +172,6 @@ def test_all_kernels_fail_one_after_the_other(monkeypatch, caplog):
     assert serve(engine, before_step=arm(fault)) == expected
     assert engine.runner.attention.name == "reference"
     assert engine.runner.fusion is NO_FUSION
-    assert engine.runner.path.without is None
     names = re.findall(r"(\w+) fails in a step", caplog.text)
     assert len(names) == len(set(names)) == engine.metrics()["failed_kernels"] > 2
 
@@ -163,7 +180,7 @@ def test_a_kernel_that_its_next_best_way_needs_leaves_the_reference(monkeypatch,
     expected = undisturbed("paged_decode")
     fault = FailingKernels(monkeypatch, "paged_decode")
     monkeypatch.setattr(
-        "vllm_metal_lite.runner.build.select",
+        "vllm_metal_lite.runner.path.select",
         lambda option, store, shapes, *_: select(option, store, shapes, Verdict({})),
     )
     engine = engine_of(PLAIN)
@@ -264,7 +281,7 @@ def test_ctrl_c_while_the_step_is_found_out(monkeypatch):
             return engine_step()
         except KeyboardInterrupt:
             interrupts.append(1)
-            assert engine.runner.path.num_failed == 0
+            assert not engine.runner.path.failed
             return []
 
     engine_step, engine.step = engine.step, step

@@ -405,7 +405,7 @@ class LLMEngine:
             **self._counts,
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
-            "failed_kernels": self.runner.path.num_failed,
+            "failed_kernels": len(self.runner.path.failed),
             "attention_by_segment": int(self.model.packed.reads_store),
             "prefix_cache_hit_tokens": scheduler.prefix_hit_tokens,
             "prefix_cache_queried_tokens": scheduler.prefix_queried_tokens,

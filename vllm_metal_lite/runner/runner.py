@@ -77,7 +77,7 @@ class ModelRunner:
 
     def _give_way(self, error: Exception, batch: ForwardBatch, after: StepResult | None) -> bool:
         """Take the path without the kernel at fault, if a kernel is at fault and there is one."""
-        if self.path.without is None or _OUT_OF_MEMORY.search(str(error)):
+        if not self.path.uses_kernels or _OUT_OF_MEMORY.search(str(error)):
             return False
         if after is not None:
             after.wait()

@@ -144,8 +144,7 @@ class MetalLiteWorker(WorkerBase):
         if len(shapes) > 1:
             return False
         store = PagedStore(self.model.kv_specs, 1, self.cache_config.block_size)
-        attention, *_ = choose_attention(self.model, store, envs.attention())
-        return attention.name == "kernels"
+        return choose_attention(self.model, store, envs.attention()).uses_kernels
 
     @property
     def _specs(self) -> list[LayerSpec]:
