@@ -355,3 +355,11 @@ def test_a_stream_goes_on(monkeypatch):
     finally:
         engine.shutdown()
     assert fault.failed
+
+
+def test_a_compiler_that_speaks_of_memory_does_not_mean_that_memory_ran_out(monkeypatch):
+    error = RuntimeError("Threadgroup memory size (40960) exceeds the maximum allowed (32768)")
+    fault = FailingKernels(monkeypatch, "add_rms_norm", how="call", error=error)
+    engine = engine_of(FUSED)
+    assert serve(engine, before_step=arm(fault)) == undisturbed("add_rms_norm")
+    assert engine.runner.path.failed == ("add_rms_norm",)

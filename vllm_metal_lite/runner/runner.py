@@ -25,8 +25,10 @@ from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
 
-# MLX has no type for this error.  A compiler speaks of memory too: "threadgroup memory exceeds".
-_OUT_OF_MEMORY = re.compile(r"alloc|out ?of ?memory|insufficient memory", re.IGNORECASE)
+# MLX has no type for this error.  Compilers speak of memory and of allocation too.
+_OUT_OF_MEMORY = re.compile(
+    r"malloc|(unable|attempting) to allocate|out ?of ?memory|insufficient memory", re.IGNORECASE
+)
 
 
 class ModelRunner:
