@@ -62,6 +62,7 @@ def test_a_conversation(typist):
     stats = me.wait(PROMPT)
     assert re.search(r"cache +\d+ of \d+ prompt tokens found", stats)
     assert re.search(r"0 owned", stats)
+    assert re.search(r"attention \w+ \(.+\)", stats)
 
     me.type("/nonsense")
     assert "no command /nonsense" in me.wait(PROMPT)

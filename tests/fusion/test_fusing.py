@@ -280,7 +280,8 @@ def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
         with installed():
             engine = tiny.engine(name, mx.bfloat16, attention="kernels", max_num_batched_tokens=70)
             assert isinstance(engine.runner.fusion, FusedLaunches)
-            engine.runner.fusion = replace(engine.runner.fusion, skinny_rows=few)
+            fusion = replace(engine.runner.fusion, skinny_rows=few)
+            engine.runner.path = replace(engine.runner.path, fusion=fusion)
             launches.clear(), forwards.clear()
             for i, prompt in enumerate(tiny.prompts(5, 3, 20, seed=3)):
                 params = SamplingParams(temperature=0, max_tokens=4 + i)

@@ -40,9 +40,9 @@ def test_who_needs_it_and_what_follows(name, monkeypatch):
     assert packed.no_prefix_cache
     store = PagedStore(packed.attention_specs, 4, 8)
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
-    attention, reason, _ = choose_attention(model, store, "auto")
-    assert attention.name == "reference"
-    assert reason.endswith(f"a segment at a time: {packed.by_segment}")
+    path = choose_attention(model, store, "auto")
+    assert path.attention.name == "reference"
+    assert path.reason.endswith(f"a segment at a time: {packed.by_segment}")
     with pytest.raises(ConfigError, match="a segment at a time"):
         choose_attention(model, store, "kernels")
 

@@ -108,8 +108,8 @@ def test_kernels_leave_latent_attention_to_the_reference(monkeypatch):
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
     model = tiny.packed("deepseek_v3")
     store = PagedStore(model.packed.attention_specs, 4, 8)
-    attention, reason, _ = choose_attention(model, store, "auto")
-    assert type(attention) is ReferenceAttention
-    assert "latent" in reason
+    path = choose_attention(model, store, "auto")
+    assert type(path.attention) is ReferenceAttention
+    assert "latent" in path.reason
     with pytest.raises(ConfigError, match="latent"):
         choose_attention(model, store, "kernels")

@@ -52,9 +52,9 @@ def test_without_a_gpu_the_reference_is_used_unchecked_and_without_a_warning(mon
     monkeypatch.setattr(verdicts, "verify", lambda *_: pytest.fail("checked"))
     built = assemble(option="auto")
     assert not caplog.messages
-    assert built.runner.attention.name == "reference"
-    assert built.runner.fusion is NO_FUSION
-    assert built.attention_reason == ("kernels need a GPU" if backend.is_cpu() else "")
+    assert built.attention.name == "reference"
+    assert built.fusion is NO_FUSION
+    assert built.path.reason == ("kernels need a GPU" if backend.is_cpu() else "")
 
 
 @needs_compiler
@@ -67,10 +67,10 @@ def test_without_one_kernel_the_others_are_fused(
     with_wrong(monkeypatch, name)
     built = assemble(dtype=mx.bfloat16, option="auto")
     assert re.search(f"a kernel does not suit this device: {name} .*", caplog.text)
-    assert built.runner.attention.name == "kernels"
-    assert built.runner.attention.without == {name}
-    assert built.runner.fusion.adds_norms == (name != "add_rms_norm")
-    assert "skinny_gemm" in built.attention_reason
+    assert built.attention.name == "kernels"
+    assert built.attention.without == {name}
+    assert built.fusion.adds_norms == (name != "add_rms_norm")
+    assert "skinny_gemm" in built.path.reason
 
 
 @needs_compiler
@@ -80,10 +80,10 @@ def test_a_wrong_skinny_gemm_is_all_that_is_done_without(
     with_wrong(monkeypatch, "skinny_gemm")
     built = assemble(dtype=mx.bfloat16, option="auto")
     assert re.search("skinny_gemm .*; MLX's product is used", caplog.text)
-    assert built.runner.attention.name == "kernels"
-    assert isinstance(built.runner.fusion, FusedLaunches)
-    assert built.runner.fusion.skinny_rows == range(0)
-    assert "products of" not in built.attention_reason
+    assert built.attention.name == "kernels"
+    assert isinstance(built.fusion, FusedLaunches)
+    assert built.fusion.skinny_rows == range(0)
+    assert "products of" not in built.path.reason
 
 
 @needs_compiler
@@ -94,8 +94,8 @@ def test_products_may_go_through_skinny_gemm_in_16_bits(
     with_wrong(monkeypatch)
     built = assemble(dtype=dtype)
     wanted = range(0) if dtype == mx.float32 else SKINNY
-    assert built.runner.fusion.skinny_rows == wanted
-    assert ("products of 1 to 8 rows" in built.attention_reason) == bool(wanted)
+    assert built.fusion.skinny_rows == wanted
+    assert ("products of 1 to 8 rows" in built.path.reason) == bool(wanted)
 
 
 @needs_compiler
@@ -111,8 +111,8 @@ def test_the_core_works_without_the_rooms_on_top_of_it(a_gpu, monkeypatch, caplo
     for name in [n for n in sys.modules if n.startswith(rooms)]:
         monkeypatch.delitem(sys.modules, name)
     built = assemble()
-    assert built.runner.attention.name == "kernels"
-    assert built.runner.fusion is NO_FUSION
+    assert built.attention.name == "kernels"
+    assert built.fusion is NO_FUSION
 
 
 def test_a_room_that_lacks_one_of_its_modules_is_a_fault(monkeypatch):

@@ -4,6 +4,7 @@ On a CPU through ArrayAttention; on a GPU (METAL_LITE_DEVICE=gpu) through the ke
 """
 
 from collections import Counter
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
 from tests.support.device import change_device, pad_to_powers_of_two
+from tests.support.kernel_faults import FailingKernels
 from tests.support.launches import Stubs
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
@@ -24,6 +26,7 @@ from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import compiled
 from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -119,7 +122,7 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     engine = tiny.engine("qwen3", max_num_batched_tokens=24)
     groups = {s.num_heads // s.num_kv_heads for s in engine.model.attention_shapes}
     attention = KernelAttention(engine.runner.attention.store, prefill, groups)
-    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler)
+    engine.pipeline.runner = ModelRunner(engine.model.packed, Path(attention), engine.sampler)
     engine.runner.compiled.reason = None
     traced = count_traces(engine, monkeypatch)
     tokens_of(engine)
@@ -144,7 +147,9 @@ def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch
     attention = KernelAttention(engine.runner.attention.store, "gather", {2})
     fuse_linears(engine.model.packed.model)
     fusion = FusedLaunches(skinny_rows=range(2, 9))
-    engine.pipeline.runner = ModelRunner(engine.model.packed, attention, engine.sampler, fusion)
+    engine.pipeline.runner = ModelRunner(
+        engine.model.packed, Path(attention, fusion=fusion), engine.sampler
+    )
     engine.runner.compiled.reason = None
     tokens_of(engine)
     all_seven = 7 * len(attention.store.specs)
@@ -409,3 +414,49 @@ def test_the_reference_attention_is_not_compiled():
     assert engine.runner.compiled.reason
     assert tokens_of(engine)[0] == tiny.alone(tiny.native("llama"), PROMPTS[0], 24)
     assert engine.metrics()["compiled_steps"] == 0
+
+
+# A kernel that fails
+
+
+@pytest.mark.skipif(not backend.is_cpu(), reason="launches are stubs")
+@pytest.mark.parametrize("how", ["call", "eval"])
+def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compiled(monkeypatch, how):
+    """It is no sign that the model cannot be traced."""
+    monkeypatch.setattr(Kernel, "_launch", lambda self, arrays, *_: list(arrays))
+    fault, kernel = FailingKernels(monkeypatch, how=how), Kernel("paged_decode", ["x"], ["y"])
+    engine = make_engine()
+    expected = tokens_of(make_engine())
+    plain = engine.runner.path
+
+    class WithKernel(type(plain.attention)):
+        def begin(self, step, state):
+            begun = super().begin(step, state)
+            attend = begun.attend
+            begun.attend = lambda layer, q, **kwargs: attend(
+                layer, kernel([q], {}, (1, 1, 1), 32, [q.shape], [q.dtype])[0], **kwargs
+            )
+            return begun
+
+    with_kernel = copy(plain.attention)
+    with_kernel.__class__ = WithKernel
+    failures = []
+    monkeypatch.setattr(Path, "without", lambda _, error: failures.append(error.kernel) or plain)
+    engine.runner.path = Path(with_kernel)
+    engine.runner.compiled = CompiledSteps(engine.model.packed, with_kernel)
+    engine.runner.compiled.reason = None
+    monkeypatch.setattr(backend, "is_cpu", lambda: False)  # for the next CompiledSteps
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, GREEDY)
+    done = {}
+    for _ in range(8):
+        done |= {o.request_id: o for o in engine.step() if o.finished}
+    compiled = engine.metrics()["compiled_steps"]
+    assert compiled > 0
+    fault.armed = True
+    engine.add_request("late", PROMPTS[0], GREEDY)  # other variants
+    done |= tiny.run(engine)
+    assert [done[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))] == expected
+    assert failures == ["paged_decode"]
+    assert engine.runner.compiled.reason is None
+    assert engine.metrics()["compiled_steps"] > compiled

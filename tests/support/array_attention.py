@@ -12,6 +12,7 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.attention.sdpa.run import run_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.runner import ModelRunner
 
 _sdpa = mx.fast.scaled_dot_product_attention
@@ -121,6 +122,6 @@ def compile_on_cpu(
     attention = ArrayAttention(
         engine.runner.attention.store, prefill, groups, rows_as_decodes=rows_as_decodes
     )
-    engine.pipeline.runner = ArrayRunner(engine.model.packed, attention, engine.sampler)
+    engine.pipeline.runner = ArrayRunner(engine.model.packed, Path(attention), engine.sampler)
     engine.runner.compiled.reason = None
     return engine

@@ -31,6 +31,7 @@ from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.layout import Node, StateLayer
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.runner import runner
+from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.sampling.sampler import SamplerOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import kv_groups
@@ -53,10 +54,12 @@ GENERATED = 20  # tokens by the engine
 class Bench:
     """Requests stepped by hand through one store; the runner's sampler, too."""
 
+    state = None
+
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
         self.groups = [replace(g, num_blocks=BLOCKS) for g in kv_groups(model.kv_specs)]
         self.store = PagedStore(model.kv_specs, self.groups, BLOCK_SIZE)
-        self.runner = runner.ModelRunner(model.packed, ReferenceAttention(self.store), self)
+        self.runner = runner.ModelRunner(model.packed, Path(ReferenceAttention(self.store)), self)
         self.inputs = InputBatch(6, 64, BLOCK_SIZE, len(self.groups))
         rng = np.random.default_rng(seed)
         self.free = [rng.permutation(BLOCKS).tolist() for _ in self.groups]

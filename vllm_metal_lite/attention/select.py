@@ -87,13 +87,13 @@ def select(
         raise ConfigError(
             Option("attention"), f"='kernels' is not possible: a kernel fails: {failures[fatal]}"
         )
-    for kernel in failures if fatal is None else (fatal,):
-        if kernel not in known:
-            instead = _INSTEAD[kernel.removesuffix("_quantised")] if fatal is None else _REFERENCE
-            logger.warning(
-                f"a kernel does not suit this device: {failures[kernel]}; {instead}. Answers stay "
-                "right. Please report what `vllm-metal-lite doctor` prints."
-            )
+    new = [kernel for kernel in failures if kernel not in known]
+    for kernel in [fatal] if fatal in new else new:
+        instead = _INSTEAD[kernel.removesuffix("_quantised")] if fatal is None else _REFERENCE
+        logger.warning(
+            f"a kernel does not suit this device: {failures[kernel]}; {instead}. Answers stay "
+            "right. Please report what `vllm-metal-lite doctor` prints."
+        )
     if fatal is not None:
         return ReferenceAttention(store), f"a kernel fails: {failures[fatal]}"
     decodes = failures.keys().isdisjoint(("paged_decode", "shared_prefix"))

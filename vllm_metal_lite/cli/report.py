@@ -37,8 +37,8 @@ def fills_context(turn: Turn, max_model_len: int) -> bool:
     return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) >= max_model_len
 
 
-def engine_stats(m: Mapping[str, int], block_size: int) -> str:
-    """LLMEngine.metrics() for people."""
+def engine_stats(m: Mapping[str, int], block_size: int, attention: str) -> str:
+    """LLMEngine.metrics() for people.  attention: the attention path, and why."""
     asked, hit = m["prefix_cache_queried_tokens"], m["prefix_cache_hit_tokens"]
     return (
         f"steps     {m['steps']:,}: {m['prefill_tokens']:,} prompt tokens computed, "
@@ -48,7 +48,8 @@ def engine_stats(m: Mapping[str, int], block_size: int) -> str:
         f"blocks    {m['blocks_total']:,} of {block_size} tokens: {m['blocks_free']:,} free, "
         f"{m['blocks_cached']:,} cached, {m['blocks_owned']:,} owned "
         f"(at most {m['blocks_peak_owned']:,})\n"
-        f"requests  {m['requests_running']:,} running, {m['requests_waiting']:,} waiting"
+        f"requests  {m['requests_running']:,} running, {m['requests_waiting']:,} waiting\n"
+        f"attention {attention}"
     )
 
 

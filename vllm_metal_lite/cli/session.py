@@ -110,7 +110,9 @@ class Session:
 
     def _stats(self, _: str) -> None:
         engine = self._conversation.engine
-        self._terminal.notice(report.engine_stats(engine.metrics(), engine.config.block_size))
+        attention = f"{engine.runner.attention.name} ({engine.attention_reason})"
+        stats = report.engine_stats(engine.metrics(), engine.config.block_size, attention)
+        self._terminal.notice(stats)
 
     def _reset(self, _: str) -> None:
         self._conversation.reset()

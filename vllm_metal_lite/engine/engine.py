@@ -51,12 +51,11 @@ class LLMEngine:
         seats = self.config.max_num_seqs
         store = PagedStore(model.kv_specs, self.kv_groups, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)
-        assembly = build_runner(model, store, self.sampler, self.config.attention)
-        self.attention_reason = assembly.attention_reason
+        runner = build_runner(model, store, self.sampler, self.config.attention)
         self.inputs = InputBatch(
             seats, self.max_model_len, self.config.block_size, len(self.kv_groups)
         )
-        self.pipeline = Pipeline(assembly.runner, self.inputs)
+        self.pipeline = Pipeline(runner, self.inputs)
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
         scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(scheduling, self.kv_groups, self.max_model_len)
@@ -77,6 +76,11 @@ class LLMEngine:
     @property
     def runner(self) -> ModelRunner:
         return self.pipeline.runner
+
+    @property
+    def attention_reason(self) -> str:
+        """Why this attention path was chosen, and which operations are fused."""
+        return self.runner.path.reason
 
     # Requests
 
@@ -384,6 +388,7 @@ class LLMEngine:
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was created, and the current block counts.
 
+        failed_kernels: kernels that failed on this device, at the start or in a step.
         attention_by_segment: 1 if attention runs one segment at a time, which is slow.
         blocks_*: of the first KV group; blocks_*_window_N: of each other group, by its window of N
         tokens.
@@ -400,6 +405,7 @@ class LLMEngine:
             **self._counts,
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
+            "failed_kernels": len(self.runner.path.failed),
             "attention_by_segment": int(self.model.packed.reads_store),
             "prefix_cache_hit_tokens": scheduler.prefix_hit_tokens,
             "prefix_cache_queried_tokens": scheduler.prefix_queried_tokens,

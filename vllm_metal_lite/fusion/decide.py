@@ -12,8 +12,9 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse, without
+from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.tune import NONE, faster_rows
+from vllm_metal_lite.kernels.launch import one_by_one
 from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
@@ -31,12 +32,13 @@ def decide(
 
     wrong: kernels that are not used on this device.  The checks cover each kernel alone; the
     trial here covers the fused kernels in this model.  If the trial fails, nothing is fused, with
-    a warning.  Changes the model in place; forwards without fusion are unaffected.
+    a warning.  Raises KernelError if a launch fails in the trial.  Changes the model in place;
+    forwards without fusion are unaffected.
     """
     if not isinstance(attention, KernelAttention):
         return NO_FUSION, ""
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
-    fusion = without(fuse(packed.model, joins=not backend.is_cpu()), wrong)
+    fusion = fuse(packed.model, joins=not backend.is_cpu()).without(wrong)
     trials = _Trials(packed, attention)
     if problem := trials.problem(fusion):
         logger.warning(f"fused launches do not suit this model: {problem.text}")
@@ -63,7 +65,11 @@ class _Trials:
         if self._trial is None:
             self._trial = Trial(self.packed.model, self.packed.layout.vocab_size)
         store = PagedStore(self.packed.attention_specs, 4, self.attention.store.block_size)
-        problem = self._trial.problem(self.packed, self.attention.over(store), fusion)
+        attention = self.attention.over(store)
+        problem = self._trial.problem(self.packed, attention, fusion)
+        if problem is not None:
+            with one_by_one():  # raises if a launch fails
+                self._trial.problem(self.packed, attention, fusion)
         # Without a GPU, kernels run only in tests, which change what this finding depends on.
         if problem is None and not backend.is_cpu():
             self._found.add(key, "passed")

@@ -49,12 +49,13 @@ class FusedLaunches:
             for projection in self.joined:
                 projection.forget()
 
-
-def without(fusion: FusedLaunches, failed: Collection[str]) -> FusedLaunches:
-    """The fusion without the kernels in `failed`.  KernelAttention does without its own."""
-    if "skinny_gemm" in failed:
-        fusion = replace(fusion, skinny_rows=range(0))
-    return replace(fusion, adds_norms=False) if "add_rms_norm" in failed else fusion
+    def without(self, failed: Collection[str]) -> "FusedLaunches":
+        """The fusion without the kernels in `failed`.  KernelAttention does without its own."""
+        return replace(
+            self,
+            skinny_rows=range(0) if "skinny_gemm" in failed else self.skinny_rows,
+            adds_norms=self.adds_norms and "add_rms_norm" not in failed,
+        )
 
 
 def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:

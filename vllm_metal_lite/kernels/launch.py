@@ -1,23 +1,60 @@
 """Launches the kernels of metal/ on MLX's device, Metal or CUDA."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels import cuda, source
 
 Template = dict[str, int | mx.Dtype]
+
+_one_by_one: ContextVar[bool] = ContextVar("one_by_one", default=False)
+
+
+class KernelError(RuntimeError):
+    """A launch failed.  kernel: its name, as in the checks.  why: the error in one line."""
+
+    def __init__(self, kernel: str, error: Exception) -> None:
+        self.kernel, self.why = kernel, one_line(error)
+        super().__init__(f"{kernel}: {self.why}")
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """While held, each launch is evaluated by itself, and raises KernelError if it fails.
+
+    MLX compiles a kernel when the graph of a whole step is evaluated, and its errors may not name
+    the kernel.
+    """
+    token = _one_by_one.set(True)
+    try:
+        yield
+    finally:
+        _one_by_one.reset(token)
 
 
 class Kernel:
     """One kernel.  MLX compiles it once per set of template values, at the first launch.
 
     inputs, outputs: names of the arrays, as metal/NAME.metal uses them.
+    forms: template value -> the name of launches in which it is set, for a form of the kernel that
+    is checked by itself.
     """
 
-    def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        forms: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.name, self.inputs, self.outputs = name, list(inputs), list(outputs)
+        self.forms = forms
         self._launchers: dict[Any, Any] = {}
 
     def _launcher(self) -> Any:
@@ -51,6 +88,30 @@ class Kernel:
         arrays: in the order of `inputs`, row-contiguous (MLX copies others, which is ruinous for a
         store).  shapes, dtypes: of the outputs.
         """
+        how = arrays, template, grid, threadgroup, shapes, dtypes
+        return self._launch_alone(*how) if _one_by_one.get() else self._launch(*how)
+
+    def _launch_alone(
+        self, arrays: Sequence[mx.array], template: Template, *how: Any
+    ) -> list[mx.array]:
+        mx.eval(arrays)  # an error in here is not this kernel's
+        try:
+            outputs = self._launch(arrays, template, *how)
+            mx.eval(outputs)
+        except Exception as e:
+            forms = (form for value, form in self.forms.items() if template.get(value))
+            raise KernelError(next(forms, self.name), e) from e
+        return outputs
+
+    def _launch(
+        self,
+        arrays: Sequence[mx.array],
+        template: Template,
+        grid: tuple[int, int, int],
+        threadgroup: int,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
         return self._launcher()(
             inputs=list(arrays),
             template=list(template.items()),

@@ -1,6 +1,6 @@
 """Runs an mlx-lm model on packed steps: builds its caches and selects the rows for its head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -61,6 +61,9 @@ class Fusion(Protocol):
     def building(self, step: Step) -> AbstractContextManager[None]:
         """Held while a forward is built."""
 
+    def without(self, failed: Collection[str]) -> "Fusion":
+        """The same without these kernels."""
+
 
 class NoFusion:
     """Every operation of the model is a launch of its own."""
@@ -69,6 +72,9 @@ class NoFusion:
 
     def building(self, step: Step) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def without(self, failed: Collection[str]) -> "NoFusion":
+        return self
 
 
 NO_FUSION = NoFusion()

@@ -20,6 +20,7 @@ from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.backend import leaves, mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.model.seam import hooks, layer_cache, placeholders
 
@@ -147,6 +148,8 @@ class Trial:
                     if row.position:  # the first token of a request has no context
                         errors.setdefault(row.kind, []).append(row.error)
                         noise.setdefault(row.kind, []).append(draw.noise[row.request][row.position])
+            except KernelError:  # only under `one_by_one`, which asks for the kernel
+                raise
             except Exception as e:
                 return Problem(f"{type(e).__name__}: {one_line(e)}", _is_unexpected(e))
             shares = {kind: _share_beyond(errors[kind], noise[kind]) for kind in errors}

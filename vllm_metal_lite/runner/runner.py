@@ -1,8 +1,13 @@
 """One step: a ForwardBatch in, sampled tokens out when read.
 
 Layers below know no requests; layers above touch no `mx.array` of the model.
+
+A step that fails changes nothing, so it can be launched again: its K and V go to the same slots,
+and all else (the attention's state, recurrent states, the sampler) is still that of the previous
+step.  If a kernel is at fault, the step is launched again without that kernel.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,27 +17,42 @@ from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
+from vllm_metal_lite.kernels.launch import KernelError, one_by_one
+from vllm_metal_lite.model.packed import Fusion, PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
 
+# MLX has no type for this error.  Compilers speak of memory and of allocation too.
+_OUT_OF_MEMORY = re.compile(
+    r"malloc|(unable|attempting) to allocate|out ?of ?memory|insufficient memory", re.IGNORECASE
+)
+
 
 class ModelRunner:
-    """Runs packed steps of one model over one store."""
+    """Runs packed steps of one model over one store.
 
-    def __init__(
-        self,
-        model: PackedModel,
-        attention: Attention,
-        sampler: Sampler,
-        fusion: Fusion = NO_FUSION,
-    ) -> None:
-        self.model, self.attention, self.sampler, self.fusion = model, attention, sampler, fusion
-        self.compiled = CompiledSteps(model, attention, fusion)
-        self._state = attention.new_state()
+    path: the current path, which changes if a kernel fails.
+    """
+
+    def __init__(self, model: PackedModel, path: Path, sampler: Sampler) -> None:
+        self.model, self.sampler = model, sampler
+        self._take(path, CompiledSteps(model, path.attention, path.fusion))
         self._last: StepResult | None = None
+
+    def _take(self, path: Path, compiled: CompiledSteps) -> None:
+        state = path.attention.new_state()
+        self.path, self.compiled, self._state = path, compiled, state
+
+    @property
+    def attention(self) -> Attention:
+        return self.path.attention
+
+    @property
+    def fusion(self) -> Fusion:
+        return self.path.fusion
 
     def execute(
         self,
@@ -46,34 +66,91 @@ class ModelRunner:
 
         grammar: the tokens allowed in some of these T rows.  after: the previous step, which holds
         the tokens that are unknown on the host.  Raises if this step is invalid, or if the previous
-        step failed and nobody waited for it.
+        step failed and nobody waited for it.  A kernel that fails gives way (`Path.without`).
         """
         batch.validate(*self.attention.store.num_blocks)
-        step = self.attention.prepare(batch, bucket(batch.num_tokens))
-        if after is not None:
-            step = replace(step, token_ids=after.complete(step))
-        logits, state = self._forward(step)
+        while True:
+            try:
+                return self._launch(batch, req_indices, num_prompt_logprobs, grammar, after)
+            except Exception as e:
+                if not self._give_way(e, batch, after):
+                    raise
+            # Again only here: until `except` ends, the error holds the arrays of the failed step.
 
-        num_sampled = len(batch.sample_segments)
-        sampled = for_host = logprobs = scored = None
-        if num_sampled:
-            output = self.sampler(logits[:num_sampled], req_indices, grammar)
-            sampled, logprobs, for_host = output.token_ids, output.logprobs, output.for_host
-        if len(batch.prompt_targets):
-            targets = mx.array(batch.prompt_targets)
-            rows = logits[num_sampled : num_sampled + len(targets)]
-            scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
-        # Where steps overlap, waiting for a step must not mean waiting for the next one too.
-        written = state[:1] if self.attention.overlaps else ()
-        result = StepResult(req_indices, sampled, logprobs, scored, for_host, written)
-        self._submit(result, state)
+    def _give_way(self, error: Exception, batch: ForwardBatch, after: StepResult | None) -> bool:
+        """Take the path without the kernel at fault, if a kernel is at fault and there is one."""
+        if not self.path.uses_kernels or _OUT_OF_MEMORY.search(str(error)):
+            return False
+        if after is not None:
+            after.wait()
+        mx.synchronize()  # launches of the failed step may still run
+        culprit = self._find_culprit(batch, after)
+        if culprit is None or _OUT_OF_MEMORY.search(culprit.why):
+            return False
+        path = self.path.without(culprit)
+        compiled = CompiledSteps(self.model, path.attention, path.fusion)
+        compiled.num_steps = self.compiled.num_steps
+        self._take(path, compiled)
+        return True
+
+    def _find_culprit(self, batch: ForwardBatch, after: StepResult | None) -> KernelError | None:
+        """Run a failed step's forward again, kernel by kernel -> the error of a kernel."""
+        groups = self.attention.store.states.groups
+        try:
+            with one_by_one():
+                self._run(self._prepare(batch, after))
+        except KernelError as e:
+            return e
+        except Exception:  # the error is not a kernel's
+            return None
+        finally:
+            self.attention.store.states.groups = groups
+        return None
+
+    def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> Step:
+        step = self.attention.prepare(batch, bucket(batch.num_tokens))
+        return step if after is None else replace(step, token_ids=after.complete(step))
+
+    def _launch(
+        self,
+        batch: ForwardBatch,
+        req_indices: np.ndarray,
+        num_prompt_logprobs: int,
+        grammar: TokenMasks | None,
+        after: StepResult | None,
+    ) -> StepResult:
+        """Submit a step once; a failure leaves the state before the step."""
+        states, before = self.attention.store.states, self.sampler.state
+        groups = states.groups
+        try:
+            step = self._prepare(batch, after)
+            logits, state = self._forward(step)
+
+            num_sampled = len(batch.sample_segments)
+            sampled = for_host = logprobs = scored = None
+            if num_sampled:
+                output = self.sampler(logits[:num_sampled], req_indices, grammar)
+                sampled, logprobs, for_host = output.token_ids, output.logprobs, output.for_host
+            if len(batch.prompt_targets):
+                targets = mx.array(batch.prompt_targets)
+                rows = logits[num_sampled : num_sampled + len(targets)]
+                scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
+            # Where steps overlap, waiting for a step must not mean waiting for the next one too.
+            written = state[:1] if self.attention.overlaps else ()
+            result = StepResult(req_indices, sampled, logprobs, scored, for_host, written)
+            self._submit(result, state)
+        except BaseException:
+            states.groups, self.sampler.state = groups, before
+            raise
         return result
 
     def _forward(self, step: Step) -> tuple[mx.array, list[mx.array]]:
         """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state."""
         compiled = self.compiled(step, self._state)
-        if compiled is not None:
-            return compiled
+        return self._run(step) if compiled is None else compiled
+
+    def _run(self, step: Step) -> tuple[mx.array, list[mx.array]]:
+        """`_forward`, uncompiled."""
         attention = self.attention.begin(step, self._state)
         logits = self.model(attention, step.logits_indices, self.fusion)
         return logits, attention.state

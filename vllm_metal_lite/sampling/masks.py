@@ -110,15 +110,15 @@ class BadWordsPlan:
 class BadWords:
     """Bans a bad word's last token once the tokens before it have been generated.
 
-    The device keeps each request's last L generated tokens, (max_num_seqs, L) int32, where L is at
-    least one less than the longest word.
+    recent: each request's last L generated tokens on the device, (max_num_seqs, L) int32, where L
+    is at least one less than the longest word.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.max_num_seqs, self.vocab_size = max_num_seqs, vocab_size
         self._words: dict[int, list[list[int]]] = {}
         # Not lazy: a lazy array belongs to the thread that created it.
-        self._recent = mx.array(np.full((max_num_seqs, 1), _NOTHING, np.int32))
+        self.recent = mx.array(np.full((max_num_seqs, 1), _NOTHING, np.int32))
 
     def add(self, req_index: int, words: Sequence[Sequence[int]], generated: np.ndarray) -> None:
         """Set up a request.  generated: (n,) int, the tokens after its prompt."""
@@ -126,13 +126,13 @@ class BadWords:
         if not mine:
             return
         self._words[req_index] = mine
-        more = max(map(len, mine)) - 1 - self._recent.shape[1]
+        more = max(map(len, mine)) - 1 - self.recent.shape[1]
         if more > 0:
-            self._recent = mx.pad(self._recent, [(0, 0), (more, 0)], constant_values=_NOTHING)
-        recent = np.full(self._recent.shape[1], _NOTHING, np.int32)
+            self.recent = mx.pad(self.recent, [(0, 0), (more, 0)], constant_values=_NOTHING)
+        recent = np.full(self.recent.shape[1], _NOTHING, np.int32)
         tail = generated[-len(recent) :]
         recent[len(recent) - len(tail) :] = tail
-        self._recent[req_index] = mx.array(recent)
+        self.recent[req_index] = mx.array(recent)
 
     def remove(self, req_index: int) -> None:
         self._words.pop(req_index, None)
@@ -142,7 +142,7 @@ class BadWords:
         members = [(row, r) for row, r in enumerate(req_indices.tolist()) if r in self._words]
         if not members:
             return None
-        length = self._recent.shape[1]
+        length = self.recent.shape[1]
         words = [(row, r, word) for row, r in members for word in self._words[r]]
         prefix = np.full((len(words), length), _ANY, np.int32)
         for at, (_, _, word) in enumerate(words):
@@ -159,12 +159,15 @@ class BadWords:
 
     def ban(self, x: mx.array, plan: BadWordsPlan) -> mx.array:
         """Logits (T, V) float32 with -inf for tokens that would complete a bad word."""
-        recent = self._recent[plan.slots]
+        recent = self.recent[plan.slots]
         said = ((plan.prefix == _ANY) | (plan.prefix == recent)).all(-1)
         return x.at[plan.rows, plan.last].add(mx.where(said, -mx.inf, 0.0))
 
     def note(self, token_ids: mx.array, plan: BadWordsPlan) -> None:
         """Record the sampled tokens, (T,) int32; lazy."""
-        recent = self._recent[plan.members][:, 1:]
+        recent = self.recent[plan.members][:, 1:]
         drawn = token_ids[plan.member_rows][:, None]
-        self._recent[plan.members] = mx.concatenate([recent, drawn], 1)
+        # A new array: the old one is what a failed step goes back to.
+        self.recent = mx.put_along_axis(
+            self.recent, plan.members[:, None], mx.concatenate([recent, drawn], 1), axis=0
+        )

@@ -66,6 +66,15 @@ class SamplerOutput:
     for_host: mx.array | None = None
 
 
+@dataclass(frozen=True)
+class SamplerState:
+    """What a call changes.  num_generated: (max_num_seqs,).  seen, recent: on the device."""
+
+    num_generated: np.ndarray
+    seen: mx.array
+    recent: mx.array
+
+
 @dataclass
 class _Plan:
     """The graph inputs of a set of rows; None omits an operation."""
@@ -235,6 +244,18 @@ class Sampler:
         seen[token_ids[in_vocab & is_prompt]] |= 1
         self._seen[slot] = mx.array(seen)
         return slot
+
+    @property
+    def state(self) -> SamplerState:
+        """The state to go back to if a step fails.  Valid until `add` or `remove`."""
+        counts = self._rows["num_generated"].copy()
+        return SamplerState(counts, self._seen, self._bad_words.recent)
+
+    @state.setter
+    def state(self, state: SamplerState) -> None:
+        self._rows["num_generated"] = state.num_generated
+        self._seen, self._bad_words.recent = state.seen, state.recent
+        self._plan = None
 
     def num_logprobs(self, req_indices: np.ndarray) -> np.ndarray:
         """Top logprobs that each request wants beside its chosen token; -1: no logprobs."""

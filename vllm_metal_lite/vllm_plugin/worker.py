@@ -144,8 +144,7 @@ class MetalLiteWorker(WorkerBase):
         if len(shapes) > 1:
             return False
         store = PagedStore(self.model.kv_specs, 1, self.cache_config.block_size)
-        attention, *_ = choose_attention(self.model, store, envs.attention())
-        return attention.name == "kernels"
+        return choose_attention(self.model, store, envs.attention()).uses_kernels
 
     @property
     def _specs(self) -> list[LayerSpec]:
@@ -231,10 +230,9 @@ class MetalLiteWorker(WorkerBase):
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
         )  # fmt: skip
-        assembly = build_runner(self.model, store, self._sampler, envs.attention())
-        self._pipeline = Pipeline(assembly.runner, self.translator.inputs)
-        name = self.runner.attention.name
-        logger.info("Attention: %s (%s)", name, assembly.attention_reason)
+        runner = build_runner(self.model, store, self._sampler, envs.attention())
+        self._pipeline = Pipeline(runner, self.translator.inputs)
+        logger.info("Attention: %s (%s)", runner.attention.name, runner.path.reason)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run one token, so that the first request does not pay one-time costs."""

@@ -1,0 +1,365 @@
+"""A kernel that fails in mid-serving gives way; no token is lost or changed.
+
+On the CPU host.  Launches raise where they are called, or where the step is evaluated.
+"""
+
+import asyncio
+import re
+from functools import cache
+
+import pytest
+
+from metal.host import compiler_available, installed
+from tests.support import tiny_models as tiny
+from tests.support.device import change_device
+from tests.support.kernel_faults import MESSAGE, FailingKernels
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.select import Verdict, select
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.engine.async_engine import AsyncEngine
+from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.model.packed import NO_FUSION
+from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+# The engine in which a kernel is used: (model, fused, way of prompts, options).
+PLAIN = ("llama", False, "gather", {})
+FUSED = ("qwen3", True, "varlen", {})
+QUANTISED = ("llama", False, "gather", {"kv_bits": 8})
+USED_IN = {
+    "kv_write": PLAIN,
+    "kv_gather": PLAIN,
+    "gather_rows": PLAIN,
+    "paged_decode": PLAIN,
+    "merge_partitions": PLAIN,
+    "kv_write_quantised": QUANTISED,
+    "kv_gather_quantised": QUANTISED,
+    "varlen_prefill": FUSED,
+    "shared_prefix": FUSED,
+    "rope_write": FUSED,
+    "fused_decode": FUSED,
+    "add_rms_norm": FUSED,
+}
+# Without these, no kernel serves the store.
+ESSENTIAL = {"kv_write", "kv_write_quantised", "kv_gather_quantised"}
+
+# Two arrive every second step, so that steps mix chunks and decodes.  The last two share 16 tokens.
+SHARED = tiny.prompts(1, 16, 16, seed=8)[0]
+PROMPTS = [*tiny.prompts(4, 5, 14, seed=9), [*SHARED, 3, 1], [*SHARED, 4, 1, 5]]
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+SAMPLED = SamplingParams(
+    seed=5, max_tokens=10, top_k=20, frequency_penalty=0.5, logprobs=1, min_tokens=4
+)
+ARMED_AFTER = 3  # steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, installed():
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        # Decodes are split, and a prefix is shared, at the lengths of these prompts.
+        change_device(
+            patch, min_split_context=8, min_split_keys=8, min_saved_tokens=8, rows_as_decodes=0,
+            min_segment_rows=1, min_keys=16,
+        )  # fmt: skip
+        yield
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    monkeypatch.setattr(decide, "faster_rows", lambda *_: range(0))
+
+
+def engine_of(kind, option="auto", **more):
+    name, fused, prefill, options = kind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "is_cpu", lambda: False)
+        patch.setattr(backend, "memory_limit", lambda: 1 << 30)
+        patch.setattr(verdicts, "verify", lambda *_: Verdict({}, prefill))
+        if not fused:
+            patch.setattr(decide, "decide", lambda *_: (NO_FUSION, ""))
+        how = {"max_num_batched_tokens": 24, **options, **more}
+        return tiny.engine(name, attention=option, **how)
+
+
+def serve(engine, params=GREEDY, before_step=lambda number: None):
+    """The requests, one every second step -> their tokens."""
+    waiting, tokens = list(enumerate(PROMPTS)), {}
+    for number in range(200):
+        for index, prompt in waiting[:2] if number % 2 == 0 else ():
+            engine.add_request(str(index), prompt, params)
+            waiting = waiting[1:]
+        before_step(number)
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        if not waiting and not engine.has_unfinished_requests():
+            return [tokens[str(i)] for i in range(len(PROMPTS))]
+    raise AssertionError("requests are left")
+
+
+@cache
+def undisturbed(kernel, params="greedy"):
+    return serve(engine_of(USED_IN[kernel]), {"greedy": GREEDY, "sampled": SAMPLED}[params])
+
+
+def arm(fault, at=ARMED_AFTER):
+    def before_step(number):
+        fault.armed = number >= at
+
+    return before_step
+
+
+@pytest.mark.parametrize("how", ["call", "eval"])
+@pytest.mark.parametrize("kernel", USED_IN)
+def test_a_kernel_that_fails_gives_way_and_no_token_changes(monkeypatch, caplog, kernel, how):
+    expected = undisturbed(kernel)
+    fault = FailingKernels(monkeypatch, kernel, how=how)
+    engine = engine_of(USED_IN[kernel])
+    assert serve(engine, before_step=arm(fault)) == expected
+    assert fault.launched >= fault.failed > 0
+    failed = fault.failed
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    message = MESSAGE if how == "call" else "only supports float32"
+    assert re.search(rf"{kernel} fails in a step: .*{re.escape(message)}", warning)
+    assert "\n" not in warning
+    assert engine.metrics()["failed_kernels"] == 1
+    assert kernel in engine.attention_reason
+    reference = engine.runner.attention.name == "reference"
+    assert reference == (kernel in ESSENTIAL)
+    assert serve(engine) == expected  # from here on without the kernel
+    assert fault.failed == failed
+
+
+@pytest.mark.parametrize("kernel", ["rope_write", "fused_decode", "add_rms_norm"])
+def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_gives_way(
+    monkeypatch, caplog, tmp_path, kernel
+):
+    expected = undisturbed(kernel)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no trial has passed yet
+    fault = FailingKernels(monkeypatch, kernel)
+    fault.armed = True
+    engine = engine_of(FUSED)
+    assert engine.runner.path.failed == (kernel,)
+    assert engine.runner.fusion is not NO_FUSION
+    assert len(caplog.messages) == 1
+    failed = fault.failed
+    assert serve(engine) == expected
+    assert fault.failed == failed
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("kernel", ["kv_write", "varlen_prefill", "fused_decode"])
+def test_what_is_sampled_does_not_change_either(monkeypatch, kernel, ahead):
+    """The sampler counts tokens on the host and on the device; a failed step counts none."""
+    expected = undisturbed(kernel, "sampled")
+    fault = FailingKernels(monkeypatch, kernel)
+    engine = engine_of(USED_IN[kernel])
+    engine.async_scheduling = ahead
+    assert serve(engine, SAMPLED, arm(fault)) == expected
+    assert fault.failed
+    assert (engine.metrics()["steps_ahead"] > 0) == ahead
+
+
+def test_all_kernels_fail_one_after_the_other(monkeypatch, caplog):
+    """Each once; at the end the reference attention is left, which uses none."""
+    expected = undisturbed("varlen_prefill")
+    fault = FailingKernels(monkeypatch)
+    engine = engine_of(FUSED)
+    assert serve(engine, before_step=arm(fault)) == expected
+    assert engine.runner.attention.name == "reference"
+    assert engine.runner.fusion is NO_FUSION
+    names = re.findall(r"(\w+) fails in a step", caplog.text)
+    assert len(names) == len(set(names)) == engine.metrics()["failed_kernels"] > 2
+
+
+def test_a_kernel_that_its_next_best_way_needs_leaves_the_reference(monkeypatch, caplog):
+    expected = undisturbed("paged_decode")
+    fault = FailingKernels(monkeypatch, "paged_decode")
+    monkeypatch.setattr(
+        "vllm_metal_lite.runner.path.select",
+        lambda option, store, shapes, *_: select(option, store, shapes, Verdict({})),
+    )
+    engine = engine_of(PLAIN)
+    assert serve(engine, before_step=arm(fault)) == expected
+    assert engine.runner.attention.name == "reference"
+    assert len(re.findall("paged_decode fails in a step", caplog.text)) == 1
+
+
+def test_forced_kernels_raise_and_every_request_can_go_on(monkeypatch):
+    expected = undisturbed("kv_write")
+    fault = FailingKernels(monkeypatch, "kv_write")
+    engine, errors = engine_of(PLAIN, option="kernels"), []
+
+    def before_step(number):
+        if number == ARMED_AFTER:
+            fault.armed = True
+            with pytest.raises(ConfigError, match=r"='kernels' is not possible: .*kv_write"):
+                engine.step()
+            fault.armed = False
+            errors.append(number)
+
+    assert serve(engine, before_step=before_step) == expected
+    assert errors
+    assert engine.runner.attention.name == "kernels"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[malloc] Unable to allocate 123 bytes."),
+        RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory"),
+        KeyboardInterrupt(),
+    ],
+    ids=str,
+)
+def test_errors_that_are_not_a_kernel_s_are_raised_and_nothing_is_lost(monkeypatch, caplog, error):
+    """Ctrl-C in the middle of a step as well."""
+    expected = undisturbed("rope_write")
+    fault = FailingKernels(monkeypatch, "rope_write", how="call", error=error)
+    engine = engine_of(FUSED)
+
+    def before_step(number):
+        if number == ARMED_AFTER + 1:
+            fault.armed = True
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                engine.step()
+            fault.armed = False
+
+    assert serve(engine, before_step=before_step) == expected
+    assert fault.failed == 1
+    assert not caplog.messages
+    assert engine.metrics()["failed_kernels"] == 0
+
+
+def test_an_error_that_no_launch_repeats_is_raised(monkeypatch, caplog):
+    expected = undisturbed("rope_write")
+    engine, errors = engine_of(FUSED), []
+    sample = type(engine.sampler).__call__
+
+    def fail(*args):
+        output = sample(*args)
+        if errors:
+            raise errors.pop()
+        return output
+
+    monkeypatch.setattr(type(engine.sampler), "__call__", fail)
+
+    def before_step(number):
+        if number == ARMED_AFTER:
+            errors.append(RuntimeError("not a kernel"))
+            with pytest.raises(RuntimeError, match="not a kernel"):
+                engine.step()
+
+    assert serve(engine, before_step=before_step) == expected
+    assert not caplog.messages
+
+
+def test_ctrl_c_while_the_step_is_found_out(monkeypatch):
+    """The first launch of the retry is interrupted; the kernel gives way in the next step."""
+    expected = undisturbed("fused_decode")
+    fault = FailingKernels(monkeypatch, "fused_decode", how="call")
+    engine = engine_of(FUSED)
+    find = ModelRunner._find_culprit
+
+    def interrupted(*args):
+        monkeypatch.setattr(ModelRunner, "_find_culprit", find)
+        fault.error, error = KeyboardInterrupt(), fault.error
+        try:
+            return find(*args)
+        finally:
+            fault.error = error
+
+    monkeypatch.setattr(ModelRunner, "_find_culprit", interrupted)
+    interrupts = []
+
+    def step():
+        try:
+            return engine_step()
+        except KeyboardInterrupt:
+            interrupts.append(1)
+            assert not engine.runner.path.failed
+            return []
+
+    engine_step, engine.step = engine.step, step
+    assert serve(engine, before_step=arm(fault)) == expected
+    assert len(interrupts) == 1
+    assert engine.metrics()["failed_kernels"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fused"), [("varlen_prefill", True), ("fused_decode", True), ("kv_write", False)]
+)
+def test_recurrent_states_are_those_of_the_step_before(monkeypatch, kernel, fused):
+    kind = ("qwen3_next", fused, "varlen", {})
+    expected = serve(engine_of(kind))
+    fault = FailingKernels(monkeypatch, kernel)
+    assert serve(engine_of(kind), before_step=arm(fault)) == expected
+    assert fault.failed
+
+
+def test_products_of_few_rows(monkeypatch):
+    """In 16 bits the ways round differently: a request has the tokens of one or the other."""
+
+    def engine(rows):
+        monkeypatch.setattr(decide, "faster_rows", lambda *_: rows)
+        return engine_of(FUSED, dtype=mx.bfloat16)
+
+    expected = [serve(engine(rows)) for rows in (range(1, 65), range(0))]
+    fault, failing = FailingKernels(monkeypatch, "skinny_gemm"), engine(range(1, 65))
+    assert "products of" in failing.attention_reason
+    tokens = serve(failing, before_step=arm(fault))
+    assert all(t in either for t, *either in zip(tokens, *expected, strict=True))
+    assert fault.failed
+    assert failing.runner.fusion.skinny_rows == range(0)
+    assert "products of" not in failing.attention_reason
+
+
+def test_the_reference_writes_the_store_in_place_after_kernels(monkeypatch):
+    """Nothing of the failed step, of its error or of compiled steps holds the store."""
+    fault = FailingKernels(monkeypatch, "kv_write")
+    engine = engine_of(PLAIN, num_blocks=4096)
+    engine.add_request("a", PROMPTS[0], GREEDY)
+    fault.armed = True
+    engine.step()
+    assert engine.runner.attention.name == "reference"
+    for _ in range(3):
+        engine.step()
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        engine.step()
+        mx.synchronize()
+        assert mx.get_peak_memory() - before < engine.runner.attention.store.keys[0].nbytes
+
+
+def test_a_stream_goes_on(monkeypatch):
+    expected = undisturbed("fused_decode")
+    fault = FailingKernels(monkeypatch, "fused_decode")
+
+    async def stream(engine, prompt):
+        async for output in engine.generate(prompt, GREEDY):
+            tokens = list(output.outputs[0].token_ids)
+            fault.armed = fault.armed or len(tokens) > 3
+        return tokens
+
+    async def streams(engine):
+        return await asyncio.gather(*(stream(engine, prompt) for prompt in PROMPTS))
+
+    engine = AsyncEngine(engine_of(FUSED))
+    try:
+        assert asyncio.run(asyncio.wait_for(streams(engine), 600)) == expected
+    finally:
+        engine.shutdown()
+    assert fault.failed
+
+
+def test_a_compiler_that_speaks_of_memory_does_not_mean_that_memory_ran_out(monkeypatch):
+    error = RuntimeError("Threadgroup memory size (40960) exceeds the maximum allowed (32768)")
+    fault = FailingKernels(monkeypatch, "add_rms_norm", how="call", error=error)
+    engine = engine_of(FUSED)
+    assert serve(engine, before_step=arm(fault)) == undisturbed("add_rms_norm")
+    assert engine.runner.path.failed == ("add_rms_norm",)

@@ -1,0 +1,42 @@
+"""Kernels that fail in mid-serving, as when MLX cannot compile a variant."""
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.launch import Kernel
+
+MESSAGE = "[metal::Device] Unable to build metal library from source"
+
+
+class FailingKernels:
+    """Once `armed`, launches of some kernels, or of all, fail.
+
+    kernels: their names.  how: "call", the launch raises, or "eval", evaluating the graph with the
+    launch raises.  launched: how often they were launched.  failed: how often a launch failed.
+    """
+
+    def __init__(
+        self, monkeypatch, *kernels: str, how: str = "eval", error: BaseException | None = None
+    ) -> None:
+        self.armed, self.launched, self.failed = False, 0, 0
+        self.error = error or RuntimeError(MESSAGE)
+        original = Kernel._launch
+
+        def launch(self_, arrays, template, *rest):
+            forms = [form for value, form in self_.forms.items() if template.get(value)]
+            if kernels and not {*kernels}.intersection(forms or [self_.name]):
+                return original(self_, arrays, template, *rest)
+            self.launched += 1
+            if not self.armed:
+                return original(self_, arrays, template, *rest)
+            self.failed += 1
+            if how == "call":
+                raise self.error
+            return mx.depends(original(self_, arrays, template, *rest), [raises_in_eval()])
+
+        monkeypatch.setattr(Kernel, "_launch", launch)
+
+
+def raises_in_eval() -> mx.array:
+    """An array whose evaluation raises on the calling thread, as a compiler's error does on a GPU:
+    MLX's CPU backend multiplies blocks in float32 only."""
+    x = mx.ones((32, 32), mx.float16)
+    return mx.block_masked_mm(x, x, 32, mx.ones((1, 1), mx.bool_), stream=mx.cpu)

@@ -1,0 +1,73 @@
+"""A kernel that fails under vLLM gives way; the engine and its requests go on."""
+
+import pytest
+
+from tests.support import tiny_models as tiny
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+
+from metal.host import compiler_available, installed
+from tests.support.device import change_device
+from tests.support.kernel_faults import FailingKernels
+from tests.vllm_plugin import kit
+from vllm_metal_lite.attention import select
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.model.packed import NO_FUSION
+from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+SHARED = tiny.prompts(1, 20, 20, seed=2)[0]
+PROMPTS = [[*SHARED, 3], [*SHARED, 4, 5], *tiny.prompts(3, 3, 40, seed=4)]
+CHUNKS = {"max_num_batched_tokens": 16}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The worker uses the kernels, on the CPU host."""
+    change_device(monkeypatch, rows_as_decodes=0)
+    monkeypatch.setattr(select, "_unsupported", lambda *_: None)
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
+    with installed():
+        yield
+
+
+@pytest.mark.parametrize("how", ["call", "eval"])
+@pytest.mark.parametrize("kernel", ["kv_write", "varlen_prefill", "fused_decode"])
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_answers_are_those_of_the_model_alone(kernels, monkeypatch, kernel, how, async_scheduling):
+    if kernel == "kv_write":  # fused launches do without
+        monkeypatch.setattr("vllm_metal_lite.fusion.decide.decide", lambda *_: (NO_FUSION, ""))
+    fault = FailingKernels(monkeypatch, kernel, how=how)
+    launches = []
+    sample = MetalLiteWorker.sample_tokens
+
+    def counting(self, grammar):
+        launches.append(1)
+        fault.armed = len(launches) > 4
+        return sample(self, grammar)
+
+    with kit.engine(async_scheduling=async_scheduling, **CHUNKS) as llm:
+        assert kit.worker(llm).runner.attention.name == "kernels"
+        monkeypatch.setattr(MetalLiteWorker, "sample_tokens", counting)
+        answers = kit.tokens(kit.generate(llm, PROMPTS, max_tokens=12))
+        assert len(kit.worker(llm).runner.path.failed) == 1
+    assert fault.failed
+    assert answers == [kit.alone("llama", p, 12) for p in PROMPTS]
+
+
+def test_a_kernel_that_fails_while_the_engine_warms_up(kernels, monkeypatch):
+    fault = FailingKernels(monkeypatch, "fused_decode")
+    warm_up = MetalLiteWorker.compile_or_warm_up_model
+
+    def failing(self):
+        fault.armed = True
+        return warm_up(self)
+
+    monkeypatch.setattr(MetalLiteWorker, "compile_or_warm_up_model", failing)
+    with kit.engine(**CHUNKS) as llm:
+        assert fault.failed
+        assert len(kit.worker(llm).runner.path.failed) == 1
+        answers = kit.tokens(kit.generate(llm, PROMPTS[:2], max_tokens=5))
+    assert answers == [kit.alone("llama", p, 5) for p in PROMPTS[:2]]
