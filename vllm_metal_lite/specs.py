@@ -1,4 +1,4 @@
-"""AttentionShape, which attention, kernels, models and checks share."""
+"""The shapes that attention, kernels, models and checks share, and what a model uses of them."""
 
 from dataclasses import dataclass
 
@@ -30,3 +30,41 @@ class AttentionShape:
         text += f", chunks of {self.chunk}" if self.chunk is not None else ""
         text += f", KV in {self.kv_bits} bits" if self.kv_bits is not None else ""
         return text + (", sinks" if self.sinks else "") + (", latent" if self.latent else "")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a model prepares the heads of a layer before attention.
+
+    dims, traditional, base, scale: the arguments of mx.fast.rope; base None: frequencies are given.
+    eps: of an RMS norm of each head before the rotation; None: there is no norm.
+    """
+
+    dims: int
+    traditional: bool = False
+    base: float | None = 10_000.0
+    scale: float = 1.0
+    eps: float | None = None
+
+    def __str__(self) -> str:
+        pairs = "neighbours" if self.traditional else "halves"
+        by = "given frequencies" if self.base is None else f"base {self.base:g}"
+        text = f"{self.dims} dims rotated in {pairs} by {by}"
+        text += f" times {self.scale:g}" if self.scale != 1 else ""
+        return text + (", normalised" if self.eps is not None else "")
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """What one model asks of the kernels.
+
+    hidden_sizes: elements of the rows whose residual sum is normalised.  weights: (outputs, depth)
+    of the linear layers that `skinny_gemm` could serve.  shares_prefix: requests may share blocks.
+    """
+
+    shapes: tuple[AttentionShape, ...]
+    block_size: int
+    rotations: tuple[Rotation, ...] = ()
+    hidden_sizes: tuple[int, ...] = ()
+    weights: tuple[tuple[int, int], ...] = ()
+    shares_prefix: bool = True

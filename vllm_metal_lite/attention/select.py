@@ -1,7 +1,7 @@
 """Selects a model's attention path on this device, with the reason."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite import backend
@@ -17,11 +17,23 @@ from vllm_metal_lite.specs import AttentionShape
 
 logger = logging.getLogger(__name__)
 
-# These kernels are optional: each has a fallback.
-OPTIONAL_KERNELS = frozenset(
-    ("varlen_prefill", "shared_prefix", "gather_rows", "rope_write", "add_rms_norm", "fused_decode",
-     "skinny_gemm")
-)  # fmt: skip
+# The next best way of each kernel, as a warning words it.  The reference attention stands in for
+# kv_write, and for a store that no kernel reads for prompts.
+_INSTEAD = {
+    "paged_decode": "decodes are computed as prompts of one token",
+    "merge_partitions": "contexts are not split",
+    "shared_prefix": "a shared prefix is read by each request",
+    "varlen_prefill": "prompts use kv_gather and MLX's SDPA",
+    "kv_gather": "prompts use varlen_prefill",
+    "gather_rows": "MLX's own operations are used",
+    "rope_write": "prompts use MLX's norm and rotation, and kv_write",
+    "fused_decode": "decodes use rope_write and paged_decode",
+    "add_rms_norm": "MLX's sum and norm are used",
+    "skinny_gemm": "MLX's product is used",
+}
+_REFERENCE = "the reference attention is used, which is slower"
+OPTIONAL_KERNELS = frozenset(_INSTEAD)
+_WRITES, _GATHERS = ("kv_write", "kv_write_quantised"), ("kv_gather", "kv_gather_quantised")
 
 
 @dataclass(frozen=True)
@@ -58,39 +70,57 @@ def no_kernels(
 
 
 def select(
-    option: str, store: PagedStore, shapes: Sequence[AttentionShape], verdict: Verdict
+    option: str,
+    store: PagedStore,
+    shapes: Sequence[AttentionShape],
+    verdict: Verdict,
+    known: Collection[str] = (),
 ) -> tuple[Attention, str]:
     """The attention path for a model that the kernels can serve, and a short reason.
 
-    A failed kernel that has a fallback is replaced.  Any other failure selects the reference under
-    "auto" and raises ConfigError under "kernels".  "auto" also warns.
+    Each failed kernel gives way to its next best way, with one warning; `known` ones without.  If
+    that is the reference, option "kernels" raises ConfigError.
     """
-    wrong = verdict.failures.keys()
-    fatal = [k for k in verdict.failures if k not in OPTIONAL_KERNELS]
-    if wrong and option == "auto":
-        slower = "the reference attention, which is slower"
-        instead = slower if fatal else "MLX's own operations instead"
-        logger.warning(
-            f"a kernel fails its check on this device: {next(iter(verdict.failures.values()))}; "
-            f"using {instead}. Please report what `vllm-metal-lite doctor` prints."
+    failures = verdict.failures
+    prefill, fatal = _prefill(shapes, verdict)
+    if fatal is not None and option == "kernels":
+        raise ConfigError(
+            Option("attention"), f"='kernels' is not possible: a kernel fails: {failures[fatal]}"
         )
-    if fatal:
-        reason = f"a kernel fails its check: {verdict.failures[fatal[0]]}"
-        if option == "kernels":
-            raise ConfigError(Option("attention"), f"='kernels' is not possible: {reason}")
-        return ReferenceAttention(store), reason
-    shares = "shared_prefix" not in wrong
+    for kernel in failures if fatal is None else (fatal,):
+        if kernel not in known:
+            instead = _INSTEAD[kernel.removesuffix("_quantised")] if fatal is None else _REFERENCE
+            logger.warning(
+                f"a kernel does not suit this device: {failures[kernel]}; {instead}. Answers stay "
+                "right. Please report what `vllm-metal-lite doctor` prints."
+            )
+    if fatal is not None:
+        return ReferenceAttention(store), f"a kernel fails: {failures[fatal]}"
+    decodes = failures.keys().isdisjoint(("paged_decode", "shared_prefix"))
     attention = KernelAttention(
         store,
-        verdict.prefill,
+        prefill,
         {s.num_heads // s.num_kv_heads for s in shapes},
-        shares=shares,
-        gathers_rows="gather_rows" not in wrong,
-        rows_as_decodes=profile().rows_as_decodes if shares else 0,
+        without=failures,
+        rows_as_decodes=profile().rows_as_decodes if decodes else 0,
     )
-    checked = "the others right" if wrong else "right"
-    how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[verdict.prefill]
+    checked = f"without {', '.join(sorted(failures))}, the others right" if failures else "right"
+    how = {"varlen": "varlen_prefill", "gather": "MLX's SDPA"}[prefill]
     return attention, f"{checked} on this device; prompts by {how}"
+
+
+def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
+    """The way of prompts; and the failed kernel, if any, that no other kernel can stand in for."""
+    failed = verdict.failures.keys()
+    fatal = next((kernel for kernel in _WRITES if kernel in failed), None)
+    if fatal is not None:
+        return verdict.prefill, fatal
+    gather = next((kernel for kernel in _GATHERS if kernel in failed), None)
+    varlen = "varlen_prefill" not in failed
+    varlen = varlen and all(unsupported(shape, prefill=True) is None for shape in shapes)
+    if gather is not None:
+        return "varlen", None if varlen else gather
+    return verdict.prefill if varlen else "gather", None
 
 
 def _unsupported(option: str, shapes: Sequence[AttentionShape]) -> str | None:

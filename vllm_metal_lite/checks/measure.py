@@ -7,15 +7,15 @@ time excludes building the graph.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels.common import new_token, unsupported
+from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan, paged_decode
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
@@ -162,20 +162,3 @@ class Workload:
             return out
 
         return self._result(seconds_per_call(call, q, chain=5, compiled=compiled), rows)
-
-
-def faster_prefill(shape: AttentionShape) -> str:
-    """The faster way for prompts to attend on this device: "varlen" or "gather".
-
-    Two loads decide: four prompts of 512 tokens, and a chunk of 1,024 after a context of 3,072.
-    """
-    if unsupported(shape, prefill=True):
-        return "gather"
-    square = replace(shape, v_head_dim=shape.k_head_dim, sinks=False)
-    loads = Workload(square, 4, 512), Workload(square, 1, 4096)
-    rows = 512, 1024
-    times = {
-        how: sum(w.prefill(how, n).seconds for w, n in zip(loads, rows, strict=True))
-        for how in PREFILLS
-    }
-    return min(times, key=times.__getitem__)

@@ -1,12 +1,12 @@
 """The result of checking one kernel."""
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.specs import AttentionShape
 
 # Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
@@ -14,44 +14,62 @@ from vllm_metal_lite.specs import AttentionShape
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 
 
+# A kernel gives way if its alternative takes less than 1 / _SLOWER of its time.  Medians of short
+# launches differ by up to a third between two runs; below this factor a change gains little.
+_SLOWER = 1.5
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a kernel and of its next best way, for the same work."""
+
+    seconds: float
+    alternative: float
+
+    @property
+    def is_slow(self) -> bool:
+        return self.seconds > _SLOWER * self.alternative
+
+    def __str__(self) -> str:
+        times = (f"{1e6 * seconds:,.0f} us" for seconds in (self.seconds, self.alternative))
+        return "takes {} where its alternative takes {}".format(*times)
+
+
 @dataclass(frozen=True)
 class CheckResult:
-    """One kernel at one shape: the largest error and the tolerance, or why the kernel did not run.
+    """The largest error and the tolerance, or why the kernel did not run, in one line.
 
-    block_size: 0 if blocks do not matter.
+    ended: the kernel hung, or ended the process.  speed: None if nothing was timed.
     """
 
-    kernel: str
-    shape: AttentionShape
-    block_size: int
-    error: float
-    tolerance: float
+    check: Check
+    error: float = math.inf
+    tolerance: float = 0.0
     failure: str | None = None
+    ended: bool = False
+    speed: Speed | None = None
+
+    @property
+    def kernel(self) -> str:
+        return self.check.kernel
+
+    @property
+    def shape(self) -> AttentionShape:
+        return self.check.shape
+
+    @property
+    def block_size(self) -> int:
+        return self.check.block_size
 
     @property
     def passed(self) -> bool:
+        """Whether the kernel is right, however fast."""
         return self.failure is None and self.error <= self.tolerance
 
     def __str__(self) -> str:
-        blocks = f", blocks of {self.block_size}" if self.block_size else ""
-        what = f"{self.kernel} ({self.shape}{blocks})"
         if self.failure is not None:
-            return f"{what}: {self.failure}"
-        return f"{what}: error {self.error:.2g}, allowed {self.tolerance:.2g}"
-
-
-def run_checks(
-    checks: dict[str, Callable[[], tuple[float, float]]], shape: AttentionShape, block_size: int
-) -> list[CheckResult]:
-    """Run functions, by kernel, that return (error, tolerance) or raise."""
-    results = []
-    for kernel in checks:
-        try:
-            error, tolerance = checks[kernel]()
-            results.append(CheckResult(kernel, shape, block_size, error, tolerance))
-        except Exception as e:  # from a compiler or a driver
-            results.append(CheckResult(kernel, shape, block_size, np.inf, 0.0, one_line(e)))
-    return results
+            return f"{self.check}: {self.failure}"
+        return f"{self.check}: error {self.error:.2g}, allowed {self.tolerance:.2g}"
 
 
 def largest_error(got: mx.array, expected: np.ndarray, allowed: np.ndarray | None = None) -> float:

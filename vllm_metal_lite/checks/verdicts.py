@@ -1,62 +1,81 @@
-"""Runs the checks for a model, and remembers passed checks across processes.
+"""Checks the kernels for a model, and remembers across processes what was found.
 
-A pass is remembered for this device, MLX version and kernel source, so the second that checks cost
-is spent once.
+Remembered for this device, MLX version and kernel source: a pass with its times, and a kernel that
+hung or ended its process, since each further try costs its deadline.  Other failures are tried
+again at each start.
 """
 
+import json
+import logging
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.paged.attention import PREFILLS
-from vllm_metal_lite.attention.select import OPTIONAL_KERNELS, Verdict
-from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import isolated
+from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.child import decode, encode
+from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import CheckResult
-from vllm_metal_lite.kernels.common import unsupported
 from vllm_metal_lite.kernels.remembered import Remembered
-from vllm_metal_lite.specs import AttentionShape
+from vllm_metal_lite.specs import KernelUse
+
+logger = logging.getLogger(__name__)
 
 
-def verify(shapes: Sequence[AttentionShape], block_size: int) -> Verdict:
-    """Check the kernels at the shapes of a model, except where they are known to pass."""
+def verify(use: KernelUse) -> Verdict:
+    """Check the kernels that a model uses, except where the result is known."""
+    found, checks = Remembered(), checks_for(use)
+    known = [result for check in checks if (result := _recall(found, check)) is not None]
+    recalled = {result.check for result in known}
+    unknown = [check for check in checks if check not in recalled]
+    results = [*known, *(_run(unknown, known) if unknown else ())]
+    for result in results:
+        if result.check not in recalled and (result.passed or result.ended):
+            found.add(str(result.check), json.dumps(encode(result)))
+    return _verdict(use, results)
+
+
+def _run(checks: Sequence[Check], known: Sequence[CheckResult]) -> list[CheckResult]:
+    start = time.perf_counter()
+    # Without a GPU, kernels run only in tests, where timing means nothing.
+    results = isolated.run(checks, _report, timed=not backend.is_cpu(), known=known)
+    seconds = time.perf_counter() - start
+    logger.info(f"{len(checks)} checks of kernels took {seconds:.1f} s")
+    return results
+
+
+def _report(done: int, total: int, check: Check) -> None:
+    # The command line shows such a line until the next one.
+    logger.info(
+        f"checking the kernels, once on this machine: {done + 1} of {total}, {check.kernel}",
+        extra={"transient": True},
+    )
+
+
+def _recall(found: Remembered, check: Check) -> CheckResult | None:
+    if str(check) not in found.known:
+        return None
+    try:
+        result = decode(check, json.loads(found.known[str(check)]))
+    except (ValueError, TypeError, KeyError):  # not ours, or from another version
+        return None
+    if result.failure is None:
+        return result
+    again = f"found at an earlier start; to try again, delete {found.file}"
+    return replace(result, failure=f"{result.failure} ({again})")
+
+
+def _verdict(use: KernelUse, results: Sequence[CheckResult]) -> Verdict:
     failures: dict[str, str] = {}
-    prefills = []
-    for shape in shapes:
-        failed, prefill = _own(shape, block_size)
-        prefills.append(prefill)
-        for result in failed:
+    varlen = 0  # shapes whose prompts varlen_prefill serves, and serves faster
+    for result in results:
+        speed = result.speed
+        if not result.passed:
             failures.setdefault(result.kernel, str(result))
-    # With a failure that has no fallback the reference is used, which fuses nothing.
-    fuses = OPTIONAL_KERNELS.issuperset(failures)
-    for shape in shapes if fuses else ():
-        for result in _fused(shape):
-            failures.setdefault(result.kernel, str(result))
-    return Verdict(failures, max(prefills, key=PREFILLS.index))
-
-
-def _own(shape: AttentionShape, block_size: int) -> tuple[list[CheckResult], str]:
-    """The failures of `selfcheck.check`, and the faster way for prompts to attend."""
-    found = Remembered()
-    key = f"{shape}, blocks of {block_size}"
-    if key not in found.known:
-        failed = [r for r in selfcheck.check(shape, block_size) if not r.passed]
-        if failed:
-            return failed, "gather"
-        # Without a GPU, kernels run only in tests, where timing means nothing.
-        if unsupported(shape, prefill=True):
-            how = "gather"
-        else:
-            how = "varlen" if backend.is_cpu() else measure.faster_prefill(shape)
-        found.add(key, how)
-    return [], found.known[key]
-
-
-def _fused(shape: AttentionShape) -> list[CheckResult]:
-    """The failures of `fusedcheck.check`."""
-    found = Remembered()
-    key = f"{fusedcheck.heads_only(shape)}, fused"
-    if key in found.known:
-        return []
-    failed = [r for r in fusedcheck.check(shape) if not r.passed]
-    if not failed:
-        found.add(key, "right")
-    return failed
+        elif result.kernel == "varlen_prefill":
+            varlen += speed is None or speed.seconds <= speed.alternative
+        elif speed is not None and speed.is_slow:
+            failures.setdefault(result.kernel, f"{result.check}: {speed}")
+    return Verdict(failures, "varlen" if varlen == len(use.shapes) else "gather")

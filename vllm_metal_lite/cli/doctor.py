@@ -7,7 +7,6 @@ import argparse
 import json
 import platform
 import sys
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -53,15 +52,14 @@ def examine(quick: bool, quiet: bool) -> dict[str, Any]:
 
 
 def _check(quick: bool, quiet: bool) -> list:
-    from vllm_metal_lite.checks import fusedcheck, selfcheck
+    from vllm_metal_lite.checks import fusedcheck, isolated, selfcheck
+    from vllm_metal_lite.checks.plan import checks_for
 
     number = 1 if quick else None
-    checks = [partial(selfcheck.check, *case) for case in selfcheck.full_list()[:number]]
-    checks += [partial(fusedcheck.check, shape) for shape in fusedcheck.full_list()[:number]]
-    results = []
-    for check in tqdm(checks, desc="checking kernels", unit="shape", disable=quiet):
-        results += check()
-    return results
+    uses = selfcheck.full_list()[:number] + fusedcheck.full_list()[:number]
+    checks = list(dict.fromkeys(check for use in uses for check in checks_for(use)))
+    with tqdm(total=len(checks), desc="checking kernels", disable=quiet) as bar:
+        return isolated.run(checks, lambda done, *_: bar.update(done - bar.n))
 
 
 def _as_json(result: Any) -> dict[str, Any]:

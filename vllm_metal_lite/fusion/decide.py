@@ -1,24 +1,27 @@
 """Decides which launches of a model's steps are fused: by checks, a trial and timing."""
 
+import hashlib
 import logging
 from collections.abc import Collection
 from dataclasses import replace
+from importlib.metadata import version
+
+from mlx.utils import tree_flatten
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.fused import FusedLaunches, fuse, without
 from vllm_metal_lite.fusion.tune import NONE, faster_rows
+from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 from vllm_metal_lite.model.trial import Problem, Trial
+from vllm_metal_lite.model.usage import plain_weights
 
 logger = logging.getLogger(__name__)
-
-# Fusion needs all of these kernels.
-_NEEDED = frozenset(("rope_write", "add_rms_norm", "fused_decode", "gather_rows"))
 
 
 def decide(
@@ -26,40 +29,69 @@ def decide(
 ) -> tuple[Fusion, str]:
     """The fusion for a model's steps, and its part of the start-up line.
 
-    wrong: kernels that fail their check on this device.  The checks cover each kernel alone; the
+    wrong: kernels that are not used on this device.  The checks cover each kernel alone; the
     trial here covers the fused kernels in this model.  If the trial fails, nothing is fused, with
     a warning.  Changes the model in place; forwards without fusion are unaffected.
     """
-    if not isinstance(attention, KernelAttention) or not _NEEDED.isdisjoint(wrong):
+    if not isinstance(attention, KernelAttention):
         return NO_FUSION, ""
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
-    fusion = fuse(packed.model, joins=not backend.is_cpu())
-    trial = Trial(packed.model, packed.layout.vocab_size)
-    if wrong_logits := _problem(trial, packed, attention, fusion):
-        logger.warning(f"fused launches do not suit this model: {wrong_logits.text}")
+    fusion = without(fuse(packed.model, joins=not backend.is_cpu()), wrong)
+    trials = _Trials(packed, attention)
+    if problem := trials.problem(fusion):
+        logger.warning(f"fused launches do not suit this model: {problem.text}")
         return NO_FUSION, ""
     if "skinny_gemm" in wrong or all(s.dtype == mx.float32 for s in packed.attention_specs):
         return fusion, ""
-    return _with_skinny_gemm(trial, packed, attention, fusion)
+    return _with_skinny_gemm(trials, fusion)
 
 
-def _with_skinny_gemm(
-    trial: Trial, packed: PackedModel, attention: KernelAttention, fusion: FusedLaunches
-) -> tuple[FusedLaunches, str]:
+class _Trials:
+    """Trials of one model with its attention.  A pass is remembered for models of this form."""
+
+    def __init__(self, packed: PackedModel, attention: KernelAttention) -> None:
+        self.packed, self.attention = packed, attention
+        self._found = Remembered()
+        self._trial: Trial | None = None
+
+    def problem(self, fusion: FusedLaunches) -> Problem | None:
+        """Why a fusion does not suit the model, or None if it does."""
+        key = f"trial of {self._form(fusion)}"
+        if key in self._found.known:
+            return None
+        logger.info("trying fused launches with this model", extra={"transient": True})
+        if self._trial is None:
+            self._trial = Trial(self.packed.model, self.packed.layout.vocab_size)
+        store = PagedStore(self.packed.attention_specs, 4, self.attention.store.block_size)
+        problem = self._trial.problem(self.packed, self.attention.over(store), fusion)
+        # Without a GPU, kernels run only in tests, which change what this finding depends on.
+        if problem is None and not backend.is_cpu():
+            self._found.add(key, "passed")
+        return problem
+
+    def _form(self, fusion: FusedLaunches) -> str:
+        """Everything but the values of the weights: code, sizes, types, and the kernels in use."""
+        model, attention = self.packed.model, self.attention
+        weights = [(p, w.shape, str(w.dtype)) for p, w in tree_flatten(model.parameters())]
+        form = [
+            version("mlx-lm"), type(model).__module__, repr(getattr(model, "args", None)), weights,
+            fusion.skinny_rows, fusion.adds_norms, attention.prefill, sorted(attention.without),
+        ]  # fmt: skip
+        name = type(model).__module__.rpartition(".")[2]
+        return f"{name} {hashlib.sha256(repr(form).encode()).hexdigest()[:16]}"
+
+
+def _with_skinny_gemm(trials: _Trials, fusion: FusedLaunches) -> tuple[FusedLaunches, str]:
     """Tried second: larger steps never use `skinny_gemm`, so fusion must pass without it first."""
+    packed, attention = trials.packed, trials.attention
     skinny = replace(fusion, skinny_rows=range(1, MAX_ROWS + 1))
-    if wrong_logits := _problem(trial, packed, attention, skinny):
-        logger.warning(f"products by skinny_gemm do not suit this model: {wrong_logits.text}")
+    if not plain_weights(packed.model):
+        return fusion, ""
+    if problem := trials.problem(skinny):
+        logger.warning(f"products by skinny_gemm do not suit this model: {problem.text}")
         return fusion, ""
     rows = faster_rows(packed, attention, skinny)
     if rows == NONE:
         return fusion, ""
     count = "one row" if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"
     return replace(fusion, skinny_rows=rows), f"; products of {count} by skinny_gemm"
-
-
-def _problem(
-    trial: Trial, packed: PackedModel, attention: KernelAttention, fusion: Fusion
-) -> Problem | None:
-    store = PagedStore(packed.attention_specs, 4, attention.store.block_size)
-    return trial.problem(packed, attention.over(store), fusion)

@@ -1,9 +1,9 @@
 """The fused launches of a model's steps, as one immutable value."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import mlx.nn as nn
@@ -27,23 +27,34 @@ class FusedLaunches:
 
     joined: the model's joined projections.  activations: the Python modules of the model that hold
     mlx-lm's `swiglu` under that name.  skinny_rows: the row counts that use `skinny_gemm`.
+    adds_norms: `add_rms_norm` may be used.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
     activations: tuple[ModuleType, ...] = ()
     skinny_rows: range = range(0)
+    adds_norms: bool = True
 
     layer_cache = FusedLayerCache
 
     @contextmanager
     def building(self, step: Step) -> Iterator[None]:
-        functions = fused_functions(step.positions, self.activations, self.skinny_rows)
+        functions = fused_functions(
+            step.positions, self.activations, self.skinny_rows, self.adds_norms
+        )
         try:
             with hooked(functions), linear.fusing(self.skinny_rows):
                 yield
         finally:
             for projection in self.joined:
                 projection.forget()
+
+
+def without(fusion: FusedLaunches, failed: Collection[str]) -> FusedLaunches:
+    """The fusion without the kernels in `failed`.  KernelAttention does without its own."""
+    if "skinny_gemm" in failed:
+        fusion = replace(fusion, skinny_rows=range(0))
+    return replace(fusion, adds_norms=False) if "add_rms_norm" in failed else fusion
 
 
 def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:

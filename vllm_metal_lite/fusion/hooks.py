@@ -32,19 +32,22 @@ Function = Callable[..., mx.array]
 
 
 def fused_functions(
-    positions: mx.array, activations: Collection[ModuleType], skinny_rows: range
+    positions: mx.array,
+    activations: Collection[ModuleType],
+    skinny_rows: range,
+    adds_norms: bool,
 ) -> list[Hook]:
     """positions: of the step's rows.  For the other arguments see FusedLaunches."""
     fast = mx.fast
     functions: list[Hook] = [
-        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows)),
+        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows, adds_norms)),
         (fast, "rope", _rope(fast.rope, positions)),
     ]
     functions += [(module, "swiglu", _swiglu(module.swiglu)) for module in activations]
     return functions
 
 
-def _rms_norm(original: Function, skinny_rows: range) -> Function:
+def _rms_norm(original: Function, skinny_rows: range, adds_norms: bool) -> Function:
     def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
         origin, shape = origin_of(x), x.shape[:-1]
         rows = x.size // x.shape[-1]
@@ -52,11 +55,12 @@ def _rms_norm(original: Function, skinny_rows: range) -> Function:
         few = rows in skinny_rows and rows <= profile().max_normed_rows
         if isinstance(origin, Sum) and origin.total is None:
             total = _with_product(origin) if few else None
-            if total is None:
+            if total is None and adds_norms:
                 total, out = add_rms_norm(rows_of(origin.x), rows_of(origin.y), weight, eps)
                 origin.total = as_view(total, shape)
                 return as_view(out, shape)
-            origin.total = as_view(total, shape)
+            if total is not None:
+                origin.total = as_view(total, shape)
         x = up_to_date(x)
         out = original(x, weight, eps, **kwargs)
         if isinstance(origin, Heads):

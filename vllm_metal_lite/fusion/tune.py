@@ -7,10 +7,10 @@ without the kernel, on the engine's own store.  All rows are padding, so nothing
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
 
-import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, Step
@@ -20,17 +20,18 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.fusion.fused import FusedLaunches
 from vllm_metal_lite.kernels.remembered import Remembered
-from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, suits
+from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.usage import plain_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
 
 logger = logging.getLogger(__name__)
 
-# Row counts to time, besides one row.
+# Row counts to time, besides one row; bisection times three of them.
 _SIZES = (8, 16, 32, MAX_ROWS)
 # For each size, with and without the kernel: the median of _CHAINS chains of _STEPS steps, or of
-# fewer, to stay within _ENOUGH seconds: a Mac may need 100 ms per step.
-_CHAINS, _STEPS, _ENOUGH = 5, 20, 0.5
+# fewer, to stay within _ENOUGH seconds each, 3 in all: a Mac may need 100 ms per step.
+_CHAINS, _STEPS, _ENOUGH = 5, 20, 0.35
 
 NONE = range(0)
 
@@ -42,7 +43,7 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
     are used, with a warning.
     """
     dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
-    weights = [w for w in _linear_weights(packed.model) if suits(w) and w.dtype in dtypes]
+    weights = [w for w in plain_weights(packed.model) if w.dtype in dtypes]
     # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
     # means nothing.
     if not weights or CompiledSteps(packed, attention).reason is not None:
@@ -50,6 +51,10 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
     found, counts = Remembered(), Counter(f"{w.dtype} {w.shape}" for w in weights)
     key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in sorted(counts.items()))
     if key not in found.known:
+        logger.info(
+            "timing products of few rows with this model, once on this machine",
+            extra={"transient": True},
+        )
         try:
             rows = _measure(packed, attention, fusion)
         except Exception as e:  # from a compiler or a driver; the next start may succeed
@@ -59,26 +64,17 @@ def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches
     return range(*map(int, found.known[key].split()))
 
 
-def _linear_weights(model: nn.Module) -> list[mx.array]:
-    """Weights (outputs, inputs) of the linear layers that are neither quantised nor biased."""
-    modules = (m for _, m in model.named_modules() if isinstance(m, nn.Linear))
-    return [m["weight"] for m in modules if "bias" not in m]
-
-
 def _measure(packed: PackedModel, attention: Attention, fusion: FusedLaunches) -> range:
-    """The range from one or two rows to the last size before the kernel first loses."""
+    """From one or two rows to the largest size at which the kernel wins, found by bisection: each
+    size that is tried compiles variants of the kernel."""
 
-    def wins(num_rows: int) -> bool:
+    def loses(num_rows: int) -> bool:
         by_kernel, by_mlx = _seconds(packed, attention, fusion, num_rows)
-        return by_kernel < by_mlx
+        return by_kernel >= by_mlx
 
-    most = 1
-    first = 1 if wins(1) else 2
-    for size in _SIZES:
-        if not wins(size):
-            break
-        most = size
-    return range(first, most + 1)
+    first = 2 if loses(1) else 1
+    count = bisect_left(_SIZES, True, key=loses)
+    return range(first, (_SIZES[count - 1] if count else 1) + 1)
 
 
 def _seconds(
@@ -126,5 +122,7 @@ def _padding(attention: Attention, num_rows: int) -> Step:
     batch = inputs.pack(rows, np.zeros_like(rows), np.ones_like(rows))
     step = attention.prepare(batch, num_rows)
     nowhere = tuple(mx.full(slots.shape, PAD_SLOT, mx.int32) for slots in step.slot_mapping)
-    plan = replace(step.plan, seq_lens=mx.zeros_like(step.plan.seq_lens))
+    plan = step.plan
+    if plan.seq_lens is not None:
+        plan = replace(plan, seq_lens=mx.zeros_like(plan.seq_lens))
     return replace(step, slot_mapping=nowhere, plan=plan)

@@ -5,6 +5,7 @@ the body.  `mx.fast.metal_kernel` writes the function around the body, with a si
 the arrays given at launch.
 """
 
+import hashlib
 import re
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,13 @@ def strip_comments(text: str) -> str:
 def names() -> list[str]:
     """The names of all kernels."""
     return sorted(file.stem for file in FOLDER.glob("*.metal"))
+
+
+@cache
+def digest() -> str:
+    """A hash of this package: its kernels, and the Python that launches and checks them."""
+    files = [*_PACKAGE.rglob("*.py"), *FOLDER.glob("*.metal"), *FOLDER.glob("*.h")]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
 def _resolve(text: str) -> str:

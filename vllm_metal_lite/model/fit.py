@@ -19,6 +19,7 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.trial import BLOCK, Trial
+from vllm_metal_lite.model.usage import Usage
 from vllm_metal_lite.specs import AttentionShape
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ class _ObserverStep(ReferenceStepAttention):
 
 def fit(
     model: nn.Module, layout: Layout, model_type: str
-) -> tuple[PackedModel, list[AttentionShape]]:
-    """The model, ready for packed steps, and its attention shapes in the seam.
+) -> tuple[PackedModel, list[AttentionShape], Usage]:
+    """The model, ready for packed steps, its attention shapes in the seam, and what else it uses.
 
     The trial also evaluates lazy arrays that are not parameters (RoPE's frequencies): MLX can
     evaluate them only in the thread that created them.
@@ -66,11 +67,13 @@ def fit(
     for _ in ("packed", "by segment"):
         packed = PackedModel(model, layout, last and last.text)
         attention = _Observer(PagedStore(layout.specs, 4, BLOCK))
-        problem = trial.problem(packed, attention)
+        usage = Usage()
+        with usage.watching():
+            problem = trial.problem(packed, attention)
         if problem is None:
             if packed.by_segment:
                 _warn_by_segment(packed.by_segment, model_type, last and last.is_unexpected)
-            return packed, list(attention.shapes)
+            return packed, list(attention.shapes), usage
         last = problem
     assert last is not None
     raise ModelLoadError(f"the architecture {model_type} is not supported: {last.text}")

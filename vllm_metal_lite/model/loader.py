@@ -33,7 +33,8 @@ from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.fit import fit
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.specs import AttentionShape
+from vllm_metal_lite.model.usage import Usage, plain_weights
+from vllm_metal_lite.specs import AttentionShape, KernelUse
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
@@ -71,6 +72,7 @@ class LoadedModel:
     generation_config: dict[str, Any]
     attention_shapes: list[AttentionShape]
     kv_specs: list[LayerSpec]
+    usage: Usage
     context_guess: str | None = None
 
     @property
@@ -90,6 +92,18 @@ class LoadedModel:
             self,
             kv_specs=[replace(s, bits=kv_bits) for s in self.kv_specs],
             attention_shapes=[replace(s, kv_bits=kv_bits) for s in self.attention_shapes],
+        )
+
+    def kernel_use(self, block_size: int) -> KernelUse:
+        """What the model asks of the kernels, over a store with blocks of block_size tokens."""
+        weights = {w.shape: None for w in plain_weights(self.packed.model)}
+        return KernelUse(
+            tuple(self.attention_shapes),
+            block_size,
+            self.usage.rotations,
+            tuple(self.usage.hidden_sizes),
+            tuple((outputs, depth) for outputs, depth in weights),
+            self.packed.no_prefix_cache is None,
         )
 
     @property
@@ -163,7 +177,7 @@ def from_model(
     adapt(model)
     layout = inspect(model, model_type)
     max_position, context_guess = context_length(model, config)
-    packed, shapes = fit(model, layout, model_type)
+    packed, shapes, usage = fit(model, layout, model_type)
     weights = backend.leaves(model.parameters())
     eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
     return LoadedModel(
@@ -179,6 +193,7 @@ def from_model(
         dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
         generation_config=_read_json(path / "generation_config.json") if path else {},
         attention_shapes=shapes,
+        usage=usage,
         kv_specs=list(layout.specs),
         context_guess=context_guess,
     )

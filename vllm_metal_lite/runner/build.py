@@ -51,7 +51,7 @@ def choose_attention(
         return ReferenceAttention(store), reason, ()
     verdict = Verdict({})
     if room := _room("checks.verdicts"):
-        verdict = room.verify(shapes, store.block_size)
+        verdict = room.verify(model.kernel_use(store.block_size))
     return *select(option, store, shapes, verdict), tuple(verdict.failures)
 
 

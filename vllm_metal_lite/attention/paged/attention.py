@@ -8,6 +8,7 @@ prompt is attended to as a decode.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from vllm_metal_lite.attention.base import Step
@@ -38,7 +39,7 @@ class KernelAttention:
     """Only kernels write and read the store.  The state is the token that orders the kernels.
 
     prefill: the path of prompts, "varlen" or "gather".  head_groups: query heads per KV head, over
-    all layers.  shares: `shared_prefix` may be used.  gathers_rows: `gather_rows` may be used.
+    all layers.  without: kernels that are not used; each has a next best way (select.py).
     rows_as_decodes: rows, the largest step whose prompt rows may be attended to as decodes.
     """
 
@@ -51,13 +52,12 @@ class KernelAttention:
         prefill: str,
         head_groups: Collection[int],
         *,
-        shares: bool = True,
-        gathers_rows: bool = True,
+        without: Collection[str] = (),
         rows_as_decodes: int = 0,
     ) -> None:
-        self.store, self.prefill = store, prefill
-        self.rows_as_decodes, self.gathers_rows = rows_as_decodes, gathers_rows
-        self._shares_prefixes = shares
+        self.store, self.prefill, self.without = store, prefill, frozenset(without)
+        self.rows_as_decodes = rows_as_decodes
+        shares = self.without.isdisjoint(("shared_prefix", "paged_decode"))
         self._head_groups = sorted(head_groups)
         # `shared_prefix` needs full attention, unquantized KV and a supported head size.
         self.shares = [
@@ -80,8 +80,7 @@ class KernelAttention:
             store,
             self.prefill,
             self._head_groups,
-            shares=self._shares_prefixes,
-            gathers_rows=self.gathers_rows,
+            without=self.without,
             rows_as_decodes=self.rows_as_decodes,
         )
 
@@ -94,13 +93,17 @@ class KernelAttention:
         decodes, prefix = self._decodes(batch, num_rows)
         prompts: VarlenPrompts | SdpaPrompts | None = None
         if decodes.num_decodes < decodes.num_segments:
-            rest, rows = batch.prefills(), num_rows - batch.num_decodes
+            rest, rows = decodes.prefills(), num_rows - decodes.num_decodes
             repeats = batch.num_decodes > 0 and rows <= profile().small_rows
             if self.prefill == "varlen":
                 prompts = VarlenPrompts.plan(rest, rows, self._head_groups, repeats)
             else:
                 prompts = SdpaPrompts.plan(rest, rows, self._windows, repeats)
-        return plan_step(batch, num_rows, decodes, prompts, prefix, self._kv_heads)
+        return plan_step(
+            batch, num_rows, decodes, prompts, prefix, self._kv_heads,
+            splits="merge_partitions" not in self.without,
+            writes_late="fused_decode" not in self.without,
+        )  # fmt: skip
 
     def begin(self, step: Step, state: list[mx.array]) -> "KernelStepAttention":
         return KernelStepAttention(self, step, *state)
@@ -113,6 +116,8 @@ class KernelAttention:
         The rows of a chunk can be decodes that share the chunk's context.  A small step then needs
         no launches for its prompts, and parallel splits read the context.
         """
+        if "paged_decode" in self.without:  # decodes are prompts of one row
+            return replace(batch, num_decodes=0), None
         device = profile()
         if batch.num_decodes < batch.num_segments and num_rows <= self.rows_as_decodes:
             rows, first = batch.as_decodes(), batch.num_decodes
@@ -186,6 +191,8 @@ class KernelStepAttention:
         new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
         if self.plan.writes_late:
             return new
+        if "rope_write" in self.attention.without:
+            return None
         rows, self.token = rope_write(
             new, positions=self.step.positions, slot_mapping=self._slot_mapping(layer),
             keys=keys, values=values, token=self.token,
@@ -270,7 +277,7 @@ class KernelStepAttention:
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,
-            take=gather_rows if self.attention.gathers_rows else take_rows,
+            take=take_rows if "gather_rows" in self.attention.without else gather_rows,
         )
 
     def _gather(self, layer: int, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:

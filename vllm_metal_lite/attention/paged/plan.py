@@ -67,16 +67,23 @@ def plan_step(
     prompts: VarlenPrompts | SdpaPrompts | None,
     prefix: CommonPrefix | None,
     kv_heads: Collection[int],
+    *,
+    splits: bool,
+    writes_late: bool,
 ) -> Step:
-    """decodes: `batch` itself, or `batch.as_decodes()`, in which every row is a decode."""
+    """decodes: `batch` itself, `batch.as_decodes()` (every row is a decode), or the batch without
+    decodes (all are prompts).  splits: contexts may be cut.  writes_late: attention may write rows.
+    """
     count = decodes.num_decodes
     plan = PagedPlan(
         num_decodes=count if prompts else num_rows,
-        writes_late=prompts is None and decodes is batch and not batch.reads_new_rows,
+        writes_late=(
+            writes_late and prompts is None and decodes is batch and not batch.reads_new_rows
+        ),
         prompts=prompts,
     )
     if count:
-        plan = _with_decodes(plan, decodes, prefix, kv_heads)
+        plan = _with_decodes(plan, decodes, prefix, kv_heads, splits)
     if not plan.repeats:
         return make_step(batch, num_rows, plan)
     num_logits = _num_logits(batch, count, prompts is not None)
@@ -88,9 +95,18 @@ def plan_step(
 
 
 def _with_decodes(
-    plan: PagedPlan, decodes: ForwardBatch, prefix: CommonPrefix | None, kv_heads: Collection[int]
+    plan: PagedPlan,
+    decodes: ForwardBatch,
+    prefix: CommonPrefix | None,
+    kv_heads: Collection[int],
+    splits: bool,
 ) -> PagedPlan:
     count, rows = decodes.num_decodes, plan.num_decodes
+
+    def plans(longest: int) -> dict[int, DecodePlan]:
+        found = {h: decode_plan(rows, h, longest) for h in kv_heads}
+        return found if splits else {h: p._replace(splits=1) for h, p in found.items()}
+
     seq_lens = decodes.seq_lens[:count]
     longest = int(seq_lens.max())
     width = power_of_two(-(-longest // decodes.block_size))
@@ -99,7 +115,7 @@ def _with_decodes(
         plan,
         block_tables=tuple(mx.array(pad_tables(t, rows, width)) for t in tables),
         seq_lens=mx.array(pad_rows(seq_lens, rows)),
-        decode_plans={h: decode_plan(rows, h, longest) for h in kv_heads},
+        decode_plans=plans(longest),
     )
     if prefix is None:
         return plan
@@ -109,7 +125,7 @@ def _with_decodes(
         prefix_len=1 << (int(prefix.lens.max()).bit_length() - 1),
         leader=mx.array([prefix.leader], mx.int32),
         prefix_lens=mx.array(pad_rows(prefix.lens, rows)),
-        own_plans={h: decode_plan(rows, h, own) for h in kv_heads},
+        own_plans=plans(own),
     )
 
 

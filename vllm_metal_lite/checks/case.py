@@ -1,0 +1,159 @@
+"""A small paged store with random sequences, and attention to it by the reference."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.specs import AttentionShape
+
+# More than eight sequences: MLX passes smaller arrays to a kernel in another address space.
+# Contexts of one key, within a block, over many blocks, more than one split.
+CONTEXTS = np.array((1, 7, 16, 33, 65, 130, 270, 300, 540))
+# Rows of each sequence in the prompt check: whole prompts, and chunks after a context.
+_PROMPT_ROWS = np.array((1, 7, 9, 3, 20, 1, 2, 5, 40))
+
+
+class Case:
+    """A store with blocks in random order, and a row of padding behind the decodes.
+
+    keys, values: (slots, num_kv_heads, head_dim) float32, the values that the store holds; NaN in
+    free slots.  kept: the same in the format of the store.  q: (rows, num_heads, k_head_dim).
+    Whoever changes an array copies it first.
+    """
+
+    def __init__(self, shape: AttentionShape, block_size: int) -> None:
+        self.shape, self.block_size = shape, block_size
+        rng = np.random.default_rng(0)
+        inputs = InputBatch(len(CONTEXTS), CONTEXTS.max(), block_size)
+        rows = np.array([inputs.add([0] * n, n) for n in CONTEXTS])
+        counts = -(-CONTEXTS // block_size)
+        self.num_blocks = int(counts.sum()) + 4
+        free = rng.permutation(self.num_blocks).tolist()
+        for row, count in zip(rows, counts, strict=True):
+            inputs.append_blocks(row, [free.pop() for _ in range(count)])
+        self.decodes, self.prompts = (
+            inputs.pack(rows, CONTEXTS - lengths, lengths)
+            for lengths in (np.ones_like(CONTEXTS), _PROMPT_ROWS)
+        )
+        slots = (self.num_blocks + 1) * block_size
+        owned = np.zeros(slots, bool)
+        for table, n in zip(self.decodes.block_tables, CONTEXTS, strict=True):
+            owned[_slots(table, np.arange(n), block_size)] = True
+        self.owned = np.flatnonzero(owned)
+        self.spec = LayerSpec(
+            shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype, bits=shape.kv_bits
+        )
+        self.formats = self.spec.k_row, self.spec.v_row
+        self.drawn = [
+            draw(rng, (slots, shape.num_kv_heads, row.dim), shape.dtype) for row in self.formats
+        ]
+        self.kept, (self.keys, self.values) = self._fill(owned)
+        self.q = draw(rng, (self.prompts.num_tokens, *self._head), shape.dtype)
+        self.sinks = 2 * draw(rng, (shape.num_heads,), shape.dtype) if shape.sinks else None
+
+    @property
+    def _head(self) -> tuple[int, int]:
+        return self.shape.num_heads, self.shape.k_head_dim
+
+    def _fill(self, owned: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The store's K and V, made on this machine's CPU, and their float32 values.
+
+        Free slots are NaN.  In a quantised store all their bits are ones, so the scales are NaN.
+        """
+        kept, values = [], []
+        for row, drawn in zip(self.formats, self.drawn, strict=True):
+            with mx.stream(mx.cpu):
+                packed = row.pack(mx.array(drawn))
+                values.append(np.array(row.unpack(packed).astype(mx.float32)))
+                kept.append(np.array(packed if row.bits else packed.astype(mx.float32)))
+            values[-1][~owned] = np.nan
+            kept[-1][~owned] = 0xFFFFFFFF if row.bits else np.nan
+        return kept, values
+
+    @property
+    def newest(self) -> np.ndarray:
+        """The slot of each sequence's last key."""
+        tables = self.decodes.block_tables
+        return np.array(
+            [_slots(t, n - 1, self.block_size) for t, n in zip(tables, CONTEXTS, strict=True)]
+        )
+
+    def array(self, values: np.ndarray) -> mx.array:
+        return mx.array(values.astype(np.float32)).astype(self.shape.dtype)
+
+    def store(self) -> tuple[mx.array, mx.array]:
+        """A new store, for kernels that may write to it."""
+        rows = zip(self.formats, self.kept, strict=True)
+        keys, values = (mx.array(kept).astype(row.kept_dtype) for row, kept in rows)
+        mx.eval(keys, values)
+        return keys, values
+
+    def how(self) -> dict[str, Any]:
+        """The arguments of attention kernels."""
+        return {
+            "block_size": self.block_size,
+            "scale": self.shape.k_head_dim**-0.5,
+            "window": self.shape.window,
+            "softcap": self.shape.softcap,
+            "sinks": None if self.sinks is None else mx.array(self.sinks),
+        }
+
+    def sharing(self, num_rows: int) -> tuple[ForwardBatch, np.ndarray]:
+        """The decodes, whose num_rows longest begin with the same blocks; each prefix's length."""
+        first = len(CONTEXTS) - num_rows
+        shared = (int(CONTEXTS[first]) - 1) // self.block_size
+        tables = self.decodes.block_tables.copy()
+        tables[first:, :shared] = tables[-1, :shared]
+        lens = np.zeros(len(CONTEXTS), np.int32)
+        lens[first:] = shared * self.block_size
+        return replace(self.decodes, block_tables=tables), lens
+
+    def expected(
+        self, batch: ForwardBatch, q: np.ndarray, keys: np.ndarray, values: np.ndarray
+    ) -> np.ndarray:
+        """The reference, in float32 on the CPU of this machine."""
+        s = self.shape
+        with mx.stream(mx.cpu):
+            spec = LayerSpec(s.num_kv_heads, s.k_head_dim, s.v_head_dim, mx.float32)
+            store = PagedStore([spec], self.num_blocks, self.block_size)
+            store.keys, store.values = [mx.array(keys)], [mx.array(values)]
+            attention = ReferenceAttention(store)
+            step = attention.prepare(batch, batch.num_tokens)
+            how = self.how()
+            del how["block_size"]
+            bound = attention.begin(step, attention.new_state())
+            return np.array(bound.attend(0, mx.array(q.astype(np.float32)), **how))
+
+
+@lru_cache(maxsize=2)  # the checks of one shape follow each other
+def case_of(shape: AttentionShape, block_size: int) -> Case:
+    return Case(shape, block_size)
+
+
+def padded(rows: np.ndarray) -> np.ndarray:
+    """One more row, of padding: zeros."""
+    return np.concatenate([rows, np.zeros_like(rows[:1])])
+
+
+def draw(rng: np.random.Generator, dims: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
+    """Normal values, rounded to `dtype`, as float32."""
+    return rounded(rng.standard_normal(dims, np.float32), dtype)
+
+
+def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """Values rounded to `dtype`, as float32."""
+    if dtype == mx.float32:
+        return values.astype(np.float32)
+    with mx.stream(mx.cpu):
+        return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
+
+
+def _slots(table: np.ndarray, positions: Any, block_size: int) -> Any:
+    return table[positions // block_size] * block_size + positions % block_size

@@ -1,0 +1,67 @@
+"""One kernel at one shape: a value that one process makes and another one runs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.specs import AttentionShape, Rotation
+
+# A check also runs these kernels.  After one of them fails, its own result would say nothing.
+_NEEDS = {
+    "merge_partitions": ("paged_decode",),
+    "shared_prefix": ("paged_decode",),
+    "fused_decode": ("paged_decode",),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """kernel: as in metal/, or "fused_decode", which is `paged_decode` with NewRows.
+
+    block_size: 0 if blocks do not matter.  rotation: of the new rows; with `merge_partitions` and
+    `shared_prefix` it selects the fused decode in front of them.  sizes: of a kernel without
+    attention: (hidden size,) or (rows, outputs, depth).
+    """
+
+    kernel: str
+    shape: AttentionShape
+    block_size: int = 0
+    rotation: Rotation | None = None
+    sizes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        dtype = str(self.shape.dtype).removeprefix("mlx.core.")
+        if self.sizes:
+            return f"{self.kernel} ({' x '.join(map(str, self.sizes))} {dtype})"
+        parts = [str(self.shape)]
+        parts += [f"blocks of {self.block_size}"] if self.block_size else []
+        parts += [str(self.rotation)] if self.rotation else []
+        return f"{self.kernel} ({', '.join(parts)})"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The other kernels that must be right before this check can say something."""
+        fused = self.rotation is not None and self.kernel in ("merge_partitions", "shared_prefix")
+        return (*_NEEDS.get(self.kernel, ()), *(("fused_decode",) if fused else ()))
+
+    def encode(self) -> dict[str, Any]:
+        """The check as JSON."""
+        dtype = str(self.shape.dtype).removeprefix("mlx.core.")
+        return {
+            **vars(self),
+            "shape": {**vars(self.shape), "dtype": dtype},
+            "rotation": self.rotation and vars(self.rotation),
+        }
+
+    @classmethod
+    def decode(cls, fields: dict[str, Any]) -> "Check":
+        """The check that `encode` was called on."""
+        shape = {**fields["shape"], "dtype": getattr(mx, fields["shape"]["dtype"])}
+        rotation = fields["rotation"]
+        return cls(
+            fields["kernel"],
+            AttentionShape(**shape),
+            fields["block_size"],
+            None if rotation is None else Rotation(**rotation),
+            tuple(fields["sizes"]),
+        )

@@ -1,0 +1,187 @@
+"""Runs checks in a process of their own, with a watchdog.
+
+A kernel may hang, or end its process.  Then the process is replaced, the kernel is reported, and
+the rest goes on.  If no process can be started, the checks run in this one.
+"""
+
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import IO, Any
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.child import decode
+from vllm_metal_lite.checks.result import CheckResult
+from vllm_metal_lite.checks.run import run as run_here
+from vllm_metal_lite.errors import one_line
+
+logger = logging.getLogger(__name__)
+
+# Seconds until a process is ready: a slow disk may have to read Python and MLX.
+_START = 120.0
+# Seconds for one check, which compiles up to four variants of a kernel in a few seconds each.
+DEADLINE = 60.0
+
+# Gets the number of checks done, their total, and the check that begins.
+Progress = Callable[[int, int, Check], object]
+
+
+def command() -> list[str] | None:
+    """How to start the process; None: there is no Python to start, as in an embedded one."""
+    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks"] if sys.executable else None
+
+
+def run(
+    checks: Sequence[Check],
+    progress: Progress | None = None,
+    *,
+    timed: bool = False,
+    deadline: float | None = None,
+    known: Sequence[CheckResult] = (),
+) -> list[CheckResult]:
+    """Run checks in order -> the results, one for each check that can say something.
+
+    A check is left out if a kernel that it needs failed before, or if its own kernel hung or ended
+    the process before.  timed: time the kernels that are right.  deadline: seconds for one check,
+    by default DEADLINE.  known: earlier results, which also leave checks out.
+    """
+    results: list[CheckResult] = []
+    deadline = DEADLINE if deadline is None else deadline
+    child: _Child | None = None
+    alone = False
+    try:
+        for done, check in enumerate(checks):
+            if progress is not None:
+                progress(done, len(checks), check)
+            if _says_nothing(check, [*known, *results]):
+                continue
+            if child is None and not alone:
+                child = _start()
+                alone = child is None
+            if child is None:
+                results.append(run_here(check, timed))
+                continue
+            result = child.ask(check, timed, deadline)
+            results.append(result)
+            if result.ended:
+                child.stop()
+                child = None
+    finally:
+        if child is not None:
+            child.stop()
+    return results
+
+
+def _says_nothing(check: Check, results: Sequence[CheckResult]) -> bool:
+    return any(
+        result.kernel in check.needs or (result.ended and result.kernel == check.kernel)
+        for result in results
+        if not result.passed
+    )
+
+
+def _start() -> "_Child | None":
+    """A process that is ready; None, with the reason in the log, if there cannot be one."""
+    words = command()
+    try:
+        if words is None:
+            raise OSError("the path of Python is not known")
+        return _Child(words)
+    except (OSError, ValueError) as e:
+        logger.info(f"the kernels are checked without a watchdog: no process: {one_line(e)}")
+        return None
+
+
+class _Child:
+    """One process.  Raises OSError if it cannot be started."""
+
+    def __init__(self, words: list[str]) -> None:
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        self._errors = _scratch()
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors or subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            text=True,
+        )
+        self._replies: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            self._expect_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _expect_ready(self) -> None:
+        try:
+            ready = self._replies.get(timeout=_START)
+        except queue.Empty:
+            raise OSError(f"it is not ready after {_START:g} s") from None
+        if ready is None:
+            raise OSError(self._why())
+        if ready["device"] != backend.describe():
+            raise OSError(f"it computes on {ready['device']}")
+
+    def ask(self, check: Check, timed: bool, deadline: float) -> CheckResult:
+        """The result of one check, whatever the kernel does."""
+        request = json.dumps({"check": check.encode(), "timed": timed})
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, and no reply will come
+            print(request, file=self._process.stdin, flush=True)
+        try:
+            reply = self._replies.get(timeout=deadline)
+        except queue.Empty:
+            failure = f"hangs: no result after {deadline:g} s"
+            return CheckResult(check, failure=failure, ended=True)
+        if reply is None:
+            return CheckResult(check, failure=f"ends the process: {self._why()}", ended=True)
+        return decode(check, reply)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for file in (self._process.stdin, self._process.stdout, self._errors):
+            with suppress(OSError, ValueError):  # flushing a pipe that nobody reads; in use
+                if file is not None:
+                    file.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(ValueError):  # closed, or not JSON: the process is no longer of use
+            for line in self._process.stdout:
+                self._replies.put(json.loads(line))
+        self._replies.put(None)
+
+    def _why(self) -> str:
+        """How the process ended, and the last line that it printed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        code = self._process.returncode
+        how = f"exit code {code}"
+        if code is not None and code < 0:
+            with suppress(ValueError):
+                how = signal.Signals(-code).name
+        said = ""
+        if self._errors is not None:
+            self._errors.seek(0)
+            said = next((s for s in reversed(self._errors.read().splitlines()) if s.strip()), "")
+        return f"{how} ({said.strip()[:200]})" if said else how
+
+
+def _scratch() -> IO[str] | None:
+    """A file for what the process prints, where the disk has room for one."""
+    try:
+        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,80 @@
+"""The checks of the kernels that one model uses, and no others."""
+
+from dataclasses import replace
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, unsupported
+from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
+from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+
+# Rows of products with the least and with the greatest depth.  The first do not fill their tile,
+# and take along what runs beside a product.
+PRODUCT_ROWS = (5, MAX_ROWS)
+
+
+def checks_for(use: KernelUse) -> list[Check]:
+    """Each kernel at the model's shapes, in the order in which they build on each other."""
+    checks: dict[Check, None] = {}
+    for shape in use.shapes:
+        checks |= dict.fromkeys(_attention(shape, use))
+    for shape in use.shapes:
+        checks |= dict.fromkeys(_new_rows(shape, use))
+    if not use.shapes:
+        return list(checks)
+    heads = heads_only(use.shapes[0])
+    for size in use.hidden_sizes:
+        checks[Check("add_rms_norm", heads, sizes=(size,))] = None
+    if use.weights and heads.dtype != mx.float32:
+        by_depth = sorted(use.weights, key=lambda weight: weight[1])
+        for rows, weight in zip(PRODUCT_ROWS, (by_depth[0], by_depth[-1]), strict=True):
+            checks[Check("skinny_gemm", heads, sizes=(rows, *weight))] = None
+    return list(checks)
+
+
+def heads_only(shape: AttentionShape) -> AttentionShape:
+    """The parts of a shape that matter to new rows: not masks, nor the format of the store."""
+    return AttentionShape(
+        shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype
+    )
+
+
+def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:
+    """The kernels that read and write the store."""
+    rows, size = replace(heads_only(shape), kv_bits=shape.kv_bits), use.block_size
+    form = "" if shape.kv_bits is None else "_quantised"
+    checks = [Check(f"kv_write{form}", rows, size), Check(f"kv_gather{form}", rows, size)]
+    checks += [Check("paged_decode", shape, size), Check("merge_partitions", shape, size)]
+    if shares(shape, use):
+        checks.append(Check("shared_prefix", shape, size))
+    if unsupported(shape, prefill=True) is None:
+        checks.append(Check("varlen_prefill", shape, size))
+    checks.append(Check("gather_rows", heads_only(shape)))
+    return checks
+
+
+def _new_rows(shape: AttentionShape, use: KernelUse) -> list[Check]:
+    """The kernels that take rows as the projections return them."""
+    if shape.kv_bits is not None or shape.latent:
+        return []
+    checks, size = [], use.block_size
+    for rotation in use.rotations:
+        if not _suits(rotation, shape):
+            continue
+        checks.append(Check("rope_write", heads_only(shape), 0, rotation))
+        checks.append(Check("fused_decode", shape, size, rotation))
+        checks.append(Check("merge_partitions", shape, size, rotation))
+        if shares(shape, use):
+            checks.append(Check("shared_prefix", shape, size, rotation))
+    return checks
+
+
+def shares(shape: AttentionShape, use: KernelUse) -> bool:
+    """Whether decodes of this shape may share a prefix."""
+    dims = shape.k_head_dim, shape.v_head_dim
+    plain = shape.window is None and shape.kv_bits is None
+    return use.shares_prefix and plain and head_size_problem(dims, MAX_PREFILL_DIM) is None
+
+
+def _suits(rotation: Rotation, shape: AttentionShape) -> bool:
+    return rotation.dims % 2 == 0 and 2 <= rotation.dims <= shape.k_head_dim

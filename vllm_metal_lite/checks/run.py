@@ -1,0 +1,19 @@
+"""Runs one check in this process."""
+
+from vllm_metal_lite.checks import fusedcheck, selfcheck, speed
+from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.result import CheckResult
+from vllm_metal_lite.errors import one_line
+
+
+def run(check: Check, timed: bool = False) -> CheckResult:
+    """timed: also time the kernel beside its next best way, if it is right."""
+    room = selfcheck if check.rotation is None and not check.sizes else fusedcheck
+    try:
+        error, tolerance = room.CHECKS[check.kernel](check)
+        result = CheckResult(check, error, tolerance)
+        if not timed or not result.passed:
+            return result
+        return CheckResult(check, error, tolerance, speed=speed.measure(check))
+    except Exception as e:  # from a compiler or a driver
+        return CheckResult(check, failure=one_line(e))

@@ -1,0 +1,78 @@
+"""What a model uses beside attention: rotations, norms, and plain products of few rows.
+
+Observed while the model runs: its modules differ, but all call mx.fast.rope and mx.fast.rms_norm.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.nn as nn
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.skinny_gemm import suits
+from vllm_metal_lite.model.seam.hooks import hooked
+from vllm_metal_lite.specs import Rotation
+
+
+class Usage:
+    """Records the norms and rotations of a model's forwards.
+
+    hidden_sizes: elements of the rows that are normalised, heads aside.
+    """
+
+    def __init__(self) -> None:
+        self.hidden_sizes: dict[int, None] = {}
+        self._head_norms: dict[int, float] = {}  # head size -> eps
+        self._rotations: dict[tuple[int, Rotation], None] = {}
+
+    @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        found = {
+            Rotation(r.dims, r.traditional, r.base, r.scale, self._head_norms.get(head_dim))
+            for head_dim, r in self._rotations
+        }
+        return tuple(sorted(found, key=str))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the calls of everything that runs meanwhile."""
+        fast = mx.fast
+        hooks = [
+            (fast, "rms_norm", self._rms_norm(fast.rms_norm)),
+            (fast, "rope", self._rope(fast.rope)),
+        ]
+        with hooked(hooks):
+            yield
+
+    def _rms_norm(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
+            if x.ndim == 4:
+                self._head_norms[x.shape[-1]] = eps
+            else:
+                self.hidden_sizes[x.shape[-1]] = None
+            return original(x, weight, eps, **kwargs)
+
+        return rms_norm
+
+    def _rope(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def rope(
+            x: mx.array,
+            dims: int,
+            *,
+            traditional: bool,
+            base: float | None,
+            scale: float,
+            **kwargs: Any,
+        ) -> mx.array:
+            self._rotations[x.shape[-1], Rotation(dims, traditional, base, scale)] = None
+            how = {"traditional": traditional, "base": base, "scale": scale}
+            return original(x, dims, **how, **kwargs)
+
+        return rope
+
+
+def plain_weights(model: nn.Module) -> list[mx.array]:
+    """Weights (outputs, inputs) that `skinny_gemm` supports: neither quantised nor biased."""
+    modules = (m for _, m in model.named_modules() if isinstance(m, nn.Linear))
+    return [m["weight"] for m in modules if "bias" not in m and suits(m["weight"])]
