@@ -74,7 +74,7 @@ def test_kernels_that_are_right_are_used_without_a_warning(caplog, option):
     assert not caplog.records
     assert (attention.name, attention.prefill) == ("kernels", "varlen")
     assert attention.shares == [True]
-    assert attention.gathers_rows
+    assert not attention.without
     assert attention.rows_as_decodes == profile().rows_as_decodes
     assert reason == "right on this device; prompts by varlen_prefill"
 
@@ -85,25 +85,40 @@ def test_prompts_go_the_faster_way():
     assert "MLX's SDPA" in reason
 
 
-@pytest.mark.parametrize("name", ["paged_decode", "merge_partitions", "kv_write"])
-def test_a_wrong_kernel_that_is_needed_gives_way_to_the_reference(caplog, name):
+@pytest.mark.parametrize("name", ["kv_write", "kv_write_quantised", "kv_gather_quantised"])
+def test_a_kernel_that_no_other_can_replace_gives_way_to_the_reference(caplog, name):
+    shape = replace(SHAPE, kv_bits=8)
     verdict = failing("gather_rows", name)
-    attention, reason = select("auto", store(), [SHAPE], verdict)
-    assert re.search("gather_rows .* allowed; using the reference attention", caplog.text)
+    attention, reason = select("auto", store(), [shape], verdict)
+    assert re.fullmatch(f"a kernel .*: {name} .* allowed; the reference .*", *caplog.messages)
     assert attention.name == "reference"
     assert f"{name} is off by 2" in reason
     with pytest.raises(ConfigError, match=f"attention='kernels' is not possible.*{name}"):
-        select("kernels", store(), [SHAPE], verdict)
+        select("kernels", store(), [shape], verdict)
 
 
+@pytest.mark.parametrize("option", ["auto", "kernels"])
 @pytest.mark.parametrize("name", sorted(OPTIONAL_KERNELS))
-def test_a_wrong_kernel_that_is_optional_is_done_without(caplog, name):
-    attention, reason = select("auto", store(), [SHAPE], failing(name))
-    assert re.search(f"{name} .* using MLX's own operations instead", caplog.text)
-    assert (attention.name, attention.prefill) == ("kernels", "gather")
-    assert attention.shares == [name != "shared_prefix"]
-    assert attention.gathers_rows == (name != "gather_rows")
-    assert attention.rows_as_decodes == (
-        0 if name == "shared_prefix" else profile().rows_as_decodes
+def test_any_other_kernel_gives_way_alone(caplog, name, option):
+    attention, reason = select(option, store(), [SHAPE], failing(name))
+    assert re.fullmatch(
+        f"a kernel .*: {name} is off .* allowed; .* Please report.*", *caplog.messages
     )
-    assert "the others right" in reason
+    assert (attention.name, attention.without) == ("kernels", {name})
+    assert attention.prefill == ("varlen" if name == "kv_gather" else "gather")
+    alone = name in ("shared_prefix", "paged_decode")
+    assert attention.shares == [not alone]
+    assert attention.rows_as_decodes == (0 if alone else profile().rows_as_decodes)
+    assert f"without {name}, the others right" in reason
+
+
+def test_without_both_ways_of_prompts_the_reference_is_used(caplog):
+    verdict = failing("kv_gather", "varlen_prefill")
+    assert select("auto", store(), [SHAPE], verdict)[0].name == "reference"
+    wide = replace(SHAPE, k_head_dim=512, v_head_dim=512)  # too wide for varlen_prefill
+    assert select("auto", store(), [wide], failing("kv_gather"))[0].name == "reference"
+
+
+def test_what_the_user_knows_is_not_said_again(caplog):
+    select("auto", store(), [SHAPE], failing("gather_rows", "rope_write"), known=["gather_rows"])
+    assert re.search("rope_write is off", *caplog.messages)

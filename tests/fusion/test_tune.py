@@ -13,7 +13,7 @@ from tests.support import tiny_models as tiny
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
+from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.fusion import decide, tune
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.kernels.launch import Kernel
@@ -48,7 +48,7 @@ def model(name="qwen3", dtype=mx.bfloat16):
 def decided(monkeypatch, packed, attention, wrong=()) -> tuple[range, str]:
     """The rows whose products go through the kernel, and what is said of it, for a model that
     passes its trial."""
-    monkeypatch.setattr(decide, "_problem", lambda *_: None)
+    monkeypatch.setattr(decide._Trials, "problem", lambda *_: None)
     fusion, note = decide.decide(packed, attention, wrong)
     return fusion.skinny_rows, note
 
@@ -72,8 +72,8 @@ def timed(monkeypatch, *faster) -> list[int]:
         ((8, 16, 32, 64), range(2, 65), "2 to 64 rows"),
         ((8, 16, 64), range(2, 17), "2 to 16 rows"),
         ((1, 8), range(1, 9), "1 to 8 rows"),
-        ((1, 16, 32), range(1, 2), "one row"),
-        ((16, 32, 64), range(0), None),
+        ((1,), range(1, 2), "one row"),
+        ((), range(0), None),
     ],
 )
 def test_as_many_rows_as_steps_are_faster_with(monkeypatch, faster, rows, count):
@@ -87,25 +87,26 @@ def test_a_model_s_weights_are_measured_once(monkeypatch):
     """Those of another model, of which it has more or others, anew."""
     sizes = timed(monkeypatch, 8)
     decided(monkeypatch, *model())
-    assert sizes == [1, 8, 16]
+    assert sizes == [1, 32, 16, 8]
     decided(monkeypatch, *model())
-    assert len(sizes) == 3
+    assert len(sizes) == 4
     for count, (name, dtype) in enumerate([("llama", mx.bfloat16), ("qwen3", mx.float16)], 2):
         decided(monkeypatch, *model(name, dtype))
-        assert len(sizes) == 3 * count
+        assert len(sizes) == 4 * count
 
 
 def test_weights_count_by_how_many_there_are(monkeypatch):
     sizes = timed(monkeypatch)
     packed, attention = model()
     decided(monkeypatch, packed, attention)
-    weights = tune._linear_weights(packed.model)
-    monkeypatch.setattr(tune, "_linear_weights", lambda _: weights[::-1])
+    once = list(sizes)
+    weights = tune.plain_weights(packed.model)
+    monkeypatch.setattr(tune, "plain_weights", lambda _: weights[::-1])
     decided(monkeypatch, *model())
-    assert sizes == [1, 8]
-    monkeypatch.setattr(tune, "_linear_weights", lambda _: [*weights, weights[0]])
+    assert sizes == once
+    monkeypatch.setattr(tune, "plain_weights", lambda _: [*weights, weights[0]])
     decided(monkeypatch, *model())
-    assert sizes == [1, 8] * 2
+    assert sizes == once * 2
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_nothing_is_timed_where_the_kernel_cannot_help(monkeypatch, name, dtype,
 
 def test_nothing_is_timed_where_fused_launches_are_wrong(monkeypatch, caplog):
     sizes = timed(monkeypatch, 1, 8)
-    monkeypatch.setattr(decide, "_problem", lambda *_: Problem("wrong logits"))
+    monkeypatch.setattr(decide._Trials, "problem", lambda *_: Problem("wrong logits"))
     assert decide.decide(*model()) == (NO_FUSION, "")
     assert "fused launches do not suit this model: wrong logits" in caplog.text
     assert sizes == []
@@ -142,12 +143,12 @@ def test_nothing_is_timed_on_a_cpu(monkeypatch):
 def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
     """Though one row could; tried again at the next start.  Launches are stubs."""
 
-    def no_room_for_8(self, arrays, template, grid, threadgroup, shapes, dtypes):
-        if self.name == "skinny_gemm" and len(arrays[0]) == 8:
+    def no_room_for_32(self, arrays, template, grid, threadgroup, shapes, dtypes):
+        if self.name == "skinny_gemm" and len(arrays[0]) == 32:
             raise RuntimeError("[metal]\n no room")
         return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
 
-    monkeypatch.setattr(Kernel, "__call__", no_room_for_8)
+    monkeypatch.setattr(Kernel, "__call__", no_room_for_32)
     for _ in range(2):
         caplog.clear()
         assert decided(monkeypatch, *model()) == (range(0), "")
@@ -211,7 +212,7 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("seconds", "warm", "chains", "steps"),
-    [(0.002, 3, 5, 20), (0.0105, 3, 5, 9), (0.08, 3, 5, 1), (0.2, 3, 2, 1), (3.0, 3, 1, 1)],
+    [(0.002, 3, 5, 20), (0.0105, 3, 5, 6), (0.06, 3, 5, 1), (0.17, 3, 2, 1), (3.0, 3, 1, 1)],
 )
 def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, steps):
     """In turns, so that a device that slows down does so for both."""
@@ -223,19 +224,34 @@ def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, ste
 
 
 @needs_compiler
+def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, tmp_path):
+    tried = []
+    monkeypatch.setattr(decide.Trial, "problem", lambda trial, *_: tried.append(trial))
+    packed, attention = model()
+    fusion = fuse(packed.model, joins=True)
+    for count, (name, of_fusion) in enumerate(
+        [("qwen3", fusion), ("llama", fusion), ("qwen3", replace(fusion, adds_norms=False))], 1
+    ):
+        for _ in range(2):
+            assert decide._Trials(*model(name)).problem(of_fusion) is None
+            assert len(tried) == count
+    monkeypatch.setattr(decide.Trial, "problem", lambda *_: Problem("wrong logits"))
+    for _ in range(2):
+        assert decide._Trials(*model("llama", mx.float16)).problem(fusion)
+
+
+@needs_compiler
 @pytest.mark.parametrize("suits", [True, False])
 def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, caplog, suits):
     order = []
     sizes = timed(monkeypatch, 8, 16)
 
-    def problem(trial, packed, attention, fusion):
+    def problem(trials, fusion):
         order.append((fusion.skinny_rows, list(sizes)))
         return Problem("wrong logits") if fusion.skinny_rows and not suits else None
 
-    monkeypatch.setattr(decide, "_problem", problem)
-    monkeypatch.setattr(selfcheck, "check", lambda *_: [])
-    monkeypatch.setattr(fusedcheck, "check", lambda _: [])
-    monkeypatch.setattr(measure, "faster_prefill", lambda shape: "varlen")
+    monkeypatch.setattr(decide._Trials, "problem", problem)
+    monkeypatch.setattr(isolated, "run", lambda *_, **__: [])
     with installed():
         engine = tiny.engine("qwen3", mx.bfloat16, attention="kernels")
     assert order == [(range(0), []), (ALL_ROWS, [])]
@@ -243,5 +259,5 @@ def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, caplog, suit
     assert engine.runner.fusion.skinny_rows == (range(2, 17) if suits else range(0))
     said = engine.attention_reason.rpartition(";")[2]
     assert said == (
-        " products of 2 to 16 rows by skinny_gemm" if suits else " prompts by varlen_prefill"
+        " products of 2 to 16 rows by skinny_gemm" if suits else " prompts by MLX's SDPA"
     )

@@ -36,8 +36,13 @@ Progress = Callable[[int, int, Check], object]
 
 
 def command() -> list[str] | None:
-    """How to start the process; None: there is no Python to start, as in an embedded one."""
-    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks"] if sys.executable else None
+    """How to start the process; None: there is no Python to start, as in an embedded one.
+
+    Without a GPU, what stands in for one is in this process.
+    """
+    if backend.is_cpu() or not sys.executable:
+        return None
+    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks"]
 
 
 def run(
@@ -92,9 +97,9 @@ def _says_nothing(check: Check, results: Sequence[CheckResult]) -> bool:
 def _start() -> "_Child | None":
     """A process that is ready; None, with the reason in the log, if there cannot be one."""
     words = command()
+    if words is None:
+        return None
     try:
-        if words is None:
-            raise OSError("the path of Python is not known")
         return _Child(words)
     except (OSError, ValueError) as e:
         logger.info(f"the kernels are checked without a watchdog: no process: {one_line(e)}")

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_metal_lite.cli import log
 from vllm_metal_lite.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def start_engine(
     from vllm_metal_lite import backend
     from vllm_metal_lite.engine.engine import LLMEngine
 
-    engine = LLMEngine.from_name(name, config)
+    with log.progress():
+        engine = LLMEngine.from_name(name, config)
     model = engine.model
     dtype = str(model.dtype).removeprefix("mlx.core.")
     first, size = engine.kv_groups[0], config.block_size

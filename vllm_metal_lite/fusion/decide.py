@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from importlib.metadata import version
 
-from mlx.utils import tree_flatten
+from mlx.utils import tree_map
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
@@ -72,7 +72,7 @@ class _Trials:
     def _form(self, fusion: FusedLaunches) -> str:
         """Everything but the values of the weights: code, sizes, types, and the kernels in use."""
         model, attention = self.packed.model, self.attention
-        weights = [(p, w.shape, str(w.dtype)) for p, w in tree_flatten(model.parameters())]
+        weights = tree_map(lambda w: (w.shape, str(w.dtype)), model.parameters())
         form = [
             version("mlx-lm"), type(model).__module__, repr(getattr(model, "args", None)), weights,
             fusion.skinny_rows, fusion.adds_norms, attention.prefill, sorted(attention.without),
