@@ -50,6 +50,20 @@ examples:
   echo '{"prompt": "Once upon a time"}' | vllm-metal-lite generate - | jq -r .text
 """
 
+_DOCTOR = (
+    "Check every kernel against the reference on this machine, in a process of its own; measure "
+    "its speed beside MLX's own operations; check that launches run in order; and compare the "
+    "tokens of a model with the reference's.  Exit code 1 if a kernel is wrong, launches run out "
+    "of order or tokens differ; 0 also without a GPU."
+)
+_DOCTOR_EXAMPLES = """\
+examples:
+  vllm-metal-lite doctor
+  vllm-metal-lite doctor mlx-community/Qwen3-0.6B-4bit
+  vllm-metal-lite doctor --report report.json          to attach to an issue
+  vllm-metal-lite doctor --tune                        for speed: a minute or two, once
+"""
+
 
 class _HelpFormatter(HelpFormatter):
     """Wraps descriptions, but not text with its own line breaks (the examples)."""
@@ -147,12 +161,28 @@ def _parser() -> options.Parser:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine",
-        description="Run every kernel against the reference on this machine, measure its "
-        "bandwidth, and say which attention will be used and why.  Exit code 1 if a kernel is "
-        "wrong.",
+        description=_DOCTOR,
+        epilog=_DOCTOR_EXAMPLES,
+        formatter_class=_HelpFormatter,
     )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor.add_argument("--quick", action="store_true", help="check one shape, measure nothing")
+    doctor.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="check the shapes of this model: a folder or a Hugging Face name (default: the shapes "
+        "that most models have, and the answers of the demo)",
+    )
+    doctor.add_argument("--full", action="store_true", help="check many more shapes: minutes")
+    doctor.add_argument(
+        "--report", metavar="FILE", help="write everything as one JSON file, for an issue"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the same JSON")
+    doctor.add_argument(
+        "--tune",
+        action="store_true",
+        help="measure the constants that speed depends on, and keep them for this machine",
+    )
+    doctor.add_argument("--reset", action="store_true", help="with --tune: remove what was kept")
     return parser
 
 
