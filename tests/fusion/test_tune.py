@@ -227,17 +227,22 @@ def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, ste
 def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, tmp_path):
     tried = []
     monkeypatch.setattr(decide.Trial, "problem", lambda trial, *_: tried.append(trial))
-    packed, attention = model()
-    fusion = fuse(packed.model, joins=True)
+    models = {name: model(name) for name in ("qwen3", "llama")}
+    monkeypatch.setattr(decide.Trial, "problem", lambda trial, *_: tried.append(trial))
+    fusion = FusedLaunches()
     for count, (name, of_fusion) in enumerate(
         [("qwen3", fusion), ("llama", fusion), ("qwen3", replace(fusion, adds_norms=False))], 1
     ):
         for _ in range(2):
-            assert decide._Trials(*model(name)).problem(of_fusion) is None
+            assert decide._Trials(*models[name]).problem(of_fusion) is None
             assert len(tried) == count
+
+
+def test_a_trial_that_failed_is_repeated(monkeypatch):
+    packed, attention = model()
     monkeypatch.setattr(decide.Trial, "problem", lambda *_: Problem("wrong logits"))
     for _ in range(2):
-        assert decide._Trials(*model("llama", mx.float16)).problem(fusion)
+        assert decide._Trials(packed, attention).problem(FusedLaunches())
 
 
 @needs_compiler

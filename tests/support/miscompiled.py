@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from metal.host import installed
+from tests.support.broken_machine import MISCOMPILED, edit
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks import isolated, speed
 from vllm_metal_lite.kernels import (
@@ -26,23 +27,6 @@ _MODULES = (
     add_rms_norm, cache_ops, decode, gather_rows, prefill, rope_write, shared_prefix, skinny_gemm,
 )  # fmt: skip
 
-# A compiler that forgets an update of the maximum, and one that misses a key.
-MISCOMPILED = {
-    "paged_decode": ("m[h] = top;\n    l[h] *= fade;", "l[h] *= fade;"),
-    "varlen_prefill": ("metal::exp2(", "metal::exp2(0.9f * "),
-    "shared_prefix": ("m + metal::log2(l)", "m + metal::log2(0.9f * l)"),
-    "merge_partitions": ("weights[p] *", "weights[0] *"),
-    "kv_write": ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),
-    # A fast sine, which does not reduce large angles; a mean over all lanes, idle ones too.
-    "rope_write": ("precise::sin(theta)", "precise::sin(theta + 1e-7f * theta)"),
-    # A key that no split sees.
-    "fused_decode": ("split == splits - 1", "split == splits"),
-    "gather_rows": ("size_t(row) * WIDTH", "size_t(row / 2) * WIDTH"),
-    "add_rms_norm": ("square / float(DIM)", "square / float(TURNS * THREADS * VEC)"),
-    # A sum that the last simdgroup is not in.
-    "skinny_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
-}
-
 
 @contextmanager
 def seeming_gpu(monkeypatch, cache: Path):
@@ -57,17 +41,8 @@ def seeming_gpu(monkeypatch, cache: Path):
 
 
 def miscompile(monkeypatch, name: str) -> None:
-    original, (text, wrong) = source.read, MISCOMPILED[name]
-    name = {"fused_decode": "paged_decode"}.get(name, name)
-
-    def read(which: str) -> tuple[str, str]:
-        header, body = original(which)
-        if which == name:
-            assert text in header + body
-            header, body = header.replace(text, wrong), body.replace(text, wrong)
-        return header, body
-
-    monkeypatch.setattr(source, "read", read)
+    text, wrong = MISCOMPILED[name]
+    monkeypatch.setattr(source, "read", edit(name, lambda whole: whole.replace(text, wrong)))
     for module in _MODULES:
         for kernel in vars(module).values():
             if isinstance(kernel, Kernel):

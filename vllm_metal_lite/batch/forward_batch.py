@@ -97,6 +97,12 @@ class ForwardBatch:
             others=tuple(other.as_decodes() for other in self.others),
         )
 
+    def as_prompts(self) -> "ForwardBatch":
+        """For attention: every segment as a prompt, also one of length 1."""
+        return replace(
+            self, num_decodes=0, others=tuple(other.as_prompts() for other in self.others)
+        )
+
     @property
     def reads_new_rows(self) -> bool:
         """Whether a decode reads a row that another decode writes in this step: the last row of a

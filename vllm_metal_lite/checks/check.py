@@ -19,14 +19,15 @@ class Check:
     """kernel: as in metal/, or "fused_decode", which is `paged_decode` with NewRows.
 
     block_size: 0 if blocks do not matter.  rotation: of the new rows; with `merge_partitions` and
-    `shared_prefix` it selects the fused decode in front of them.  sizes: of a kernel without
-    attention: (hidden size,) or (rows, outputs, depth).
+    `shared_prefix` it selects the fused decode.  prefix: `merge_partitions` behind a shared prefix.
+    sizes: of a kernel without attention: (hidden size,) or (rows, outputs, depth).
     """
 
     kernel: str
     shape: AttentionShape
     block_size: int = 0
     rotation: Rotation | None = None
+    prefix: bool = False
     sizes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -36,13 +37,18 @@ class Check:
         parts = [str(self.shape)]
         parts += [f"blocks of {self.block_size}"] if self.block_size else []
         parts += [str(self.rotation)] if self.rotation else []
+        parts += ["behind a shared prefix"] if self.prefix else []
         return f"{self.kernel} ({', '.join(parts)})"
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The other kernels that must be right before this check can say something."""
-        fused = self.rotation is not None and self.kernel in ("merge_partitions", "shared_prefix")
-        return (*_NEEDS.get(self.kernel, ()), *(("fused_decode",) if fused else ()))
+        needs = list(_NEEDS.get(self.kernel, ()))
+        if self.rotation is not None and self.kernel in ("merge_partitions", "shared_prefix"):
+            needs.append("fused_decode")
+        if self.prefix:
+            needs.append("shared_prefix")
+        return tuple(needs)
 
     def encode(self) -> dict[str, Any]:
         """The check as JSON."""
@@ -63,5 +69,6 @@ class Check:
             AttentionShape(**shape),
             fields["block_size"],
             None if rotation is None else Rotation(**rotation),
+            fields["prefix"],
             tuple(fields["sizes"]),
         )

@@ -47,6 +47,7 @@ def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:
     checks += [Check("paged_decode", shape, size), Check("merge_partitions", shape, size)]
     if shares(shape, use):
         checks.append(Check("shared_prefix", shape, size))
+        checks.append(Check("merge_partitions", shape, size, prefix=True))
     if unsupported(shape, prefill=True) is None:
         checks.append(Check("varlen_prefill", shape, size))
     checks.append(Check("gather_rows", heads_only(shape)))

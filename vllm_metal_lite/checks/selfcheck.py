@@ -24,8 +24,8 @@ from vllm_metal_lite.specs import AttentionShape, KernelUse
 
 # Of a context in one piece, and of one in several: the plans of serving.
 WHOLE, SPLIT = DecodePlan(1, 8), DecodePlan(4, 4)
-# The longest decodes that share a prefix, the prefix's splits, and the plan of their own keys.
-SHARING, PREFIX_SPLITS, OWN = 3, 16, DecodePlan(2, 4)
+# The longest decodes that share a prefix, and the splits of the prefix.
+SHARING, PREFIX_SPLITS = 3, 16
 
 Found = tuple[float, float]
 
@@ -103,8 +103,8 @@ def prefill(check: Check) -> Found:
     return _compare(case, batch, case.q, out)
 
 
-def shared(check: Check) -> Found:
-    """Some sequences share a prefix; it and their own keys are in several splits."""
+def shared(check: Check, plan: DecodePlan) -> Found:
+    """Some sequences share a prefix, in many splits.  plan: of their own keys."""
     case = case_of(check.shape, check.block_size)
     batch, lens = case.sharing(SHARING)
     q, how = case.q[: len(CONTEXTS)], case.how()
@@ -115,7 +115,7 @@ def shared(check: Check) -> Found:
         new_token(), splits=PREFIX_SPLITS, **how,
     )  # fmt: skip
     out, _ = paged_decode(
-        rows, *where, *store, prefix.lse, plan=OWN, prefix=prefix, sinks=sinks, **how
+        rows, *where, *store, prefix.lse, plan=plan, prefix=prefix, sinks=sinks, **how
     )
     return _compare(case, batch, q, out)
 
@@ -162,8 +162,8 @@ CHECKS: dict[str, Callable[[Check], Found]] = {
     "kv_gather": gather,
     "kv_gather_quantised": gather,
     "paged_decode": lambda check: decode(check, WHOLE),
-    "merge_partitions": lambda check: decode(check, SPLIT),
-    "shared_prefix": shared,
+    "merge_partitions": lambda check: (shared if check.prefix else decode)(check, SPLIT),
+    "shared_prefix": lambda check: shared(check, WHOLE),
     "varlen_prefill": prefill,
     "gather_rows": rows,
 }

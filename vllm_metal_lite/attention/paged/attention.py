@@ -8,7 +8,6 @@ prompt is attended to as a decode.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from vllm_metal_lite.attention.base import Step
@@ -116,8 +115,8 @@ class KernelAttention:
         The rows of a chunk can be decodes that share the chunk's context.  A small step then needs
         no launches for its prompts, and parallel splits read the context.
         """
-        if "paged_decode" in self.without:  # decodes are prompts of one row
-            return replace(batch, num_decodes=0), None
+        if "paged_decode" in self.without:
+            return batch.as_prompts(), None
         device = profile()
         if batch.num_decodes < batch.num_segments and num_rows <= self.rows_as_decodes:
             rows, first = batch.as_decodes(), batch.num_decodes

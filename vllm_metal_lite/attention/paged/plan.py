@@ -71,8 +71,8 @@ def plan_step(
     splits: bool,
     writes_late: bool,
 ) -> Step:
-    """decodes: `batch` itself, `batch.as_decodes()` (every row is a decode), or the batch without
-    decodes (all are prompts).  splits: contexts may be cut.  writes_late: attention may write rows.
+    """decodes: `batch` itself, `batch.as_decodes()` or `batch.as_prompts()`.  splits: contexts may
+    be cut.  writes_late: attention may write rows.
     """
     count = decodes.num_decodes
     plan = PagedPlan(

@@ -1,0 +1,87 @@
+"""Each kernel fails in each way: only that kernel is done without, and the tokens stay right."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from metal.host import compiler_available
+from tests.support import tiny_models as tiny
+from tests.support.broken_machine import KERNELS, at_launch, cases, command, consequence
+from tests.support.miscompiled import seeming_gpu
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import isolated, verdicts
+from vllm_metal_lite.checks.verdicts import verify
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+# In float32 every fault shows; but skinny_gemm has 16 bits.
+ROTATIONS = Rotation(32, eps=1e-5), Rotation(16, traditional=True, base=None)
+SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
+USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
+PRODUCTS = KernelUse((replace(SHAPE, dtype=mx.bfloat16),), 16, weights=((100, 96), (96, 1056)))
+
+
+def use_of(kernel):
+    return PRODUCTS if kernel == "skinny_gemm" else USE
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch, tmp_path):
+    with seeming_gpu(monkeypatch, tmp_path):
+        yield
+
+
+def machine(monkeypatch, kernel, kind):
+    monkeypatch.setattr(isolated, "command", lambda: command(kernel, kind, "host"))
+    monkeypatch.setattr(isolated, "run_here", lambda *_: pytest.fail("not isolated"))
+    # Long enough to compile a variant for the host.
+    monkeypatch.setattr(isolated, "DEADLINE", 5.0 if kind == "hangs" else 60.0)
+
+
+@pytest.mark.parametrize(("kernel", "kind"), cases())
+def test_only_the_kernel_at_fault_gives_way(monkeypatch, kernel, kind):
+    machine(monkeypatch, kernel, kind)
+    verdict, said = verify(use_of(kernel)), consequence(kernel, kind)
+    assert verdict.failures.keys() == said.keys()
+    for name, line in verdict.failures.items():
+        assert re.match(said[name], line)
+    assert verdict.prefill == ("gather" if kernel == "varlen_prefill" else "varlen")
+
+
+@pytest.mark.parametrize("use", [USE, PRODUCTS], ids=["float32", "bfloat16"])
+def test_a_machine_that_is_well(monkeypatch, use):
+    monkeypatch.setattr(isolated, "command", lambda: command("none", "is slow", "host"))
+    assert verify(use) == Verdict({}, "varlen")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text/w9"])
+def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
+    """Prompts in chunks, decodes beside them, in splits, and behind a shared prefix."""
+    line = f"{kernel} is off by 2, 0.1 is allowed"
+    monkeypatch.setattr(verdicts, "verify", lambda _: Verdict({kernel: line}, "varlen"))
+    launched = []
+    monkeypatch.setattr(Kernel, "__call__", Kernel.__call__)  # at_launch changes it for good
+    at_launch(kernel, lambda: launched.append(kernel))
+    prompts = shared_prefix(4)
+    expected = answers(name, prompts, attention="reference")
+    assert answers(name, prompts, attention="auto") == expected
+    assert not launched
+
+
+def shared_prefix(count: int) -> list[list[int]]:
+    first, *others = tiny.prompts(count, 20, 40)
+    return [first, *(first[:16] + prompt for prompt in others)]
+
+
+def answers(name, prompts, **options) -> list[list[int]]:
+    engine = tiny.engine(name, num_blocks=64, max_num_batched_tokens=32, **options)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12))
+    done = tiny.run(engine)
+    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]

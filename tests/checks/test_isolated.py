@@ -1,0 +1,179 @@
+"""Checks in a process of their own: whatever that process does, there is a result or a line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import isolated
+from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.result import CheckResult, Speed
+from vllm_metal_lite.specs import AttentionShape, Rotation
+
+SHAPE = AttentionShape(4, 2, 32, 32, mx.float16, window=7, softcap=2.0)
+CHECKS = [
+    Check("paged_decode", SHAPE, 16),
+    Check("merge_partitions", SHAPE, 16),
+    Check("varlen_prefill", SHAPE, 16),
+    Check("rope_write", SHAPE, 0, Rotation(32, base=None, eps=1e-6)),
+    Check("add_rms_norm", SHAPE, sizes=(64,)),
+]
+
+# A process in which a check is right unless `acts` has something for its kernel.
+PROCESS = """
+import os, sys, time
+from vllm_metal_lite.checks import child
+from vllm_metal_lite.checks.result import CheckResult, Speed
+
+def run(check, timed):
+    acts = {ACTS}
+    if check.kernel in acts:
+        return acts[check.kernel](check)
+    return CheckResult(check, 1e-6, 1e-4, speed=Speed(1.0, 2.0) if timed else None)
+
+child.run = run
+child.main()
+"""
+
+
+@pytest.fixture
+def process(monkeypatch):
+    def replace_it(script: str = PROCESS, **acts: str) -> None:
+        named = ", ".join(f"{name!r}: lambda check: {act}" for name, act in acts.items())
+        script = script.replace("{ACTS}", "{" + named + "}")
+        monkeypatch.setattr(isolated, "command", lambda: [sys.executable, "-c", script])
+        monkeypatch.setattr(isolated, "run_here", lambda check, timed: CheckResult(check, 0.5, 1))
+
+    return replace_it
+
+
+def lines(**options) -> dict[str, str]:
+    return {r.kernel: "right" if r.passed else str(r) for r in isolated.run(CHECKS, **options)}
+
+
+RIGHT = {check.kernel: "right" for check in CHECKS}
+
+
+def test_results_cross_the_process_whole(process):
+    process(varlen_prefill="CheckResult(check, failure='no such function')")
+    results = isolated.run(CHECKS, timed=True)
+    assert [r.check for r in results] == CHECKS
+    assert results[0] == CheckResult(CHECKS[0], 1e-6, 1e-4, speed=Speed(1.0, 2.0))
+    assert results[2] == CheckResult(CHECKS[2], failure="no such function")
+
+
+def test_progress_is_told_before_each_check(process):
+    process()
+    told = []
+    isolated.run(CHECKS, lambda *what: told.append(what))
+    assert told == [(i, len(CHECKS), check) for i, check in enumerate(CHECKS)]
+
+
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        ("time.sleep(60)", "hangs: no result after 0.5 s"),
+        ("os.abort()", "ends the process: SIGABRT"),
+        ("os._exit(3)", "ends the process: exit code 3"),
+        ("print('shader fault', file=sys.stderr) or os._exit(3)",
+         "ends the process: exit code 3 (shader fault)"),
+        ("os.write(1, b'[]') and os._exit(3)", "ends the process: exit code 3 ([])"),
+    ],
+)  # fmt: skip
+def test_only_the_kernel_at_fault_is_lost(process, act, line):
+    process(varlen_prefill=act)
+    assert lines(deadline=0.5) == RIGHT | {"varlen_prefill": f"{CHECKS[2]}: {line}"}
+
+
+def test_what_needs_a_failed_kernel_says_nothing(process):
+    process(paged_decode="CheckResult(check, failure='no such function')")
+    assert list(lines()) == ["paged_decode", "varlen_prefill", "rope_write", "add_rms_norm"]
+    process()
+    failed = CheckResult(CHECKS[0], failure="found before")
+    assert len(isolated.run(CHECKS[1:], known=[failed])) == 3
+
+
+def test_a_kernel_that_hangs_is_not_tried_again(process):
+    process(add_rms_norm="time.sleep(60)")
+    others = [Check("add_rms_norm", SHAPE, sizes=(size,)) for size in (64, 128, 256)]
+    assert len(isolated.run(others, deadline=0.2)) == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["raise ImportError('no module named mlx')", 'print(\'{"device": "another"}\')', "#"],
+)
+def test_without_a_process_that_works_checks_run_here(process, script):
+    process(script)
+    assert [r.error for r in isolated.run(CHECKS)] == [0.5] * len(CHECKS)
+
+
+@pytest.mark.parametrize("words", [None, ["/nowhere/python"]])
+def test_without_a_python_to_start_checks_run_here(process, monkeypatch, words):
+    process()
+    monkeypatch.setattr(isolated, "command", lambda: words)
+    assert [r.error for r in isolated.run(CHECKS)] == [0.5] * len(CHECKS)
+
+
+def test_the_command_is_that_of_this_python(monkeypatch):
+    """Without a GPU what stands in for one is here; an embedded Python may have no path."""
+    monkeypatch.setattr(backend, "is_cpu", lambda: True)
+    assert isolated.command() is None
+    monkeypatch.setattr(backend, "is_cpu", lambda: False)
+    assert isolated.command()[0] == sys.executable
+    monkeypatch.setattr(sys, "executable", "")
+    assert isolated.command() is None
+
+
+def test_a_full_disk_costs_only_what_the_process_said(process, monkeypatch):
+    process(varlen_prefill="os._exit(3)")
+    monkeypatch.setattr(isolated.tempfile, "TemporaryFile", _no_space)
+    assert lines()["varlen_prefill"].endswith("ends the process: exit code 3")
+
+
+def _no_space(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+SCRIPT = """
+import sys
+from vllm_metal_lite.checks import isolated
+from tests.checks.test_isolated import CHECKS, PROCESS
+
+act = "open(sys.argv[1], 'w').write(str(os.getpid())) and time.sleep(60)"
+script = PROCESS.replace("{ACTS}", "{'paged_decode': lambda check: %s}" % act)
+isolated.command = lambda: [sys.executable, "-c", script, sys.argv[1]]
+isolated.run(CHECKS)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_kernel_that_hangs_ends_with_its_parent(tmp_path, number):
+    """Ctrl-C, or a parent that is gone."""
+    file = tmp_path / "pid"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(file)], stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    child = int(_soon(lambda: file.exists() and file.read_text().strip()))
+    parent.send_signal(number)
+    parent.wait(10)
+    _soon(lambda: not _runs(child))
+
+
+def _soon(what):
+    for _ in range(200):
+        if found := what():
+            return found
+        time.sleep(0.05)
+    pytest.fail("not within 10 s")
+
+
+def _runs(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return state.stdout.strip()[:1] not in ("", "Z")  # a zombie has ended

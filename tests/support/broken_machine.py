@@ -1,0 +1,144 @@
+"""Machines on which one kernel does not work.
+
+`python -m tests.support.broken_machine KERNEL KIND DEVICE` is checks/child.py on such a machine.
+DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.checks import child, speed
+from vllm_metal_lite.checks.result import Speed
+from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.launch import Kernel
+
+# What a compiler may get wrong: text of a kernel, and its meaning.
+MISCOMPILED = {
+    # An update of the maximum that is forgotten, and a key that is missed.
+    "paged_decode": ("m[h] = top;\n    l[h] *= fade;", "l[h] *= fade;"),
+    "varlen_prefill": ("metal::exp2(", "metal::exp2(0.9f * "),
+    "shared_prefix": ("m + metal::log2(l)", "m + metal::log2(0.9f * l)"),
+    "merge_partitions": ("weights[p] *", "weights[0] *"),
+    "kv_write": ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),
+    "kv_gather": ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
+    # A fast sine, which does not reduce large angles; a mean over all lanes, idle ones too.
+    "rope_write": ("precise::sin(theta)", "precise::sin(theta + 1e-7f * theta)"),
+    # A key that no split sees.
+    "fused_decode": ("split == splits - 1", "split == splits"),
+    "gather_rows": ("size_t(row) * WIDTH", "size_t(row / 2) * WIDTH"),
+    "add_rms_norm": ("square / float(DIM)", "square / float(TURNS * THREADS * VEC)"),
+    # A sum that the last simdgroup is not in.
+    "skinny_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
+}
+KERNELS = tuple(MISCOMPILED)
+KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", "is slow")
+# Kernels without an alternative to compare with.
+_NOT_TIMED = ("kv_write", "kv_gather", "skinny_gemm")
+
+
+def cases() -> list[tuple[str, str]]:
+    """Every kernel with every kind of fault that it can have."""
+    return [
+        (k, kind) for k in KERNELS for kind in KINDS if kind != "is slow" or k not in _NOT_TIMED
+    ]
+
+
+def command(kernel: str, kind: str, device: str) -> list[str]:
+    """For `isolated.command`."""
+    return [sys.executable, "-m", "tests.support.broken_machine", kernel, kind, device]
+
+
+def consequence(kernel: str, kind: str) -> dict[str, str]:
+    """What the warning of each failed kernel says, as a regular expression."""
+    said = {
+        "does not compile": "seeded",
+        "is wrong": "error .* allowed",
+        "raises": "the pipeline allows 512 threads",
+        "hangs": "hangs: no result after",
+        "ends the process": "ends the process: SIGABRT",
+        "is slow": "takes 300 us where its alternative takes 100 us",
+    }
+    faster = kind == "is slow" and kernel == "varlen_prefill"  # a choice, not a failure
+    return {} if faster else {kernel: rf"{kernel} \(.*\): .*{said[kind]}"}
+
+
+def file_of(kernel: str) -> str:
+    """The kernel's file in metal/."""
+    return {"fused_decode": "paged_decode"}.get(kernel, kernel)
+
+
+def is_launched(kernel: str, launched: Kernel, template: dict) -> bool:
+    if kernel in ("fused_decode", "paged_decode") and launched.name == "paged_decode":
+        return bool(template["FUSED"]) == (kernel == "fused_decode")
+    return launched.name == kernel
+
+
+def edit(kernel: str, change: Callable[[str], str]) -> Callable[[str], tuple[str, str]]:
+    """A `source.read` that changes one kernel's body, or a header that it includes."""
+    original = source.read
+
+    def read(name: str) -> tuple[str, str]:
+        header, body = original(name)
+        if name != file_of(kernel):
+            return header, body
+        changed = change(header + source.MARKER + body)
+        assert changed != header + source.MARKER + body
+        return tuple(changed.split(source.MARKER))
+
+    return read
+
+
+def at_launch(kernel: str, act: Callable[[], None]) -> None:
+    """Act whenever the kernel is launched."""
+    launch = Kernel.__call__
+
+    def call(self, arrays, template, *rest):
+        if is_launched(kernel, self, template):
+            act()
+        return launch(self, arrays, template, *rest)
+
+    Kernel.__call__ = call
+
+
+def install(kernel: str, kind: str) -> None:
+    """Make this process such a machine, for good."""
+    if kind == "does not compile":
+        fused = 'static_assert(!FUSED, "seeded");'
+        line = fused if kernel == "fused_decode" else "#error seeded"
+        source.read = edit(kernel, lambda t: t.replace(source.MARKER, f"{source.MARKER}{line}\n"))
+    elif kind == "is wrong":
+        source.read = edit(kernel, lambda t: t.replace(*MISCOMPILED[kernel]))
+    elif kind == "hangs":
+        when = "FUSED" if kernel == "fused_decode" else "true"
+        loop = f"volatile int seeded = {when} ? 1 : 0;\nwhile (seeded != 0) {{\n}}\n"
+        source.read = edit(kernel, lambda t: t.replace(source.MARKER, f"{source.MARKER}{loop}"))
+    elif kind == "raises":
+        at_launch(kernel, _raise)
+    elif kind == "ends the process":
+        at_launch(kernel, os.abort)
+    else:
+        slow = Speed(3e-4, 1e-4)
+        speed.measure = lambda check: slow if check.kernel == kernel else None
+
+
+def _raise() -> None:
+    raise RuntimeError("[metal::Device] seeded:\n the pipeline allows 512 threads")
+
+
+def main() -> None:
+    kernel, kind, device = sys.argv[1:]
+    install(kernel, kind)
+    if device == "gpu":
+        return child.main()
+    from metal.host import installed
+
+    backend.is_cpu = lambda: False
+    speed.measure = speed.measure if kind == "is slow" else lambda check: None
+    with installed():
+        child.main()
+
+
+if __name__ == "__main__":
+    main()
