@@ -275,4 +275,5 @@ def _with_tuned(default: DeviceProfile) -> DeviceProfile:
             "measures again, `doctor --tune --reset` removes it"
         )
         return default
+    logger.info(f"constants tuned for this device on {found.day} are used")
     return replace(default, tuned=found.day, **found.constants)

@@ -1,12 +1,14 @@
 """The command `doctor`: on a CPU, and on a machine that seems to have a GPU (the CPU host)."""
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from metal.host import compiler_available
+from tests.support.cli_kit import pipe
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import backend, devices, tuned
 from vllm_metal_lite.backend import mx
@@ -122,6 +124,13 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(generation, "NEW_TOKENS", 3)
     with seeming_gpu(monkeypatch, tmp_path / "cache"):
         yield
+
+
+def test_the_start_says_when_the_constants_were_tuned(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", pipe("hi"))
+    with devices.using(replace(devices.profile(), tuned="2026-11-22")):
+        assert main(["chat", "--verbose", "--max-tokens", "1"]) == 0
+    assert re.search(r"Device: .*, tuned on 2026-11-22\n", capsys.readouterr().err)
 
 
 @needs_compiler

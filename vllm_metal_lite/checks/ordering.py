@@ -242,9 +242,12 @@ def stress(deadline: float = 120.0, command: Sequence[str] = ()) -> Iterator[Out
     deadline: seconds that a process may take.  command: starts such a process, by default this
     module.
     """
-    command = command or (sys.executable, "-m", __spec__.name)
+    command = command or (sys.executable, "-P", "-m", __spec__.name)
+    # The packages that this process uses, wherever it found them.
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     for buffers, variables in BUFFERS.items():
-        yield _in_process(buffers, command, {**os.environ, **variables}, deadline)
+        environment = {**os.environ, "PYTHONPATH": path, **variables}
+        yield _in_process(buffers, command, environment, deadline)
 
 
 def _in_process(

@@ -27,6 +27,7 @@ def start_engine(
     say(f"Loading {name} ...")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from vllm_metal_lite import backend
+    from vllm_metal_lite.devices import profile
     from vllm_metal_lite.engine.engine import LLMEngine
 
     with log.progress():
@@ -41,7 +42,8 @@ def start_engine(
         f"Model:     {name}: {model.model_type}, {_count(model.num_parameters)} parameters, "
         f"{_size(model.weight_bytes)}, computes in {dtype}"
     )
-    say(f"Device:    {backend.describe()}")
+    day = profile().tuned
+    say(f"Device:    {backend.describe()}{f', tuned on {day}' if day else ''}")
     say(
         f"Context:   {engine.max_model_len:,} tokens; the KV store holds "
         f"{first.num_blocks * size:,} ({first.num_blocks:,} blocks of {size}, {store})"
