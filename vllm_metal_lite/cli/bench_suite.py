@@ -34,7 +34,7 @@ class Result:
 
 
 class Suite:
-    """tokens: the vocabulary that prompts are drawn from.  capacity: tokens that the KV store holds.
+    """tokens: the ids that prompts are drawn from.  capacity: tokens that the KV store holds.
 
     seconds: the time limit of `run`.  stop: asked between steps whether the user wants to stop.
     """
@@ -81,7 +81,9 @@ class Suite:
         estimate = sum(pace.run(case, new_tokens) for pace in self._paces.values())
         left = self._deadline - time.perf_counter()
         if estimate > left:
-            result.skipped = f"would take about {estimate:,.0f} s, and {max(left, 0):,.0f} s are left"
+            result.skipped = (
+                f"would take about {estimate:,.0f} s, and {max(left, 0):,.0f} s are left"
+            )
             return result
         turns: list[dict[str, Timing]] = []
         spent, longest = 0.0, 0.0
