@@ -6,12 +6,12 @@ import pytest
 
 from metal.host import compiler_available, installed
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import tune_device
+from vllm_metal_lite.checks import tune_device, tune_loads
 from vllm_metal_lite.checks.tuning import Choice, Formula, Load, Way, seconds_in_turns, tune
 from vllm_metal_lite.devices import TUNABLE, check_constants, profile
 from vllm_metal_lite.specs import AttentionShape
 
-TINY = tune_device.Sizes(AttentionShape(2, 1, 16, 16, mx.bfloat16), 16)
+TINY = tune_loads.Sizes(AttentionShape(2, 1, 16, 16, mx.bfloat16), 16)
 
 # As much smaller as the loads, so that each has forms to choose from.
 START = replace(

@@ -12,7 +12,7 @@ from tests.support.cli_kit import pipe
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import backend, devices, tuned
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import floors, generation, isolated, measure, ordering, tune_device
+from vllm_metal_lite.checks import floors, generation, isolated, measure, ordering, tune_loads
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.cli import doctor, doctor_text
@@ -257,7 +257,7 @@ def test_full_adds_shapes(no_work, monkeypatch):
 @pytest.fixture
 def tiny_tuning(a_gpu, monkeypatch):
     shape = AttentionShape(2, 1, 16, 16, mx.bfloat16)
-    monkeypatch.setattr(doctor, "TUNE_SIZES", tune_device.Sizes(shape, 16))
+    monkeypatch.setattr(doctor, "TUNE_SIZES", tune_loads.Sizes(shape, 16))
     monkeypatch.setattr(isolated, "run", lambda checks, *_: [])
 
 
