@@ -42,7 +42,7 @@ def test_a_cpu_is_told_what_is_not_checked(capsys):
     out = capsys.readouterr().out
     assert "Kernels:   not checked: there is no GPU, or MLX does not use it" in out
     assert "Memory:    the engine would use" in out
-    assert "Constants: the defaults" in out
+    assert "Constants: the defaults\n" in out
 
 
 def test_a_model_is_described_on_a_cpu_too(capsys):
@@ -297,6 +297,16 @@ def test_a_wrong_kernel_is_not_tuned(tiny_tuning, monkeypatch, capsys):
     assert run("--tune") == 1
     assert "Tuning:    not done, because a kernel is wrong" in capsys.readouterr().out
     assert not tuned.path().exists()
+
+
+def test_constants_that_cannot_be_kept_are_printed(tiny_tuning, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "TUNE_TIMER", no_choice)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert run("--tune") == 1
+    out = capsys.readouterr().out
+    assert re.search(r"decode_fill: +16, as before", out)
+    assert "the constants cannot be kept in" in out
+    assert "kept for this machine" not in out
 
 
 def test_constants_that_are_named_exist():

@@ -36,7 +36,8 @@ class Floor:
 
 @dataclass(frozen=True)
 class Sizes:
-    """copy: bytes.  batch, context: of the decodes.  width: of square products."""
+    """copy: bytes, also the most of the decodes' K and V.  batch, context: of the decodes.
+    width: of square products."""
 
     copy: int = 256 << 20
     batch: int = 16
@@ -54,7 +55,9 @@ def measure(
     progress("a copy")
     copy = copy_bandwidth(sizes.copy)
     progress("decodes from the store")
-    load = Workload(shape, sizes.batch, sizes.context)
+    per_token = 2 * shape.num_kv_heads * shape.k_head_dim * shape.dtype.size
+    batch = max(1, min(sizes.batch, sizes.copy // (sizes.context * per_token)))
+    load = Workload(shape, batch, sizes.context)
     sdpa = max(load.sdpa(compiled=compiled).bandwidth for compiled in (True, False))
     decode = load.decode().bandwidth
     progress("products")

@@ -243,8 +243,11 @@ def _tune(reset: bool) -> Report:
     report["tuning"]["measured"] = [asdict(measured) for measured in found]
     values = {m.name: m.value for m in found if m.failure is None}
     devices.check_constants(values)
-    tuned.store(values)
-    report["tuning"]["stored"] = True
+    try:
+        tuned.store(values)
+        report["tuning"]["stored"] = True
+    except OSError as e:
+        report["problems"].append(f"the constants cannot be kept in {tuned.path()}: {e.strerror}")
     return report
 
 

@@ -28,9 +28,7 @@ def describe(report: Report) -> list[str]:
         f"{_gib(disk)} of disk are free"
     )
     day = report["profile"]["tuned"]
-    lines.append(
-        f"Constants: {f'tuned on {day}' if day else 'the defaults (--tune measures them)'}"
-    )
+    lines.append(f"Constants: {f'tuned on {day}' if day else 'the defaults'}")
     if report["model"]:
         lines += _model(report["model"])
     if report["tuning"] is not None:
@@ -165,9 +163,8 @@ def _tuning(report: Report) -> Iterator[str]:
     if report["no_kernels"]:
         yield f"Tuning:    nothing to measure: {report['no_kernels']}"
         return
-    for problem in report["problems"]:
-        yield f"  WRONG: {problem}"
-    if report["problems"]:
+    if not tuning["measured"]:
+        yield from (f"  WRONG: {problem}" for problem in report["problems"])
         yield f"Tuning:    not done, because a kernel is wrong; {_SEND}"
         return
     measured = {m["name"]: m for m in tuning["measured"]}
@@ -186,12 +183,15 @@ def _tuning(report: Report) -> Iterator[str]:
             "Tuning:    kept for this machine and this version of MLX; engines use it from their "
             "next start on (`doctor --tune --reset` removes it)"
         )
+    yield from (f"Tuning:    {problem}" for problem in report["problems"])
 
 
 def _verdict(report: Report) -> Iterator[str]:
     slow = [c for c in (*report["checks"], *report["floors"]) if c["is_slow"]]
     if not report["problems"]:
         yield f"Verdict:   all is right{', but something is slow: see above' if slow else ''}"
+        if not report["profile"]["tuned"]:
+            yield "  `vllm-metal-lite doctor --tune` measures constants that speed depends on."
         return
     yield f"Verdict:   {len(report['problems'])} problems"
     if any(not check["passed"] for check in report["checks"]):
