@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import vllm_metal_lite.backend  # noqa: E402, F401, I001  (a fast BLAS, before anybody imports MLX)
+import vllm_metal_lite.backend  # noqa: E402, F401  (a fast BLAS, before anybody imports MLX)
 from tests.support import tiny_models as tiny  # noqa: E402
 from tests.support.broken_machine import cases, command, consequence  # noqa: E402
 from vllm_metal_lite import SamplingParams, backend  # noqa: E402

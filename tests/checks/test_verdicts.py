@@ -71,6 +71,19 @@ def test_only_what_a_model_uses_is_checked():
     assert products == [(5, 64, 32), (64, 64, 96)]
 
 
+def test_every_shape_and_every_rotation_is_checked_but_not_each_with_each():
+    shapes = tuple(replace(SHAPE, window=window) for window in (9, 17, None))
+    rotations = tuple(Rotation(32, base=base) for base in (1e4, 1e6))
+    checks = checks_for(replace(USE, shapes=shapes, rotations=rotations))
+    fused = [c for c in checks if c.kernel == "fused_decode"]
+    assert {c.shape for c in fused} == set(shapes)
+    assert {c.rotation for c in fused} == set(rotations)
+    assert len(fused) == 3
+    assert len([c for c in checks if c.kernel == "rope_write"]) == 2
+    # A rotation of more dims than heads have belongs to no attention.
+    assert "rope_write" not in kernels(replace(USE, rotations=(Rotation(64),)))
+
+
 def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
     both = checks_for(replace(USE, shapes=(SHAPE, replace(SHAPE, window=9))))
     assert len([c for c in both if c.kernel in ("kv_write", "kv_gather", "gather_rows")]) == 3
