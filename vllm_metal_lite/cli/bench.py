@@ -59,9 +59,7 @@ class _Bench:
             "kernels and is not counted.  Ctrl-C stops and shows the results so far."
         )
         first = engine.kv_groups[0]
-        with DeferredInterrupt(
-            lambda: _say("\nStopping after the step that is under way ...")
-        ) as c:
+        with DeferredInterrupt(_say_stopping) as interrupt:
             suite = Suite(
                 [Ours(engine), *self._peers],
                 _vocabulary(model),

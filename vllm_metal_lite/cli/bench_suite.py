@@ -11,7 +11,7 @@ from vllm_metal_lite.cli.bench_cases import Case, Pace, affordable_new_tokens
 from vllm_metal_lite.cli.bench_load import Engine, Timing, drive, medians, timing
 from vllm_metal_lite.config import EngineConfig
 
-_WARM_UP = Case(1, 128)
+_WARM_UP_TOKENS = 128  # of the prompt, at most
 _MOST_TURNS = 4  # of a case: the first is not counted, if another follows
 _CASE_SHARE = 1 / 40  # of the time limit, after which a case gets no further turn
 _REFRESH_SECONDS = 0.2  # between updates of the progress bar
@@ -60,8 +60,9 @@ class Suite:
         with tqdm(
             total=len(cases), unit="case", dynamic_ncols=True, disable=not show_bar
         ) as self._bar:
+            warm_up = Case(1, min(_WARM_UP_TOKENS, *(case.context for case in cases)))
             for _ in range(2):  # the second one shows the pace
-                self._turn(_WARM_UP, new_tokens, "warm-up")
+                self._turn(warm_up, new_tokens, "warm-up")
             for case in cases:
                 if self._stop():
                     return
