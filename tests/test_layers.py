@@ -20,6 +20,7 @@ LAYERS = (
     ("scheduler",),
     # From here on modules may know MLX.
     ("backend",),
+    ("tuned",),
     ("devices",),
     ("kv", "sampling", "specs"),
     ("kernels",),

@@ -20,9 +20,10 @@ def kv_bits() -> str | None:
     return os.environ.get("METAL_LITE_KV_BITS")
 
 
-def cache_home() -> Path:
-    """XDG_CACHE_HOME: the parent of the folder where findings about the kernels are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+def cache_folder() -> Path:
+    """XDG_CACHE_HOME: its folder `vllm_metal_lite` keeps findings about the kernels and the device,
+    across processes."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm_metal_lite"
 
 
 def no_color() -> bool:

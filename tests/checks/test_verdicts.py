@@ -7,14 +7,12 @@ import pytest
 
 from metal.host import compiler_available
 from tests.support.miscompiled import miscompile, seeming_gpu
-from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import fusedcheck, isolated, selfcheck
+from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.checks.verdicts import verify
-from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
@@ -216,32 +214,3 @@ def test_a_miscompiled_kernel_is_found(monkeypatch, tmp_path, name):
     assert verdict.prefill == ("gather" if name == "varlen_prefill" else "varlen")
     (memory,) = tmp_path.rglob("*.json")
     assert not [key for key in json.loads(memory.read_text()) if key.startswith(name)]
-
-
-# doctor
-
-
-@pytest.fixture
-def few_shapes(monkeypatch):
-    weights = ((100, 1056),)
-    monkeypatch.setattr(selfcheck, "full_list", lambda: [replace(USE, block_size=16)])
-    monkeypatch.setattr(
-        fusedcheck, "full_list", lambda: [KernelUse((BFLOAT16,), 16, weights=weights)]
-    )
-    monkeypatch.setattr(backend, "describe", lambda: "the CPU host")
-
-
-def test_doctor_on_a_machine_that_is_well(few_shapes, capsys):
-    assert main(["doctor", "--quick"]) == 0
-    out = capsys.readouterr().out
-    assert "paged_decode:     right in 2 checks" in out
-    assert "skinny_gemm:      right in 2 checks" in out
-    assert "Attention: kernels (every kernel agrees" in out
-
-
-def test_doctor_on_a_machine_that_miscompiles(monkeypatch, few_shapes, capsys):
-    miscompile(monkeypatch, "paged_decode")
-    assert main(["doctor", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert report["attention"]["path"] == "reference"
-    assert {c["kernel"] for c in report["checks"] if not c["passed"]} == {"paged_decode"}

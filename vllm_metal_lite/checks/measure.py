@@ -106,22 +106,29 @@ class Workload:
         flops = 2 * seen * s.num_heads * (s.k_head_dim + s.v_head_dim)
         return Timing(seconds, size, flops)
 
-    def decode(self, plan: DecodePlan | None = None, compiled: bool = True) -> Timing:
-        """paged_decode, with the merge if the context is split."""
+    def queries(self) -> mx.array:
+        """One random query per sequence."""
         s = self.shape
-        plan = plan or self.plan
         q = mx.random.normal((self.batch, s.num_heads, s.k_head_dim)).astype(s.dtype)
-        token = new_token()
-        mx.eval(q, token)
+        mx.eval(q)
+        return q
 
-        def call(q: mx.array) -> mx.array:
-            return paged_decode(
-                q, self.block_tables, self.seq_lens, self.keys, self.values, token,
-                block_size=self.block_size, scale=self.scale, plan=plan,
-                window=s.window, softcap=s.softcap, spec=self.spec,
-            )[0]  # fmt: skip
+    def attend(self, q: mx.array, plan: DecodePlan, token: mx.array) -> mx.array:
+        """paged_decode, with the merge if the context is split."""
+        return paged_decode(
+            q, self.block_tables, self.seq_lens, self.keys, self.values, token,
+            block_size=self.block_size, scale=self.scale, plan=plan,
+            window=self.shape.window, softcap=self.shape.softcap, spec=self.spec,
+        )[0]  # fmt: skip
 
-        return self._result(seconds_per_call(call, q, compiled=compiled), 1)
+    def decode(self, plan: DecodePlan | None = None, compiled: bool = True) -> Timing:
+        """`attend`, for one query per sequence."""
+        plan, token = plan or self.plan, new_token()
+        mx.eval(token)
+        seconds = seconds_per_call(
+            lambda q: self.attend(q, plan, token), self.queries(), compiled=compiled
+        )
+        return self._result(seconds, 1)
 
     def sdpa(self, rows: int = 1, compiled: bool = True) -> Timing:
         """MLX's own attention of `rows` queries per sequence, on contiguous K and V."""

@@ -21,6 +21,7 @@ examples:
   vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit   from the Hugging Face Hub
   vllm-metal-lite generate prompts.jsonl -o answers.jsonl
   vllm-metal-lite doctor                               is this machine all right?
+  vllm-metal-lite bench --compare                      how fast is it, beside mlx-lm?
 """
 _CHAT_EXAMPLES = """\
 examples:
@@ -48,6 +49,36 @@ examples:
   vllm-metal-lite generate prompts.jsonl -o answers.jsonl
   vllm-metal-lite generate prompts.jsonl --model ~/models/mine --temperature 0
   echo '{"prompt": "Once upon a time"}' | vllm-metal-lite generate - | jq -r .text
+"""
+
+_DOCTOR = (
+    "Check every kernel against the reference on this machine, in a process of its own; measure "
+    "its speed beside MLX's own operations; check that launches run in order; and compare the "
+    "tokens of a model with the reference's.  Exit code 1 if a kernel is wrong, launches run out "
+    "of order or tokens differ; 0 also without a GPU."
+)
+_DOCTOR_EXAMPLES = """\
+examples:
+  vllm-metal-lite doctor
+  vllm-metal-lite doctor mlx-community/Qwen3-0.6B-4bit
+  vllm-metal-lite doctor --report report.json          to attach to an issue
+  vllm-metal-lite doctor --tune                        for speed: a minute or two, once
+"""
+
+
+_BENCH_NOTES = """\
+Prompts are random tokens; decoding is greedy, and the end of sequence is ignored.
+  first token      from the arrival of all requests to the first token, median
+  prompt tokens/s  until every request has its first token
+  decode tokens/s  while all requests decode
+A context that the model does not hold is cut, and a case that the memory or the
+time does not allow is skipped; the table says so.  The report holds no name of a
+user, a host or a folder.
+
+examples:
+  vllm-metal-lite bench
+  vllm-metal-lite bench mlx-community/Qwen3-0.6B-4bit --compare --report bench.json
+  vllm-metal-lite bench ~/models/mine --requests 1,8 --context 2048 --seconds 60
 """
 
 
@@ -144,15 +175,48 @@ def _parser() -> options.Parser:
     options.add_sampling_options(generate, max_tokens="256")
     options.add_engine_options(generate, max_num_seqs=64)
 
+    bench = commands.add_parser(
+        "bench",
+        help="measure a model's speed",
+        description="Measure prompt and decode speed with few and many requests.",
+        epilog=_BENCH_NOTES,
+        formatter_class=_HelpFormatter,
+    )
+    bench.add_argument(
+        "model",
+        nargs="?",
+        default="demo",
+        metavar="MODEL",
+        help="'demo' (default; tiny), a folder, or a Hugging Face name",
+    )
+    options.add_bench_options(bench)
+    options.add_engine_options(bench, max_num_seqs=32)
+
     doctor = commands.add_parser(
         "doctor",
         help="check this machine",
-        description="Run every kernel against the reference on this machine, measure its "
-        "bandwidth, and say which attention will be used and why.  Exit code 1 if a kernel is "
-        "wrong.",
+        description=_DOCTOR,
+        epilog=_DOCTOR_EXAMPLES,
+        formatter_class=_HelpFormatter,
     )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor.add_argument("--quick", action="store_true", help="check one shape, measure nothing")
+    doctor.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="check the shapes of this model: a folder or a Hugging Face name (default: the shapes "
+        "that most models have, and the answers of the demo)",
+    )
+    doctor.add_argument("--full", action="store_true", help="check many more shapes: minutes")
+    doctor.add_argument(
+        "--report", metavar="FILE", help="write everything as one JSON file, for an issue"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the same JSON")
+    doctor.add_argument(
+        "--tune",
+        action="store_true",
+        help="measure the constants that speed depends on, and keep them for this machine",
+    )
+    doctor.add_argument("--reset", action="store_true", help="with --tune: remove what was kept")
     return parser
 
 

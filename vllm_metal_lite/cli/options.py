@@ -15,6 +15,9 @@ from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 
+# Limits of the numbers that `bench` takes.
+_MOST, _LONGEST = 1_000_000, 86_400
+
 _TEMPERATURE = 0.7  # if neither the user nor the model sets one
 
 
@@ -123,6 +126,35 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         raise UsageError(e.spelled(engine_flag)) from None
 
 
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench`."""
+    parser.add_argument(
+        "--requests", type=_counts, default="1,4,16,32", metavar="N,N,...",
+        help="requests that arrive together (default: 1,4,16,32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context", type=_counts, default="512,4096", metavar="N,N,...",
+        help="tokens of each prompt (default: 512,4096)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--new-tokens", type=_count, default=64, metavar="N",
+        help="counted tokens of each answer (default: 64)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=_seconds, default=140.0, metavar="S",
+        help="time for measuring, after the model is loaded (default: 140)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--compare", action="store_true",
+        help="measure mlx-lm on the same weights too, in turns",
+    )  # fmt: skip
+    parser.add_argument("--report", metavar="FILE", help="write a new JSON file to share")
+    parser.add_argument(
+        "--plot", metavar="FILE",
+        help="draw a picture (.png, .svg, .pdf); needs matplotlib",
+    )  # fmt: skip
+
+
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     """Add the sampling flags; `max_tokens` describes this command's default in words."""
     group = parser.add_argument_group(
@@ -185,6 +217,26 @@ def _value(text: str) -> int | float | str:
         with suppress(ValueError):
             return kind(text)
     return text
+
+
+def _count(text: str) -> int:
+    """An integer from 1 to _MOST."""
+    with suppress(ValueError):
+        if 1 <= int(text) <= _MOST:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"must be an integer from 1 to {_MOST:,}, got {text!r}")
+
+
+def _counts(text: str) -> list[int]:
+    """Integers with commas between them, ascending."""
+    return sorted({_count(part) for part in text.split(",")})
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 1 <= float(text) <= _LONGEST:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number from 1 to {_LONGEST:,}, got {text!r}")
 
 
 def flag(field: str) -> str:

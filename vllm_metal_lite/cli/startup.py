@@ -9,6 +9,7 @@ from vllm_metal_lite.config import EngineConfig
 
 if TYPE_CHECKING:
     from vllm_metal_lite.engine.engine import LLMEngine
+    from vllm_metal_lite.model.loader import LoadedModel
 
 _DEMO = (
     "demo is a tiny model (about 3 million parameters) that is shipped to show that everything "
@@ -18,19 +19,29 @@ _DEMO = (
 
 
 def start_engine(
-    name: str, config: EngineConfig, say: Callable[[str], None], name_after: str
+    name: str,
+    config: EngineConfig,
+    say: Callable[[str], None],
+    name_after: str,
+    configure: "Callable[[LoadedModel, EngineConfig], EngineConfig] | None" = None,
 ) -> "LLMEngine":
     """Load a model and build its engine; `say` gets the lines for the user.
 
     name_after: the words before a model's name on the command line, for a usage hint.
+    configure: gives the options that suit the loaded model.
     """
     say(f"Loading {name} ...")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from vllm_metal_lite import backend
+    from vllm_metal_lite.devices import profile
     from vllm_metal_lite.engine.engine import LLMEngine
+    from vllm_metal_lite.model.loader import load
 
     with log.progress():
-        engine = LLMEngine.from_name(name, config)
+        model = load(name, config.dtype, config.trust_remote_code)
+        if configure is not None:
+            config = configure(model, config)
+        engine = LLMEngine(model, config)
     model = engine.model
     dtype = str(model.dtype).removeprefix("mlx.core.")
     first, size = engine.kv_groups[0], config.block_size
@@ -41,7 +52,8 @@ def start_engine(
         f"Model:     {name}: {model.model_type}, {_count(model.num_parameters)} parameters, "
         f"{_size(model.weight_bytes)}, computes in {dtype}"
     )
-    say(f"Device:    {backend.describe()}")
+    day = profile().tuned
+    say(f"Device:    {backend.describe()}{f', tuned on {day}' if day else ''}")
     say(
         f"Context:   {engine.max_model_len:,} tokens; the KV store holds "
         f"{first.num_blocks * size:,} ({first.num_blocks:,} blocks of {size}, {store})"

@@ -55,4 +55,4 @@ def _resolve(text: str) -> str:
 
 def cache_folder() -> Path:
     """The folder for findings about the kernels, kept across processes."""
-    return envs.cache_home() / "vllm_metal_lite"
+    return envs.cache_folder()

@@ -1,0 +1,94 @@
+"""The ordering stress sees launches that run out of order, and no others."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from metal.host import compiler_available, installed
+from tests.support.declared_order import recording
+from vllm_metal_lite.checks import ordering
+from vllm_metal_lite.checks.ordering import BUFFERS, READS, Sizes, build, problem, stress
+
+TINY = Sizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
+# The host's stand-in for another order takes no MLX operation between launches: the merge has one.
+REORDERABLE = tuple(kernel for kernel in READS if kernel != "merge_partitions")
+
+needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+
+@needs_compiler
+def test_launches_in_order_are_right():
+    with installed():
+        reads = build(TINY)
+        assert problem(reads) is None
+    assert {read.kernel for read in reads} == set(READS)
+
+
+def first_problem(pick):
+    with recording() as launches:
+        reads = build(TINY, REORDERABLE)
+    return problem(reads, launches.run(pick))
+
+
+@needs_compiler
+def test_tokens_order_the_launches_in_every_order_that_a_device_may_take():
+    rng = np.random.default_rng(0)
+    assert first_problem(max) is None
+    assert first_problem(lambda ready: int(rng.choice(ready))) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", ["kv_write", "rope_write", "kv_gather", "varlen_prefill"])
+def test_a_dropped_token_is_noticed(monkeypatch, kernel):
+    """The launch gives back the token that it took, so that no later launch waits for it."""
+    launch = getattr(ordering, kernel)
+
+    def forgetful(*args, **kwargs):
+        result = launch(*args, **kwargs)
+        token = kwargs.get("token") if "token" in kwargs else args[TOKEN_AT[kernel]]
+        return (*result[:-1], token) if isinstance(result, tuple) else token
+
+    monkeypatch.setattr(ordering, kernel, forgetful)
+    assert " must see " in first_problem(max)
+
+
+TOKEN_AT = {"kv_write": 5, "kv_gather": 3, "varlen_prefill": 7}
+
+
+def child(*lines):
+    return [sys.executable, "-c", "\n".join(("import json, os, sys, time", *lines))]
+
+
+def test_each_process_gets_its_variables():
+    told = "print(json.dumps({'reads': 1, 'problem': os.environ['MLX_MAX_OPS_PER_BUFFER']}))"
+    outcomes = list(stress(command=child(told)))
+    assert [o.buffers for o in outcomes] == list(BUFFERS)
+    assert [o.problem for o in outcomes] == ["1", "10000"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("time.sleep(60)", "no result after 1 s"),
+        ("sys.exit('the driver is gone')", "the process failed: the driver is gone"),
+        ("os.abort()", "the process failed: exit code -6"),
+        ("print('[]')", "the process failed"),
+        ("print('{}')", "the process failed"),
+    ],
+)
+def test_a_process_that_gives_no_result_is_a_problem(lines, words):
+    outcome = next(stress(deadline=1.0, command=child(lines)))
+    assert words in outcome.problem
+
+
+def test_a_python_that_cannot_be_started_is_a_problem():
+    outcome = next(stress(command=["/nowhere/python"]))
+    assert "no process can be started" in outcome.problem
+
+
+def test_the_module_prints_its_outcome(monkeypatch, capsys):
+    monkeypatch.setattr(ordering, "build", lambda _: [])
+    ordering.main()
+    assert json.loads(capsys.readouterr().out) == {"reads": 0, "problem": None}

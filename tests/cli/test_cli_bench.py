@@ -1,0 +1,277 @@
+"""`vllm-metal-lite bench`: what is measured, what a time limit leaves out, and the report."""
+
+import json
+import os
+import signal
+import sys
+from types import ModuleType
+
+import pytest
+
+from tests.support.cli_kit import CONTEXT, model_folder
+from vllm_metal_lite.cli import machine
+from vllm_metal_lite.cli.bench_cases import SETTLE_STEPS, Case, Pace, make_cases
+from vllm_metal_lite.cli.bench_load import Timing, drive, medians, timing
+from vllm_metal_lite.cli.bench_suite import Suite
+from vllm_metal_lite.cli.bench_table import ratio, table
+from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import MetalLiteError, RequestError
+
+SMALL = ["--requests", "1,3", "--context", "16", "--new-tokens", "8", "--seconds", "60"]
+
+
+@pytest.fixture
+def bench(tmp_path, capsys):
+    """Runs the command on a toy; returns (stdout, stderr, the report)."""
+
+    def run(*flags: str) -> tuple[str, str, dict]:
+        path = tmp_path / "report.json"
+        path.unlink(missing_ok=True)
+        code = main(["bench", str(model_folder()), *SMALL, "--report", str(path), *flags])
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return out, err, json.loads(path.read_text())
+
+    return run
+
+
+class Script:
+    """An engine that does in each step what a script says: the requests that get a token."""
+
+    def __init__(self, *steps: list[int], name: str = "ours") -> None:
+        self._steps, self.name, self.ended = iter(steps), name, False
+
+    def begin(self, prompts, max_tokens) -> None:
+        self.ended = False
+
+    def step(self) -> list[int]:
+        return next(self._steps)
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_both_engines_are_measured_and_the_report_says_so(bench):
+    out, _, report = bench("--compare")
+    assert (report["report"], report["schema"], report["kind"]) == ("vllm-metal-lite", 1, "bench")
+    assert not report["interrupted"]
+    assert [(c["requests"], c["context"]) for c in report["cases"]] == [(1, 16), (3, 16)]
+    for case in report["cases"]:
+        for engine in "ours", "mlx_lm":
+            assert all(case[engine][field] > 0 for field in Timing.__dataclass_fields__)
+        assert case["ratios"]["decode_rate"] == pytest.approx(
+            case["ours"]["decode_rate"] / case["mlx_lm"]["decode_rate"]
+        )
+    assert "ratio" in out
+
+
+def test_a_report_holds_no_folder(bench):
+    _, _, report = bench()
+    assert report["model"]["name"] == "local"
+    assert str(model_folder()) not in json.dumps(report)
+    assert "mlx_lm" not in report["cases"][0]
+
+
+def test_a_context_that_does_not_fit_is_cut(bench):
+    _, err, report = bench("--requests", "1", "--context", f"16,{4 * CONTEXT}")
+    longest = max(case["context"] for case in report["cases"])
+    assert 0 < longest < CONTEXT
+    assert f"cut to {longest:,} tokens" in err
+
+
+def test_what_is_too_long_or_too_large_is_skipped(bench):
+    _, _, report = bench("--num-blocks", "12", "--requests", "1,2,30", "--max-model-len", "100")
+    assert [("skipped" in case) for case in report["cases"]] == [False, False, True]
+    assert "the memory holds" in report["cases"][2]["skipped"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--requests", "0"], "--requests: must be an integer from 1"),
+        (["--requests", "1,x"], "got 'x'"),
+        (["--requests", "33"], "--max-num-seqs (32), got 33"),
+        (["--seconds", "nan"], "--seconds: must be a number from 1"),
+        (["--report", "/nowhere/a.json"], "/nowhere/a.json: No such file"),
+        (["--plot", "a.gif"], "--plot must end in .png"),
+    ],
+    ids=str,
+)
+def test_bad_flags_are_refused_before_the_model_is_loaded(flags, words, capsys):
+    assert main(["bench", "no/such-model", *flags]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Loading" not in err
+
+
+def test_without_matplotlib_the_command_to_install_it_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("vllm_metal_lite.cli.bench_plot.find_spec", lambda name: None)
+    assert main(["bench", "--plot", str(tmp_path / "a.png")]) == 2
+    assert "pip install 'vllm-metal-lite[bench]'" in capsys.readouterr().err
+
+
+def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
+    """It comes after the first of two cases."""
+
+    def interrupted(timings):
+        os.kill(os.getpid(), signal.SIGINT)
+        return medians(timings)
+
+    monkeypatch.setattr("vllm_metal_lite.cli.bench_suite.medians", interrupted)
+    path = tmp_path / "report.json"
+    assert main(["bench", str(model_folder()), *SMALL, "--report", str(path)]) == 130
+    report = json.loads(path.read_text())
+    assert report["interrupted"]
+    assert len(report["cases"]) == 1
+    assert report["cases"][0]["ours"]["decode_rate"] > 0
+    assert "first token, ms" in capsys.readouterr().out
+
+
+# Measuring
+
+
+def test_decodes_count_while_all_requests_decode():
+    """Request 0 has three tokens before request 1 has its first."""
+    times = [[1.0, 2.0, 3.0], [4.0]]
+    for step in range(1, 21):
+        for request in times:
+            request.append(4.0 + 0.5 * step)
+    result = timing(Case(2, 100), times)
+    assert result.seconds_to_first == 2.5
+    assert result.prompt_rate == 200 / 4.0
+    assert result.decode_rate == pytest.approx(2 / 0.5)
+
+
+def test_a_run_without_all_first_tokens_shows_nothing():
+    assert timing(Case(2, 4), [[1.0], []]) is None
+    assert timing(Case(2, 4), [[1.0], [2.0]]).decode_rate is None
+
+
+def test_a_run_ends_after_the_counted_steps_or_when_told():
+    together = [[0, 1]] * 100
+    engine = Script([], [0], [0], *together)
+    times = drive(engine, [[1], [2]], 5, 50, lambda: False)
+    assert list(map(len, times)) == [3 + SETTLE_STEPS + 5, 1 + SETTLE_STEPS + 5]
+    assert engine.ended
+    assert list(map(len, drive(engine, [[1], [2]], 5, 50, lambda: True))) == [0, 0]
+
+
+def test_an_engine_that_fails_is_left_empty():
+    class Failing(Script):
+        def step(self):
+            raise RuntimeError
+
+    engine = Failing()
+    with pytest.raises(RuntimeError):
+        drive(engine, [[1]], 5, 50, lambda: False)
+    assert engine.ended
+
+
+def test_the_estimate_of_a_case_that_is_too_slow():
+    """At most the time limit passes; cases that do not fit are skipped with their estimate."""
+    pace = Pace()
+    pace.learn(Case(1, 100), prompt_rate=50.0, decode_rate=10.0)
+    assert pace.run(Case(1, 100), 2) == pytest.approx(2 + (SETTLE_STEPS + 2) / 10)
+    assert pace.step(4) == pytest.approx(0.4)
+    pace.learn(Case(8, 100), prompt_rate=50.0, decode_rate=40.0)
+    assert pace.step(8) == pytest.approx(0.2)
+
+
+def test_a_time_limit_skips_and_says_how_long():
+    suite = Suite([Script()], range(9), EngineConfig(), 10**9, seconds=-1.0, stop=lambda: False)
+    suite._engines[0].step = list  # nothing ever comes
+    suite.run([Case(1, 8)], 4, show_bar=False)
+    assert suite.results[0].skipped
+    assert not suite.results[0].timings
+
+
+def test_cases_begin_with_the_fewest_tokens_and_fit_the_context():
+    cases = make_cases([1, 4], [8, 500], 8, 100, EngineConfig())
+    assert cases == sorted(cases, key=lambda case: case.prompt_tokens)
+    assert all(c.context + c.max_tokens(8, EngineConfig()) <= 100 for c in cases)
+    with pytest.raises(RequestError, match="context of 10 tokens"):
+        make_cases([1], [8], 8, 10, EngineConfig())
+
+
+def test_a_ratio_above_1_means_that_ours_is_better():
+    timings = {"ours": Timing(1.0, 20.0, None), "mlx-lm": Timing(2.0, 10.0, 5.0)}
+    assert ratio(timings, "seconds_to_first", more=False) == 2.0
+    assert ratio(timings, "prompt_rate", more=True) == 2.0
+    assert ratio(timings, "decode_rate", more=True) is None
+    assert table([], 8)
+
+
+# Reports
+
+
+def test_a_report_is_never_overwritten(tmp_path):
+    path = tmp_path / "a.json"
+    machine.check_writable(str(path))
+    assert not path.exists()
+    machine.write(str(path), machine.new_report("bench"))
+    with pytest.raises(MetalLiteError, match="not overwritten"):
+        machine.check_writable(str(path))
+    with pytest.raises(MetalLiteError, match="not overwritten"):
+        machine.write(str(path), {})
+    machine.check_writable("/dev/null")
+    machine.write("/dev/null", {})
+
+
+def test_the_facts_of_a_mac(monkeypatch):
+    """As the tools of macOS print them."""
+    tools = {
+        "sysctl": "Apple M3 Max\n",
+        "ioreg": '+-o AGXAcceleratorG15X\n    | "gpu-core-count" = 40\n',
+    }
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("platform.mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(machine, "_output", lambda tool, *_: tools[tool])
+    facts = machine.facts()
+    assert (facts["chip"], facts["gpu_cores"], facts["system"]) == (
+        "Apple M3 Max",
+        40,
+        "macOS 15.1",
+    )
+    tools["ioreg"] = ""
+    assert machine.facts()["gpu_cores"] is None
+
+
+def test_names_of_models_in_reports(tmp_path):
+    assert machine.public_name(str(tmp_path)) == "local"
+    assert machine.public_name("demo") == "demo"
+    assert machine.public_name("org/model") == "org/model"
+
+
+def test_the_picture_has_a_panel_a_column(bench, monkeypatch, tmp_path):
+    """With a stand-in for matplotlib, which the tests do not need."""
+    calls = []
+
+    class Axes:
+        lines = (1,)
+
+        def plot(self, x, y, style, **options):
+            calls.append((list(x), style, options["label"]))
+
+        def __getattr__(self, name):
+            return lambda *args, **options: None
+
+    class Figure:
+        def __init__(self, **options):
+            self.suptitle = lambda title: None
+            self.savefig = lambda name: calls.append(name)
+
+        def subplots(self, rows, columns):
+            return [Axes() for _ in range(columns)]
+
+    fake = ModuleType("matplotlib.figure")
+    fake.Figure = Figure
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", fake)
+    monkeypatch.setattr("vllm_metal_lite.cli.bench_plot.find_spec", lambda name: True)
+    path = str(tmp_path / "a.svg")
+    bench("--compare", "--plot", path)
+    *lines, saved = calls
+    assert saved == path
+    assert len(lines) == 3 * 2
+    assert lines[0] == ([1, 3], "o-", "ours, context 16")

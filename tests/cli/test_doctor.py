@@ -1,0 +1,314 @@
+"""The command `doctor`: on a CPU, and on a machine that seems to have a GPU (the CPU host)."""
+
+import json
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from metal.host import compiler_available
+from tests.support.cli_kit import pipe
+from tests.support.miscompiled import miscompile, seeming_gpu
+from vllm_metal_lite import backend, devices, tuned
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import floors, generation, isolated, measure, ordering, tune_loads
+from vllm_metal_lite.checks.ordering import Outcome
+from vllm_metal_lite.checks.result import CheckResult, Speed
+from vllm_metal_lite.cli import doctor, doctor_text
+from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+
+SHAPE = AttentionShape(4, 2, 32, 32, mx.bfloat16)
+TINY = KernelUse((SHAPE,), 16, (Rotation(32),), (64,), ((64, 32), (32, 64)))
+
+needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+
+def run(*argv):
+    return main(["doctor", *argv])
+
+
+def report_of(capsys, *argv, code=0):
+    assert run("--json", *argv) == code
+    return json.loads(capsys.readouterr().out)
+
+
+# On a CPU
+
+
+def test_a_cpu_is_told_what_is_not_checked(capsys):
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert "Kernels:   not checked: there is no GPU, or MLX does not use it" in out
+    assert "Memory:    the engine would use" in out
+    assert "Constants: the defaults\n" in out
+
+
+def test_a_model_is_described_on_a_cpu_too(capsys):
+    model = report_of(capsys, "demo")["model"]
+    assert model["name"] == "demo"
+    assert model["type"] == "qwen3"
+    assert model["kv_store_tokens"] >= model["max_model_len"]
+
+
+def test_a_bad_model_is_one_line_and_1(capsys, tmp_path):
+    assert run(str(tmp_path / "none")) == 1
+    assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [(["--reset"], "--reset goes with --tune"), (["demo", "--tune"], "takes no model")],
+)
+def test_flags_that_do_not_go_together_are_refused(argv, words, capsys):
+    assert run(*argv) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_nothing_is_tuned_on_a_cpu(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run("--tune") == 0
+    assert "nothing to measure: there is no GPU" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_report_is_the_json(capsys, tmp_path):
+    file = tmp_path / "report.json"
+    assert run("--report", str(file), "--json") == 0
+    printed, written = json.loads(capsys.readouterr().out), json.loads(file.read_text())
+    assert printed == written
+    assert (written["report"], written["kind"]) == ("vllm-metal-lite", "doctor")
+    assert written["schema"] == 1
+
+
+def test_a_report_that_cannot_be_written_is_refused_first(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda *_: pytest.fail("too late"))
+    assert run("--report", str(tmp_path / "none" / "report.json")) == 2
+    assert "none" in capsys.readouterr().err
+
+
+def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.platform, "node", lambda: "adas-mac")
+    model = tmp_path / "secret"
+    model.mkdir()
+    report = {
+        "machine": {"chip": "Apple"},
+        "checks": [{"failure": f"{Path.home()}/x.metal of {model} on adas-mac: bad"}],
+        "problems": ("plain",),
+    }
+    found = doctor._without_names(report, str(model))
+    assert found["checks"][0]["failure"] == "~/x.metal of MODEL on HOST: bad"
+    assert found["machine"] == {"chip": "Apple"}
+
+
+# On a GPU
+
+
+def call_once(call, x, chain=1, compiled=True):
+    mx.eval(call(x))
+    return 1e-3
+
+
+@pytest.fixture
+def a_gpu(monkeypatch, tmp_path):
+    """Small shapes; no processes; nothing is timed."""
+    monkeypatch.setattr(devices, "IN_USE", {})
+    monkeypatch.setattr(doctor, "COMMON", {"tiny": TINY})
+    monkeypatch.setattr(doctor, "FLOOR_SIZES", floors.Sizes(1024, 1, 32, 64))
+    for module in (floors, measure):
+        monkeypatch.setattr(module, "seconds_per_call", call_once)
+    monkeypatch.setattr(ordering, "stress", lambda: [Outcome("all launches in one", 9, None)])
+    monkeypatch.setattr(generation, "PROMPTS", (3, 20))
+    monkeypatch.setattr(generation, "STARTS", (1, 0))
+    monkeypatch.setattr(generation, "NEW_TOKENS", 3)
+    with seeming_gpu(monkeypatch, tmp_path / "cache"):
+        yield
+
+
+def test_the_start_says_when_the_constants_were_tuned(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", pipe("hi"))
+    with devices.using(replace(devices.profile(), tuned="2026-11-22")):
+        assert main(["chat", "--verbose", "--max-tokens", "1"]) == 0
+    assert re.search(r"Device: .*, tuned on 2026-11-22\n", capsys.readouterr().err)
+
+
+@needs_compiler
+def test_a_machine_that_is_well(a_gpu, capsys, tmp_path):
+    file = tmp_path / "report.json"
+    assert run("--report", str(file)) == 0
+    out, _ = capsys.readouterr()
+    assert "paged_decode:         right in 2 checks, worst error" in out
+    assert "skinny_gemm:          right in 2 checks" in out
+    assert "decodes, K and V of the store:" in out
+    assert "Order:     ordered: all 9 reads are right, all launches in one" in out
+    assert "Answers:   6 tokens in 2 answers of demo, by kernels and by the reference: equal" in out
+    assert "Verdict:   all is right" in out
+    assert f"written to {file}" in out
+    report = json.loads(file.read_text())
+    assert report["problems"] == []
+    assert {"checks", "floors", "ordering", "answers"} <= set(report["seconds"])
+    names = {field.name for field in fields(devices.DeviceProfile)} - {"tuned"}
+    assert set(report["profile"]["constants"]) == names
+
+
+@needs_compiler
+def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeypatch, capsys):
+    miscompile(monkeypatch, "varlen_prefill")
+    assert run() == 1
+    out = capsys.readouterr().out
+    assert "varlen_prefill:       WRONG in 2 of 2 checks" in out
+    assert "allowed" in out
+    assert "by the reference: equal" in out
+    assert "The engine leaves a wrong kernel out by itself" in out
+    assert "Next: please open an issue" in out
+    assert "--attention reference" not in out
+
+
+@pytest.fixture
+def no_work(a_gpu, monkeypatch):
+    """All is well, found without running anything.  Tests change what is found."""
+    results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
+    found = {"results": results, "floors": [], "order": [Outcome("one", 9, None)]}
+    found["answers"] = generation.Comparison("kernels", "right", 1, 2, {})
+    monkeypatch.setattr(isolated, "run", lambda checks, *_, **__: found["results"])
+    monkeypatch.setattr(floors, "measure", lambda *_: found["floors"])
+    monkeypatch.setattr(ordering, "stress", lambda: found["order"])
+    monkeypatch.setattr(generation, "compare", lambda *_: found["answers"])
+    return found
+
+
+def test_a_slow_kernel_is_right_and_its_constants_are_named(no_work, capsys):
+    first, *rest = no_work["results"]
+    slow = next(r for r in rest if r.kernel == "paged_decode")
+    rest[rest.index(slow)] = replace(slow, speed=Speed(1e-3, 1e-4))
+    no_work["results"] = [first, *rest]
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert "1,000 us, its alternative 100 us" in out
+    assert "SLOW: right, and 10.0 times slower than its alternative" in out
+    assert "--tune` measures decode_fill, few_keys" in out
+    assert "all is right, but something is slow" in out
+
+
+def test_slow_reads_are_said_beside_a_copy(no_work, capsys):
+    no_work["floors"] = [
+        floors.Floor("a copy", None, 100e9, {}),
+        floors.Floor("decodes", "paged_decode", 10e9, {"a copy": 100e9, "MLX's": 80e9}),
+        floors.Floor("a product", None, 30e9, {"a copy": 100e9}),
+    ]
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert "10 GB/s, 10 % of a copy\n  SLOW: 8.0 times slower than a copy and MLX's" in out
+    assert "SLOW: 3.3 times slower than a copy\n  This is MLX alone" in out
+
+
+def test_launches_out_of_order_are_a_problem(no_work, capsys):
+    no_work["order"] = [Outcome("one", 9, None), Outcome("all", 9, "read 3 saw 1")]
+    assert run() == 1
+    out = capsys.readouterr().out
+    assert "Order:     WRONG, all: read 3 saw 1" in out
+    assert "use `--attention reference`" in out
+
+
+@pytest.mark.parametrize("is_tie", [True, False])
+def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
+    margin = 0.01 if is_tie else 2.0
+    difference = generation.Difference(0, 4, 7, 8, margin, is_tie)
+    no_work["answers"] = replace(no_work["answers"], differences=[difference])
+    assert run() == (0 if is_tie else 1)
+    out = capsys.readouterr().out
+    assert f"answer 1, token 5: 7 instead of 8, {margin:.3f} standard deviations apart" in out
+    assert ("equal but for ties" in out) == is_tie
+    assert ("use `--attention reference`" in out) == (not is_tie)
+
+
+def test_after_a_hang_no_graph_with_that_kernel_is_run(no_work, monkeypatch, capsys):
+    hung = replace(no_work["results"][0], failure="hangs: no result after 60 s", ended=True)
+    no_work["results"][0] = hung
+    for module, name in ((ordering, "stress"), (floors, "measure")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it would hang"))
+    assert run() == 1
+    out = capsys.readouterr().out
+    assert "hangs: no result after 60 s" in out
+    assert "Order:     not checked" in out
+
+
+def test_ctrl_c_ends_it(no_work, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "compare", interrupt)
+    assert run() == 130
+
+
+def test_full_adds_shapes(no_work, monkeypatch):
+    asked = []
+    monkeypatch.setattr(isolated, "run", lambda checks, *_, **__: asked.append(checks) or [])
+    run("--full")
+    timed, more = asked
+    assert len(more) > 500
+    assert not set(timed) & set(more)
+
+
+# --tune
+
+
+@pytest.fixture
+def tiny_tuning(a_gpu, monkeypatch):
+    shape = AttentionShape(2, 1, 16, 16, mx.bfloat16)
+    monkeypatch.setattr(doctor, "TUNE_SIZES", tune_loads.Sizes(shape, 16))
+    monkeypatch.setattr(isolated, "run", lambda checks, *_: [])
+
+
+def no_choice(ways):
+    return [1.0] * len(ways)
+
+
+def test_tuned_constants_are_kept_used_and_removed(tiny_tuning, monkeypatch, capsys):
+    """The timer prefers what a large decode_fill selects: more splits."""
+
+    def timer(ways):
+        return [1 / getattr(way.form, "splits", 1) for way in ways]
+
+    monkeypatch.setattr(doctor, "TUNE_TIMER", timer)
+    assert run("--tune") == 0
+    out = capsys.readouterr().out
+    assert "decode_fill:" in out
+    assert "Not measured, so as in devices.py: max_own_keys" in out.replace(
+        "min_saved_for_prompts, ", ""
+    )
+    assert "kept for this machine" in out
+    devices.IN_USE.clear()
+    assert devices.profile().decode_fill > devices.PROFILES[backend.name()].decode_fill
+    assert f"tuned on {devices.profile().tuned}" in "\n".join(
+        doctor_text.describe(doctor._begin() | {"no_kernels": "x"})
+    )
+    assert run("--tune", "--reset") == 0
+    assert "the tuned constants are removed" in capsys.readouterr().out
+    assert not tuned.path().exists()
+    run("--tune", "--reset")
+    assert "there were none" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_is_not_tuned(tiny_tuning, monkeypatch, capsys):
+    check = doctor.checks_for(TINY)[0]
+    monkeypatch.setattr(isolated, "run", lambda *_: [CheckResult(check, failure="no")])
+    assert run("--tune") == 1
+    assert "Tuning:    not done, because a kernel is wrong" in capsys.readouterr().out
+    assert not tuned.path().exists()
+
+
+def test_constants_that_cannot_be_kept_are_printed(tiny_tuning, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "TUNE_TIMER", no_choice)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert run("--tune") == 1
+    out = capsys.readouterr().out
+    assert re.search(r"decode_fill: +16, as before", out)
+    assert "the constants cannot be kept in" in out
+    assert "kept for this machine" not in out
+
+
+def test_constants_that_are_named_exist():
+    names = {name for names in doctor_text.CONSTANTS.values() for name in names}
+    assert names <= set(devices.TUNABLE)

@@ -1,0 +1,96 @@
+"""How fast this device moves bytes: a copy, MLX's own operations, and the kernels beside them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.measure import Workload, copy_bandwidth, seconds_per_call
+from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
+from vllm_metal_lite.specs import AttentionShape
+
+# Below this share of the slower one of its references, an operation is called slow.
+_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes per second of one operation, and of the references that it is compared with.
+
+    name: in words.  kernel: as in metal/; None for MLX's own operations.
+    """
+
+    name: str
+    kernel: str | None
+    bytes_per_second: float
+    references: dict[str, float]
+
+    @property
+    def is_slow(self) -> bool:
+        return self.times_slower > 1 / _SHARE
+
+    @property
+    def times_slower(self) -> float:
+        """Than the slower one of its references."""
+        return min(self.references.values(), default=0.0) / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """copy: bytes, also the most of the decodes' K and V.  batch, context: of the decodes.
+    width: of square products."""
+
+    copy: int = 256 << 20
+    batch: int = 16
+    context: int = 4096
+    width: int = 8192
+
+
+def measure(
+    shape: AttentionShape, sizes: Sizes, progress: Callable[[str], object] = lambda _: None
+) -> list[Floor]:
+    """A copy, decodes from the store, MLX's attention, and products of 8 rows.
+
+    shape: with equal head sizes for K and V.
+    """
+    progress("a copy")
+    copy = copy_bandwidth(sizes.copy)
+    progress("decodes from the store")
+    per_token = 2 * shape.num_kv_heads * shape.k_head_dim * shape.dtype.size
+    batch = max(1, min(sizes.batch, sizes.copy // (sizes.context * per_token)))
+    load = Workload(shape, batch, sizes.context)
+    sdpa = max(load.sdpa(compiled=compiled).bandwidth for compiled in (True, False))
+    decode = load.decode().bandwidth
+    progress("products")
+    mlx, quantised, skinny = _products(shape.dtype, sizes.width)
+    references = {"a copy": copy, "MLX's attention": sdpa}
+    found = [
+        Floor("a copy", None, copy, {}),
+        Floor("MLX's attention, contiguous K and V", None, sdpa, {"a copy": copy}),
+        Floor("decodes, K and V of the store", "paged_decode", decode, references),
+        Floor("MLX's product, weights in 16 bits", None, mlx, {"a copy": copy}),
+        Floor("MLX's product, weights in 4 bits", None, quantised, {"a copy": copy}),
+    ]
+    if skinny:
+        references = {"a copy": copy, "MLX's product": mlx}
+        name = "products of 8 rows, weights in 16 bits"
+        found.append(Floor(name, "skinny_gemm", skinny, references))
+    return found
+
+
+def _products(dtype: mx.Dtype, width: int) -> tuple[float, float, float]:
+    """Bytes of weights per second: MLX's product of 8 rows, its quantised one of one row, and
+    `skinny_gemm` of 8 rows (0 in float32)."""
+    x = mx.random.normal((8, width)).astype(dtype)
+    w = (mx.random.normal((width, width)) / width**0.5).astype(dtype)
+    packed = mx.quantize(w, group_size=64, bits=4)
+    mx.eval(x, w, packed)
+
+    def quantised(x: mx.array) -> mx.array:
+        return mx.quantized_matmul(x, *packed, group_size=64, bits=4)
+
+    chain = 10
+    by_mlx = w.nbytes / seconds_per_call(lambda x: x @ w.T, x, chain)
+    by_quantised = sum(a.nbytes for a in packed) / seconds_per_call(quantised, x[:1], chain)
+    if dtype == mx.float32:
+        return by_mlx, by_quantised, 0.0
+    return by_mlx, by_quantised, w.nbytes / seconds_per_call(lambda x: skinny_gemm(x, w), x, chain)

@@ -1,0 +1,134 @@
+"""Runs the cases of `bench` within a time limit: the engines in turns, each case several times."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tqdm import tqdm
+
+from vllm_metal_lite.cli.bench_cases import Case, Pace, affordable_new_tokens
+from vllm_metal_lite.cli.bench_load import Engine, Timing, drive, medians, timing
+from vllm_metal_lite.config import EngineConfig
+
+_WARM_UP_TOKENS = 128  # of the prompt, at most
+_MOST_TURNS = 4  # of a case: the first is not counted, if another follows
+_CASE_SHARE = 1 / 40  # of the time limit, after which a case gets no further turn
+_REFRESH_SECONDS = 0.2  # between updates of the progress bar
+
+
+@dataclass
+class Result:
+    """A case: the timing of each engine by its name, or in `skipped` why there is none.
+
+    counted: turns that the medians are of.  first: whether the first turn is the only one, so that
+    the times include compiling kernels.
+    """
+
+    case: Case
+    new_tokens: int
+    timings: dict[str, Timing] = field(default_factory=dict)
+    counted: int = 0
+    first: bool = False
+    skipped: str | None = None
+
+
+class Suite:
+    """tokens: the ids that prompts are drawn from.  capacity: tokens that the KV store holds.
+
+    seconds: the time limit of `run`.  stop: asked between steps whether the user wants to stop.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        tokens: np.ndarray,
+        config: EngineConfig,
+        capacity: int,
+        seconds: float,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._engines, self._tokens, self._config = engines, tokens, config
+        self._capacity, self._seconds, self._stop = capacity, seconds, stop
+        self._paces = {engine.name: Pace() for engine in engines}
+        self._random = np.random.default_rng(0)
+        self.results: list[Result] = []
+
+    def run(self, cases: Sequence[Case], new_tokens: int, show_bar: bool) -> None:
+        """Fill `results`; ends early if the user stops."""
+        self._deadline = time.perf_counter() + self._seconds
+        with tqdm(
+            total=len(cases), unit="case", dynamic_ncols=True, disable=not show_bar
+        ) as self._bar:
+            warm_up = Case(1, min(_WARM_UP_TOKENS, *(case.context for case in cases)))
+            for _ in range(2):  # the second one shows the pace
+                self._turn(warm_up, new_tokens, "warm-up")
+            for case in cases:
+                if self._stop():
+                    return
+                self.results.append(self._measure(case, new_tokens))
+                self._bar.update()
+
+    def _measure(self, case: Case, new_tokens: int) -> Result:
+        slowest = max(pace.step(case.requests) for pace in self._paces.values())
+        new_tokens = affordable_new_tokens(new_tokens, slowest, self._seconds)
+        result = Result(case, new_tokens)
+        need = case.requests * (case.context + case.max_tokens(new_tokens, self._config))
+        if need > self._capacity:
+            result.skipped = (
+                f"needs K and V of {need:,} tokens, and the memory holds {self._capacity:,}"
+            )
+            return result
+        estimate = sum(pace.run(case, new_tokens) for pace in self._paces.values())
+        left = self._deadline - time.perf_counter()
+        if estimate > left:
+            result.skipped = (
+                f"would take about {estimate:,.0f} s, and {max(left, 0):,.0f} s are left"
+            )
+            return result
+        turns: list[dict[str, Timing]] = []
+        spent, longest = 0.0, 0.0
+        while len(turns) < _MOST_TURNS and (
+            not turns or spent + longest < min(self._seconds * _CASE_SHARE, left)
+        ):
+            start = time.perf_counter()
+            turn = self._turn(case, new_tokens, f"turn {len(turns) + 1}")
+            if turn is None:
+                break
+            turns.append(turn)
+            longest = time.perf_counter() - start
+            spent += longest
+        if not turns:
+            result.skipped = "stopped" if self._stop() else "did not end within the time limit"
+            return result
+        counted = turns[1:] or turns
+        result.counted, result.first = len(counted), len(turns) == 1
+        for name in turns[0]:
+            result.timings[name] = medians([turn[name] for turn in counted])
+        return result
+
+    def _turn(self, case: Case, new_tokens: int, note: str) -> dict[str, Timing] | None:
+        """Every engine once, on the same prompts; None if it was stopped before a result."""
+        prompts = self._random.choice(self._tokens, (case.requests, case.context)).tolist()
+        max_tokens = case.max_tokens(new_tokens, self._config)
+        turn = {}
+        for engine in self._engines:
+            what = f"{engine.name}: {case.requests} x {case.context:,} tokens, {note}"
+            self._bar.set_description_str(what)
+            shown = time.perf_counter()
+
+            def stop() -> bool:
+                nonlocal shown
+                now = time.perf_counter()
+                if now - shown > _REFRESH_SECONDS:
+                    shown = now
+                    self._bar.refresh()
+                return now > self._deadline or self._stop()
+
+            result = timing(case, drive(engine, prompts, new_tokens, max_tokens, stop))
+            if result is None:
+                return None
+            turn[engine.name] = result
+            pace = self._paces[engine.name]
+            pace.learn(case, result.prompt_rate, result.decode_rate)
+        return turn

@@ -1,0 +1,88 @@
+"""The results of `bench` as a table for people, and as rows of a report."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vllm_metal_lite.cli.bench_load import Timing
+from vllm_metal_lite.cli.bench_suite import Result
+
+# heading, field of Timing, factor, format, whether more is better
+COLUMNS = (
+    ("first token, ms", "seconds_to_first", 1e3, ",.0f", False),
+    ("prompt tokens/s", "prompt_rate", 1, ",.0f", True),
+    ("decode tokens/s", "decode_rate", 1, ",.0f", True),
+)
+OURS, PEER = "ours", "mlx-lm"
+_WIDTH = 8  # of a number
+
+
+def table(results: Sequence[Result], new_tokens: int) -> list[str]:
+    """Lines, by context and number of requests; a ratio above 1: ours is better."""
+    compared = any(PEER in result.timings for result in results)
+    names = [OURS, PEER, "ratio"] if compared else []
+    width = (_WIDTH + 1) * max(len(names), 2)
+    lines = ["context reqs" + "".join(f"{heading:>{width}}" for heading, *_ in COLUMNS)]
+    if compared:
+        lines.append(" " * 12 + "".join(f"{name:>{_WIDTH + 1}}" for name in names * len(COLUMNS)))
+    in_order = sorted(results, key=lambda r: (r.case.context, r.case.requests))
+    for result in in_order:
+        line = f"{result.case.context:>7,} {result.case.requests:>4}"
+        if result.skipped is not None:
+            lines.append(f"{line}   skipped: {result.skipped}")
+            continue
+        for _, field, factor, spec, more in COLUMNS:
+            cells = _cells(result.timings, field, factor, spec, more)
+            line += "".join(f"{c:>{width // max(len(names), 1)}}" for c in cells)
+        lines.append(line + _marks(result, new_tokens))
+    return lines + _notes(in_order, new_tokens)
+
+
+def ratio(timings: dict[str, Timing], field: str, more: bool) -> float | None:
+    """How many times better ours is; None if one of the two has no number."""
+    if PEER not in timings:
+        return None
+    ours, theirs = (getattr(timings[name], field) for name in (OURS, PEER))
+    if not (ours and theirs):
+        return None
+    return ours / theirs if more else theirs / ours
+
+
+def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The results as JSON; the fields are those of Result, Case and Timing."""
+    done = []
+    for result in results:
+        row = {**asdict(result.case), "new_tokens": result.new_tokens}
+        if result.skipped is not None:
+            done.append({**row, "skipped": result.skipped})
+            continue
+        row |= {"turns_counted": result.counted, "compiling_included": result.first}
+        row |= {name.replace("-", "_"): asdict(t) for name, t in result.timings.items()}
+        if PEER in result.timings:
+            row["ratios"] = {f: ratio(result.timings, f, more) for _, f, _, _, more in COLUMNS}
+        done.append(row)
+    return done
+
+
+def _cells(
+    timings: dict[str, Timing], field: str, factor: float, spec: str, more: bool
+) -> list[str]:
+    values = [getattr(t, field) for t in timings.values()]
+    cells = ["-" if v is None else format(v * factor, spec) for v in values]
+    if len(timings) > 1:
+        times = ratio(timings, field, more)
+        cells.append("-" if times is None else f"{times:.2f}")
+    return cells
+
+
+def _marks(result: Result, new_tokens: int) -> str:
+    return " *" * result.first + f" ({result.new_tokens} new)" * (result.new_tokens < new_tokens)
+
+
+def _notes(results: Sequence[Result], new_tokens: int) -> list[str]:
+    notes = []
+    if any(result.first for result in results):
+        notes.append("*: measured once, for lack of time; compiling kernels may be included")
+    if any(PEER in result.timings for result in results):
+        notes.append("ratio: how many times better ours is")
+    return notes

@@ -1,0 +1,203 @@
+"""The report of `doctor` for people: short lines, and for each bad one what to do next."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_metal_lite.cli import machine
+from vllm_metal_lite.cli.machine import Report
+
+# The constants of devices.py that the speed of a kernel depends on.
+CONSTANTS = {
+    "paged_decode": ("decode_fill", "few_keys"),
+    "merge_partitions": ("decode_fill", "min_split_context", "min_split_keys"),
+    "shared_prefix": ("prefix_fill", "min_prefix_split_keys", "min_saved_tokens"),
+    "fused_decode": ("decode_fill", "few_keys"),
+    "rope_write": ("rope_many_rows",),
+    "skinny_gemm": ("gemm_fill", "max_normed_rows"),
+}
+_REPORT = "vllm-metal-lite doctor --report report.json"
+_SEND = f"please open an issue with the file of `{_REPORT}`"
+
+
+def describe(report: Report) -> list[str]:
+    """All lines."""
+    lines = machine.describe(report["machine"])
+    used, disk = report["engine_memory_bytes"], report["free_disk_bytes"]
+    lines.append(
+        f"Memory:    the engine would use {_gib(used)} of it for weights, steps, K and V; "
+        f"{_gib(disk)} of disk are free"
+    )
+    day = report["profile"]["tuned"]
+    lines.append(f"Constants: {f'tuned on {day}' if day else 'the defaults'}")
+    if report["model"]:
+        lines += _model(report["model"])
+    if report["tuning"] is not None:
+        return [*lines, *_tuning(report)]
+    if report["no_kernels"]:
+        return [
+            *lines,
+            f"Kernels:   not checked: {report['no_kernels']}",
+            "Verdict:   the reference attention serves everything here; nothing else to check",
+        ]
+    lines += ["", *_checks(report["checks"])]
+    if report["floors"]:
+        lines += ["", *_floors(report["floors"])]
+    lines += ["", *_order(report["ordering"]), *_answers(report["answers"])]
+    return [*lines, "", *_verdict(report)]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def _model(model: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"Model:     {model['name']}: {model['type']}, {_gib(model['weight_bytes'])}, computes in "
+        f"{model['dtype']}"
+    )
+    if model["problem"]:
+        yield f"Context:   {model['problem']}"
+    else:
+        yield (
+            f"Context:   {model['max_model_len']:,} tokens; the KV store would hold "
+            f"{model['kv_store_tokens']:,} ({_gib(model['kv_store_bytes'])})"
+        )
+
+
+def _checks(checks: list[dict[str, Any]]) -> Iterator[str]:
+    """A line a kernel, and the checks that failed."""
+    for kernel in dict.fromkeys(check["kernel"] for check in checks):
+        own = [check for check in checks if check["kernel"] == kernel]
+        wrong = [check for check in own if not check["passed"]]
+        label = f"{kernel + ':':22}"
+        if wrong:
+            yield f"{label}WRONG in {len(wrong)} of {len(own)} checks"
+            yield from (f"  {_failure(check)}" for check in wrong)
+            continue
+        worst = max((c["error"] / c["tolerance"] for c in own if c["tolerance"]), default=0.0)
+        text = f"right in {len(own)} checks, worst error {100 * worst:.0f} % of what is allowed"
+        times = [c for c in own if c["seconds"]]
+        if times:
+            slowest = max(times, key=_times_slower)
+            text += f"; {_beside(slowest)}"
+        yield label + text
+        if any(check["is_slow"] for check in own):
+            times_slower = f"{_times_slower(slowest):.1f} times slower"
+            yield f"  SLOW: right, and {times_slower} than its alternative"
+            yield f"  {_how_to_speed_up(kernel)}"
+
+
+def _failure(check: dict[str, Any]) -> str:
+    if check["failure"] is not None:
+        return f"{check['check']}: {check['failure']}"
+    return f"{check['check']}: error {check['error']:.2g}, allowed {check['tolerance']:.2g}"
+
+
+def _times_slower(check: dict[str, Any]) -> float:
+    return check["seconds"] / check["alternative_seconds"]
+
+
+def _beside(check: dict[str, Any]) -> str:
+    ours, other = (1e6 * check[key] for key in ("seconds", "alternative_seconds"))
+    return f"{ours:,.0f} us, its alternative {other:,.0f} us"
+
+
+def _how_to_speed_up(kernel: str) -> str:
+    gives_way = "The engine uses the alternative by itself where that is faster"
+    if kernel not in CONSTANTS:
+        return f"{gives_way}; {_SEND}"
+    names = ", ".join(CONSTANTS[kernel])
+    return f"{gives_way}; `vllm-metal-lite doctor --tune` measures {names}; then {_SEND}"
+
+
+def _floors(floors: list[dict[str, Any]]) -> Iterator[str]:
+    copy = floors[0]["bytes_per_second"]
+    for floor in floors:
+        speed = floor["bytes_per_second"]
+        share = f", {100 * speed / copy:.0f} % of a copy" if floor["references"] else ""
+        yield f"{floor['name'] + ':':40}{speed / 1e9:8,.0f} GB/s{share}"
+        if not floor["is_slow"]:
+            continue
+        beside = " and ".join(floor["references"])
+        yield f"  SLOW: {floor['times_slower']:.1f} times slower than {beside}"
+        if floor["kernel"]:
+            yield f"  {_how_to_speed_up(floor['kernel'])}"
+        else:
+            yield "  This is MLX alone: does another program use the GPU, or is power saved?"
+
+
+def _order(outcomes: list[dict[str, Any]]) -> Iterator[str]:
+    if not outcomes:
+        yield "Order:     not checked, because a kernel hangs or ends its process"
+    for outcome in outcomes:
+        if outcome["problem"]:
+            yield f"Order:     WRONG, {outcome['buffers']}: {outcome['problem']}"
+        else:
+            reads = outcome["reads"]
+            yield f"Order:     ordered: all {reads} reads are right, {outcome['buffers']}"
+
+
+def _answers(answers: dict[str, Any]) -> Iterator[str]:
+    if answers["problem"]:
+        yield f"Answers:   not compared: {answers['problem']}"
+        return
+    count = f"{answers['tokens']} tokens in {answers['answers']} answers of {answers['model']}"
+    same = "equal" if not answers["differences"] else "equal but for ties"
+    verdict = same if answers["agrees"] else "NOT EQUAL"
+    yield f"Answers:   {count}, by {answers['path']} and by the reference: {verdict}"
+    for d in answers["differences"]:
+        kind = "a tie, which rounding decides" if d["is_tie"] else "more than rounding"
+        yield (
+            f"  answer {d['prompt'] + 1}, token {d['position'] + 1}: {d['by_kernels']} instead of "
+            f"{d['by_reference']}, {d['margin']:.3f} standard deviations apart: {kind}"
+        )
+    yield f"Attention: {answers['path']} ({answers['reason']})"
+
+
+def _tuning(report: Report) -> Iterator[str]:
+    tuning = report["tuning"]
+    if tuning["removed"] is not None:
+        was = "the tuned constants are removed" if tuning["removed"] else "there were none"
+        yield f"Tuning:    {was}; the defaults are used from the next start on"
+        return
+    if report["no_kernels"]:
+        yield f"Tuning:    nothing to measure: {report['no_kernels']}"
+        return
+    if not tuning["measured"]:
+        yield from (f"  WRONG: {problem}" for problem in report["problems"])
+        yield f"Tuning:    not done, because a kernel is wrong; {_SEND}"
+        return
+    measured = {m["name"]: m for m in tuning["measured"]}
+    for name, m in measured.items():
+        change = f"{m['before']:,} -> {m['value']:,}"
+        if m["failure"]:
+            change = f"{m['before']:,}, not measured: {m['failure']}"
+        elif m["value"] == m["before"]:
+            change = f"{m['before']:,}, as before"
+        yield f"{name + ':':24}{change}"
+        yield f"  {m['method']}"
+    guessed = [name for name in report["profile"]["constants"] if name not in measured]
+    yield f"Not measured, so as in devices.py: {', '.join(guessed)}"
+    if tuning["stored"]:
+        yield (
+            "Tuning:    kept for this machine and this version of MLX; engines use it from their "
+            "next start on (`doctor --tune --reset` removes it)"
+        )
+    yield from (f"Tuning:    {problem}" for problem in report["problems"])
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    slow = [c for c in (*report["checks"], *report["floors"]) if c["is_slow"]]
+    if not report["problems"]:
+        yield f"Verdict:   all is right{', but something is slow: see above' if slow else ''}"
+        if not report["profile"]["tuned"]:
+            yield "  `vllm-metal-lite doctor --tune` measures constants that speed depends on."
+        return
+    yield f"Verdict:   {len(report['problems'])} problems"
+    if any(not check["passed"] for check in report["checks"]):
+        yield "  The engine leaves a wrong kernel out by itself, and answers stay right."
+    ordered = not any(outcome["problem"] for outcome in report["ordering"])
+    agrees = report["answers"]["problem"] or report["answers"]["agrees"]
+    if not ordered or not agrees:
+        yield "  Answers may be wrong with kernels: use `--attention reference`."
+    yield f"  Next: {_SEND}"

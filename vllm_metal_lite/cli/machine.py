@@ -1,0 +1,153 @@
+"""The facts of this machine, and the form of a report that users share.
+
+A report is one JSON object.  It holds no name of a user, a host or a folder.
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vllm_metal_lite import __version__, backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.cli.options import UsageError
+from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
+
+SCHEMA = 1
+_SECONDS = 5  # after which a tool of the system is given up
+
+Report = dict[str, Any]
+
+
+def new_report(kind: str) -> Report:
+    """The start of a report; kind: the command that makes it, "doctor" or "bench"."""
+    return {
+        "report": "vllm-metal-lite",
+        "schema": SCHEMA,
+        "kind": kind,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": facts(),
+    }
+
+
+def facts() -> dict[str, Any]:
+    """This machine: memory in bytes; gpu_cores is None where no tool of the system tells it."""
+    return {
+        "chip": _chip(),
+        "gpu": None if backend.is_cpu() else str(mx.device_info().get("device_name", "unknown")),
+        "gpu_architecture": _architecture(),
+        "gpu_cores": _gpu_cores(),
+        "cpu_cores": os.cpu_count(),
+        "system": _system(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "usable_memory_bytes": backend.memory_limit(),
+        "backend": backend.name(),
+        "python": platform.python_version(),
+        "mlx": backend.mlx_version(),
+        "mlx_lm": version("mlx-lm"),
+        "vllm_metal_lite": __version__,
+    }
+
+
+def describe(machine: dict[str, Any]) -> list[str]:
+    """The facts in two lines for people."""
+    gpu = machine["gpu"] or "no GPU in use"
+    cores = f", {machine['gpu_cores']} GPU cores" if machine["gpu_cores"] else ""
+    chip = machine["chip"] if machine["chip"] == gpu else f"{machine['chip']}, {gpu}"
+    total, usable = (machine[key] / 2**30 for key in ("memory_bytes", "usable_memory_bytes"))
+    return [
+        f"Machine:   {chip}{cores}, {machine['system']}, {total:.1f} GiB, of which MLX may use "
+        f"{usable:.1f} GiB ({machine['backend']})",
+        f"Versions:  vllm-metal-lite {machine['vllm_metal_lite']}, mlx {machine['mlx']}, "
+        f"mlx-lm {machine['mlx_lm']}, Python {machine['python']}",
+    ]
+
+
+def public_name(model: str) -> str:
+    """A model's name as reports give it: "demo", a Hugging Face name, or "local" for a folder."""
+    with suppress(OSError, RuntimeError, ValueError):
+        if model != "demo" and Path(model).expanduser().exists():
+            return "local"
+    return model
+
+
+def check_writable(name: str) -> None:
+    """Test before long work that a new file can be made; UsageError if not, or if it exists.
+
+    A device or a pipe, such as /dev/stdout, may exist.
+    """
+    try:
+        if not _is_special(name):
+            open(name, "x").close()
+            Path(name).unlink()
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{shorten(name)}: {_reason(e)}") from None
+
+
+def write(name: str, report: Report) -> None:
+    """Write a report to a new file; MetalLiteError, with the reason, if that is impossible."""
+    text = json.dumps(report, indent=2) + "\n"
+    try:
+        with open(name, "w" if _is_special(name) else "x", encoding="utf-8") as file:
+            file.write(text)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise MetalLiteError(f"{shorten(name)}: {_reason(e)}") from None
+
+
+def _is_special(name: str) -> bool:
+    path = Path(name)
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+def _reason(e: OSError | ValueError) -> str:
+    if isinstance(e, FileExistsError):
+        return "it exists, and is not overwritten: give another name"
+    return getattr(e, "strerror", None) or one_line(e)
+
+
+def _system() -> str:
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    return f"{platform.system()} {platform.release()}"
+
+
+def _architecture() -> str | None:
+    """The GPU's family as MLX names it, such as "applegpu_g15s"."""
+    value = None if backend.is_cpu() else mx.device_info().get("architecture")
+    return None if value is None else str(value)
+
+
+def _chip() -> str:
+    """The processor's name, such as "Apple M3 Max"."""
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine()
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if match := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
+            return match[1].strip()
+    return platform.machine()
+
+
+def _gpu_cores() -> int | None:
+    if sys.platform != "darwin":
+        return None
+    match = re.search(r'"gpu-core-count" = (\d+)', _output("ioreg", "-rc", "AGXAccelerator"))
+    return int(match[1]) if match else None
+
+
+def _output(*command: str) -> str:
+    """What a tool of the system prints; nothing if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="replace")
