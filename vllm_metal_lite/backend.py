@@ -105,8 +105,7 @@ def describe() -> str:
 
 def memory_limit() -> int:
     """Bytes available on this device: Metal's recommended working set, or all memory."""
-    if is_cpu():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    info = mx.device_info()
+    info = {} if is_cpu() else mx.device_info()
     keys = ("max_recommended_working_set_size", "total_memory", "memory_size")  # Metal, CUDA
-    return int(next(info[key] for key in keys if info.get(key)))
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(next((info[key] for key in keys if info.get(key)), host))

@@ -48,7 +48,7 @@ def machine(monkeypatch, kernel, kind):
 def test_only_the_kernel_at_fault_gives_way(monkeypatch, kernel, kind):
     machine(monkeypatch, kernel, kind)
     verdict, said = verify(use_of(kernel)), consequence(kernel, kind)
-    assert verdict.failures.keys() == said.keys()
+    assert verdict.failures.keys() == said.keys(), verdict.failures
     for name, line in verdict.failures.items():
         assert re.match(said[name], line)
     assert verdict.prefill == ("gather" if kernel == "varlen_prefill" else "varlen")
