@@ -1,0 +1,24 @@
+"""The tool that writes the Metal texts for Apple's compiler."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from metal.host import mlx_source
+from vllm_metal_lite.kernels import source
+
+TOOL = Path(__file__).parents[2] / "tools" / "metal_texts.py"
+
+
+def test_every_kernel_is_written_with_the_prelude(tmp_path):
+    done = subprocess.run(
+        [sys.executable, TOOL, tmp_path / "new"], capture_output=True, text=True, check=True
+    )
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "new").iterdir()}
+    assert done.stdout.startswith(f"{len(texts)} texts in ")
+    assert {name.rpartition("-")[0] for name in texts} == {
+        f"metal_lite_{name}" for name in source.names()
+    }
+    for text in texts.values():
+        assert text.startswith(mlx_source.prelude())
+        assert "[[kernel]]" in text
