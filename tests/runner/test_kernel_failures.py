@@ -320,7 +320,8 @@ def test_products_of_few_rows(monkeypatch):
 
 
 def test_the_reference_writes_the_store_in_place_after_kernels(monkeypatch):
-    """Nothing of the failed step, of its error or of compiled steps holds the store."""
+    """Nobody else holds the store.  (A GPU's failed graph would while its error lives; host kernels
+    leave no graph.)"""
     fault = FailingKernels(monkeypatch, "kv_write")
     engine = engine_of(PLAIN, num_blocks=4096)
     engine.add_request("a", PROMPTS[0], GREEDY)
