@@ -90,6 +90,7 @@ def test_the_package_logs_through_vllm(monkeypatch):
     ours, theirs = logging.getLogger("vllm_metal_lite"), logging.getLogger("vllm")
     monkeypatch.setattr(ours, "handlers", [])
     monkeypatch.setattr(ours, "propagate", True)
+    monkeypatch.setattr(ours, "level", logging.NOTSET)
     seen = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())
@@ -97,4 +98,5 @@ def test_the_package_logs_through_vllm(monkeypatch):
     for _ in range(2):  # vLLM may make a second worker in a process
         log_through_vllm()
     logging.getLogger("vllm_metal_lite.model.fit").warning("slow")
-    assert seen == ["slow"]
+    logging.getLogger("vllm_metal_lite.checks").info("checking")
+    assert seen == ["slow", "checking"]

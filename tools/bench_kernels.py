@@ -26,6 +26,9 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks import fusedcheck, measure, selfcheck
+from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.run import run
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.common import new_token
@@ -48,14 +51,14 @@ WORKERS = 14
 def check() -> bool:
     """Every kernel at every shape of the full lists."""
     with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:  # compilation takes the time
-        results = [r for done in pool.map(_check, range(len(_checks()))) for r in done]
-    failed = [r for r in results if not r.passed]
+        results = list(pool.map(_check, range(len(_checks()))))
+    failed = [line for _, _, line in results if line is not None]
     print(f"\n## Right or wrong\n\n{len(results)} checks, {len(failed)} failed.")
-    for kernel in dict.fromkeys(r.kernel for r in results):
-        errors = [r.error / (r.tolerance or 1) for r in results if r.kernel == kernel]
+    for kernel in dict.fromkeys(kernel for kernel, _, _ in results):
+        errors = [error for name, error, _ in results if name == kernel]
         print(f"- {kernel}: {len(errors)} checks, worst error {max(errors):.2g} of what is allowed")
-    for r in failed:
-        print(f"- FAILED {r}")
+    for line in failed:
+        print(f"- FAILED {line}")
     return not failed
 
 
@@ -90,14 +93,17 @@ def huge() -> bool:
     return same
 
 
-def _checks() -> list[partial]:
-    checks = [partial(selfcheck.check, *case) for case in selfcheck.full_list()]
-    return checks + [partial(fusedcheck.check, shape) for shape in fusedcheck.full_list()]
+def _checks() -> list[Check]:
+    uses = selfcheck.full_list() + fusedcheck.full_list()
+    return list(dict.fromkeys(check for use in uses for check in checks_for(use)))
 
 
-def _check(index: int) -> list[selfcheck.CheckResult]:
-    # By number, and named in words: MLX's dtypes cannot be pickled.
-    return [replace(r, shape=str(r.shape)) for r in _checks()[index]()]
+def _check(index: int) -> tuple[str, float, str | None]:
+    """Kernel, error as a part of what is allowed, and a line if it failed.  By number: MLX's dtypes
+    cannot be pickled."""
+    result = run(_checks()[index])
+    error = result.error / (result.tolerance or 1)
+    return result.kernel, error, None if result.passed else str(result)
 
 
 def sanitize() -> bool:
@@ -121,7 +127,7 @@ def sanitize() -> bool:
 
 def few() -> bool:
     """A few shapes in this process, for a sanitizer."""
-    results = [r for check in _checks()[::12] for r in check()]
+    results = [run(check) for check in _checks()[::12]]
     failed = [r for r in results if not r.passed]
     print(f"{len(results)} checks, {len(failed)} failed", *failed)
     return not failed
@@ -210,7 +216,10 @@ def shared() -> bool:
             outputs, times = [], []
             for shares in (True, False):
                 attention = KernelAttention(
-                    store, "gather", {shape.num_heads // shape.num_kv_heads}, shares=shares
+                    store,
+                    "gather",
+                    {shape.num_heads // shape.num_kv_heads},
+                    without=() if shares else ["shared_prefix"],
                 )
                 step = attention.prepare(batch, rows)
                 state, scale = attention.new_state(), shape.k_head_dim**-0.5

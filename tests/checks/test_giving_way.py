@@ -8,6 +8,7 @@ import pytest
 from metal.host import compiler_available
 from tests.support import tiny_models as tiny
 from tests.support.broken_machine import KERNELS, at_launch, cases, command, consequence
+from tests.support.device import change_device
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
@@ -59,19 +60,31 @@ def test_a_machine_that_is_well(monkeypatch, use):
     assert verify(use) == Verdict({}, "varlen")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+# Whose rows rope_write writes; whose residual sums are not normalised next.
+NOT_USED = [("qwen3", "kv_write"), ("gemma3_text/w9", "kv_write"),
+            ("gemma3_text/w9", "add_rms_norm")]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "skinny_gemm"])  # 16 bits only
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text/w9"])
 def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
     """Prompts in chunks, decodes beside them, in splits, and behind a shared prefix."""
+    change_device(
+        monkeypatch, min_saved_tokens=8, min_split_context=16, min_split_keys=8, rows_as_decodes=0,
+        min_keys=8,
+    )  # fmt: skip
+    prefill = "gather" if "gather" in kernel else "varlen"
     line = f"{kernel} is off by 2, 0.1 is allowed"
-    monkeypatch.setattr(verdicts, "verify", lambda _: Verdict({kernel: line}, "varlen"))
     launched = []
     monkeypatch.setattr(Kernel, "__call__", Kernel.__call__)  # at_launch changes it for good
     at_launch(kernel, lambda: launched.append(kernel))
     prompts = shared_prefix(4)
     expected = answers(name, prompts, attention="reference")
-    assert answers(name, prompts, attention="auto") == expected
-    assert not launched
+    for failures in ({}, {kernel: line}):
+        launched.clear()
+        monkeypatch.setattr(verdicts, "verify", lambda _, f=failures: Verdict(f, prefill))
+        assert answers(name, prompts, attention="auto") == expected
+        assert bool(launched) == (not failures and (name, kernel) not in NOT_USED)
 
 
 def shared_prefix(count: int) -> list[list[int]]:

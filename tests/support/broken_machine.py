@@ -129,13 +129,14 @@ def _raise() -> None:
 
 def main() -> None:
     kernel, kind, device = sys.argv[1:]
+    if kind != "is slow":  # nothing else is timed here: tests are no place for it
+        speed.measure = lambda check: None
     install(kernel, kind)
     if device == "gpu":
         return child.main()
     from metal.host import installed
 
     backend.is_cpu = lambda: False
-    speed.measure = speed.measure if kind == "is slow" else lambda check: None
     with installed():
         child.main()
 

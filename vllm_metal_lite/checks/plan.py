@@ -18,8 +18,8 @@ def checks_for(use: KernelUse) -> list[Check]:
     checks: dict[Check, None] = {}
     for shape in use.shapes:
         checks |= dict.fromkeys(_attention(shape, use))
-    for shape in use.shapes:
-        checks |= dict.fromkeys(_new_rows(shape, use))
+    for shape, rotation in _pairs(use):
+        checks |= dict.fromkeys(_new_rows(shape, rotation, use))
     if not use.shapes:
         return list(checks)
     heads = heads_only(use.shapes[0])
@@ -54,19 +54,27 @@ def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:
     return checks
 
 
-def _new_rows(shape: AttentionShape, use: KernelUse) -> list[Check]:
+def _pairs(use: KernelUse) -> list[tuple[AttentionShape, Rotation]]:
+    """Each shape and each rotation at least once, not each with each."""
+    found = []
+    for dim in sorted({shape.k_head_dim for shape in use.shapes}):
+        shapes = [s for s in use.shapes if s.k_head_dim == dim and s.kv_bits is None]
+        rotations = [r for r in use.rotations if r.dims % 2 == 0 and 2 <= r.dims <= dim]
+        for i in range(max(len(shapes), len(rotations)) if shapes and rotations else 0):
+            found.append((shapes[i % len(shapes)], rotations[i % len(rotations)]))
+    return found
+
+
+def _new_rows(shape: AttentionShape, rotation: Rotation, use: KernelUse) -> list[Check]:
     """The kernels that take rows as the projections return them."""
-    if shape.kv_bits is not None or shape.latent:
-        return []
-    checks, size = [], use.block_size
-    for rotation in use.rotations:
-        if not _suits(rotation, shape):
-            continue
-        checks.append(Check("rope_write", heads_only(shape), 0, rotation))
-        checks.append(Check("fused_decode", shape, size, rotation))
-        checks.append(Check("merge_partitions", shape, size, rotation))
-        if shares(shape, use):
-            checks.append(Check("shared_prefix", shape, size, rotation))
+    size = use.block_size
+    checks = [
+        Check("rope_write", heads_only(shape), 0, rotation),
+        Check("fused_decode", shape, size, rotation),
+        Check("merge_partitions", shape, size, rotation),
+    ]
+    if shares(shape, use):
+        checks.append(Check("shared_prefix", shape, size, rotation))
     return checks
 
 
@@ -75,7 +83,3 @@ def shares(shape: AttentionShape, use: KernelUse) -> bool:
     dims = shape.k_head_dim, shape.v_head_dim
     plain = shape.window is None and shape.kv_bits is None
     return use.shares_prefix and plain and head_size_problem(dims, MAX_PREFILL_DIM) is None
-
-
-def _suits(rotation: Rotation, shape: AttentionShape) -> bool:
-    return rotation.dims % 2 == 0 and 2 <= rotation.dims <= shape.k_head_dim

@@ -41,11 +41,18 @@ Way = Callable[[], object]
 def measure(check: Check) -> Speed | None:
     """None if the kernel has no alternative to compare with."""
     ways = _WAYS.get(check.kernel)
-    if ways is None or (check.rotation is not None and check.kernel in _OF_ATTENTION):
+    again = check.prefix or (check.rotation is not None and check.kernel in _OF_ATTENTION)
+    if ways is None or again:
         return None
-    loads = [_seconds(*load) for load in ways(check)]
-    ours, alternative = (sum(times) for times in zip(*loads, strict=True))
-    return Speed(ours, alternative)
+    loads = ways(check)
+    found = _speed(loads)
+    # Slow must be found twice: something else may have used the device.
+    return min(found, _speed(loads), key=lambda speed: speed.ratio) if found.is_slow else found
+
+
+def _speed(loads: list[tuple[Way, Way]]) -> Speed:
+    ours, alternative = np.sum([_seconds(*load) for load in loads], axis=0)
+    return Speed(float(ours), float(alternative))
 
 
 def _seconds(ours: Way, alternative: Way) -> tuple[float, float]:
@@ -73,7 +80,8 @@ class _Load:
         self.shape, blocks, shared = s, -(-context // size), prefix // size
         inputs = InputBatch(sequences, context, size)
         index = np.array([inputs.add([0] * context, context) for _ in range(sequences)])
-        free = np.random.default_rng(0).permutation(sequences * blocks).tolist()
+        num_blocks = shared + sequences * (blocks - shared)
+        free = np.random.default_rng(0).permutation(num_blocks).tolist()
         of_prefix = [free.pop() for _ in range(shared)]
         for row in index:
             inputs.append_blocks(row, of_prefix + [free.pop() for _ in range(blocks - shared)])
@@ -82,10 +90,14 @@ class _Load:
         spec = LayerSpec(
             s.num_kv_heads, s.k_head_dim, s.v_head_dim, s.dtype, s.window, bits=s.kv_bits
         )
-        self.store = PagedStore([spec], sequences * blocks, size)
+        self.store = PagedStore([spec], num_blocks, size)
+        slots = len(self.store.keys[0])
+        for arrays, row in ((self.store.keys, spec.k_row), (self.store.values, spec.v_row)):
+            drawn = mx.random.normal((slots, s.num_kv_heads, row.dim))
+            arrays[0] = row.pack(drawn.astype(s.dtype))
         self.q = mx.random.normal((self.batch.num_tokens, s.num_heads, s.k_head_dim))
         self.q = self.q.astype(s.dtype)
-        mx.eval(self.q)
+        mx.eval(self.q, self.store.arrays)
 
     def way(self, prefill: str, *without: str) -> Way:
         """Attention with the kernels that are not in `without`."""
@@ -111,14 +123,16 @@ def _prompts(check: Check) -> list[tuple[Way, Way]]:
 
 def _gathered(check: Check) -> list[tuple[Way, Way]]:
     shape = check.shape
-    q = mx.zeros((_ROWS, shape.num_heads, shape.k_head_dim), shape.dtype)
+    q = mx.random.normal((_ROWS, shape.num_heads, shape.k_head_dim)).astype(shape.dtype)
     index = mx.array(np.random.default_rng(0).permutation(_ROWS).astype(np.int32))
+    mx.eval(q, index)
     return [(lambda: gather_rows(q, index), lambda: q[index])]
 
 
 def _normed_sum(check: Check) -> list[tuple[Way, Way]]:
-    x = mx.zeros((_ROWS, *check.sizes), check.shape.dtype)
-    weight = mx.zeros(check.sizes, check.shape.dtype)
+    x = mx.random.normal((_ROWS, *check.sizes)).astype(check.shape.dtype)
+    weight = mx.ones(check.sizes, check.shape.dtype)
+    mx.eval(x, weight)
 
     def apart() -> object:
         added = x + x
@@ -207,5 +221,5 @@ _WAYS: dict[str, Callable[[Check], list[tuple[Way, Way]]]] = {
     "fused_decode": _fused,
     "add_rms_norm": _normed_sum,
 }
-# With a rotation these check a kernel that is timed without one.
+# With a rotation or a prefix these are checked again, but timed once.
 _OF_ATTENTION = ("merge_partitions", "shared_prefix")

@@ -20,3 +20,6 @@ def log_through_vllm() -> None:
     if not any(isinstance(handler, _Forward) for handler in ours.handlers):
         ours.addHandler(_Forward(logging.getLogger("vllm.metal_lite")))
         ours.propagate = False  # vLLM's logger decides on propagation
+        ours.setLevel(
+            logging.INFO
+        )  # its handlers decide on levels; the first start says what it does

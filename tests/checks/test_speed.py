@@ -1,0 +1,133 @@
+"""The two ways that are timed do the same work.  Times themselves mean nothing here."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from metal.host import compiler_available
+from tests.support.device import change_device
+from tests.support.miscompiled import seeming_gpu
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import selfcheck, speed
+from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.result import Speed
+from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+
+measure = speed.measure
+SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
+SHAPES = SHAPE, replace(SHAPE, window=9, softcap=2.0, sinks=True), replace(SHAPE, kv_bits=8)
+USE = KernelUse(SHAPES, 16, (Rotation(32, eps=1e-5), Rotation(16, True, None)), (64,))
+TIMED = ("paged_decode", "merge_partitions", "shared_prefix", "varlen_prefill", "gather_rows",
+         "rope_write", "fused_decode", "add_rms_norm")  # fmt: skip
+
+
+@pytest.fixture
+def a_gpu(monkeypatch, tmp_path):
+    """Small loads; both ways of each are run once, one after the other."""
+    sizes = {"_DECODES": 3, "_CONTEXT": 20, "_LONG": 70, "_PREFIX": 32, "_ROWS": 9}
+    sizes["_PROMPTS"] = (2, 20, 20), (1, 40, 20)
+    for name, value in sizes.items():
+        monkeypatch.setattr(speed, name, value)
+    change_device(monkeypatch, min_split_context=40, min_split_keys=8, min_saved_tokens=16)
+    with seeming_gpu(monkeypatch, tmp_path):
+        yield
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("kernel", TIMED)
+def test_both_ways_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu, kernel):
+    launched, launch = Counter(), Kernel.__call__
+
+    def counting(self, arrays, template, *rest):
+        launched[self.name, bool(template.get("FUSED"))] += 1
+        return launch(self, arrays, template, *rest)
+
+    monkeypatch.setattr(Kernel, "__call__", counting)
+    name = "paged_decode" if kernel == "fused_decode" else kernel, kernel == "fused_decode"
+    loads = 0
+
+    def seconds(ours, alternative):
+        nonlocal loads
+        loads += 1
+        results = []
+        for way, with_it in ((ours, True), (alternative, False)):
+            launched.clear()
+            out = way()
+            first = out if isinstance(out, mx.array) else out[0]
+            results.append(np.array(first.astype(mx.float32)).ravel())
+            assert bool(launched[name]) == with_it
+        np.testing.assert_allclose(*results, rtol=2e-4, atol=2e-4)
+        return 1.0, 2.0
+
+    monkeypatch.setattr(speed, "_seconds", seconds)
+    checks = [c for c in checks_for(USE) if c.kernel == kernel]
+    found = [measure(check) for check in checks]
+    assert loads
+    assert found == [
+        None if c.prefix or (c.rotation and "decode" not in kernel and kernel != "rope_write")
+        else Speed(2.0, 4.0) if kernel == "varlen_prefill"
+        else Speed(1.0, 2.0)
+        for c in checks
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+def test_what_has_no_alternative_is_not_timed(a_gpu):
+    for check in checks_for(USE):
+        if check.kernel not in TIMED:
+            assert measure(check) is None
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
+    monkeypatch.setattr(speed, "measure", lambda check: Speed(1.0, 2.0))
+    check = checks_for(USE)[0]
+    assert run(check).speed is None
+    assert run(check, timed=True).speed == Speed(1.0, 2.0)
+    monkeypatch.setattr(selfcheck, "CHECKS", {"kv_write": lambda _: (2.0, 1.0)})
+    assert run(check, timed=True).speed is None
+
+
+def test_a_median_of_calls_in_turns(monkeypatch):
+    """A device that slows down does so for both."""
+    now, order = [0.0], []
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+
+    def way(name, cost):
+        def call():
+            order.append(name)
+            now[0] += cost * (1 + len(order) / 1000)
+            return mx.zeros(1)
+
+        return call
+
+    ours, alternative = speed._seconds(way("ours", 1.0), way("alternative", 2.0))
+    assert ours < alternative < 2.1 * ours
+    turn = ["ours"] * speed._CALLS + ["alternative"] * speed._CALLS
+    assert order == turn * (speed._REPEATS + 1)
+
+
+def test_slow_must_be_found_twice(monkeypatch):
+    times = iter([(2.0, 1.0), (1.2, 1.0), (2.0, 1.0), (3.0, 1.0), (1.4, 1.0)])
+    monkeypatch.setattr(speed, "_seconds", lambda *_: next(times))
+    check = next(c for c in checks_for(USE) if c.kernel == "gather_rows")
+    assert [measure(check).seconds for _ in range(3)] == [1.2, 2.0, 1.4]
+
+
+def test_a_load_that_does_not_fit_is_not_timed(monkeypatch):
+    def no_memory(check):
+        raise RuntimeError("[metal::malloc] too much")
+
+    monkeypatch.setattr(speed, "measure", no_memory)
+    monkeypatch.setattr(selfcheck, "CHECKS", {"kv_write": lambda _: (0.0, 1.0)})
+    assert run(checks_for(USE)[0], timed=True).passed
+
+
+def test_slow_is_clearly_slower():
+    assert not Speed(1.4, 1.0).is_slow
+    assert Speed(1.6, 1.0).is_slow
+    assert str(Speed(1.6e-3, 1e-6)) == "takes 1,600 us where its alternative takes 1 us"

@@ -1,0 +1,50 @@
+"""How many variants of kernels the checks compile: that is most of a first start."""
+
+from dataclasses import replace
+
+import pytest
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+
+FULL = AttentionShape(16, 8, 128, 128, mx.bfloat16)
+QWEN3 = KernelUse((FULL,), 16, (Rotation(128, base=1e6, eps=1e-6),), (1024,))
+GEMMA3_SHAPE = AttentionShape(8, 4, 256, 256, mx.bfloat16)
+GEMMA3 = KernelUse(
+    (replace(GEMMA3_SHAPE, window=1024), GEMMA3_SHAPE), 16,
+    (Rotation(256, base=1e4, eps=1e-6), Rotation(256, base=1e6, eps=1e-6)), (2560,),
+)  # fmt: skip
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    """Launches are stubs -> the variants that they would compile."""
+    found = set()
+
+    def launch(self, arrays, template, grid, threadgroup, shapes, dtypes):
+        small = tuple((a.dtype, a.size < 8) for a in arrays)
+        found.add((self.name, small, tuple(template.items()), tuple(dtypes)))
+        return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+
+    monkeypatch.setattr(Kernel, "__call__", launch)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("use", "most"),
+    [
+        (QWEN3, 17),
+        (replace(QWEN3, weights=((4096, 1024), (1024, 3072))), 19),
+        (replace(QWEN3, shares_prefix=False), 12),
+        (replace(QWEN3, shapes=(replace(FULL, kv_bits=8),)), 7),
+        (GEMMA3, 24),
+    ],
+    ids=["qwen3 in 4 bits", "qwen3", "not sharing", "KV in 8 bits", "gemma3"],
+)
+def test_checks_compile_few_variants(variants, use, most):
+    for check in checks_for(use):
+        assert run(check).failure is None
+    assert len(variants) <= most

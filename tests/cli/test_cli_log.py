@@ -1,0 +1,74 @@
+"""What a start says on stderr: warnings in lines, progress in one line that goes away."""
+
+import io
+import logging
+import sys
+
+import pytest
+
+from vllm_metal_lite.cli import log
+
+logger = logging.getLogger("vllm_metal_lite.somewhere")
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(monkeypatch, stream) -> str:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with log.shown(), log.progress():
+        for i in (1, 2):
+            logger.info(f"checking, {i} of 2", extra={"transient": True})
+        logger.info("took 2 s")
+        logger.info("trying", extra={"transient": True})
+        logger.warning("a kernel hangs")
+        logger.info("timing", extra={"transient": True})
+    return stream.getvalue()
+
+
+def test_a_terminal_shows_progress_in_one_line(monkeypatch):
+    clear = "\r\x1b[K"
+    assert shown(monkeypatch, Screen()) == (
+        f"{clear}checking, 1 of 2 ...{clear}checking, 2 of 2 ...{clear}"
+        f"{clear}trying ...{clear}warning: a kernel hangs\n"
+        f"{clear}timing ...{clear}"
+    )
+
+
+def test_a_file_gets_warnings_only(monkeypatch):
+    assert shown(monkeypatch, io.StringIO()) == "warning: a kernel hangs\n"
+
+
+def test_a_line_of_progress_is_no_longer_than_the_terminal_is_wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with log.shown(), log.progress():
+        logger.info("word " * 20, extra={"transient": True})
+    assert all(len(part) < 20 for part in screen.getvalue().split("\r\x1b[K"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_begins_a_line(monkeypatch, error):
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+
+    def start() -> None:
+        with log.shown(), log.progress():
+            logger.info("checking", extra={"transient": True})
+            raise error
+
+    with pytest.raises(error):
+        start()
+    assert screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_the_log_is_as_it_was_afterwards(monkeypatch):
+    level = logging.getLogger("vllm_metal_lite").level
+    shown(monkeypatch, Screen())
+    assert logging.getLogger("vllm_metal_lite").level == level
+    assert not logging.getLogger("vllm_metal_lite").handlers

@@ -1,0 +1,123 @@
+"""Fails each kernel in each way on this machine's GPU, and shows what gives way.
+
+For each case the checks run in a process with the fault (tests/support/broken_machine.py).  Then
+a small model generates with what the checks left; its tokens are compared with the reference's.
+
+    METAL_LITE_DEVICE=gpu python tools/failing_kernels.py [--seconds 900] [--kernel NAME]
+
+Without a GPU (METAL_LITE_DEVICE=cpu) the CPU host stands in for one.  Exit code 1: a case did not
+end as it should.
+"""
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import vllm_metal_lite.backend  # noqa: E402, F401  (a fast BLAS, before anybody imports MLX)
+from tests.support import tiny_models as tiny  # noqa: E402
+from tests.support.broken_machine import cases, command, consequence  # noqa: E402
+from vllm_metal_lite import SamplingParams, backend  # noqa: E402
+from vllm_metal_lite.attention.select import Verdict  # noqa: E402
+from vllm_metal_lite.backend import mx  # noqa: E402
+from vllm_metal_lite.checks import isolated, verdicts  # noqa: E402
+from vllm_metal_lite.kernels.remembered import Remembered  # noqa: E402
+from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation  # noqa: E402
+
+SHAPE = AttentionShape(4, 2, 64, 64, mx.float32)
+ROTATIONS = Rotation(64, eps=1e-5), Rotation(32, traditional=True, base=None)
+USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
+PRODUCTS = KernelUse(
+    (AttentionShape(4, 2, 64, 64, mx.bfloat16),), 16, weights=((100, 96), (96, 1056))
+)
+DEADLINE = 15.0  # of a check that hangs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=900, help="the most that all cases take")
+    parser.add_argument("--kernel")
+    parser.add_argument("--kind")
+    args = parser.parse_args()
+    device = "host" if backend.is_cpu() else "gpu"
+    print(
+        f"{backend.describe()}\n\n| kernel | fault | failures | s | tokens |\n|---|---|---|---|---|"
+    )
+    # One folder for all: MLX CUDA includes texts that lie in it.
+    home = tempfile.TemporaryDirectory()
+    os.environ["XDG_CACHE_HOME"] = home.name
+    end, wrong = time.monotonic() + args.seconds, 0
+    with installed() if device == "host" else nullcontext():
+        if device == "host":
+            backend.is_cpu = lambda: False
+            backend.memory_limit = lambda: 1 << 30
+        expected, known = tokens(Verdict({}), "reference"), {}
+        for kernel, kind in cases():
+            if args.kernel not in (None, kernel) or args.kind not in (None, kind):
+                continue
+            if time.monotonic() > end:
+                print(f"| {kernel} | {kind} | not tried: {args.seconds:g} s are over | | |")
+                wrong += 1
+                continue
+            start = time.monotonic()
+            verdict = checked(kernel, kind, device)
+            seconds = time.monotonic() - start
+            found = " ".join(verdict.failures.values()) or f"none, prompts by {verdict.prefill}"
+            right = as_expected(kernel, kind, verdict)
+            key = frozenset(verdict.failures), verdict.prefill
+            if key not in known:
+                known[key] = tokens(verdict, "auto") == expected
+            wrong += not (right and known[key])
+            said = ("equal" if known[key] else "DIFFER") + (
+                "" if right else ", UNEXPECTED failures"
+            )
+            print(f"| {kernel} | {kind} | {found} | {seconds:.1f} | {said} |", flush=True)
+    print(
+        f"\n{wrong} cases did not end as they should" if wrong else "\nall cases end as they should"
+    )
+    return 1 if wrong else 0
+
+
+def installed():
+    from metal.host import installed
+
+    return installed()
+
+
+def checked(kernel: str, kind: str, device: str) -> Verdict:
+    isolated.command = lambda: command(kernel, kind, device)
+    isolated.DEADLINE = DEADLINE if kind == "hangs" else 120.0
+    Remembered().file.unlink(missing_ok=True)
+    return verdicts.verify(PRODUCTS if kernel == "skinny_gemm" else USE)
+
+
+def as_expected(kernel: str, kind: str, verdict: Verdict) -> bool:
+    said = consequence(kernel, kind)
+    if verdict.failures.keys() != said.keys():
+        return False
+    # Compilers word an error in their own ways.
+    lines = {} if kind == "does not compile" else verdict.failures
+    return all(re.match(said[name], line) for name, line in lines.items())
+
+
+def tokens(verdict: Verdict, attention: str) -> list[list[int]]:
+    original, verdicts.verify = verdicts.verify, lambda _: verdict
+    try:
+        engine = tiny.engine("qwen3", attention=attention, num_blocks=64, max_num_batched_tokens=32)
+        for i, prompt in enumerate(tiny.prompts(4, 20, 40)):
+            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12))
+        done = tiny.run(engine)
+        return [done[str(i)].outputs[0].token_ids for i in range(4)]
+    finally:
+        verdicts.verify = original
+
+
+if __name__ == "__main__":
+    sys.exit(main())
