@@ -1,6 +1,7 @@
 """A kernel that fails in mid-serving gives way; no token is lost or changed.
 
-On the CPU host.  Launches raise where they are called, or where the step is evaluated.
+On the CPU host.  Launches raise where they are called, where their results are needed,
+or where the step is submitted.
 """
 
 import asyncio
@@ -113,7 +114,7 @@ def arm(fault, at=ARMED_AFTER):
     return before_step
 
 
-@pytest.mark.parametrize("how", ["call", "eval"])
+@pytest.mark.parametrize("how", ["call", "eval", "submit"])
 @pytest.mark.parametrize("kernel", USED_IN)
 def test_a_kernel_that_fails_gives_way_and_no_token_changes(monkeypatch, caplog, kernel, how):
     expected = undisturbed(kernel)
@@ -140,7 +141,7 @@ def test_a_kernel_that_fails_in_the_trial_at_the_start_is_all_that_gives_way(
 ):
     expected = undisturbed(kernel)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no trial has passed yet
-    fault = FailingKernels(monkeypatch, kernel)
+    fault = FailingKernels(monkeypatch, kernel, how="eval")  # a trial does not submit
     fault.armed = True
     engine = engine_of(FUSED)
     assert engine.runner.path.failed == (kernel,)
@@ -319,7 +320,8 @@ def test_products_of_few_rows(monkeypatch):
 
 
 def test_the_reference_writes_the_store_in_place_after_kernels(monkeypatch):
-    """Nothing of the failed step, of its error or of compiled steps holds the store."""
+    """Nobody else holds the store.  (A GPU's failed graph would while its error lives; host kernels
+    leave no graph.)"""
     fault = FailingKernels(monkeypatch, "kv_write")
     engine = engine_of(PLAIN, num_blocks=4096)
     engine.add_request("a", PROMPTS[0], GREEDY)

@@ -1,6 +1,7 @@
 """Kernels that fail in mid-serving, as when MLX cannot compile a variant."""
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import launch as launches
 from vllm_metal_lite.kernels.launch import Kernel
 
 MESSAGE = "[metal::Device] Unable to build metal library from source"
@@ -9,12 +10,13 @@ MESSAGE = "[metal::Device] Unable to build metal library from source"
 class FailingKernels:
     """Once `armed`, launches of some kernels, or of all, fail.
 
-    kernels: their names.  how: "call", the launch raises, or "eval", evaluating the graph with the
-    launch raises.  launched: how often they were launched.  failed: how often a launch failed.
+    kernels: their names.  how: "call", the launch raises; "eval", evaluating its results raises,
+    which host kernels do with what they take; "submit", `mx.async_eval` of the step raises, as on a
+    GPU.  launched: how often they were launched.  failed: how often a launch failed.
     """
 
     def __init__(
-        self, monkeypatch, *kernels: str, how: str = "eval", error: BaseException | None = None
+        self, monkeypatch, *kernels: str, how: str = "submit", error: BaseException | None = None
     ) -> None:
         self.armed, self.launched, self.failed = False, 0, 0
         self.error = error or RuntimeError(MESSAGE)
@@ -30,9 +32,19 @@ class FailingKernels:
             self.failed += 1
             if how == "call":
                 raise self.error
+            if how == "submit" and not launches._one_by_one.get():
+                self._is_in_step = True
+                return original(self_, arrays, template, *rest)
             return mx.depends(original(self_, arrays, template, *rest), [raises_in_eval()])
 
+        async_eval, self._is_in_step = mx.async_eval, False
+
+        def submit(*arrays):
+            fails, self._is_in_step = self._is_in_step, False
+            async_eval(*arrays, *([raises_in_eval()] if fails else []))
+
         monkeypatch.setattr(Kernel, "_launch", launch)
+        monkeypatch.setattr(mx, "async_eval", submit)
 
 
 def raises_in_eval() -> mx.array:

@@ -33,7 +33,7 @@ def kernels(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("how", ["call", "eval"])
+@pytest.mark.parametrize("how", ["call", "submit"])
 @pytest.mark.parametrize("kernel", ["kv_write", "varlen_prefill", "fused_decode"])
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_answers_are_those_of_the_model_alone(kernels, monkeypatch, kernel, how, async_scheduling):
