@@ -12,9 +12,9 @@ from vllm_metal_lite.checks import ordering
 from vllm_metal_lite.checks.ordering import BUFFERS, READS, Sizes, build, problem, stress
 
 TINY = Sizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
-# The host's stand-in for another order takes no MLX operation between launches: the merge has one.
 # Which argument the token is; rope_write takes it by name.
 TOKEN_AT = {"kv_write": 5, "kv_gather": 3, "paged_decode": 5, "varlen_prefill": 7}
+# The host's stand-in for another order takes no MLX operation between launches: the merge has one.
 REORDERABLE = tuple(kernel for kernel in READS if kernel != "merge_partitions")
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
