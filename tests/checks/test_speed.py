@@ -10,7 +10,7 @@ from metal.host import compiler_available
 from tests.support.device import change_device
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import speed
+from vllm_metal_lite.checks import selfcheck, speed
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.checks.run import run
@@ -88,9 +88,7 @@ def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
     check = checks_for(USE)[0]
     assert run(check).speed is None
     assert run(check, timed=True).speed == Speed(1.0, 2.0)
-    monkeypatch.setattr(
-        "vllm_metal_lite.checks.selfcheck.CHECKS", {"kv_write": lambda _: (2.0, 1.0)}
-    )
+    monkeypatch.setattr(selfcheck, "CHECKS", {"kv_write": lambda _: (2.0, 1.0)})
     assert run(check, timed=True).speed is None
 
 
@@ -111,6 +109,22 @@ def test_a_median_of_calls_in_turns(monkeypatch):
     assert ours < alternative < 2.1 * ours
     turn = ["ours"] * speed._CALLS + ["alternative"] * speed._CALLS
     assert order == turn * (speed._REPEATS + 1)
+
+
+def test_slow_must_be_found_twice(monkeypatch):
+    times = iter([(2.0, 1.0), (1.2, 1.0), (2.0, 1.0), (3.0, 1.0), (1.4, 1.0)])
+    monkeypatch.setattr(speed, "_seconds", lambda *_: next(times))
+    check = next(c for c in checks_for(USE) if c.kernel == "gather_rows")
+    assert [measure(check).seconds for _ in range(3)] == [1.2, 2.0, 1.4]
+
+
+def test_a_load_that_does_not_fit_is_not_timed(monkeypatch):
+    def no_memory(check):
+        raise RuntimeError("[metal::malloc] too much")
+
+    monkeypatch.setattr(speed, "measure", no_memory)
+    monkeypatch.setattr(selfcheck, "CHECKS", {"kv_write": lambda _: (0.0, 1.0)})
+    assert run(checks_for(USE)[0], timed=True).passed
 
 
 def test_slow_is_clearly_slower():

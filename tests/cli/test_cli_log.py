@@ -56,9 +56,14 @@ def test_a_line_of_progress_is_no_longer_than_the_terminal_is_wide(monkeypatch):
 def test_an_error_begins_a_line(monkeypatch, error):
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
-    with pytest.raises(error), log.shown(), log.progress():
-        logger.info("checking", extra={"transient": True})
-        raise error
+
+    def start() -> None:
+        with log.shown(), log.progress():
+            logger.info("checking", extra={"transient": True})
+            raise error
+
+    with pytest.raises(error):
+        start()
     assert screen.getvalue().endswith("\r\x1b[K")
 
 

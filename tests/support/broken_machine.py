@@ -137,6 +137,7 @@ def main() -> None:
     from metal.host import installed
 
     backend.is_cpu = lambda: False
+    backend.memory_limit = lambda: 1 << 30
     with installed():
         child.main()
 

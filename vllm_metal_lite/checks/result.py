@@ -27,8 +27,13 @@ class Speed:
     alternative: float
 
     @property
+    def ratio(self) -> float:
+        """Above 1: the alternative is faster."""
+        return self.seconds / self.alternative
+
+    @property
     def is_slow(self) -> bool:
-        return self.seconds > _SLOWER * self.alternative
+        return self.ratio > _SLOWER
 
     def __str__(self) -> str:
         times = (f"{1e6 * seconds:,.0f} us" for seconds in (self.seconds, self.alternative))

@@ -8,8 +8,7 @@ again at each start.
 import json
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
@@ -31,10 +30,11 @@ def verify(use: KernelUse) -> Verdict:
     recalled = {result.check for result in known}
     unknown = [check for check in checks if check not in recalled]
     results = [*known, *(_run(unknown, known) if unknown else ())]
+    again = f"found at an earlier start; to try again, delete {found.file}"
     for result in results:
         if result.check not in recalled and (result.passed or result.ended):
             found.add(str(result.check), json.dumps(encode(result)))
-    return _verdict(use, results)
+    return _verdict(use, results, dict.fromkeys(recalled, f" ({again})"))
 
 
 def _run(checks: Sequence[Check], known: Sequence[CheckResult]) -> list[CheckResult]:
@@ -58,24 +58,23 @@ def _recall(found: Remembered, check: Check) -> CheckResult | None:
     if str(check) not in found.known:
         return None
     try:
-        result = decode(check, json.loads(found.known[str(check)]))
+        return decode(check, json.loads(found.known[str(check)]))
     except (ValueError, TypeError, KeyError):  # not ours, or from another version
         return None
-    if result.failure is None:
-        return result
-    again = f"found at an earlier start; to try again, delete {found.file}"
-    return replace(result, failure=f"{result.failure} ({again})")
 
 
-def _verdict(use: KernelUse, results: Sequence[CheckResult]) -> Verdict:
+def _verdict(
+    use: KernelUse, results: Sequence[CheckResult], remarks: Mapping[Check, str]
+) -> Verdict:
+    """remarks: what the line of a failure says at its end."""
     failures: dict[str, str] = {}
     varlen = 0  # shapes whose prompts varlen_prefill serves, and serves faster
     for result in results:
-        speed = result.speed
+        speed, remark = result.speed, remarks.get(result.check, "")
         if not result.passed:
-            failures.setdefault(result.kernel, str(result))
+            failures.setdefault(result.kernel, f"{result}{remark}")
         elif result.kernel == "varlen_prefill":
-            varlen += speed is None or speed.seconds <= speed.alternative
+            varlen += speed is None or speed.ratio <= 1
         elif speed is not None and speed.is_slow:
-            failures.setdefault(result.kernel, f"{result.check}: {speed}")
+            failures.setdefault(result.kernel, f"{result.check}: {speed}{remark}")
     return Verdict(failures, "varlen" if varlen == len(use.shapes) else "gather")
