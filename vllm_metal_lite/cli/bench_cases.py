@@ -9,7 +9,7 @@ from vllm_metal_lite.errors import RequestError
 
 SETTLE_STEPS = 8  # decode steps after the last first token that are not counted
 _FEWEST_NEW_TOKENS = 16  # that a slow machine decodes instead of those asked for
-_DECODE_SHARE = 1 / 20  # of the time limit, at most, for the decodes of one run
+_DECODE_SHARE = 1 / 10  # of the time limit, at most, for the decodes of one run
 
 
 @dataclass(frozen=True)
