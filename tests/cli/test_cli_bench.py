@@ -11,7 +11,7 @@ import pytest
 from tests.support.cli_kit import CONTEXT, model_folder
 from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.bench_cases import SETTLE_STEPS, Case, Pace, make_cases
-from vllm_metal_lite.cli.bench_load import Timing, drive, medians, timing
+from vllm_metal_lite.cli.bench_load import Ours, Timing, drive, medians, timing
 from vllm_metal_lite.cli.bench_suite import Suite
 from vllm_metal_lite.cli.bench_table import ratio, table
 from vllm_metal_lite.cli.main import main
@@ -126,6 +126,21 @@ def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
     assert len(report["cases"]) == 1
     assert report["cases"][0]["ours"]["decode_rate"] > 0
     assert "first token, ms" in capsys.readouterr().out
+
+
+def test_an_engine_that_fails_spoils_its_case_only(monkeypatch, capsys):
+    step = Ours.step
+
+    def failing(engine):
+        if len(engine._seen) > 1:
+            raise RuntimeError("[metal::malloc] too much")
+        return step(engine)
+
+    monkeypatch.setattr(Ours, "step", failing)
+    assert main(["bench", str(model_folder()), *SMALL]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert "skipped" not in out[1]
+    assert out[2].endswith("skipped: ours fails: [metal::malloc] too much")
 
 
 # Measuring
