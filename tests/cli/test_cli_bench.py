@@ -183,14 +183,16 @@ def test_an_engine_that_fails_is_left_empty():
     assert engine.ended
 
 
-def test_the_estimate_of_a_case_that_is_too_slow():
-    """At most the time limit passes; cases that do not fit are skipped with their estimate."""
+def test_the_estimate_is_of_the_nearest_case():
     pace = Pace()
     pace.learn(Case(1, 100), prompt_rate=50.0, decode_rate=10.0)
     assert pace.run(Case(1, 100), 2) == pytest.approx(2 + (SETTLE_STEPS + 2) / 10)
     assert pace.step(4) == pytest.approx(0.4)
     pace.learn(Case(8, 100), prompt_rate=50.0, decode_rate=40.0)
     assert pace.step(8) == pytest.approx(0.2)
+    before = pace.run(Case(8, 100), 2)
+    pace.learn(Case(1, 4000), prompt_rate=1.0, decode_rate=None)
+    assert pace.run(Case(8, 100), 2) == before
 
 
 def test_a_time_limit_skips_and_says_how_long():
