@@ -1,1 +1,1 @@
-"""The command line: `vllm-metal-lite chat` and `vllm-metal-lite generate`."""
+"""The command line: `vllm-metal-lite chat`, `generate`, `doctor` and `bench`."""
