@@ -30,8 +30,8 @@ class Tuned:
 def device() -> str:
     """The device that a file belongs to."""
     info = mx.device_info()
-    size = backend.memory_limit() / 2**30
-    return f"{backend.name()}: {info.get('device_name', 'unknown')}, {size:.0f} GiB"
+    size = int(info.get("memory_size") or info.get("total_memory") or 0)  # Metal, CUDA
+    return f"{backend.name()}: {info.get('device_name', 'unknown')}, {size / 2**30:.0f} GiB"
 
 
 def path() -> Path:

@@ -12,6 +12,8 @@ from vllm_metal_lite.checks import ordering
 from vllm_metal_lite.checks.ordering import BUFFERS, READS, Sizes, build, problem, stress
 
 TINY = Sizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, head_dim=16)
+# Which argument the token is; rope_write takes it by name.
+TOKEN_AT = {"kv_write": 5, "kv_gather": 3, "paged_decode": 5, "varlen_prefill": 7}
 # The host's stand-in for another order takes no MLX operation between launches: the merge has one.
 REORDERABLE = tuple(kernel for kernel in READS if kernel != "merge_partitions")
 
@@ -40,7 +42,9 @@ def test_tokens_order_the_launches_in_every_order_that_a_device_may_take():
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", ["kv_write", "rope_write", "kv_gather", "varlen_prefill"])
+@pytest.mark.parametrize(
+    "kernel", ["kv_write", "rope_write", "kv_gather", "paged_decode", "varlen_prefill"]
+)
 def test_a_dropped_token_is_noticed(monkeypatch, kernel):
     """The launch gives back the token that it took, so that no later launch waits for it."""
     launch = getattr(ordering, kernel)
@@ -52,9 +56,6 @@ def test_a_dropped_token_is_noticed(monkeypatch, kernel):
 
     monkeypatch.setattr(ordering, kernel, forgetful)
     assert " must see " in first_problem(max)
-
-
-TOKEN_AT = {"kv_write": 5, "kv_gather": 3, "varlen_prefill": 7}
 
 
 def child(*lines):

@@ -42,7 +42,7 @@ def test_help_is_instant_and_shows_examples():
         "except SystemExit as e: assert not e.code\n"
         "assert not {'mlx', 'numpy', 'transformers'} & set(sys.modules)"
     )
-    for command in (), ("chat",), ("generate",):
+    for command in (), ("chat",), ("generate",), ("bench",):
         done = subprocess.run(
             [sys.executable, "-c", script, *command, "--help"], capture_output=True, text=True
         )

@@ -11,7 +11,7 @@ import pytest
 from tests.support.cli_kit import CONTEXT, model_folder
 from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.bench_cases import SETTLE_STEPS, Case, Pace, make_cases
-from vllm_metal_lite.cli.bench_load import Timing, drive, medians, timing
+from vllm_metal_lite.cli.bench_load import Ours, Timing, drive, medians, timing
 from vllm_metal_lite.cli.bench_suite import Suite
 from vllm_metal_lite.cli.bench_table import ratio, table
 from vllm_metal_lite.cli.main import main
@@ -128,6 +128,21 @@ def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
     assert "first token, ms" in capsys.readouterr().out
 
 
+def test_an_engine_that_fails_spoils_its_case_only(monkeypatch, capsys):
+    step = Ours.step
+
+    def failing(engine):
+        if len(engine._seen) > 1:
+            raise RuntimeError("[metal::malloc] too much")
+        return step(engine)
+
+    monkeypatch.setattr(Ours, "step", failing)
+    assert main(["bench", str(model_folder()), *SMALL]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert "skipped" not in out[1]
+    assert out[2].endswith("skipped: ours fails: [metal::malloc] too much")
+
+
 # Measuring
 
 
@@ -168,14 +183,16 @@ def test_an_engine_that_fails_is_left_empty():
     assert engine.ended
 
 
-def test_the_estimate_of_a_case_that_is_too_slow():
-    """At most the time limit passes; cases that do not fit are skipped with their estimate."""
+def test_the_estimate_is_of_the_nearest_case():
     pace = Pace()
     pace.learn(Case(1, 100), prompt_rate=50.0, decode_rate=10.0)
     assert pace.run(Case(1, 100), 2) == pytest.approx(2 + (SETTLE_STEPS + 2) / 10)
     assert pace.step(4) == pytest.approx(0.4)
     pace.learn(Case(8, 100), prompt_rate=50.0, decode_rate=40.0)
     assert pace.step(8) == pytest.approx(0.2)
+    before = pace.run(Case(8, 100), 2)
+    pace.learn(Case(1, 4000), prompt_rate=1.0, decode_rate=None)
+    assert pace.run(Case(8, 100), 2) == before
 
 
 def test_a_time_limit_skips_and_says_how_long():

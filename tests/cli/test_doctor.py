@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from metal.host import compiler_available
+from tests.support import broken_machine
 from tests.support.cli_kit import pipe
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import backend, devices, tuned
@@ -163,6 +164,20 @@ def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeyp
     assert "The engine leaves a wrong kernel out by itself" in out
     assert "Next: please open an issue" in out
     assert "--attention reference" not in out
+
+
+@needs_compiler
+def test_a_kernel_that_ends_its_process_does_not_end_doctor(a_gpu, monkeypatch, capsys):
+    words = broken_machine.command("gather_rows", "ends the process", "host")
+    monkeypatch.setattr(isolated, "command", lambda: words)
+    assert run() == 1
+    out = capsys.readouterr().out
+    assert re.search(r"gather_rows: +WRONG in 1 of 1 checks\n.*ends the process: SIGABRT", out)
+    assert re.search(r"add_rms_norm: +right in 2 checks", out)
+    assert "Order:     not checked, because a kernel hangs or ends its process" in out
+    assert re.search(
+        "by kernels and by the reference: equal\nAttention: .*without gather_rows", out
+    )
 
 
 @pytest.fixture

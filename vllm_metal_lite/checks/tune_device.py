@@ -10,6 +10,8 @@ from vllm_metal_lite.checks import tune_loads as loads
 from vllm_metal_lite.checks.tuning import Choice, Constant, Formula
 from vllm_metal_lite.specs import AttentionShape
 
+# Decodes and their context.
+_DECODES = ((1, 4096), (1, 16384), (2, 4096), (2, 16384), (8, 4096))
 _FILLS = (16, 32, 64, 128, 256, 512, 1024)
 SIZES = loads.Sizes(AttentionShape(16, 8, 128, 128, mx.bfloat16))
 
@@ -19,30 +21,30 @@ def constants(sizes: loads.Sizes = SIZES) -> list[Constant]:
     return [
         Choice(
             "decode_fill", "1 to 8 decodes at contexts of 4,096 and 16,384, in 1 to 64 splits",
-            _FILLS, lambda: [loads.decode(sizes, n, c) for n in (1, 2, 8) for c in (4096, 16384)],
+            _FILLS, lambda: (loads.decode(sizes, *load) for load in _DECODES),
         ),
         Choice(
             "few_keys", "4 decodes in splits of 256 to 2,048 keys, by 4 or 8 simdgroups",
             (128, 256, 512, 1024, 2048),
-            lambda: [loads.decode(sizes, 4, c) for c in (1024, 2048, 4096, 8192)],
+            lambda: (loads.decode(sizes, 4, c) for c in (1024, 2048, 4096, 8192)),
         ),
         Choice(
             "min_split_keys", "one decode at contexts of 1,024 to 4,096, in short or long splits",
             (64, 128, 256, 512, 1024),
-            lambda: [loads.decode(sizes, 1, c) for c in (1024, 2048, 4096)],
+            lambda: (loads.decode(sizes, 1, c) for c in (1024, 2048, 4096)),
         ),
         Choice(
             "min_split_context", "one decode at contexts of 256 to 2,048, whole or in splits",
             (256, 512, 1024, 2048, 4096),
-            lambda: [loads.decode(sizes, 1, c) for c in (256, 512, 1024, 2048)],
+            lambda: (loads.decode(sizes, 1, c) for c in (256, 512, 1024, 2048)),
         ),
         Choice(
             "prefix_fill", "8 and 32 decodes behind a shared prefix of 4,096, in 1 to 64 splits",
-            _FILLS, lambda: [loads.prefix(sizes, n, 4096) for n in (8, 32)],
+            _FILLS, lambda: (loads.prefix(sizes, n, 4096) for n in (8, 32)),
         ),
         Choice(
             "min_prefix_split_keys", "8 decodes behind a shared prefix of 512 to 2,048",
-            (64, 128, 256, 512), lambda: [loads.prefix(sizes, 8, p) for p in (512, 1024, 2048)],
+            (64, 128, 256, 512), lambda: (loads.prefix(sizes, 8, p) for p in (512, 1024, 2048)),
         ),
         Formula(
             "prefix_row_cost",
@@ -53,36 +55,36 @@ def constants(sizes: loads.Sizes = SIZES) -> list[Constant]:
             "min_saved_tokens",
             "4 and 16 decodes behind a prefix of 256 to 4,096, read once or not",
             tuple(1 << n for n in range(10, 18)),
-            lambda: [loads.sharing(sizes, n, 1 << p) for n in (4, 16) for p in range(8, 13)],
+            lambda: (loads.sharing(sizes, n, 1 << p) for n in (4, 16) for p in range(8, 13)),
         ),
         Choice(
             "rows_as_decodes", "chunks of 8 to 128 rows behind 1,024, as decodes or as prompts",
             (0, 8, 16, 32, 64, 128),
-            lambda: [loads.chunk(sizes, n, p) for n in (8, 16, 32, 64, 128) for p in PREFILLS],
+            lambda: (loads.chunk(sizes, n, p) for n in (8, 16, 32, 64, 128) for p in PREFILLS),
         ),
         Choice(
             "rope_many_rows", "rope_write of 32 to 2,048 rows, by one or four heads a simdgroup",
             (32, 64, 128, 256, 512, 1024, 2048),
-            lambda: [loads.rope(sizes, n) for n in (32, 64, 128, 256, 512, 1024)],
+            lambda: (loads.rope(sizes, n) for n in (32, 64, 128, 256, 512, 1024)),
         ),
         Choice(
             "gemm_fill", "skinny_gemm of 8 rows with weights of 1,024 to 8,192 outputs",
             (16, 32, 64, 128, 256, 512),
-            lambda: [loads.product(sizes, n) for n in (1024, 2048, 4096, 8192)],
+            lambda: (loads.product(sizes, n) for n in (1024, 2048, 4096, 8192)),
         ),
         Choice(
             "max_normed_rows", "skinny_gemm of 8 to 64 rows, with the norm inside or before it",
-            (0, 8, 16, 32, 64), lambda: [loads.normed(sizes, n) for n in (8, 16, 32, 64)],
+            (0, 8, 16, 32, 64), lambda: (loads.normed(sizes, n) for n in (8, 16, 32, 64)),
         ),
         Choice(
             "argmax_long", "argmax of 8 rows of 16,384 to 262,144 logits, whole or in parts",
             tuple(1 << n for n in range(14, 20)),
-            lambda: [loads.argmax(sizes, 8, 1 << n) for n in range(14, 19)],
+            lambda: (loads.argmax(sizes, 8, 1 << n) for n in range(14, 19)),
         ),
         Choice(
             "argmax_fill", "argmax of 4 to 256 rows of 131,072 logits, whole or in parts",
             (2, 8, 16, 32, 64, 128, 256, 512),
-            lambda: [loads.argmax(sizes, n, 1 << 17) for n in (4, 8, 16, 32, 64, 128, 256)],
+            lambda: (loads.argmax(sizes, n, 1 << 17) for n in (4, 8, 16, 32, 64, 128, 256)),
         ),
         Formula(
             "sdpa_call_cost", "a small call of MLX's SDPA, in scores of a large one",

@@ -1,6 +1,10 @@
-"""The loads of tune_device.py: launches around the threshold of each constant."""
+"""The loads of tune_device.py: launches around the threshold of each constant.
+
+The forms of a load share its arrays, which are made when the first form is.
+"""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,9 +51,10 @@ class Sizes:
 def decode(sizes: Sizes, batch: int, tokens: int) -> Load:
     """`batch` decodes at a context of `tokens`, by the plan that the profile selects."""
     context = sizes.context(tokens)
+    made = cache(lambda: Workload(sizes.shape, batch, context))
 
     def way(plan: DecodePlan) -> Way:
-        load, token = Workload(sizes.shape, batch, context), new_token()
+        load, token = made(), new_token()
         return Way(plan, lambda q: load.attend(q, plan, token), load.queries())
 
     return Load(lambda: decode_plan(batch, sizes.shape.num_kv_heads, context), way)
@@ -97,10 +102,10 @@ class _Shared:
 
 def prefix(sizes: Sizes, rows: int, tokens: int) -> Load:
     """Decodes behind a shared prefix of `tokens`, by its number of splits."""
-    s = sizes.shape
+    s, made = sizes.shape, cache(lambda: _Shared(sizes, rows, tokens))
 
     def way(splits: int) -> Way:
-        load = _Shared(sizes, rows, tokens)
+        load = made()
         return Way(splits, lambda q: load.attend(q, splits), load.queries())
 
     prefix = sizes.context(tokens)
@@ -110,13 +115,15 @@ def prefix(sizes: Sizes, rows: int, tokens: int) -> Load:
 def sharing(sizes: Sizes, rows: int, tokens: int) -> Load:
     """Decodes behind a shared prefix of `tokens`, read once (True) or by each row."""
 
+    made = cache(lambda: _Shared(sizes, rows, tokens))
+
     def form() -> bool:
         device = profile()
         saved = sizes.context(tokens) * (rows - 1 - rows * device.prefix_row_cost)
         return saved >= device.min_saved_tokens
 
     def way(shares: bool) -> Way:
-        load = _Shared(sizes, rows, tokens)
+        load = made()
         splits = load.splits if shares else 0
         return Way(shares, lambda q: load.attend(q, splits), load.queries())
 
@@ -209,9 +216,10 @@ def _square(sizes: Sizes, rows: int, size: int) -> tuple[mx.array, mx.array]:
 def product(sizes: Sizes, outputs: int) -> Load:
     """skinny_gemm of 8 rows with a square weight, by its plan."""
     rows, size = 8, sizes.width(outputs)
+    made = cache(lambda: _square(sizes, rows, size))
 
     def way(plan: Any) -> Way:
-        x, w = _square(sizes, rows, size)
+        x, w = made()
         return Way(plan, lambda x: skinny_gemm(x, w, plan=plan), x)
 
     return Load(lambda: gemm_plan(rows, size), way)

@@ -1,6 +1,6 @@
 """`vllm-metal-lite bench`: how fast a model is here, alone and with many requests.
 
-Exit code 0; 1 on an error; 130 after Ctrl-C, with what was measured until then.
+Exit code 0; 1 on an error, or if a case failed; 130 after Ctrl-C, which shows the results so far.
 """
 
 import argparse
@@ -99,7 +99,8 @@ class _Bench:
             chip = report["machine"]["gpu"] or report["machine"]["chip"]
             plot(args.plot, suite.results, f"{report['model']['name']} on {chip}")
             _say(f"The picture is in {args.plot}.")
-        return 130 if interrupted else 0
+        failed = any(result.failed for result in suite.results)
+        return 130 if interrupted else int(failed)
 
     def _start(self) -> Any:
         try:

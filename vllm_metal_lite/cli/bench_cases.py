@@ -1,7 +1,7 @@
 """What `bench` measures: cases, and the choice of those that a time limit allows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.config import EngineConfig
@@ -9,7 +9,7 @@ from vllm_metal_lite.errors import RequestError
 
 SETTLE_STEPS = 8  # decode steps after the last first token that are not counted
 _FEWEST_NEW_TOKENS = 16  # that a slow machine decodes instead of those asked for
-_DECODE_SHARE = 1 / 20  # of the time limit, at most, for the decodes of one run
+_DECODE_SHARE = 1 / 10  # of the time limit, at most, for the decodes of one run
 
 
 @dataclass(frozen=True)
@@ -61,27 +61,34 @@ class Pace:
     """How fast one engine is, as far as runs have shown.  Times are in seconds."""
 
     def __init__(self) -> None:
-        self._prompt_rate = math.inf
+        self._prompt_rates: dict[int, float] = {}  # by context
         self._steps: dict[int, float] = {}  # time of a decode step, by number of requests
 
     def learn(self, case: Case, prompt_rate: float, decode_rate: float | None) -> None:
         """Take what a run has shown, in tokens a second."""
-        self._prompt_rate = prompt_rate
+        self._prompt_rates[case.context] = prompt_rate
         if decode_rate:
             self._steps[case.requests] = case.requests / decode_rate
 
     def step(self, requests: int) -> float:
-        """Time of a decode step; at worst it grows with the number of requests."""
-        known = [n for n in self._steps if n <= requests]
-        if known:
-            nearest = max(known)
-            return self._steps[nearest] * requests / nearest
-        return max(self._steps.values(), default=0.0)
+        """Time of a decode step; at worst it grows with the number of requests.  0: unknown."""
+        if not self._steps:
+            return 0.0
+        nearest = _nearest(self._steps, requests)
+        return self._steps[nearest] * max(requests / nearest, 1.0)
 
     def run(self, case: Case, new_tokens: int) -> float:
         """Time of a run."""
         decodes = (SETTLE_STEPS + new_tokens) * self.step(case.requests)
-        return case.prompt_tokens / self._prompt_rate + decodes
+        if not self._prompt_rates:
+            return decodes
+        nearest = _nearest(self._prompt_rates, case.context)
+        return case.prompt_tokens / self._prompt_rates[nearest] + decodes
+
+
+def _nearest(known: Collection[int], wanted: int) -> int:
+    """The largest number that is not above the wanted one; the smallest if all are."""
+    return max((n for n in known if n <= wanted), default=min(known))
 
 
 def affordable_new_tokens(wanted: int, step_seconds: float, limit_seconds: float) -> int:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from vllm_metal_lite.cli.bench_cases import Case, Pace, affordable_new_tokens
 from vllm_metal_lite.cli.bench_load import Engine, Timing, drive, medians, timing
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import MetalLiteError, one_line
 
 _WARM_UP_TOKENS = 128  # of the prompt, at most
 _MOST_TURNS = 4  # of a case: the first is not counted, if another follows
@@ -17,12 +18,16 @@ _CASE_SHARE = 1 / 40  # of the time limit, after which a case gets no further tu
 _REFRESH_SECONDS = 0.2  # between updates of the progress bar
 
 
+class EngineFailed(MetalLiteError):
+    """An engine raised in a run, as for lack of memory."""
+
+
 @dataclass
 class Result:
     """A case: the timing of each engine by its name, or in `skipped` why there is none.
 
     counted: turns that the medians are of.  first: whether the first turn is the only one, so that
-    the times include compiling kernels.
+    the times include compiling kernels.  failed: whether an error is why it is skipped.
     """
 
     case: Case
@@ -31,6 +36,7 @@ class Result:
     counted: int = 0
     first: bool = False
     skipped: str | None = None
+    failed: bool = False
 
 
 class Suite:
@@ -55,7 +61,10 @@ class Suite:
         self.results: list[Result] = []
 
     def run(self, cases: Sequence[Case], new_tokens: int, show_bar: bool) -> None:
-        """Fill `results`; ends early if the user stops."""
+        """Fill `results`; ends early if the user stops.
+
+        An engine that fails spoils its case only; EngineFailed if that is the warm-up.
+        """
         self._deadline = time.perf_counter() + self._seconds
         with tqdm(
             total=len(cases), unit="case", dynamic_ncols=True, disable=not show_bar
@@ -92,7 +101,11 @@ class Suite:
             not turns or spent + longest < min(self._seconds * _CASE_SHARE, left)
         ):
             start = time.perf_counter()
-            turn = self._turn(case, new_tokens, f"turn {len(turns) + 1}")
+            try:
+                turn = self._turn(case, new_tokens, f"turn {len(turns) + 1}")
+            except EngineFailed as e:
+                result.skipped, result.failed = str(e), True
+                return result
             if turn is None:
                 break
             turns.append(turn)
@@ -125,7 +138,11 @@ class Suite:
                     self._bar.refresh()
                 return now > self._deadline or self._stop()
 
-            result = timing(case, drive(engine, prompts, new_tokens, max_tokens, stop))
+            try:
+                times = drive(engine, prompts, new_tokens, max_tokens, stop)
+            except RuntimeError as e:  # MLX's error for everything
+                raise EngineFailed(f"{engine.name} fails: {one_line(e)}") from e
+            result = timing(case, times)
             if result is None:
                 return None
             turn[engine.name] = result

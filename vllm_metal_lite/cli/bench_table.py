@@ -18,7 +18,10 @@ _WIDTH = 8  # of a number
 
 
 def table(results: Sequence[Result], new_tokens: int) -> list[str]:
-    """Lines, by context and number of requests; a ratio above 1: ours is better."""
+    """Lines, by context and number of requests; a ratio above 1: ours is better.
+
+    new_tokens: as the user wants them; cases that counted fewer say so.
+    """
     compared = any(PEER in result.timings for result in results)
     names = [OURS, PEER, "ratio"] if compared else []
     width = (_WIDTH + 1) * max(len(names), 2)
@@ -35,7 +38,7 @@ def table(results: Sequence[Result], new_tokens: int) -> list[str]:
             cells = _cells(result.timings, field, factor, spec, more)
             line += "".join(f"{c:>{width // max(len(names), 1)}}" for c in cells)
         lines.append(line + _marks(result, new_tokens))
-    return lines + _notes(in_order, new_tokens)
+    return lines + _notes(in_order)
 
 
 def ratio(timings: dict[str, Timing], field: str, more: bool) -> float | None:
@@ -79,7 +82,7 @@ def _marks(result: Result, new_tokens: int) -> str:
     return " *" * result.first + f" ({result.new_tokens} new)" * (result.new_tokens < new_tokens)
 
 
-def _notes(results: Sequence[Result], new_tokens: int) -> list[str]:
+def _notes(results: Sequence[Result]) -> list[str]:
     notes = []
     if any(result.first for result in results):
         notes.append("*: measured once, for lack of time; compiling kernels may be included")
