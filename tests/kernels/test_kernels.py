@@ -109,6 +109,13 @@ def test_no_race_and_no_access_out_of_bounds(dtype, plan, how):
         check(RAGGED, dtype=dtype, plan=plan, heads=(6, 2), **how)
 
 
+@pytest.mark.parametrize(("heads", "plan"), [((1, 1), (1, 4)), ((4, 2), (1, 4)), ((2, 1), (2, 2))])
+def test_a_token_of_few_rows_and_heads_is_written_whole(heads, plan):
+    """It has at least 8 elements, and lse is the token."""
+    with installed(checked=True):
+        check([33], heads=heads, plan=plan)
+
+
 # Merging
 
 
