@@ -11,7 +11,7 @@ from metal.host import compiler_available
 from tests.support import broken_machine
 from tests.support.cli_kit import pipe
 from tests.support.miscompiled import miscompile, seeming_gpu
-from vllm_metal_lite import backend, devices, tuned
+from vllm_metal_lite import devices, tuned
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import floors, generation, isolated, measure, ordering, tune_loads
 from vllm_metal_lite.checks.ordering import Outcome
@@ -281,24 +281,20 @@ def no_choice(ways):
 
 
 def test_tuned_constants_are_kept_used_and_removed(tiny_tuning, monkeypatch, capsys):
-    """The timer prefers what a large decode_fill selects: more splits."""
+    """The timer prefers what a large rope_many_rows selects: one head a simdgroup."""
 
     def timer(ways):
-        return [1 / getattr(way.form, "splits", 1) for way in ways]
+        return [2.0 if way.form is True else 1.0 for way in ways]
 
     monkeypatch.setattr(doctor, "TUNE_TIMER", timer)
     assert run("--tune") == 0
     out = capsys.readouterr().out
-    assert "decode_fill:" in out
-    assert "Not measured, so as in devices.py: max_own_keys" in out.replace(
-        "min_saved_for_prompts, ", ""
-    )
+    assert re.search(r"rope_many_rows: +256 -> 2,048\n +rope_write of 32", out)
+    assert "as in devices.py: min_saved_for_prompts, max_own_keys" in out
     assert "kept for this machine" in out
     devices.IN_USE.clear()
-    assert devices.profile().decode_fill > devices.PROFILES[backend.name()].decode_fill
-    assert f"tuned on {devices.profile().tuned}" in "\n".join(
-        doctor_text.describe(doctor._begin() | {"no_kernels": "x"})
-    )
+    assert devices.profile().rope_many_rows == 2048
+    assert doctor._begin()["profile"]["tuned"] == devices.profile().tuned
     assert run("--tune", "--reset") == 0
     assert "the tuned constants are removed" in capsys.readouterr().out
     assert not tuned.path().exists()

@@ -70,8 +70,9 @@ class _Shared:
         blocks = self._load.block_tables[0]
         table = mx.broadcast_to(blocks[:first], (rows, first))
         self._tables = mx.concatenate([table, blocks[first:].reshape(rows, own)], axis=1)
-        self._seq_lens = mx.full((rows,), self.prefix + _OWN, mx.int32)
-        self._where = mx.array([0], mx.int32), mx.full((rows,), self.prefix, mx.int32)
+        most = max(rows, 8)  # as Workload
+        self._seq_lens = mx.full((most,), self.prefix + _OWN, mx.int32)
+        self._where = mx.array([0], mx.int32), mx.full((most,), self.prefix, mx.int32)
         self._token = new_token()
         mx.eval(self._tables, self._seq_lens, self._where, self._token)
 
