@@ -22,6 +22,7 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.usage import Usage
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.specs import AttentionShape
 
@@ -45,7 +46,7 @@ def model_of(bits: int | None) -> LoadedModel:
               for s in layout.specs]  # fmt: skip
     return LoadedModel(
         "Qwen3-0.6B's shape", "qwen3", PackedModel(model, layout), None, 151936, 40960, (), 0, 0,
-        mx.bfloat16, {}, shapes, list(layout.specs),
+        mx.bfloat16, {}, shapes, list(layout.specs), Usage(),
     )  # fmt: skip
 
 

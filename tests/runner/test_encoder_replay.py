@@ -115,9 +115,8 @@ def test_layers_that_share_arrays():
     groups = [replace(group, num_blocks=64) for group in engine.kv_groups]
     store = PagedStore(old.store.specs, groups, 8, shared=True)
     assert len({id(a) for a in store.arrays}) < len(old.store.arrays)
-    engine.pipeline.runner = ModelRunner(
-        engine.model.packed, old.over(store), engine.sampler, engine.runner.fusion
-    )
+    path = replace(engine.runner.path, attention=old.over(store))
+    engine.pipeline.runner = ModelRunner(engine.model.packed, path, engine.sampler)
     check(record(engine, arrivals))
 
 
@@ -130,7 +129,7 @@ def test_any_order_of_evaluation():
 
 def test_rows_of_prompts_as_decodes_behind_a_shared_prefix(monkeypatch):
     changed = replace(devices.METAL, min_saved_tokens=16, min_saved_for_prompts=16)
-    monkeypatch.setitem(devices.PROFILES, "metal", changed)
+    monkeypatch.setitem(devices.IN_USE, "metal", changed)
     stem = PROMPTS[0][:16]
 
     def drive(engine: LLMEngine) -> None:
