@@ -81,7 +81,7 @@ class Encoder:
         self._all_outputs: set[int] = set()
         self._temporaries: set[int] = set()
         self._fence_of: dict[int, int] = {}  # buffer -> the encoder that wrote it last
-        self._waited_for = 0  # encoders that ended before the host went on
+        self._waits: list[int] = []  # encoders that had ended when the host went on
         self._behind: list[int] = []  # encoder -> the encoders before it, as bits
 
     # What a primitive calls
@@ -143,7 +143,7 @@ class Encoder:
     def synchronize(self) -> None:
         """The host commits, and waits for everything."""
         self._commit()
-        self._waited_for = self._encoders
+        self._waits.append(self._encoders)
 
     def _open(self) -> None:
         if not self._is_open:
@@ -179,7 +179,7 @@ class Encoder:
         """Whether `second`, encoded later, cannot run before the end of `first`."""
         if first.encoder == second.encoder:
             return first.epoch < second.epoch
-        if first.encoder < self._waited_for <= second.encoder:
+        if any(first.encoder < ended <= second.encoder for ended in self._waits):
             return True
         return bool(self._behind[second.encoder] >> first.encoder & 1)
 

@@ -59,7 +59,7 @@ class Replay:
 
     steps: of each eval that launches something.
     waits_after_errors: an eval that raises waits for its launches first, as MLX does from 0.32.2
-    on.
+        on; `mx.synchronize` waits too.
     """
 
     def __init__(

@@ -102,7 +102,10 @@ def touched(node: Node) -> tuple[set[str], set[str]]:
 
 
 class Eval(NamedTuple):
-    """One call of `mx.async_eval`.  fails_after: the primitives that run before one raises."""
+    """One call of `mx.async_eval`.  fails_after: the primitives that run before one raises.
+
+    `mx.synchronize` is an eval of nothing with a fails_after of 0: both wait for what runs.
+    """
 
     label: str
     wanted: list[str]

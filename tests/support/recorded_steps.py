@@ -125,7 +125,7 @@ class _Steps:
             self._evaluate = mx.eval
             patch.setattr(mx, "eval", self._eval)
             patch.setattr(mx, "async_eval", self._async_eval)
-            patch.setattr(mx, "synchronize", lambda *a: None)
+            patch.setattr(mx, "synchronize", self._synchronize)
             patch.setattr(StepResult, "wait", lambda result: setattr(result, "done", True))
             patch.setattr(StepResult, "_reported", property(_reported))
             patch.setattr(ModelRunner, "execute", self._labelling(ModelRunner.execute))
@@ -142,6 +142,9 @@ class _Steps:
         self.evals.append((self._label, _arrays(trees), fails_after))
         if fails_after is not None:
             raise RuntimeError("a kernel does not compile")
+
+    def _synchronize(self) -> None:
+        self.evals.append(("synchronize", [], 0))
 
     def _eval(self, *trees: Any) -> None:
         try:

@@ -104,6 +104,7 @@ class ModelRunner:
         except Exception:  # the error is not a kernel's
             return None
         finally:
+            mx.synchronize()  # the step's repetition writes the same rows
             self.attention.store.states.groups = groups
         return None
 
