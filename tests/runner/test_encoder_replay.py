@@ -116,7 +116,7 @@ def test_layers_that_share_arrays():
     store = PagedStore(old.store.specs, groups, 8, shared=True)
     assert len({id(a) for a in store.arrays}) < len(old.store.arrays)
     engine.pipeline.runner = ModelRunner(
-        engine.model.packed, old.over(store), engine.sampler, engine.runner.fusion
+        engine.model.packed, replace(engine.runner.path, attention=old.over(store)), engine.sampler
     )
     check(record(engine, arrivals))
 

@@ -26,6 +26,7 @@ from vllm_metal_lite.fusion.fused import fuse
 from vllm_metal_lite.kernels.common import unused
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner
 
@@ -42,11 +43,10 @@ def kernel_engine(
     groups = {s.num_heads // s.num_kv_heads for s in made.model.attention_shapes}
     store = made.runner.attention.store
     attention = KernelAttention(store, prefill, groups, rows_as_decodes=rows_as_decodes)
-    runner = ModelRunner(made.model.packed, attention, made.sampler)
+    path = Path(attention)
     if fused:
-        fusion = fuse(made.model.packed.model, joins=True)
-        runner = ModelRunner(made.model.packed, attention, made.sampler, fusion)
-    made.pipeline.runner = runner
+        path = Path(attention, fusion=fuse(made.model.packed.model, joins=True))
+    made.pipeline.runner = ModelRunner(made.model.packed, path, made.sampler)
     return made
 
 
