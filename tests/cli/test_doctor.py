@@ -115,7 +115,6 @@ def call_once(call, x, chain=1, compiled=True):
 def a_gpu(monkeypatch, tmp_path):
     """Small shapes; no processes; nothing is timed."""
     monkeypatch.setattr(devices, "IN_USE", {})
-    monkeypatch.setitem(devices.PROFILES, "cpu", replace(devices.CPU))  # not a CPU's: tuned
     monkeypatch.setattr(doctor, "COMMON", {"tiny": TINY})
     monkeypatch.setattr(doctor, "FLOOR_SIZES", floors.Sizes(1024, 1, 32, 64))
     for module in (floors, measure):
