@@ -6,10 +6,12 @@ DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.checks import child, speed
+from vllm_metal_lite.checks import child, isolated, speed
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
@@ -37,6 +39,19 @@ KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", 
 # Kernels without an alternative to compare with.
 _NOT_TIMED = ("kv_write", "kv_gather", "skinny_gemm")
 
+# 2^52 turns of a generator whose result decides something, so that no compiler can leave them out:
+# one with neither an effect nor a result may go.  Unsigned: to overflow is allowed.
+_HANG = """uint seeded = uint(thread_position_in_threadgroup.x);
+for (uint i = 0u; i < (%s ? 1u << 20 : 0u); ++i) {
+  for (uint j = 0u; j != 0xffffffffu; ++j) {
+    seeded = seeded * 1664525u + 1013904223u;
+  }
+}
+if (seeded == 12345u) {
+  return;
+}
+"""
+
 
 def cases() -> list[tuple[str, str]]:
     """Every kernel with every kind of fault that it can have."""
@@ -48,6 +63,20 @@ def cases() -> list[tuple[str, str]]:
 def command(kernel: str, kind: str, device: str) -> list[str]:
     """For `isolated.command`."""
     return [sys.executable, "-m", "tests.support.broken_machine", kernel, kind, device]
+
+
+@contextmanager
+def impatient(kernel: str, kind: str, seconds: float) -> Iterator[None]:
+    """A kernel that hangs is waited for that many seconds.  Nothing else depends on the speed of
+    the machine: any other check may take ten minutes."""
+    ask = isolated._Child.ask
+
+    def ask_for(child, check, timed, _):
+        hanging = kind == "hangs" and check.kernel == kernel
+        return ask(child, check, timed, seconds if hanging else 600.0)
+
+    with patch.object(isolated._Child, "ask", ask_for):
+        yield
 
 
 def consequence(kernel: str, kind: str) -> dict[str, str]:
@@ -111,8 +140,7 @@ def install(kernel: str, kind: str) -> None:
     elif kind == "is wrong":
         source.read = edit(kernel, lambda t: t.replace(*MISCOMPILED[kernel]))
     elif kind == "hangs":
-        when = "FUSED" if kernel == "fused_decode" else "true"
-        loop = f"volatile int seeded = {when} ? 1 : 0;\nwhile (seeded != 0) {{\n}}\n"
+        loop = _HANG % ("FUSED" if kernel == "fused_decode" else "true")
         source.read = edit(kernel, lambda t: t.replace(source.MARKER, f"{source.MARKER}{loop}"))
     elif kind == "raises":
         at_launch(kernel, _raise)

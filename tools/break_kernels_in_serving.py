@@ -6,24 +6,23 @@ variant of the kernel fails while MLX evaluates the step.  The engine must name 
 without it, and answer as the reference attention does.  Prints a row a kernel; exit status 0 only
 if all are right.
 
-    python tools/fail_kernels.py                        on a GPU
-    METAL_LITE_DEVICE=cpu python tools/fail_kernels.py --host --kernels kv_write paged_decode
+    python tools/break_kernels_in_serving.py          on a GPU
+    METAL_LITE_DEVICE=cpu python tools/break_kernels_in_serving.py --host --kernels kv_write
 """
 
 import argparse
 import faulthandler
 import logging
 import pkgutil
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+from cpu_host import on_host
 from run_main import run_main
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend, devices, kernels
@@ -86,28 +85,12 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextmanager
-def short_contexts() -> Iterator[None]:
+def short_contexts() -> AbstractContextManager[None]:
     """Contexts are split, and prefixes shared, at the lengths of these prompts."""
-    device = replace(
+    return devices.using(replace(
         devices.profile(), min_split_context=64, min_split_keys=32, min_saved_tokens=8,
         rows_as_decodes=0, min_segment_rows=1, min_keys=64,
-    )  # fmt: skip
-    with patch.dict(devices.PROFILES, {backend.name(): device}):
-        yield
-
-
-@contextmanager
-def on_host() -> Iterator[None]:
-    """The CPU host's kernels, for an engine that takes the CPU for a GPU."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    installed = import_module("metal.host").installed
-    with (
-        installed(),
-        patch.object(backend, "is_cpu", lambda: False),
-        patch.object(backend, "memory_limit", lambda: 4 << 30),
-    ):
-        yield
+    ))  # fmt: skip
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Fails each kernel in each way on this machine's GPU, and shows what gives way.
+"""Break each kernel in each way before the start, and show what gives way.
 
 For each case the checks run in a process with the fault (tests/support/broken_machine.py).  Then
 a small model generates with what the checks left; its tokens are compared with the reference's.
 
-    METAL_LITE_DEVICE=gpu python tools/failing_kernels.py [--seconds 900] [--kernel NAME]
+    METAL_LITE_DEVICE=gpu python tools/break_kernels_at_start.py [--seconds 900] [--kernel NAME]
 
 Without a GPU (METAL_LITE_DEVICE=cpu) the CPU host stands in for one.  Exit code 1: a case did not
 end as it should.
@@ -18,12 +18,14 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+from cpu_host import on_host
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import vllm_metal_lite.backend  # noqa: E402, F401  (a fast BLAS, before anybody imports MLX)
 from tests.support import tiny_models as tiny  # noqa: E402
-from tests.support.broken_machine import cases, command, consequence  # noqa: E402
+from tests.support.broken_machine import cases, command, consequence, impatient  # noqa: E402
 from vllm_metal_lite import SamplingParams, backend  # noqa: E402
 from vllm_metal_lite.attention.select import Verdict  # noqa: E402
 from vllm_metal_lite.backend import mx  # noqa: E402
@@ -37,7 +39,7 @@ USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
 PRODUCTS = KernelUse(
     (AttentionShape(4, 2, 64, 64, mx.bfloat16),), 16, weights=((100, 96), (96, 1056))
 )
-DEADLINE = 15.0  # of a check that hangs
+HANGS = 15.0  # seconds until the kernel that hangs is given up
 
 
 def main() -> int:
@@ -54,10 +56,7 @@ def main() -> int:
     home = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = home.name
     end, wrong = time.monotonic() + args.seconds, 0
-    with installed() if device == "host" else nullcontext():
-        if device == "host":
-            backend.is_cpu = lambda: False
-            backend.memory_limit = lambda: 1 << 30
+    with on_host() if device == "host" else nullcontext():
         expected, known = tokens(Verdict({}), "reference"), {}
         for kernel, kind in cases():
             if args.kernel not in (None, kernel) or args.kind not in (None, kind):
@@ -85,17 +84,11 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def installed():
-    from metal.host import installed
-
-    return installed()
-
-
 def checked(kernel: str, kind: str, device: str) -> Verdict:
     isolated.command = lambda: command(kernel, kind, device)
-    isolated.DEADLINE = DEADLINE if kind == "hangs" else 120.0
     Remembered().file.unlink(missing_ok=True)
-    return verdicts.verify(PRODUCTS if kernel == "skinny_gemm" else USE)
+    with impatient(kernel, kind, HANGS):
+        return verdicts.verify(PRODUCTS if kernel == "skinny_gemm" else USE)
 
 
 def as_expected(kernel: str, kind: str, verdict: Verdict) -> bool:
