@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
@@ -64,7 +64,7 @@ def results(
     timed: bool = False,
     deadline: float | None = None,
     known: Sequence[CheckResult] = (),
-) -> Iterator[CheckResult]:
+) -> Generator[CheckResult, None, None]:
     """Run checks in order; yields the results, one for each check that can say something.
 
     A check is left out if a kernel that it needs failed before, or if its own kernel hung or ended
@@ -84,10 +84,7 @@ def results(
             if child is None and not alone:
                 child = _start()
                 alone = child is None
-            if child is None:
-                result = run_here(check, timed)
-            else:
-                result = child.ask(check, timed, deadline)
+            result = child.ask(check, timed, deadline) if child else run_here(check, timed)
             found.append(result)
             yield result
             if result.ended and child is not None:

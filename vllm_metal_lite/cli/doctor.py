@@ -214,7 +214,7 @@ def _check(
     times.  Returns whether the checks of `use` are done.
     """
     own = in_rounds(checks_for(use))
-    first = dict.fromkeys(own + in_rounds([c for u in common[:1] for c in checks_for(u)]))
+    first = dict.fromkeys(own + in_rounds([c for u in common[:1] for c in checks_for(u)], own))
     rest = [*common[1:], *(full_list() + full_fused_list() if full else ())]
     more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
     total, reached = len(first) + len(more), 0

@@ -23,12 +23,12 @@ class Budget:
         return self._clock() - self._start >= share * self._seconds
 
 
-def in_rounds(checks: Sequence[Check]) -> list[Check]:
-    """Each kernel once, then each kernel a second time, and so on.
+def in_rounds(checks: Sequence[Check], before: Sequence[Check] = ()) -> list[Check]:
+    """Each kernel once, then each kernel a second time, and so on; those before count.
 
     The order within a round is kept, so a check still follows those that it needs.
     """
-    seen: Counter[str] = Counter()
+    seen = Counter(check.kernel for check in before)
     rounds = []
     for check in checks:
         rounds.append(seen[check.kernel])
