@@ -403,6 +403,8 @@ def tiny_tuning(a_gpu, monkeypatch):
     shape = AttentionShape(2, 1, 16, 16, mx.bfloat16)
     monkeypatch.setattr(doctor, "TUNE_SIZES", tune_loads.Sizes(shape, 16))
     monkeypatch.setattr(isolated, "run", lambda checks, *_: [])
+    # The profile of a GPU takes tuned constants, that of a CPU does not.
+    monkeypatch.setitem(devices.PROFILES, "cpu", replace(devices.CPU))
 
 
 def no_choice(ways):
