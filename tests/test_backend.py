@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from vllm_metal_lite import backend
+from vllm_metal_lite import backend, envs
+from vllm_metal_lite.errors import ConfigError
 
 NAME = "MLX_MAX_MB_PER_BUFFER"
 
@@ -56,3 +57,15 @@ def test_memory_of_unknown_size(mac, monkeypatch):
     monkeypatch.setattr(backend.os, "sysconf", unknown)
     backend._widen_command_buffers()
     assert NAME not in backend.os.environ
+
+
+@pytest.mark.parametrize("value", ["", "auto", "cpu", "cuda", "gpu"])
+def test_devices_that_can_be_named(monkeypatch, value):
+    monkeypatch.setenv("METAL_LITE_DEVICE", value)
+    assert envs.device() == value
+
+
+def test_another_device_is_an_error_with_what_is_possible(monkeypatch):
+    monkeypatch.setenv("METAL_LITE_DEVICE", "metal")
+    with pytest.raises(ConfigError, match="one of auto, cpu, cuda, gpu, got 'metal'"):
+        envs.device()

@@ -3,11 +3,21 @@
 import os
 from pathlib import Path
 
+from vllm_metal_lite.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda", "gpu")
+
 
 def device() -> str | None:
     """METAL_LITE_DEVICE: "cpu" keeps MLX off the GPU; "cpu" or "cuda" starts the plugin for vLLM
-    on machines that are not Apple silicon."""
-    return os.environ.get("METAL_LITE_DEVICE")
+    on machines that are not Apple silicon.  "auto", "gpu" or empty: MLX's choice.
+
+    Raises ConfigError for any other value.
+    """
+    value = os.environ.get("METAL_LITE_DEVICE")
+    if value and value not in DEVICES:
+        raise ConfigError(f"METAL_LITE_DEVICE must be one of {', '.join(DEVICES)}, got {value!r}")
+    return value
 
 
 def attention() -> str:

@@ -13,10 +13,18 @@ from tests.support.cli_kit import pipe
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import devices, tuned
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import floors, generation, isolated, measure, ordering, tune_loads
+from vllm_metal_lite.checks import (
+    floors,
+    generation,
+    isolated,
+    measure,
+    ordering,
+    tune_loads,
+    verdicts,
+)
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
-from vllm_metal_lite.cli import doctor, doctor_text
+from vllm_metal_lite.cli import doctor, doctor_text, doctor_time
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
 
@@ -183,10 +191,17 @@ def test_a_kernel_that_ends_its_process_does_not_end_doctor(a_gpu, monkeypatch, 
 @pytest.fixture
 def no_work(a_gpu, monkeypatch):
     """All is well, found without running anything.  Tests change what is found."""
+    monkeypatch.setattr(verdicts, "remember", lambda _: None)
     results = [CheckResult(check, 0.0, 1.0) for check in doctor.checks_for(TINY)]
     found = {"results": results, "floors": [], "order": [Outcome("one", 9, None)]}
     found["answers"] = generation.Comparison("kernels", "right", 1, 2, {})
-    monkeypatch.setattr(isolated, "run", lambda checks, *_, **__: found["results"])
+
+    def check(checks, progress, *, timed, known):
+        for number, check in enumerate(checks):
+            progress(number, len(checks), check)
+        yield from found["results"] if timed else ()
+
+    monkeypatch.setattr(isolated, "results", check)
     monkeypatch.setattr(floors, "measure", lambda *_: found["floors"])
     monkeypatch.setattr(ordering, "stress", lambda: found["order"])
     monkeypatch.setattr(generation, "compare", lambda *_: found["answers"])
@@ -249,17 +264,131 @@ def test_after_a_hang_no_graph_with_that_kernel_is_run(no_work, monkeypatch, cap
     assert "Order:     not checked" in out
 
 
-def test_ctrl_c_ends_it(no_work, monkeypatch):
+def test_ctrl_c_keeps_what_is_known(no_work, monkeypatch, capsys, tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generation, "compare", interrupt)
-    assert run() == 130
+    file = tmp_path / "report.json"
+    assert run("--report", str(file)) == 130
+    out = capsys.readouterr().out
+    assert "Order:     ordered" in out
+    assert "Verdict:   interrupted" in out
+    report = json.loads(file.read_text())
+    assert report["interrupted"]
+    assert report["checks"]
+    assert report["answers"] is None
+
+
+def test_ctrl_c_in_the_checks_keeps_the_results_before_it(no_work, monkeypatch, capsys):
+    done = no_work["results"][:2]
+
+    def check(*_, **__):
+        yield from done
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(isolated, "results", check)
+    report = report_of(capsys, code=130)
+    assert [c["check"] for c in report["checks"]] == [str(result.check) for result in done]
+
+
+@needs_compiler
+def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
+    """The engine of the answers does not try the kernel again, at the demo's shapes neither."""
+    tried = []
+
+    def check(check, timed):
+        tried.append(check.kernel)
+        if check.kernel == "gather_rows":
+            return CheckResult(check, failure="hangs: no result after 60 s", ended=True)
+        return CheckResult(check, 0.0, 1.0)
+
+    monkeypatch.setattr(isolated, "run_here", check)
+    assert run() == 1
+    assert tried.count("gather_rows") == 1
+    assert re.search("Attention: .*without gather_rows", capsys.readouterr().out)
+
+
+# The time
+
+
+class Clock:
+    """Goes on by one second for each check that begins."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def slow_checks(a_gpu, monkeypatch):
+    """Each check takes a second of an injected clock.  Returns the checks that were run."""
+    clock, tried = Clock(), []
+    monkeypatch.setattr(doctor, "Budget", lambda seconds: doctor_time.Budget(seconds, clock))
+
+    def check(check, timed):
+        clock.now += 1
+        tried.append(check)
+        return CheckResult(check, 0.0, 1.0)
+
+    monkeypatch.setattr(isolated, "run_here", check)
+    monkeypatch.setattr(floors, "measure", lambda *_: [])
+    monkeypatch.setattr(generation, "compare", lambda *_: generation.Comparison("k", "r", 1, 2, {}))
+    return tried
+
+
+def test_the_checks_keep_to_their_share_of_the_time(slow_checks, capsys, tmp_path):
+    file = tmp_path / "report.json"
+    assert run("--seconds", "30", "--report", str(file)) == 0
+    assert len(slow_checks) == 30 * doctor_time.CHECKS_SHARE
+    report, out = json.loads(file.read_text()), capsys.readouterr().out
+    total = report["not_tried"]["of_checks"]
+    left = total - len(slow_checks)
+    assert report["not_tried"] == {"checks": left, "of_checks": total, "parts": []}
+    assert f"not tried for time: {left} of {total} checks; --full tries all" in out
+    assert "all that was tried is right" in out
+    assert report["problems"] == []
+
+
+def test_each_kernel_is_tried_once_first(slow_checks):
+    run("--seconds", "1000")
+    kernels = [check.kernel for check in slow_checks]
+    own = doctor.checks_for(doctor.load("demo").kernel_use(16))
+    first = len({check.kernel for check in own})
+    assert len(set(kernels[:first])) == first
+    # Then the kernel that the demo does not use.
+    assert kernels[len(own)] == "skinny_gemm"
+
+
+def test_answers_need_the_checks_of_their_model(slow_checks, monkeypatch, capsys):
+    monkeypatch.setattr(generation, "compare", lambda *_: pytest.fail("its start would check"))
+    assert run("--seconds", "5") == 0
+    assert "Answers:   not tried for time; --full tries all" in capsys.readouterr().out
+
+
+def test_no_part_begins_when_the_time_is_over(no_work, monkeypatch, capsys):
+    monkeypatch.setattr(doctor.Budget, "is_used", lambda self, share=1.0: share == 1.0)
+    for module, name in ((ordering, "stress"), (floors, "measure"), (generation, "compare")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("too late"))
+    report = report_of(capsys)
+    assert report["not_tried"]["parts"] == ["floors", "ordering", "answers"]
+    assert report["problems"] == []
+
+
+def test_full_has_no_limit():
+    assert not doctor_time.Budget(None, iter([0.0, 1e9]).__next__).is_used()
 
 
 def test_full_adds_shapes(no_work, monkeypatch):
     asked = []
-    monkeypatch.setattr(isolated, "run", lambda checks, *_, **__: asked.append(checks) or [])
+
+    def check(checks, *_, **__):
+        asked.append(checks)
+        yield from ()
+
+    monkeypatch.setattr(isolated, "results", check)
     run("--full")
     timed, more = asked
     assert len(more) > 500
@@ -274,6 +403,8 @@ def tiny_tuning(a_gpu, monkeypatch):
     shape = AttentionShape(2, 1, 16, 16, mx.bfloat16)
     monkeypatch.setattr(doctor, "TUNE_SIZES", tune_loads.Sizes(shape, 16))
     monkeypatch.setattr(isolated, "run", lambda checks, *_: [])
+    # The profile of a GPU takes tuned constants, that of a CPU does not.
+    monkeypatch.setitem(devices.PROFILES, "cpu", replace(devices.CPU))
 
 
 def no_choice(ways):

@@ -173,3 +173,24 @@ def test_the_demo_starts_with_its_defaults_on_a_small_machine(monkeypatch):
     monkeypatch.setattr(backend, "memory_limit", lambda: 4 << 30)
     num_blocks, max_model_len = sizes(load("demo"), EngineConfig())
     assert (num_blocks * 16 >= 4 * max_model_len, max_model_len) == (True, 4608)
+
+
+def test_memory_is_wired_on_metal_only(monkeypatch):
+    wired = []
+    monkeypatch.setattr(sizing.mx, "set_wired_limit", wired.append)
+    sizing.set_memory_limits()
+    assert wired == []
+    monkeypatch.setattr(backend, "name", lambda: "metal")
+    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 33)
+    sizing.set_memory_limits()
+    assert wired == [1 << 33]
+
+
+def test_a_refused_wired_limit_harms_nothing(monkeypatch):
+    def refuse(size):
+        raise ValueError("larger than the maximum working set size")
+
+    monkeypatch.setattr(sizing.mx, "set_wired_limit", refuse)
+    monkeypatch.setattr(backend, "name", lambda: "metal")
+    monkeypatch.setattr(backend, "memory_limit", lambda: 1 << 33)
+    sizing.set_memory_limits()

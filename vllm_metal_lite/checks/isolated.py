@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
@@ -53,13 +53,25 @@ def run(
     deadline: float | None = None,
     known: Sequence[CheckResult] = (),
 ) -> list[CheckResult]:
-    """Run checks in order -> the results, one for each check that can say something.
+    """All of `results`, as a list."""
+    return list(results(checks, progress, timed=timed, deadline=deadline, known=known))
+
+
+def results(
+    checks: Sequence[Check],
+    progress: Progress | None = None,
+    *,
+    timed: bool = False,
+    deadline: float | None = None,
+    known: Sequence[CheckResult] = (),
+) -> Generator[CheckResult, None, None]:
+    """Run checks in order; yields the results, one for each check that can say something.
 
     A check is left out if a kernel that it needs failed before, or if its own kernel hung or ended
     the process before.  timed: time the kernels that are right.  deadline: seconds for one check,
     by default DEADLINE.  known: earlier results, which also leave checks out.
     """
-    results: list[CheckResult] = []
+    found: list[CheckResult] = []
     deadline = DEADLINE if deadline is None else deadline
     child: _Child | None = None
     alone = False
@@ -67,23 +79,20 @@ def run(
         for done, check in enumerate(checks):
             if progress is not None:
                 progress(done, len(checks), check)
-            if _says_nothing(check, [*known, *results]):
+            if _says_nothing(check, [*known, *found]):
                 continue
             if child is None and not alone:
                 child = _start()
                 alone = child is None
-            if child is None:
-                results.append(run_here(check, timed))
-                continue
-            result = child.ask(check, timed, deadline)
-            results.append(result)
-            if result.ended:
+            result = child.ask(check, timed, deadline) if child else run_here(check, timed)
+            found.append(result)
+            yield result
+            if result.ended and child is not None:
                 child.stop()
                 child = None
     finally:
         if child is not None:
             child.stop()
-    return results
 
 
 def _says_nothing(check: Check, results: Sequence[CheckResult]) -> bool:

@@ -31,10 +31,16 @@ def verify(use: KernelUse) -> Verdict:
     unknown = [check for check in checks if check not in recalled]
     results = [*known, *(_run(unknown, known) if unknown else ())]
     again = f"found at an earlier start; to try again, delete {found.file}"
-    for result in results:
-        if result.check not in recalled and (result.passed or result.ended):
-            found.add(str(result.check), json.dumps(encode(result)))
+    remember([result for result in results if result.check not in recalled], found)
     return _verdict(use, results, dict.fromkeys(recalled, f" ({again})"))
+
+
+def remember(results: Sequence[CheckResult], found: Remembered | None = None) -> None:
+    """Keep what later starts need not find out again.  results: of checks that timed kernels."""
+    found = found or Remembered()
+    for result in results:
+        if result.passed or result.ended:
+            found.add(str(result.check), json.dumps(encode(result)))
 
 
 def _run(checks: Sequence[Check], known: Sequence[CheckResult]) -> list[CheckResult]:

@@ -1,5 +1,7 @@
 """`vllm-metal-lite doctor`: examines this machine; checks, times and tunes the kernels.
 
+Each part is printed when it is known, and Ctrl-C keeps what is known (exit code 130).
+
 Exit code 0: all is well, or there is no GPU and so nothing to check.  1: a kernel is wrong,
 launches run out of order, or the kernels give other tokens than the reference.  A slow kernel is
 named, and is no reason for 1.
@@ -13,15 +15,23 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite import backend, devices, envs, tuned
 from vllm_metal_lite.attention.select import no_kernels
-from vllm_metal_lite.checks import floors, generation, isolated, ordering, tune_device, tuning
+from vllm_metal_lite.checks import (
+    floors,
+    generation,
+    isolated,
+    ordering,
+    tune_device,
+    tuning,
+    verdicts,
+)
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.common import COMMON
 from vllm_metal_lite.checks.fusedcheck import full_list as full_fused_list
@@ -29,6 +39,7 @@ from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.checks.selfcheck import full_list
 from vllm_metal_lite.cli import doctor_text, log, machine
+from vllm_metal_lite.cli.doctor_time import CHECKS_SHARE, Budget, in_rounds
 from vllm_metal_lite.cli.machine import Report
 from vllm_metal_lite.cli.options import UsageError
 from vllm_metal_lite.cli.wrap import wrap
@@ -53,47 +64,94 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--tune measures the device and takes no model")
     if args.report is not None:
         machine.check_writable(args.report)
-    with log.progress():
-        report = _tune(args.reset) if args.tune else examine(args.model, args.full)
+    report = _begin()
+
+    def show(part: doctor_text.Part) -> None:
+        """Print a part as soon as it is known."""
+        log.clear()
+        lines = () if args.json else part(_without_names(report, args.model))
+        for line in lines:
+            print(wrap(line, sys.stdout), flush=True)
+
+    try:
+        with log.progress():
+            if args.tune:
+                _tune(report, args.reset)
+                show(doctor_text.describe_tuning)
+            else:
+                budget = Budget(None if args.full else args.seconds)
+                examine(report, args.model, args.full, budget, show)
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+        show(doctor_text.describe_interrupted)
     report = _without_names(report, args.model)
-    text = json.dumps(report, indent=2) if args.json else "\n".join(doctor_text.describe(report))
-    print(text if args.json else wrap(text, sys.stdout))
+    if args.json:
+        print(json.dumps(report, indent=2))
     if args.report is not None:
         machine.write(args.report, report)
         if not args.json:
             print(f"Report:    written to {args.report}; attach it to an issue, as it is")
+    if report["interrupted"]:
+        return 130
     return 1 if report["problems"] else 0
 
 
-def examine(name: str | None, full: bool) -> Report:
-    """The report.  name: of a model; None: the shapes that most models have, and the demo model.
-    full: many more shapes."""
-    report = _begin()
+def examine(
+    report: Report,
+    name: str | None,
+    full: bool,
+    budget: Budget,
+    show: Callable[[doctor_text.Part], object],
+) -> None:
+    """Fill the report.
+
+    name: of a model; None: the demo model, then the shapes that most models have.  full: many more
+    shapes.  show: gets each part of the text when the report has what the part needs.
+    """
     model = None
+    show(doctor_text.describe_machine)
     if name is not None:
         with _section(report, "model", f"loading {name}"):
             model = load(name)
             report["model"] = _describe_model(name, model)
-    if backend.is_cpu():
-        return report
-    why_not = model and no_kernels("auto", model.attention_shapes, model.packed.by_segment)
-    report["no_kernels"] = why_not
-    if why_not:
-        return report
-    if model is None:
-        model = load("demo")
-        use, *others = *COMMON.values(), model.kernel_use(_BLOCK)
-    else:
-        use, others = model.kernel_use(_BLOCK), []
-    with _section(report, "checks", "checking the kernels"):
-        results = _check(use, others, full)
-        report["checks"] = [_check_as_json(result) for result in results]
-    report["problems"] += [str(result) for result in results if not result.passed]
+        show(doctor_text.describe_model)
+    if not backend.is_cpu():
+        report["no_kernels"] = model and no_kernels(
+            "auto", model.attention_shapes, model.packed.by_segment
+        )
+    if report["no_kernels"]:
+        show(doctor_text.describe_no_kernels)
+        return
+    common = [] if model is not None else list(COMMON.values())
+    model = model or load("demo")
+    use = model.kernel_use(_BLOCK)
+    results: list[CheckResult] = []
+    try:
+        with _section(report, "checks", "checking the kernels"):
+            all_known = _check(report, results, use, common, full, budget)
+    finally:
+        verdicts.remember([result for result in results if result.check in checks_for(use)])
+        show(doctor_text.describe_checks)
     if not report["problems"]:
-        _examine_speed(report, use.shapes[0])
-    _examine_order(report, results)
-    _examine_answers(report, model)
-    return report
+        if not _is_late(report, "floors", budget):
+            _examine_speed(report, (common[0] if common else use).shapes[0])
+        show(doctor_text.describe_floors)
+    if not _is_late(report, "ordering", budget):
+        _examine_order(report, results)
+    show(doctor_text.describe_order)
+    # Before it answers, an engine makes those checks of its model that are not known.
+    if not _is_late(report, "answers", budget, already=not all_known):
+        _examine_answers(report, model)
+    show(doctor_text.describe_answers)
+    show(doctor_text.describe_verdict)
+
+
+def _is_late(report: Report, part: str, budget: Budget, already: bool = False) -> bool:
+    """Whether there is no time for a part; notes it."""
+    late = already or budget.is_used()
+    if late:
+        report["not_tried"]["parts"].append(part)
+    return late
 
 
 def _begin() -> Report:
@@ -109,6 +167,8 @@ def _begin() -> Report:
         "profile": {"tuned": profile.tuned, "constants": constants},
         "no_kernels": "there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
         "checks": [],
+        "not_tried": {"checks": 0, "of_checks": 0, "parts": []},
+        "interrupted": False,
         "floors": [],
         "ordering": [],
         "answers": None,
@@ -140,21 +200,44 @@ def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
     return described
 
 
-def _check(use: KernelUse, others: Sequence[KernelUse], full: bool) -> Outcome:
-    """The checks of `use` with times, those of others without."""
-    timed = checks_for(use)
-    rest = [*others, *(full_list() + full_fused_list() if full else ())]
-    known = dict.fromkeys(timed)
-    more = [c for c in dict.fromkeys(c for u in rest for c in checks_for(u)) if c not in known]
-    total = len(timed) + len(more)
+def _check(
+    report: Report,
+    results: list[CheckResult],
+    use: KernelUse,
+    common: Sequence[KernelUse],
+    full: bool,
+    budget: Budget,
+) -> bool:
+    """Add to the results, in order of importance, while there is time.
 
-    def progress(before: int) -> isolated.Progress:
-        return lambda done, _, check: _say(
-            f"checking kernels: {before + done + 1} of {total}, {check}"
-        )
+    The checks of `use` and of the first common use come first, each kernel once at first, with
+    times.  Returns whether the checks of `use` are done.
+    """
+    own = in_rounds(checks_for(use))
+    first = dict.fromkeys(own + in_rounds([c for u in common[:1] for c in checks_for(u)], own))
+    rest = [*common[1:], *(full_list() + full_fused_list() if full else ())]
+    more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
+    total, reached = len(first) + len(more), 0
 
-    results = isolated.run(timed, progress(0), timed=True)
-    return [*results, *isolated.run(more, progress(len(timed)), known=results)]
+    def progress(_: int, __: int, check: Check) -> None:
+        nonlocal reached
+        reached += 1
+        _say(f"checking kernels: {reached} of {total}, {check}")
+
+    for checks, timed in ((list(first), True), (list(more), False)):
+        if budget.is_used(CHECKS_SHARE):
+            break
+        running = isolated.results(checks, progress, timed=timed, known=tuple(results))
+        with closing(running):
+            for result in running:
+                results.append(result)
+                report["checks"].append(_check_as_json(result))
+                if not result.passed:
+                    report["problems"].append(str(result))
+                if budget.is_used(CHECKS_SHARE):
+                    break
+    report["not_tried"] |= {"checks": total - reached, "of_checks": total}
+    return reached >= len(own)
 
 
 def _check_as_json(result: CheckResult) -> dict[str, Any]:
@@ -215,22 +298,21 @@ def _examine_answers(report: Report, model: LoadedModel) -> None:
         )
 
 
-def _tune(reset: bool) -> Report:
+def _tune(report: Report, reset: bool) -> None:
     """Measure and keep the constants of this device, or remove those that were kept."""
-    report = _begin()
     report["tuning"] = {"removed": None, "stored": False, "measured": []}
     if reset:
         report["tuning"]["removed"] = tuned.remove()
-        return report
+        return
     if backend.is_cpu():
-        return report
+        return
     use = replace(next(iter(COMMON.values())), shapes=(TUNE_SIZES.shape,))
     with _section(report, "checks", "checking the kernels"):
         results = isolated.run(checks_for(use))
         report["checks"] = [_check_as_json(result) for result in results]
     report["problems"] += [str(result) for result in results if not result.passed]
     if report["problems"]:
-        return report
+        return
     constants = tune_device.constants(TUNE_SIZES)
     names = [constant.name for constant in constants]
 
@@ -248,7 +330,6 @@ def _tune(reset: bool) -> Report:
         report["tuning"]["stored"] = True
     except OSError as e:
         report["problems"].append(f"the constants cannot be kept in {tuned.path()}: {e.strerror}")
-    return report
 
 
 # What tests make smaller.
@@ -259,6 +340,8 @@ TUNE_TIMER: tuning.Timer | None = None
 @contextmanager
 def _section(report: Report, name: str, title: str) -> Iterator[None]:
     """Notes how many seconds a part takes."""
+    if not sys.stderr.isatty():
+        print(f"doctor: {title}", file=sys.stderr, flush=True)
     _say(title)
     start = time.perf_counter()
     try:

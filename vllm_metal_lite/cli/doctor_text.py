@@ -1,6 +1,6 @@
 """The report of `doctor` for people: short lines, and for each bad one what to do next."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from vllm_metal_lite.cli import machine
@@ -16,11 +16,15 @@ CONSTANTS = {
     "skinny_gemm": ("gemm_fill", "max_normed_rows"),
 }
 _REPORT = "vllm-metal-lite doctor --report report.json"
+_MORE = "--full tries all"
 _SEND = f"please open an issue with the file of `{_REPORT}`"
 
 
-def describe(report: Report) -> list[str]:
-    """All lines."""
+# A part of the text, from the report as far as it is known.
+Part = Callable[[Report], Iterable[str]]
+
+
+def describe_machine(report: Report) -> list[str]:
     lines = machine.describe(report["machine"])
     used, disk = report["engine_memory_bytes"], report["free_disk_bytes"]
     lines.append(
@@ -28,22 +32,58 @@ def describe(report: Report) -> list[str]:
         f"{_gib(disk)} of disk are free"
     )
     day = report["profile"]["tuned"]
-    lines.append(f"Constants: {f'tuned on {day}' if day else 'the defaults'}")
-    if report["model"]:
-        lines += _model(report["model"])
-    if report["tuning"] is not None:
-        return [*lines, *_tuning(report)]
-    if report["no_kernels"]:
-        return [
-            *lines,
-            f"Kernels:   not checked: {report['no_kernels']}",
-            "Verdict:   the reference attention serves everything here; nothing else to check",
-        ]
-    lines += ["", *_checks(report["checks"])]
-    if report["floors"]:
-        lines += ["", *_floors(report["floors"])]
-    lines += ["", *_order(report["ordering"]), *_answers(report["answers"])]
-    return [*lines, "", *_verdict(report)]
+    return [*lines, f"Constants: {f'tuned on {day}' if day else 'the defaults'}"]
+
+
+def describe_model(report: Report) -> Iterable[str]:
+    return _model(report["model"])
+
+
+def describe_no_kernels(report: Report) -> list[str]:
+    return [
+        f"Kernels:   not checked: {report['no_kernels']}",
+        "Verdict:   the reference attention serves everything here; nothing else to check",
+    ]
+
+
+def describe_checks(report: Report) -> list[str]:
+    """A line a kernel, the checks that failed, and how many were not tried."""
+    lines = ["", *_checks(report["checks"])]
+    left, total = report["not_tried"]["checks"], report["not_tried"]["of_checks"]
+    if left:
+        lines.append(f"not tried for time: {left} of {total} checks; {_MORE}")
+    return lines
+
+
+def describe_floors(report: Report) -> list[str]:
+    if "floors" in report["not_tried"]["parts"]:
+        return ["", f"Speed:     not tried for time; {_MORE}"]
+    return ["", *_floors(report["floors"])] if report["floors"] else []
+
+
+def describe_order(report: Report) -> list[str]:
+    if "ordering" in report["not_tried"]["parts"]:
+        return ["", f"Order:     not tried for time; {_MORE}"]
+    return ["", *_order(report["ordering"])]
+
+
+def describe_answers(report: Report) -> Iterable[str]:
+    if "answers" in report["not_tried"]["parts"]:
+        return [f"Answers:   not tried for time; {_MORE}"]
+    return _answers(report["answers"])
+
+
+def describe_verdict(report: Report) -> list[str]:
+    return ["", *_verdict(report)]
+
+
+def describe_interrupted(report: Report) -> list[str]:
+    problems = [f"  {problem}" for problem in report["problems"]]
+    return ["", "Verdict:   interrupted; what is known stands above", *problems]
+
+
+def describe_tuning(report: Report) -> list[str]:
+    return [*describe_machine(report), *_tuning(report)]
 
 
 def _gib(size: float) -> str:
@@ -189,7 +229,9 @@ def _tuning(report: Report) -> Iterator[str]:
 def _verdict(report: Report) -> Iterator[str]:
     slow = [c for c in (*report["checks"], *report["floors"]) if c["is_slow"]]
     if not report["problems"]:
-        yield f"Verdict:   all is right{', but something is slow: see above' if slow else ''}"
+        not_tried = report["not_tried"]["checks"] or report["not_tried"]["parts"]
+        all_is = "all that was tried is" if not_tried else "all is"
+        yield f"Verdict:   {all_is} right{', but something is slow: see above' if slow else ''}"
         if not report["profile"]["tuned"]:
             yield "  `vllm-metal-lite doctor --tune` measures constants that speed depends on."
         return
@@ -197,7 +239,8 @@ def _verdict(report: Report) -> Iterator[str]:
     if any(not check["passed"] for check in report["checks"]):
         yield "  The engine leaves a wrong kernel out by itself, and answers stay right."
     ordered = not any(outcome["problem"] for outcome in report["ordering"])
-    agrees = report["answers"]["problem"] or report["answers"]["agrees"]
+    answers = report["answers"]
+    agrees = answers is None or answers["problem"] or answers["agrees"]
     if not ordered or not agrees:
         yield "  Answers may be wrong with kernels: use `--attention reference`."
     yield f"  Next: {_SEND}"

@@ -56,6 +56,11 @@ def shown() -> Iterator[None]:
         _LOGGER.removeHandler(_lines)
 
 
+def clear() -> None:
+    """Remove the line of progress, before something else is printed."""
+    _lines.clear()
+
+
 @contextmanager
 def progress() -> Iterator[None]:
     """The line of progress ends here."""

@@ -206,7 +206,10 @@ def _parser() -> options.Parser:
         help="check the shapes of this model: a folder or a Hugging Face name (default: the shapes "
         "that most models have, and the answers of the demo)",
     )
-    doctor.add_argument("--full", action="store_true", help="check many more shapes: minutes")
+    doctor.add_argument(
+        "--full", action="store_true", help="check many more shapes, without a limit: minutes"
+    )
+    options.add_seconds(doctor, 60.0, "time to use, after the model is loaded")
     doctor.add_argument(
         "--report", metavar="FILE", help="write everything as one JSON file, for an issue"
     )

@@ -140,10 +140,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "--new-tokens", type=_count, default=64, metavar="N",
         help="counted tokens of each answer (default: 64)",
     )  # fmt: skip
-    parser.add_argument(
-        "--seconds", type=_seconds, default=140.0, metavar="S",
-        help="time for measuring, after the model is loaded (default: 140)",
-    )  # fmt: skip
+    add_seconds(parser, 140.0, "time for measuring, after the model is loaded")
     parser.add_argument(
         "--compare", action="store_true",
         help="measure mlx-lm on the same weights too, in turns",
@@ -152,6 +149,13 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="FILE",
         help="draw a picture (.png, .svg, .pdf); needs matplotlib",
+    )  # fmt: skip
+
+
+def add_seconds(parser: argparse.ArgumentParser, default: float, what: str) -> None:
+    parser.add_argument(
+        "--seconds", type=_seconds, default=default, metavar="S",
+        help=f"{what} (default: {default:g})",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.runner.build import build_runner
-from vllm_metal_lite.runner.memory import limit_buffer_cache, size_store
+from vllm_metal_lite.runner.memory import set_memory_limits, size_store
 from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling.masks import bad_word_ids
@@ -47,7 +47,7 @@ class LLMEngine:
         self.config = config = _config_of(config)
         self.model = model = model.with_kv_bits(self.config.kv_bits)
         self.kv_groups, self.max_model_len = size_store(model, self.config)
-        limit_buffer_cache()
+        set_memory_limits()
         seats = self.config.max_num_seqs
         store = PagedStore(model.kv_specs, self.kv_groups, self.config.block_size)
         self.sampler = Sampler(seats, model.vocab_size)

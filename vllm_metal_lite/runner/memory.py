@@ -15,7 +15,7 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError
+from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
@@ -212,9 +212,17 @@ def _run(model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch)
     mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
 
 
-def limit_buffer_cache() -> None:
-    """Limit MLX's cache of freed buffers to a sixteenth of memory, at least 256 MiB.
+def set_memory_limits() -> None:
+    """Limit MLX's cache of freed buffers, and on Metal keep what MLX allocates resident.
 
-    A step's buffers must fit, or each step waits while the device frees and reallocates them.
+    The cache gets a sixteenth of memory, at least 256 MiB: a step's buffers must fit, or each step
+    waits while the device frees and reallocates them.  Without a wired limit, macOS may take
+    weights and store out of the GPU's reach between steps.
     """
-    mx.set_cache_limit(max(backend.memory_limit() // 16, 256 << 20))
+    limit = backend.memory_limit()
+    mx.set_cache_limit(max(limit // 16, 256 << 20))
+    if backend.name() == "metal":
+        try:  # MLX refuses more than the system allows, and macOS before 15 has no such limit
+            mx.set_wired_limit(limit)
+        except (RuntimeError, ValueError) as e:
+            logger.info(f"memory is not wired: {one_line(e)}")

@@ -113,7 +113,7 @@ class MetalLiteWorker(WorkerBase):
         model = load(self.model_config.model, self._dtype(), self.model_config.trust_remote_code)
         self._model = model.with_kv_bits(_kv_bits(envs.kv_bits()))
         _check_rotation(self.model, self.model_config.max_model_len)
-        sizing.limit_buffer_cache()
+        sizing.set_memory_limits()
         reason = self.model.packed.no_prefix_cache
         if reason and self.cache_config.enable_prefix_caching:
             # With "uni", vLLM creates its scheduler later in this process, from the same object.
