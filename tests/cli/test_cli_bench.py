@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.cli_kit import CONTEXT, model_folder
 from vllm_metal_lite.cli import machine
-from vllm_metal_lite.cli.bench_cases import SETTLE_STEPS, Case, Pace, make_cases
-from vllm_metal_lite.cli.bench_load import Ours, Timing, drive, medians, timing
-from vllm_metal_lite.cli.bench_suite import Suite
-from vllm_metal_lite.cli.bench_table import ratio, table
+from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, Case, Pace, make_cases
+from vllm_metal_lite.cli.bench.load import Ours, Timing, drive, medians, timing
+from vllm_metal_lite.cli.bench.suite import Suite
+from vllm_metal_lite.cli.bench.table import ratio, table
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, RequestError
@@ -106,7 +106,7 @@ def test_bad_flags_are_refused_before_the_model_is_loaded(flags, words, capsys):
 
 
 def test_without_matplotlib_the_command_to_install_it_is_named(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("vllm_metal_lite.cli.bench_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("vllm_metal_lite.cli.bench.plot.find_spec", lambda name: None)
     assert main(["bench", "--plot", str(tmp_path / "a.png")]) == 2
     assert "pip install 'vllm-metal-lite[bench]'" in capsys.readouterr().err
 
@@ -118,7 +118,7 @@ def test_control_c_shows_what_is_measured_so_far(monkeypatch, capsys, tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         return medians(timings)
 
-    monkeypatch.setattr("vllm_metal_lite.cli.bench_suite.medians", interrupted)
+    monkeypatch.setattr("vllm_metal_lite.cli.bench.suite.medians", interrupted)
     path = tmp_path / "report.json"
     assert main(["bench", str(model_folder()), *SMALL, "--report", str(path)]) == 130
     report = json.loads(path.read_text())
@@ -285,7 +285,7 @@ def test_the_picture_has_a_panel_a_column(bench, monkeypatch, tmp_path):
     fake.Figure = Figure
     monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", fake)
-    monkeypatch.setattr("vllm_metal_lite.cli.bench_plot.find_spec", lambda name: True)
+    monkeypatch.setattr("vllm_metal_lite.cli.bench.plot.find_spec", lambda name: True)
     path = str(tmp_path / "a.svg")
     bench("--compare", "--plot", path)
     *lines, saved = calls

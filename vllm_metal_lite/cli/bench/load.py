@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.cli.bench_cases import SETTLE_STEPS, Case
+from vllm_metal_lite.cli.bench.cases import SETTLE_STEPS, Case
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.sampling_params import SamplingParams
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_metal_lite.cli.bench_suite import Result
-from vllm_metal_lite.cli.bench_table import COLUMNS, OURS, PEER
+from vllm_metal_lite.cli.bench.suite import Result
+from vllm_metal_lite.cli.bench.table import COLUMNS, OURS, PEER
 from vllm_metal_lite.cli.options import UsageError
 from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
 

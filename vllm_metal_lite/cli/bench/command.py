@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     for name in filter(None, (args.report, args.plot)):
         machine.check_writable(name)
     if args.plot:
-        from vllm_metal_lite.cli.bench_plot import check_plot
+        from vllm_metal_lite.cli.bench.plot import check_plot
 
         check_plot(args.plot)
     return _Bench(args, config).run()
@@ -43,9 +43,10 @@ class _Bench:
         self._peers: list[Any] = []
 
     def run(self) -> int:
-        from vllm_metal_lite.cli import bench_table, machine
-        from vllm_metal_lite.cli.bench_load import Ours
-        from vllm_metal_lite.cli.bench_suite import Suite
+        from vllm_metal_lite.cli import machine
+        from vllm_metal_lite.cli.bench.load import Ours
+        from vllm_metal_lite.cli.bench.suite import Suite
+        from vllm_metal_lite.cli.bench.table import rows, table
         from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 
         args = self._args
@@ -86,15 +87,15 @@ class _Bench:
                 "max_num_batched_tokens": self._config.max_num_batched_tokens,
             },
             "interrupted": interrupted,
-            "cases": bench_table.rows(suite.results),
+            "cases": rows(suite.results),
         }
         if suite.results:
-            print("\n".join(bench_table.table(suite.results, args.new_tokens)), flush=True)
+            print("\n".join(table(suite.results, args.new_tokens)), flush=True)
         if args.report:
             machine.write(args.report, report)
             _say(f"The report is in {args.report}.")
         if args.plot and any(result.timings for result in suite.results):
-            from vllm_metal_lite.cli.bench_plot import plot
+            from vllm_metal_lite.cli.bench.plot import plot
 
             chip = report["machine"]["gpu"] or report["machine"]["chip"]
             plot(args.plot, suite.results, f"{report['model']['name']} on {chip}")
@@ -114,7 +115,7 @@ class _Bench:
 
     def _configure(self, model: Any, config: EngineConfig) -> EngineConfig:
         """The engine's options for a loaded model; sets the cases and the peers."""
-        from vllm_metal_lite.cli.bench_cases import make_cases
+        from vllm_metal_lite.cli.bench.cases import make_cases
 
         args = self._args
         limit = min(config.max_model_len or model.max_position, model.max_position)
@@ -129,7 +130,7 @@ class _Bench:
             needed = max(c.context + c.max_tokens(args.new_tokens, config) for c in self._cases)
             config = replace(config, max_model_len=min(needed, limit))
         if args.compare:
-            from vllm_metal_lite.cli.bench_mlx_lm import MlxLm
+            from vllm_metal_lite.cli.bench.mlx_lm import MlxLm
             from vllm_metal_lite.devices import profile
 
             self._peers = [MlxLm(model.packed.model)]
