@@ -36,11 +36,11 @@ def variants(monkeypatch):
 @pytest.mark.parametrize(
     ("use", "most"),
     [
-        (QWEN3, 17),
-        (replace(QWEN3, weights=((4096, 1024), (1024, 3072))), 19),
+        (QWEN3, 16),
+        (replace(QWEN3, weights=((4096, 1024), (1024, 3072))), 18),
         (replace(QWEN3, shares_prefix=False), 12),
         (replace(QWEN3, shapes=(replace(FULL, kv_bits=8),)), 7),
-        (GEMMA3, 24),
+        (GEMMA3, 22),
     ],
     ids=["qwen3 in 4 bits", "qwen3", "not sharing", "KV in 8 bits", "gemma3"],
 )
