@@ -226,7 +226,7 @@ def test_errors_that_are_not_a_kernel_s_are_raised_and_nothing_is_lost(monkeypat
     def before_step(number):
         if number == ARMED_AFTER + 1:
             fault.armed = True
-            with pytest.raises(type(error), match=re.escape(str(error))):
+            with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
                 engine.step()
             fault.armed = False
 
