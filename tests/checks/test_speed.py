@@ -130,4 +130,6 @@ def test_a_load_that_does_not_fit_is_not_timed(monkeypatch):
 def test_slow_is_clearly_slower():
     assert not Speed(1.4, 1.0).is_slow
     assert Speed(1.6, 1.0).is_slow
+    assert not Speed(40e-6, 24e-6).is_slow, "the host's time for a launch"
+    assert Speed(400e-6, 240e-6).is_slow
     assert str(Speed(1.6e-3, 1e-6)) == "takes 1,600 us where its alternative takes 1 us"

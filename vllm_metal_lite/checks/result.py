@@ -17,6 +17,9 @@ TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 # A kernel gives way if its alternative takes less than 1 / _SLOWER of its time.  Medians of short
 # launches differ by up to a third between two runs; below this factor a change gains little.
 _SLOWER = 1.5
+# Seconds that the host may take longer to launch a kernel than an operation of MLX's.  Compiled
+# steps do not pay them.
+_LAUNCH = 30e-6
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Speed:
 
     @property
     def is_slow(self) -> bool:
-        return self.ratio > _SLOWER
+        return self.seconds - _LAUNCH > _SLOWER * self.alternative
 
     def __str__(self) -> str:
         times = (f"{1e6 * seconds:,.0f} us" for seconds in (self.seconds, self.alternative))
