@@ -320,8 +320,8 @@ def test_products_of_few_rows(monkeypatch):
 
 
 def test_the_reference_writes_the_store_in_place_after_kernels(monkeypatch):
-    """Nobody else holds the store.  (A GPU's failed graph would while its error lives; host kernels
-    leave no graph.)"""
+    """Nothing else holds the store.  Host kernels leave no graph, so this test cannot see a GPU's
+    failed graph, which holds the store as long as its error lives."""
     fault = FailingKernels(monkeypatch, "kv_write")
     engine = engine_of(PLAIN, num_blocks=4096)
     engine.add_request("a", PROMPTS[0], GREEDY)

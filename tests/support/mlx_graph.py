@@ -84,7 +84,7 @@ class Node:
         return dict(zip((n for n in names if n not in asked), self.inputs, strict=True))
 
 
-# Kernels that write the store; `paged_decode` does if FUSED, and is the only one to decide so.
+# Kernels that write the store.  Only `paged_decode` has forms with and without a write.
 WRITERS = {"kv_write", "kv_write_quantised", "rope_write"}
 WRITES_IF_FUSED = {"paged_decode"}
 READERS = {"kv_gather", "kv_gather_quantised", "shared_prefix", "varlen_prefill"}

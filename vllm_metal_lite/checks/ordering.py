@@ -1,4 +1,4 @@
-"""Checks on this device that a graph of writes and reads of the store runs in its order.
+"""Checks that this device runs the writes and reads of a graph in order.
 
 MLX cannot see a write through an input, so a token orders the launches (kernels/common.py).  Here
 one graph of many writes and reads of two layers is built, and evaluated at once.  All keys are

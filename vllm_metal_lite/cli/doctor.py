@@ -1,4 +1,4 @@
-"""`vllm-metal-lite doctor`: examines this machine; checks, times and tunes the kernels.
+"""`vllm-metal-lite doctor`: examines the machine, and checks, times or tunes the kernels.
 
 Each part is printed when it is known, and Ctrl-C keeps what is known (exit code 130).
 
