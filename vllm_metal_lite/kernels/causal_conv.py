@@ -29,14 +29,14 @@ def plan_conv_tiles(segments: np.ndarray) -> np.ndarray:
     counts = np.maximum(-(-rows // TILE_ROWS), 1)
     ends = np.cumsum(counts)
     num_rows = int(segments[-1, -2])
-    tiles = np.empty((num_rows // TILE_ROWS + len(segments), 2), np.int32)
+    # MLX passes arrays of fewer than 8 elements to a kernel in another address space.
+    tiles = np.empty((max(num_rows // TILE_ROWS + len(segments), 4), 2), np.int32)
     tiles[ends[-1] :] = len(segments) - 1, num_rows  # past all rows: nothing to do
     real = tiles[: ends[-1]]
     real[:, 0] = np.repeat(np.arange(len(segments)), counts)
     real[:, 1] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
     real[:, 1] = real[:, 1] * TILE_ROWS + np.repeat(begins, counts)
-    # MLX passes arrays of fewer than 8 elements to a kernel in another address space.
-    return tiles if len(tiles) >= 4 else np.concatenate([tiles, tiles[[-1] * 3]])
+    return tiles
 
 
 def causal_conv(
