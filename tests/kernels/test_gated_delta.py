@@ -1,5 +1,5 @@
-"""gated_delta on the CPU host, under the checker, as the gated delta rule: against its definition in
-float64, mlx-lm's functions and MLX's.
+"""gated_delta on the CPU host, under the checker, as the gated delta rule: against its definition
+in float64, mlx-lm's functions and MLX's.
 
 With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
 """
@@ -45,7 +45,7 @@ def on_host():
 
 
 class Case:
-    """Heads (of k, of v) with rows of `dims` (of k, of v); keys are of length 1, as in the models."""
+    """Heads (of k, of v) with rows of `dims` (of k, of v); keys have length 1, as in the models."""
 
     def __init__(
         self, segments, heads=(2, 4), dims=(32, 16), *, vector=False, dtype=mx.float32, chunks=True
@@ -155,9 +155,7 @@ def test_the_same_as_mlx_s_chunked_form():
     y, states = case.run()
     rtol, atol = TOLERANCE[mx.float32]
     np.testing.assert_allclose(y, np.array(theirs[0]), rtol, 4 * atol)  # it takes logarithms
-    np.testing.assert_allclose(
-        states[case.segments.final[0]], np.array(state[0]), rtol, 4 * atol
-    )
+    np.testing.assert_allclose(states[case.segments.final[0]], np.array(state[0]), rtol, 4 * atol)
 
 
 @pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])

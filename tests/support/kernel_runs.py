@@ -176,7 +176,7 @@ def skinny_gemm_with_all(dtype):
 
 
 def causal_conv_rows(dtype):
-    """Segments of every kind, the last threadgroup not full; NaN in slots that nobody starts from."""
+    """Segments of every kind, channels for two threadgroups; NaN in slots where none starts."""
     step = Segments(**RAGGED)
     x, weight, bias = (
         draw(*shape, seed=18, dtype=dtype) for shape in ((step.num_rows, 300), (300, 4), (300,))
@@ -200,7 +200,7 @@ def recurrent_rows(dtype, v_heads, k_dim):
 
 
 def gated_delta_rows(dtype):
-    """A gate a column; two heads of k; more rows of a state than simdgroups of a threadgroup have."""
+    """A gate a column, two heads of k, more rows of a state than a threadgroup has."""
     step, wide, states, beta = recurrent_rows(dtype, 4, 40)
     gates = mx.sigmoid(draw(step.num_rows, 4, 40, seed=20))
     y, _ = gated_delta(

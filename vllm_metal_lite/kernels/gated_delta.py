@@ -48,7 +48,9 @@ def gated_delta(
     Dk and Dv are multiples of 8, Dk at most 256, else ValueError; so for shapes that do not fit
     together.  Source: Yang, Kautz and Hatamizadeh (2024), Gated Delta Networks.
     """
-    return linear_recurrence(q, k, v, gates, beta, None, states, segments, token, max_seqlen, delta=True)
+    return linear_recurrence(
+        q, k, v, gates, beta, None, states, segments, token, max_seqlen, delta=True
+    )
 
 
 def linear_recurrence(
@@ -75,7 +77,8 @@ def linear_recurrence(
     check_pool(states, (v_heads, v_dim, k_dim), mx.float32)
     simdgroups = min(_SIMDGROUPS, v_dim // 8)
     template: Template = {
-        "T": q.dtype, "B": beta.dtype, "K_HEADS": k_heads, "V_HEADS": v_heads, "K_DIM": k_dim, "V_DIM": v_dim,
+        "T": q.dtype, "B": beta.dtype, "K_HEADS": k_heads, "V_HEADS": v_heads,
+        "K_DIM": k_dim, "V_DIM": v_dim,
         "DELTA": delta, "VECTOR": vector, "SKIP": skip is not None,
         "CHUNKS": max_seqlen >= CHUNK, "SIMDGROUPS": simdgroups,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The segments of a step, as the kernels of recurrent layers read them.
 
-A request keeps a state in a slot of a pool, not a row per token.  So a segment names the slot that it
-starts from, and the slots that take its state: at its end, and at checkpoints before its end.
+A request keeps a state in a slot of a pool, not a row per token.  So a segment names the slot that
+it starts from, and the slots that take its state: at its end, and at checkpoints before its end.
 """
 
 from collections.abc import Iterable

@@ -23,10 +23,10 @@ def ssm_update(
 
         S = S * exp(dt[t] * a) + dt[t] * x[t] b[t]^T;  y[t] = S c[t] + d * x[t]
 
-    x: (N, H, P).  b, c: (N, G, D); G groups divide the H heads.  dt: (N, H) float32, after its bias,
-    softplus and limits.  a: (H,) float32, negative: -exp(A_log).  d: (H,).  states: the pool (slots,
-    H, P, D) float32, written in place.  segments: from `plan_segments`.  max_seqlen: rows of the
-    longest segment.  Sums are in float32, y is rounded once.  Rows of padding give zeros.
+    x: (N, H, P).  b, c: (N, G, D); G groups divide the H heads.  dt: (N, H) float32, after its
+    bias, softplus and limits.  a: (H,) float32, negative: -exp(A_log).  d: (H,).  states: the pool
+    (slots, H, P, D) float32, written in place.  segments: from `plan_segments`.  max_seqlen: rows
+    of the longest segment.  Sums are in float32, y is rounded once.  Rows of padding give zeros.
 
     P and D are multiples of 8, D at most 256, else ValueError; so for shapes that do not fit
     together.  Source: Dao and Gu (2024), Transformers are SSMs.
