@@ -15,8 +15,8 @@
 //
 // where rows before the segment's first are those of the initial slot, and zeros if that is negative.
 //
-// Who does what.  A thread has one channel of one tile: up to ROWS rows of one segment.  The K - 1 rows
-// before the next one stay in its registers, so each row is read once.  Lanes have neighbouring
+// Who does what.  A thread has one channel of one tile: up to ROWS rows of one segment.  It asks for all
+// of them, and for the K - 1 rows before, and then computes in registers.  Lanes have neighbouring
 // channels, so rows are read in coalesced runs.
 //
 //   segment    |  tile 0  |  tile 1  |  tile 2  |.|     a tile of an empty segment has no rows
@@ -29,7 +29,7 @@
 // segment writes is used by another in the same launch, and the token orders launches as it does that
 // of kv_write (metal/kv_write.metal).
 //
-// Cost.  Reads x and writes y once; the slots of each segment once each way.
+// Cost.  Reads x 1 + (K - 1) / ROWS times and writes y once; the slots of each segment once each way.
 
 // The sigmoid linear unit x / (1 + e^-x).
 METAL_FUNC float silu(float x) {
@@ -56,7 +56,7 @@ if (channel < CHANNELS && initial == PADDING) {
 if (channel < CHANNELS && initial != PADDING) {
   thread T before[K - 1];
   thread float taps[K];
-  thread float rows[K];
+  thread float rows[K - 1 + ROWS];
 #pragma unroll
   for (int j = 0; j < K; j++) {
     taps[j] = float(weight[channel * K + j]);
@@ -71,22 +71,20 @@ if (channel < CHANNELS && initial != PADDING) {
     }
     rows[j] = float(before[j]);
   }
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) {
+    rows[K - 1 + i] = first + i < end ? float(x[size_t(first + i) * CHANNELS + channel]) : 0.0f;
+  }
   const float start = BIAS ? float(bias[channel]) : 0.0f;
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
     if (first + i < end) {
-      const size_t element = size_t(first + i) * CHANNELS + channel;
-      rows[K - 1] = float(x[element]);
       float sum = start;
 #pragma unroll
       for (int j = 0; j < K; j++) {
-        sum += taps[j] * rows[j];
+        sum += taps[j] * rows[i + j];
       }
-      y[element] = T(SILU ? silu(sum) : sum);
-#pragma unroll
-      for (int j = 0; j < K - 1; j++) {
-        rows[j] = rows[j + 1];
-      }
+      y[size_t(first + i) * CHANNELS + channel] = T(SILU ? silu(sum) : sum);
     }
   }
 

@@ -546,8 +546,8 @@ FAULTS = {
     "conv_every_tile_leaves_rows": ("causal_conv", "if (first == begin) {", "{", ("race", "wrong")),
     "conv_window_does_not_move": (
         "causal_conv",
-        "rows[j] = rows[j + 1];",
-        "rows[j] = rows[j];",
+        "taps[j] * rows[i + j]",
+        "taps[j] * rows[j]",
         "wrong",
     ),
     "conv_first_tap_left_out": (
