@@ -1,7 +1,7 @@
 // causal_conv: the short depthwise convolution in front of a recurrent layer, over the packed rows of a
 // step, and the rows that each request carries to its next step, in place.
 //
-//   x         (N, CHANNELS) of T         this step's rows, packed
+//   x         (N, X_WIDTH) of T          this step's rows, packed: CHANNELS columns from X_START on
 //   weight    (CHANNELS, K) of T         weight[c, K - 1] meets the row itself, weight[c, 0] the oldest
 //   bias      (CHANNELS,) of T           not read unless BIAS
 //   segments  (S, 2 + 2 M) int32         begin, initial slot, M pairs (end, slot); see kernels/segments.py
@@ -65,7 +65,7 @@ if (channel < CHANNELS && initial != PADDING) {
   for (int j = 0; j < K - 1; j++) {
     before[j] = T(0.0f);
     if (first > begin) {
-      before[j] = x[size_t(first - (K - 1) + j) * CHANNELS + channel];
+      before[j] = x[size_t(first - (K - 1) + j) * X_WIDTH + X_START + channel];
     } else if (initial >= 0) {
       before[j] = states[(size_t(initial) * (K - 1) + j) * CHANNELS + channel];
     }
@@ -73,7 +73,8 @@ if (channel < CHANNELS && initial != PADDING) {
   }
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
-    rows[K - 1 + i] = first + i < end ? float(x[size_t(first + i) * CHANNELS + channel]) : 0.0f;
+    rows[K - 1 + i] =
+        first + i < end ? float(x[size_t(first + i) * X_WIDTH + X_START + channel]) : 0.0f;
   }
   const float start = BIAS ? float(bias[channel]) : 0.0f;
 #pragma unroll
@@ -103,7 +104,7 @@ if (channel < CHANNELS && initial != PADDING) {
             carried = from + j - begin == b - (K - 1) ? before[b] : carried;
           }
           to[size_t(j) * CHANNELS] =
-              from + j >= begin ? x[size_t(from + j) * CHANNELS + channel] : carried;
+              from + j >= begin ? x[size_t(from + j) * X_WIDTH + X_START + channel] : carried;
         }
       }
     }

@@ -1,8 +1,9 @@
 // gated_delta: the linear recurrence of a layer over the packed rows of a step, with the states of all
 // requests in a pool, in place: the gated delta rule (DELTA), or Mamba 2's state space update.
 //
-//   q, k      (N, K_HEADS, K_DIM) of T       packed rows; V_HEADS / K_HEADS heads of v share one of k
-//   v         (N, V_HEADS, V_DIM) of T
+//   q, k, v   (N, WIDTH) of T                packed rows: heads side by side from column START on; one
+//                                            array may be all three.  K_HEADS heads of K_DIM in q and
+//                                            in k, V_HEADS of V_DIM in v: V_HEADS / K_HEADS share one of k
 //   gates     (N, V_HEADS) float32, with VECTOR (N, V_HEADS, K_DIM): what the state is multiplied by
 //   beta      (N, V_HEADS) of B              how much of a row goes into the state
 //   skip      (V_HEADS,) float32             SKIP: skip * v is added to the result
@@ -61,6 +62,9 @@ const int row = matrix_row(lane);
 const int col = matrix_col(lane);
 const int v_row = (int(threadgroup_position_in_grid.x) * SIMDGROUPS + simdgroup) * 8;
 const bool active = v_row < V_DIM;
+const int q_start = Q_START + k_head * K_DIM;
+const int k_start = K_START + k_head * K_DIM;
+const int v_start = V_START + head * V_DIM + v_row + row;  // of this lane's row of the state
 
 const int at = int(threadgroup_position_in_grid.z) * segments_shape[1];
 const int last = at + segments_shape[1] - 2;  // the pair of the segment's own end
@@ -91,8 +95,8 @@ for (int pair = at + 2; pair <= last; pair += 2) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int i = simdgroup; i < CHUNK; i += SIMDGROUPS) {
         prepare_row<T, K_DIM, STRIDE, DELTA, VECTOR>(
-            q + (size_t(t) * K_HEADS + k_head) * K_DIM, k + (size_t(t) * K_HEADS + k_head) * K_DIM,
-            gates + (size_t(t) * V_HEADS + head) * GATES, K_HEADS * K_DIM, V_HEADS * GATES, i,
+            q + size_t(t) * Q_WIDTH + q_start, k + size_t(t) * K_WIDTH + k_start,
+            gates + (size_t(t) * V_HEADS + head) * GATES, Q_WIDTH, K_WIDTH, V_HEADS * GATES, i,
             float(beta[size_t(t + i) * V_HEADS + head]), lane, rows, decay, seen, known);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -102,9 +106,8 @@ for (int pair = at + 2; pair <= last; pair += 2) {
         thread float skipped[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const size_t of = size_t(t + col + e) * V_HEADS + head;
-          by[e] = float(beta[of]);
-          values[e] = float(v[of * V_DIM + v_row + row]);
+          by[e] = float(beta[size_t(t + col + e) * V_HEADS + head]);
+          values[e] = float(v[size_t(t + col + e) * V_WIDTH + v_start]);
           skipped[e] = SKIP ? skip[head] * values[e] : 0.0f;
         }
         advance_chunk<K_PARTS, STRIDE, DELTA>(state, rows, decay, seen, known, by, values, row, col);
@@ -119,10 +122,10 @@ for (int pair = at + 2; pair <= last; pair += 2) {
   for (; t < end; t++) {
     if (active) {
       const size_t of = size_t(t) * V_HEADS + head;
-      const size_t k_of = (size_t(t) * K_HEADS + k_head) * K_DIM;
-      const float value = float(v[of * V_DIM + v_row + row]);
+      const float value = float(v[size_t(t) * V_WIDTH + v_start]);
       const float result = advance_row<T, K_PARTS, DELTA, VECTOR>(
-          state, q + k_of, k + k_of, gates + of * GATES, float(beta[of]), value, col);
+          state, q + size_t(t) * Q_WIDTH + q_start, k + size_t(t) * K_WIDTH + k_start,
+          gates + of * GATES, float(beta[of]), value, col);
       if (col == 0) {
         y[of * V_DIM + v_row + row] = T(SKIP ? result + skip[head] * value : result);
       }

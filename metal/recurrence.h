@@ -87,11 +87,11 @@ METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state,
 }
 
 // Row t of a chunk in threadgroup memory, by one simdgroup: a lane has every 32nd element of a row.
-// q, k, gates: row 0 of the chunk, rows k_step and gate_step elements apart.  rows: q_in, k_out and, with
+// q, k, gates: row 0 of the chunk, rows q_step, k_step and gate_step elements apart.  rows: q_in, k_out and, with
 // DELTA, k_in behind one another, CHUNK rows STRIDE apart each.  seen and known: zeros above the diagonal.
 template <typename T, int K_DIM, int STRIDE, bool DELTA, bool VECTOR>
 METAL_FUNC void prepare_row(const device T* q, const device T* k, const device float* gates,
-                            int k_step, int gate_step, int t, float beta, int lane,
+                            int q_step, int k_step, int gate_step, int t, float beta, int lane,
                             threadgroup float* rows, threadgroup float* decay,
                             threadgroup float* seen, threadgroup float* known) {
   constexpr int TURNS = (K_DIM + 31) / 32;
@@ -101,7 +101,7 @@ METAL_FUNC void prepare_row(const device T* q, const device T* k, const device f
 #pragma unroll
   for (int j = 0; j < TURNS; j++) {
     const int d = lane + j * 32;
-    own_q[j] = d < K_DIM ? float(q[t * k_step + d]) : 0.0f;
+    own_q[j] = d < K_DIM ? float(q[t * q_step + d]) : 0.0f;
     own_k[j] = d < K_DIM ? float(k[t * k_step + d]) : 0.0f;
     gate[j] = 1.0f;
   }

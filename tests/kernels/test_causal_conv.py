@@ -17,6 +17,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.new_rows import Columns
 
 pytestmark = pytest.mark.skipif(
     backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
@@ -59,8 +60,8 @@ class Case:
         x, weight, bias, states = self.arrays()
         segments = self.segments.array
         y, token = causal_conv(
-            x, weight, bias, states, mx.array(segments), mx.array(plan_conv_tiles(segments)),
-            new_token(), silu=self.silu,
+            Columns(x, 0), weight, bias, states, mx.array(segments),
+            mx.array(plan_conv_tiles(segments)), new_token(), silu=self.silu,
         )  # fmt: skip
         mx.eval(y, token)
         assert y.dtype == self.dtype
@@ -141,6 +142,19 @@ def test_the_order_in_which_threads_run_changes_nothing(schedule):
             np.testing.assert_array_equal(got, wanted)
 
 
+def test_columns_of_a_wider_array():
+    case = Case(Segments(**RAGGED))
+    expected, _ = case.run()
+    x, weight, bias, states = case.arrays()
+    wide = mx.concatenate([x + 1, x, x + 2], axis=1)[:, None]
+    segments = case.segments.array
+    y, _ = causal_conv(
+        Columns(wide, 40), weight, bias, states, mx.array(segments),
+        mx.array(plan_conv_tiles(segments)), new_token(), silu=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.array(y), expected)
+
+
 def test_large_values_do_not_overflow():
     case = Case(Segments([4], fresh={0}), bias=False)
     case.x *= 1e4
@@ -153,15 +167,18 @@ def test_large_values_do_not_overflow():
     ("change", "message"),
     [
         ({"weight": mx.zeros((8, 9))}, "kernel size 9 is not from 2 to 8"),
-        ({"weight": mx.zeros((9, 4))}, r"weight \(9, 4\) is not \(8, K\)"),
-        ({"bias": mx.zeros(8, mx.float16)}, "bias is mlx.core.float16, but x is mlx.core.float32"),
+        ({"weight": mx.zeros((9, 4))}, r"x is columns 0 to 9 of .* but its array is \(2, 8\)"),
+        ({"x": Columns(mx.zeros((2, 8), mx.float16), 0)}, r"array is \(2, 8\) mlx.core.float16"),
+        ({"x": Columns(mx.zeros((2, 15)), 8)}, r"8 to 16 of .* is \(2, 15\)"),
+        ({"bias": mx.zeros(8, mx.float16)}, r"bias \(8,\) mlx.core.float16 is not \(8,\) mlx"),
+        ({"bias": mx.zeros(9)}, r"bias \(9,\) mlx.core.float32 is not \(8,\)"),
         ({"states": mx.zeros((5, 4, 8))}, r"not \(slots, 3, 8\) mlx.core.float32"),
-        ({"x": mx.zeros((2, 7)), "weight": mx.zeros((7, 4))}, "7 channels are fewer than 8"),
+        ({"weight": mx.zeros((7, 4))}, "7 channels are fewer than 8"),
     ],
 )
 def test_bad_input_is_named(change, message):
     segments = Segments([2]).array
-    arrays = {"x": mx.zeros((2, 8)), "weight": mx.zeros((8, 4)), "bias": None,
+    arrays = {"x": Columns(mx.zeros((2, 8)), 0), "weight": mx.zeros((8, 4)), "bias": None,
               "states": mx.zeros((5, 3, 8)), "segments": mx.array(segments),
               "tiles": mx.array(plan_conv_tiles(segments)), "token": new_token()}  # fmt: skip
     with pytest.raises(ValueError, match=message):

@@ -24,6 +24,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_delta import CHUNK, gated_delta
+from vllm_metal_lite.kernels.new_rows import Columns
 
 pytestmark = pytest.mark.skipif(
     backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
@@ -52,7 +53,7 @@ class Case:
     ):
         rng = np.random.default_rng(segments.seed)
         (k_heads, v_heads), (k_dim, v_dim), rows = heads, dims, segments.num_rows
-        self.segments, self.dtype = segments, dtype
+        self.segments, self.dtype, self.joined = segments, dtype, False
         self.max_seqlen = segments.max_seqlen if chunks else 1
         q, k = rng.standard_normal((2, rows, k_heads, k_dim))
         norms = np.linalg.norm(k, axis=-1, keepdims=True)
@@ -70,9 +71,16 @@ class Case:
     def run(self):
         """y and the pool afterwards."""
         states = mx.array(self.pool)
+        rows, gates = self.inputs()[:3], self.inputs()[3:]
+        columns = [Columns(a.reshape(len(a), -1), 0) for a in rows]
+        if self.joined:
+            starts = np.cumsum([8, *(c.array.shape[1] for c in columns)])
+            edge = mx.zeros((len(rows[0]), 8), self.dtype)
+            joined = mx.concatenate([edge, *(c.array for c in columns), edge], axis=1)
+            columns = [Columns(joined[:, None], int(start)) for start in starts[:3]]
         y, token = gated_delta(
-            *self.inputs(), states, mx.array(self.segments.array), new_token(),
-            max_seqlen=self.max_seqlen,
+            *columns, *gates, states, mx.array(self.segments.array), new_token(),
+            num_k_heads=self.k.shape[1], max_seqlen=self.max_seqlen,
         )  # fmt: skip
         mx.eval(y, token)
         assert y.dtype == self.dtype
@@ -118,6 +126,12 @@ def test_heads_and_head_sizes(heads, dims, vector):
     Case(segments, heads, dims, vector=vector).check()
 
 
+def test_columns_of_one_array():
+    case = Case(Segments(**RAGGED))
+    case.joined = True
+    case.check()
+
+
 def test_one_row_of_few_heads():
     """Fewer gates than an array in device memory has."""
     Case(Segments([1]), (1, 2), (8, 8)).check()
@@ -125,7 +139,7 @@ def test_one_row_of_few_heads():
 
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), min_size=1, max_size=4),
-    st.integers(0, 9), st.booleans(), st.integers(0, 99),
+    st.integers(1, 9), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=20)
 def test_random_segments(drawn, padding, vector, seed):
@@ -209,21 +223,22 @@ def test_the_order_in_which_threads_run_changes_nothing(schedule):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": mx.zeros((2, 1, 8))}, r"q \(2, 2, 8\), k \(2, 1, 8\) and v .* do not fit"),
-        ({"v": mx.zeros((2, 3, 8))}, "do not fit together"),
-        ({"q": mx.zeros((2, 2, 8), mx.float16)}, "of unlike types: mlx.core.float16"),
+        ({"k": Columns(mx.zeros((3, 16)), 0)}, "q of 2 rows, k of 3, both of 2 heads, and v of 2"),
+        ({"num_k_heads": 3}, "both of 3 heads, and v of 2 rows of 4 heads do not fit together"),
+        ({"q": Columns(mx.zeros((2, 16), mx.float16), 0)}, r"array is \(2, 16\) mlx.core.float16"),
+        ({"k": Columns(mx.zeros((2, 16)), 8)}, r"k is columns 8 to 24 of .* \(2, 16\)"),
         ({"gates": mx.zeros((2, 2))}, r"gates \(2, 2\) mlx.core.float32 are not \(2, 4\)"),
         ({"gates": mx.zeros((2, 4), mx.float16)}, "float16 are not"),
         ({"beta": mx.zeros((1, 4))}, r"beta \(1, 4\) is not \(2, 4\)"),
         ({"states": mx.zeros((3, 4, 8, 8), mx.float16)}, r"not \(slots, 4, 8, 8\) mlx.core.float3"),
-        ({"q": mx.zeros((2, 2, 264)), "k": mx.zeros((2, 2, 264))}, "head size 264 is not a mult"),
-        ({"v": mx.zeros((2, 4, 12))}, "head size 12 is not a multiple of 8"),
+        ({"states": mx.zeros((3, 4, 8, 264))}, "head size 264 is not a multiple of 8 up to 256"),
+        ({"states": mx.zeros((3, 4, 12, 8))}, "head size 12 is not a multiple of 8"),
     ],
 )
 def test_bad_input_is_named(change, message):
-    arrays = {"q": mx.zeros((2, 2, 8)), "k": mx.zeros((2, 2, 8)), "v": mx.zeros((2, 4, 8)),
-              "gates": mx.zeros((2, 4)), "beta": mx.zeros((2, 4)),
-              "states": mx.zeros((3, 4, 8, 8)), "segments": mx.array(Segments([2]).array),
-              "token": new_token()}  # fmt: skip
+    arrays = {"q": Columns(mx.zeros((2, 16)), 0), "k": Columns(mx.zeros((2, 16)), 0),
+              "v": Columns(mx.zeros((2, 32)), 0), "num_k_heads": 2,
+              "gates": mx.zeros((2, 4)), "beta": mx.zeros((2, 4)), "states": mx.zeros((3, 4, 8, 8)),
+              "segments": mx.array(Segments([2]).array), "token": new_token()}  # fmt: skip
     with pytest.raises(ValueError, match=message):
         gated_delta(**(arrays | change), max_seqlen=2)

@@ -24,6 +24,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_delta import CHUNK
+from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.ssm import ssm_update
 
 pytestmark = pytest.mark.skipif(
@@ -73,10 +74,12 @@ class Case:
     def run(self):
         """y and the pool afterwards."""
         states = mx.array(self.pool)
+        rows = map(self.wide, (self.x, self.b, self.c))
+        a = -mx.exp(mx.array(self.a_log))
         y, token = ssm_update(
-            *map(self.wide, (self.x, self.b, self.c)), self.dt(), -mx.exp(mx.array(self.a_log)),
+            *(Columns(row.reshape(len(row), -1), 0) for row in rows), self.dt(), a,
             mx.array(self.d), states, mx.array(self.segments.array), new_token(),
-            max_seqlen=self.max_seqlen,
+            num_groups=self.b.shape[1], max_seqlen=self.max_seqlen,
         )  # fmt: skip
         mx.eval(y, token)
         assert y.dtype == self.dtype
@@ -113,7 +116,7 @@ def test_heads_groups_and_sizes(heads, groups, dims):
 
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=4),
-    st.integers(0, 9), st.integers(0, 99),
+    st.integers(1, 9), st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=15)
 def test_random_segments(drawn, padding, seed):
@@ -170,13 +173,15 @@ def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut):
     ("change", "message"),
     [
         ({"d": mx.zeros(3)}, r"a \(4,\) and d \(3,\) are not \(4,\)"),
-        ({"b": mx.zeros((2, 1, 16))}, "do not fit together"),
+        ({"b": Columns(mx.zeros((2, 8)), 0)}, r"k is columns 0 to 16 of .* \(2, 8\)"),
+        ({"num_groups": 3}, "do not fit together"),
         ({"dt": mx.zeros((2, 4), mx.float16), "a": mx.zeros(4, mx.float16)}, "float16 are not"),
-        ({"states": mx.zeros((3, 4, 16, 8))}, r"not \(slots, 4, 8, 8\) mlx.core.float32"),
+        ({"states": mx.zeros((3, 3, 8, 8))}, r"a \(4,\) and d \(4,\) are not \(3,\)"),
     ],
 )
 def test_bad_input_is_named(change, message):
-    arrays = {"x": mx.zeros((2, 4, 8)), "b": mx.zeros((2, 2, 8)), "c": mx.zeros((2, 2, 8)),
+    arrays = {"x": Columns(mx.zeros((2, 32)), 0), "b": Columns(mx.zeros((2, 16)), 0),
+              "c": Columns(mx.zeros((2, 16)), 0), "num_groups": 2,
               "dt": mx.zeros((2, 4)), "a": mx.zeros(4), "d": mx.zeros(4),
               "states": mx.zeros((3, 4, 8, 8)), "segments": mx.array(Segments([2]).array),
               "token": new_token()}  # fmt: skip

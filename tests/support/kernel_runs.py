@@ -183,8 +183,8 @@ def causal_conv_rows(dtype):
     )
     states = mx.array(step.pool(3, 300)).astype(dtype)
     y, _ = causal_conv(
-        x, weight, bias, states, mx.array(step.array), mx.array(plan_conv_tiles(step.array)),
-        new_token(), silu=True,
+        Columns(x, 0), weight, bias, states, mx.array(step.array),
+        mx.array(plan_conv_tiles(step.array)), new_token(), silu=True,
     )  # fmt: skip
     mx.eval(y)  # MLX does not know that the pool is written
     return [mx.nan_to_num(states), y]
@@ -193,8 +193,8 @@ def causal_conv_rows(dtype):
 def recurrent_rows(dtype, v_heads, k_dim):
     step = Segments(**RAGGED)
     rows = step.num_rows
-    wide = [draw(rows, *of, seed=n, dtype=dtype) / k_dim**0.5
-            for n, of in enumerate([(2, k_dim), (2, k_dim), (v_heads, 72)])]  # fmt: skip
+    joined = draw(rows, 4 * k_dim + v_heads * 72, seed=18, dtype=dtype) / k_dim**0.5
+    wide = [Columns(joined, start) for start in (0, 2 * k_dim, 4 * k_dim)]
     states = mx.array(step.pool(v_heads, 72, k_dim))
     return step, wide, states, mx.sigmoid(draw(rows, v_heads, seed=19))
 
@@ -204,7 +204,7 @@ def gated_delta_rows(dtype):
     step, wide, states, beta = recurrent_rows(dtype, 4, 40)
     gates = mx.sigmoid(draw(step.num_rows, 4, 40, seed=20))
     y, _ = gated_delta(
-        *wide, gates, beta, states, mx.array(step.array), new_token(),
+        *wide, gates, beta, states, mx.array(step.array), new_token(), num_k_heads=2,
         max_seqlen=step.max_seqlen,
     )  # fmt: skip
     mx.eval(y)  # MLX does not know that the pool is written
@@ -215,7 +215,7 @@ def ssm_update_rows(dtype):
     step, (c, b, x), states, dt = recurrent_rows(dtype, 4, 40)
     y, _ = ssm_update(
         x, b, c, dt, -mx.exp(draw(4, seed=21)), draw(4, seed=22), states, mx.array(step.array),
-        new_token(), max_seqlen=step.max_seqlen,
+        new_token(), num_groups=2, max_seqlen=step.max_seqlen,
     )  # fmt: skip
     mx.eval(y)  # MLX does not know that the pool is written
     return [mx.nan_to_num(states), y]

@@ -634,8 +634,8 @@ FAULTS = {
     ),
     "recurrence_values_of_the_first_row": (
         "gated_delta",
-        "values[e] = float(v[of",
-        "values[e] = float(v[size_t(t) * V_HEADS + head",
+        "v[size_t(t + col + e) * V_WIDTH",
+        "v[size_t(t) * V_WIDTH",
         "wrong",
     ),
     "recurrence_lanes_all_write": ("gated_delta", "if (col == 0) {", "{", "race"),

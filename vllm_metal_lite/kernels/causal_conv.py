@@ -5,7 +5,8 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import grid_for, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.segments import check_pool
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.segments import check_pool, columns_template
 
 _CAUSAL_CONV = Kernel(
     "causal_conv",
@@ -40,7 +41,7 @@ def plan_conv_tiles(segments: np.ndarray) -> np.ndarray:
 
 
 def causal_conv(
-    x: mx.array,
+    x: Columns,
     weight: mx.array,
     bias: mx.array | None,
     states: mx.array,
@@ -50,33 +51,33 @@ def causal_conv(
     *,
     silu: bool,
 ) -> tuple[mx.array, mx.array]:
-    """Depthwise causal convolution of packed rows x (N, C) -> (N, C), the token.
+    """Depthwise causal convolution of C columns of N packed rows -> (N, C), the token.
 
-    weight: (C, K), K from 2 to 8, or as `mx.conv1d` takes it, (C, K, 1).  bias: (C,) or None.
+    weight: (C, K) of the type of x, K from 2 to 8; or (C, K, 1), as `mx.conv1d` takes it.
+    bias: (C,) or None.
     states: the pool (slots, K - 1, C), written in place: the rows before a segment are read from
     its initial slot, and its last rows, older ones included, go to the slots that `segments` names.
     segments: from `plan_segments`.  tiles: from `plan_conv_tiles`.  silu: apply x * sigmoid(x) to
     the result, which is rounded once.  Rows of padding give zeros.  Raises ValueError for other
     shapes, or arrays of unlike types.
     """
-    (_, channels), size = x.shape, weight.shape[1]
-    if weight.shape[:1] + weight.shape[2:] not in ((channels,), (channels, 1)):
-        raise ValueError(f"weight {weight.shape} is not ({channels}, K)")
+    (rows, channels, size), dtype = (len(x.array), *weight.shape[:2]), weight.dtype
+    columns = columns_template("x", x, channels, dtype)
     if not 2 <= size <= MAX_KERNEL_SIZE:
         raise ValueError(f"kernel size {size} is not from 2 to {MAX_KERNEL_SIZE}")
-    for name, array in (("weight", weight), ("bias", bias)):
-        if array is not None and array.dtype != x.dtype:
-            raise ValueError(f"{name} is {array.dtype}, but x is {x.dtype}")
+    if bias is not None and (bias.shape, bias.dtype) != ((channels,), dtype):
+        raise ValueError(f"bias {bias.shape} {bias.dtype} is not ({channels},) {dtype}")
     if channels < 8:  # MLX passes arrays of fewer elements in another address space
         raise ValueError(f"{channels} channels are fewer than 8")
-    check_pool(states, (size - 1, channels), x.dtype)
+    check_pool(states, (size - 1, channels), dtype)
     threads, groups = grid_for(channels)
     template: Template = {
-        "T": x.dtype, "CHANNELS": channels, "K": size, "ROWS": TILE_ROWS,
+        **columns, "T": dtype, "CHANNELS": channels, "K": size, "ROWS": TILE_ROWS,
         "BIAS": bias is not None, "SILU": silu,
     }  # fmt: skip
     y, token = _CAUSAL_CONV(
-        [x, weight, unused() if bias is None else bias, segments, tiles, states, token],
-        template, (groups, tiles.shape[0], 1), threads, [x.shape, (1,)], [x.dtype, mx.float32],
+        [x.array, weight, unused() if bias is None else bias, segments, tiles, states, token],
+        template, (groups, tiles.shape[0], 1), threads,
+        [(rows, channels), (1,)], [dtype, mx.float32],
     )  # fmt: skip
     return y, token
