@@ -8,7 +8,7 @@
 //   tiles     (T, 2) int32               segment, first row of a tile; see plan_tiles in causal_conv.py
 //   states    (slots, K - 1, CHANNELS) of T  the pool: the last K - 1 rows of a request, oldest first;
 //                                        written through, although it is an input
-//   token     float32 -> next_token (1,) orders this launch among those that use the pool
+//   token     float32 -> next_token (8,) orders this launch among those that use the pool
 //   y         (N, CHANNELS) of T         zeros in rows of padding
 //
 //   y[t, c] = act(bias[c] + sum over j of weight[c, j] * x[t - K + 1 + j, c])     act: SiLU or nothing
@@ -110,6 +110,6 @@ if (channel < CHANNELS && initial != PADDING) {
     }
   }
 }
-if (thread_position_in_grid.y == 0 && channel == 0) {
-  next_token[0] = token[0];
+if (thread_position_in_grid.y == 0 && channel < 8) {
+  next_token[channel] = token[0];
 }

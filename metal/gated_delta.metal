@@ -10,7 +10,7 @@
 //   segments  (S, 2 + 2 M) int32             begin, initial slot, M pairs (end, slot); see
 //                                            kernels/segments.py
 //   states    (slots, V_HEADS, V_DIM, K_DIM) float32  the pool; written through, although it is an input
-//   token     float32 -> next_token (1,)     orders this launch among those that use the pool
+//   token     float32 -> next_token (8,)     orders this launch among those that use the pool
 //   y         (N, V_HEADS, V_DIM) of T       zeros in rows of padding
 //
 // recurrence.h says what is computed.  Mamba 2 calls q, k, v, beta: C, B, x, dt.  K_DIM and V_DIM are
@@ -138,6 +138,6 @@ for (int pair = at + 2; pair <= last; pair += 2) {
     store_state<K_PARTS>(to + v_row * K_DIM, row, col, state);
   }
 }
-if (threadgroup_position_in_grid.x == 0 && head == 0 && at == 0 && lane == 0 && simdgroup == 0) {
-  next_token[0] = token[0];
+if (threadgroup_position_in_grid.x == 0 && head == 0 && at == 0 && simdgroup == 0 && lane < 8) {
+  next_token[lane] = token[0];
 }

@@ -569,7 +569,7 @@ FAULTS = {
         "wrong",
     ),
     "conv_only_the_last_slot": ("causal_conv", "int pair = at + 2;", "int pair = last;", "wrong"),
-    "conv_without_a_token": ("causal_conv", "next_token[0] =", "float unused =", "unwritten"),
+    "conv_without_a_token": ("causal_conv", "next_token[channel] =", "float unused =", "unwritten"),
     "recurrence_first_barrier": ("gated_delta", BARRIER, "", "race"),
     "recurrence_second_barrier": ("gated_delta", (BARRIER, 1), "", UNORDERED),
     "recurrence_barrier_for_some": (
@@ -703,5 +703,10 @@ FAULTS = {
         "(v - row_sum(v))",
         "wrong",
     ),
-    "recurrence_without_a_token": ("gated_delta", "next_token[0] =", "float unused =", "unwritten"),
+    "recurrence_without_a_token": (
+        "gated_delta",
+        "next_token[lane] =",
+        "float unused =",
+        "unwritten",
+    ),
 }

@@ -6,7 +6,12 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import grid_for, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.segments import check_pool, columns_template
+from vllm_metal_lite.kernels.segments import (
+    MIN_ELEMENTS,
+    TOKEN_SHAPE,
+    check_pool,
+    columns_template,
+)
 
 _CAUSAL_CONV = Kernel(
     "causal_conv",
@@ -30,8 +35,8 @@ def plan_conv_tiles(segments: np.ndarray) -> np.ndarray:
     counts = np.maximum(-(-rows // TILE_ROWS), 1)
     ends = np.cumsum(counts)
     num_rows = int(segments[-1, -2])
-    # MLX passes arrays of fewer than 8 elements to a kernel in another address space.
-    tiles = np.empty((max(num_rows // TILE_ROWS + len(segments), 4), 2), np.int32)
+    total = max(num_rows // TILE_ROWS + len(segments), MIN_ELEMENTS // 2)
+    tiles = np.empty((total, 2), np.int32)
     tiles[ends[-1] :] = len(segments) - 1, num_rows  # past all rows: nothing to do
     real = tiles[: ends[-1]]
     real[:, 0] = np.repeat(np.arange(len(segments)), counts)
@@ -67,8 +72,8 @@ def causal_conv(
         raise ValueError(f"kernel size {size} is not from 2 to {MAX_KERNEL_SIZE}")
     if bias is not None and (bias.shape, bias.dtype) != ((channels,), dtype):
         raise ValueError(f"bias {bias.shape} {bias.dtype} is not ({channels},) {dtype}")
-    if channels < 8:  # MLX passes arrays of fewer elements in another address space
-        raise ValueError(f"{channels} channels are fewer than 8")
+    if channels < MIN_ELEMENTS:
+        raise ValueError(f"{channels} channels are fewer than {MIN_ELEMENTS}")
     check_pool(states, (size - 1, channels), dtype)
     threads, groups = grid_for(channels)
     template: Template = {
@@ -78,6 +83,6 @@ def causal_conv(
     y, token = _CAUSAL_CONV(
         [x.array, weight, unused() if bias is None else bias, segments, tiles, states, token],
         template, (groups, tiles.shape[0], 1), threads,
-        [(rows, channels), (1,)], [dtype, mx.float32],
+        [(rows, channels), TOKEN_SHAPE], [dtype, mx.float32],
     )  # fmt: skip
     return y, token

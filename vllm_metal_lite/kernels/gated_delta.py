@@ -4,7 +4,12 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import head_size_problem, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.segments import check_pool, columns_template
+from vllm_metal_lite.kernels.segments import (
+    MIN_ELEMENTS,
+    TOKEN_SHAPE,
+    check_pool,
+    columns_template,
+)
 
 _GATED_DELTA = Kernel(
     "gated_delta",
@@ -89,12 +94,12 @@ def linear_recurrence(
         "K_DIM": k_dim, "V_DIM": v_dim, "DELTA": delta, "VECTOR": vector, "SKIP": skip is not None,
         "CHUNKS": max_seqlen >= CHUNK, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
-    if gates.size < 8:  # MLX passes such an array in an address space that the kernel does not take
+    if gates.size < MIN_ELEMENTS:  # the kernel takes them in the usual address space only
         gates = mx.concatenate([gates.reshape(-1), unused()])
     y, token = _GATED_DELTA(
         [q.array, k.array, v.array, gates, beta, unused() if skip is None else skip,
          segments, states, token],
         template, (-(-v_dim // (8 * simdgroups)), v_heads, segments.shape[0]), 32 * simdgroups,
-        [(rows, v_heads, v_dim), (1,)], [dtype, mx.float32],
+        [(rows, v_heads, v_dim), TOKEN_SHAPE], [dtype, mx.float32],
     )  # fmt: skip
     return y, token

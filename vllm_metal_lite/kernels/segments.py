@@ -14,6 +14,9 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kernels.new_rows import Columns
 
+# MLX passes an array of fewer elements to a kernel in another address space, which is another text.
+MIN_ELEMENTS = 8
+TOKEN_SHAPE = (MIN_ELEMENTS,)
 # As an initial slot: start from zeros.  As a slot to write: none.
 EMPTY = -1
 # As an initial slot: rows of no request.  Their results are zeros.
@@ -68,8 +71,7 @@ def plan_segments(
             segments[s, 2 + 2 * column : 4 + 2 * column] = row, slot
     if shared := _shared_slots(segments):
         raise ValueError(f"slots that one segment writes and another uses: {shared}")
-    # MLX passes arrays of fewer than 8 elements to a kernel in another address space.
-    missing = max(0, -(-8 // segments.shape[1]) - len(segments))
+    missing = max(0, -(-MIN_ELEMENTS // segments.shape[1]) - len(segments))
     nothing = np.full((missing, segments.shape[1]), EMPTY, np.int32)
     nothing[:, 1], nothing[:, 0], nothing[:, 2::2] = PADDING, num_rows, num_rows
     return np.concatenate([segments, nothing])
