@@ -13,8 +13,8 @@
 //   token     float32 -> next_token (8,)     orders this launch among those that use the pool
 //   y         (N, V_HEADS, V_DIM) of T       zeros in rows of padding
 //
-// recurrence.h says what is computed.  Mamba 2 calls q, k, v, beta: C, B, x, dt.  K_DIM and V_DIM are
-// multiples of 8.
+// recurrence.h says what is computed.  Mamba 2 calls q, k, v, beta: C, B, x, dt.  K_DIM is a multiple of
+// 16, V_DIM one of 8.
 //
 // Layout.  Grid: x: SIMDGROUPS * 8 rows of a state, y: head of v, z: segment.  A simdgroup owns 8 rows of
 // the state of one head (8 elements of v) and goes through the whole segment with them in registers:
@@ -37,10 +37,10 @@
 //   - The first barrier of a chunk: all have used the chunk before.  The second: all rows are prepared.
 //
 // Cost.  A segment moves its states in and out once, 8 * V_HEADS * V_DIM * K_DIM bytes: a decode is
-// nothing else.  Flops a row and element of the state: 8 row by row, 6 in chunks (3 matrices' worth)
-// instead of a chain of sums from row to row.  What chunks prepare costs 1 / (2 SIMDGROUPS) of that
-// again.  Registers of a lane: K_DIM / 4 floats of state.  Threadgroup memory: 96 * (K_DIM + 8) bytes and
-// a little, at most 27 KB.
+// nothing else.  Flops a row and element of the state: 7 row by row, where each row waits for two sums
+// over lanes; 6 in chunks, as products of matrices, and a twelfth of that for what 8 simdgroups prepare.
+// Registers of a lane: K_DIM / 4 floats of state.  Threadgroup memory: 96 * (K_DIM + 8) bytes and a
+// little, at most 27 KB, only with CHUNKS.
 #include "recurrence.h"
 
 // --- kernel body ---

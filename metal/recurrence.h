@@ -7,7 +7,14 @@
 // gate_t scales S as a whole, or column by column (VECTOR).  gated_delta.metal says who does what.
 //
 // S is K_DIM / 8 matrices side by side (matrix.h): a lane holds two neighbours of each, all in one row of
-// S.  So both forms below find S where they need it:
+// S.  A product does not depend on the order of the K_DIM columns, so two matrices share 16 of them such
+// that a lane's four lie together, and move in one load of 16 bytes, 64 bytes a row and load:
+//
+//   column     0 1 | 2 3 | 4 5 | 6 7 | 8 9 |10 11|12 13|14 15
+//   matrix      0     1     0     1     0     1     0     1
+//   its col    0 1   0 1   2 3   2 3   4 5   4 5   6 7   6 7
+//
+// Both forms below find S where they need it:
 //
 //   row by row   a product with k_t or q_t is a sum over a lane's elements, then over the 4 lanes of a row
 //   a chunk      CHUNK rows at once, S as the left side of products with 8x8 matrices
@@ -28,18 +35,34 @@
 // all of them by row_sum.  G is a product of at most CHUNK gates and nothing is divided by one, so gates
 // may be 0.  Yang, Kautz and Hatamizadeh (2024), Gated Delta Networks; Dao and Gu (2024), SSD.
 #include "matrix.h"
+#include "words.h"
 
 #define CHUNK 8  // a side of a matrix
 
-// The 8 rows at `from`, in a pool of rows of K_PARTS matrices, and back.  A lane moves two floats at once.
+// The column of S that lies in column c of matrix d, and the inverse: d * 8 + c of a column.
+template <typename I>
+METAL_FUNC I column_of(I d, I c) {
+  return d / 2 * 16 + c / 2 * 4 + d % 2 * 2 + c % 2;
+}
+
+template <typename I>
+METAL_FUNC I place_of(I column) {
+  return column / 16 * 16 + column % 4 / 2 * 8 + column % 16 / 4 * 2 + column % 2;
+}
+
+// The 8 rows at `from`, in a pool of rows of K_PARTS matrices, and back.
 template <int K_PARTS>
 METAL_FUNC void load_state(const device float* from, int row, int col,
                            thread metal::simdgroup_matrix<float, 8, 8>* state) {
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
-    const float2 pair = *(const device float2*)(from + (row * K_PARTS + d) * 8 + col);
-    state[d].thread_elements()[0] = pair.x;
-    state[d].thread_elements()[1] = pair.y;
+  for (int d = 0; d < K_PARTS; d += 2) {
+    thread uint words[4];
+    load_words<4>((const device uint*)(from + row * K_PARTS * 8 + column_of(d, col)), words);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      state[d].thread_elements()[e] = as_type<float>(words[e]);
+      state[d + 1].thread_elements()[e] = as_type<float>(words[2 + e]);
+    }
   }
 }
 
@@ -47,11 +70,14 @@ template <int K_PARTS>
 METAL_FUNC void store_state(device float* to, int row, int col,
                             thread metal::simdgroup_matrix<float, 8, 8>* state) {
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
-    float2 pair;
-    pair.x = state[d].thread_elements()[0];
-    pair.y = state[d].thread_elements()[1];
-    *(device float2*)(to + (row * K_PARTS + d) * 8 + col) = pair;
+  for (int d = 0; d < K_PARTS; d += 2) {
+    thread uint words[4];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      words[e] = as_type<uint>(float(state[d].thread_elements()[e]));
+      words[2 + e] = as_type<uint>(float(state[d + 1].thread_elements()[e]));
+    }
+    store_words<4>((device uint*)(to + row * K_PARTS * 8 + column_of(d, col)), words);
   }
 }
 
@@ -65,7 +91,7 @@ METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state,
   for (int d = 0; d < K_PARTS; d++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const int at = d * 8 + col + e;
+      const int at = column_of(d, col) + e;
       state[d].thread_elements()[e] *= gates[VECTOR ? at : 0];
       if (DELTA) {
         known += state[d].thread_elements()[e] * float(k[at]);
@@ -78,7 +104,7 @@ METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state,
   for (int d = 0; d < K_PARTS; d++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const int at = d * 8 + col + e;
+      const int at = column_of(d, col) + e;
       state[d].thread_elements()[e] += delta * float(k[at]);
       y += state[d].thread_elements()[e] * float(q[at]);
     }
@@ -86,7 +112,7 @@ METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state,
   return row_sum(y);
 }
 
-// Row t of a chunk in threadgroup memory, by one simdgroup: a lane has every 32nd element of a row.
+// Row t of a chunk in threadgroup memory, by one simdgroup: a lane has every 32nd column.
 // q, k, gates: row 0 of the chunk, rows q_step, k_step and gate_step elements apart.  rows: q_in, k_out and, with
 // DELTA, k_in behind one another, CHUNK rows STRIDE apart each.  seen and known: zeros above the diagonal.
 template <typename T, int K_DIM, int STRIDE, bool DELTA, bool VECTOR>
@@ -135,18 +161,19 @@ METAL_FUNC void prepare_row(const device T* q, const device T* k, const device f
   for (int j = 0; j < TURNS; j++) {
     const int d = lane + j * 32;
     if (d < K_DIM) {
-      rows[t * STRIDE + d] = own_q[j] * gate[j];
+      const int place = place_of(d);
+      rows[t * STRIDE + place] = own_q[j] * gate[j];
       if (DELTA) {
-        rows[(2 * CHUNK + t) * STRIDE + d] = own_k[j] * gate[j];
+        rows[(2 * CHUNK + t) * STRIDE + place] = own_k[j] * gate[j];
       }
       if (t == CHUNK - 1) {
-        decay[d] = gate[j];
+        decay[place] = gate[j];
       }
       float after = own_k[j];
       for (int i = t + 1; i < CHUNK; i++) {
         after *= gates[i * gate_step + (VECTOR ? d : 0)];
       }
-      rows[(CHUNK + t) * STRIDE + d] = after;
+      rows[(CHUNK + t) * STRIDE + place] = after;
     }
   }
 }

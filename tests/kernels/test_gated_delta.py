@@ -118,7 +118,7 @@ def test_ragged_segments(chunks, vector, dtype):
 @pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
 @pytest.mark.parametrize(
     ("heads", "dims"),
-    [((1, 1), (128, 128)), ((2, 2), (128, 8)), ((1, 3), (8, 72)), ((2, 4), (40, 24)),
+    [((1, 1), (128, 128)), ((2, 2), (128, 8)), ((1, 3), (16, 72)), ((2, 4), (48, 24)),
      ((1, 1), (256, 64))],
 )  # fmt: skip
 def test_heads_and_head_sizes(heads, dims, vector):
@@ -134,7 +134,7 @@ def test_columns_of_one_array():
 
 def test_one_row_of_few_heads():
     """Fewer gates than an array in device memory has."""
-    Case(Segments([1]), (1, 2), (8, 8)).check()
+    Case(Segments([1]), (1, 2), (16, 8)).check()
 
 
 @given(
@@ -213,7 +213,7 @@ def test_gates_of_zero_forget_everything():
 @pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
 @pytest.mark.parametrize("schedule", ["reverse", 1])
 def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    case = Case(Segments(**RAGGED), (1, 2), (40, 72))
+    case = Case(Segments(**RAGGED), (1, 2), (48, 72))
     expected = case.run()
     with host(schedule):
         for got, wanted in zip(case.run(), expected, strict=True):
@@ -223,22 +223,27 @@ def test_the_order_in_which_threads_run_changes_nothing(schedule):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": Columns(mx.zeros((3, 16)), 0)}, "q of 2 rows, k of 3, both of 2 heads, and v of 2"),
+        ({"k": Columns(mx.zeros((3, 32)), 0)}, "q of 2 rows, k of 3, both of 2 heads, and v of 2"),
         ({"num_k_heads": 3}, "both of 3 heads, and v of 2 rows of 4 heads do not fit together"),
-        ({"q": Columns(mx.zeros((2, 16), mx.float16), 0)}, r"array is \(2, 16\) mlx.core.float16"),
-        ({"k": Columns(mx.zeros((2, 16)), 8)}, r"k is columns 8 to 24 of .* \(2, 16\)"),
+        ({"q": Columns(mx.zeros((2, 32), mx.float16), 0)}, r"array is \(2, 32\) mlx.core.float16"),
+        ({"k": Columns(mx.zeros((2, 32)), 8)}, r"k is columns 8 to 40 of .* \(2, 32\)"),
         ({"gates": mx.zeros((2, 2))}, r"gates \(2, 2\) mlx.core.float32 are not \(2, 4\)"),
         ({"gates": mx.zeros((2, 4), mx.float16)}, "float16 are not"),
         ({"beta": mx.zeros((1, 4))}, r"beta \(1, 4\) is not \(2, 4\)"),
-        ({"states": mx.zeros((3, 4, 8, 8), mx.float16)}, r"not \(slots, 4, 8, 8\) mlx.core.float3"),
-        ({"states": mx.zeros((3, 4, 8, 264))}, "head size 264 is not a multiple of 8 up to 256"),
-        ({"states": mx.zeros((3, 4, 12, 8))}, "head size 12 is not a multiple of 8"),
+        (
+            {"states": mx.zeros((3, 4, 8, 16), mx.float16)},
+            r"not \(slots, 4, 8, 16\) mlx.core.float3",
+        ),
+        ({"states": mx.zeros((3, 4, 8, 272))}, "key size 272 is not a multiple of 16 up to 256"),
+        ({"states": mx.zeros((3, 4, 8, 24))}, "key size 24 is not"),
+        ({"states": mx.zeros((3, 4, 12, 16))}, "head size 12 is not a multiple of 8"),
     ],
 )
 def test_bad_input_is_named(change, message):
-    arrays = {"q": Columns(mx.zeros((2, 16)), 0), "k": Columns(mx.zeros((2, 16)), 0),
+    arrays = {"q": Columns(mx.zeros((2, 32)), 0), "k": Columns(mx.zeros((2, 32)), 0),
               "v": Columns(mx.zeros((2, 32)), 0), "num_k_heads": 2,
-              "gates": mx.zeros((2, 4)), "beta": mx.zeros((2, 4)), "states": mx.zeros((3, 4, 8, 8)),
-              "segments": mx.array(Segments([2]).array), "token": new_token()}  # fmt: skip
+              "gates": mx.zeros((2, 4)), "beta": mx.zeros((2, 4)),
+              "states": mx.zeros((3, 4, 8, 16)), "segments": mx.array(Segments([2]).array),
+              "token": new_token()}  # fmt: skip
     with pytest.raises(ValueError, match=message):
         gated_delta(**(arrays | change), max_seqlen=2)

@@ -107,7 +107,7 @@ def test_ragged_segments(chunks, dtype):
 
 @pytest.mark.parametrize(
     ("heads", "groups", "dims"),
-    [(4, 1, (64, 128)), (2, 2, (80, 16)), (6, 3, (8, 8)), (1, 1, (64, 256))],
+    [(4, 1, (64, 128)), (2, 2, (80, 16)), (6, 3, (8, 48)), (1, 1, (64, 256))],
 )
 def test_heads_groups_and_sizes(heads, groups, dims):
     segments = Segments([CHUNK + 1, 1], fresh={0}, padding=1)
@@ -173,17 +173,17 @@ def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut):
     ("change", "message"),
     [
         ({"d": mx.zeros(3)}, r"a \(4,\) and d \(3,\) are not \(4,\)"),
-        ({"b": Columns(mx.zeros((2, 8)), 0)}, r"k is columns 0 to 16 of .* \(2, 8\)"),
+        ({"b": Columns(mx.zeros((2, 16)), 0)}, r"k is columns 0 to 32 of .* \(2, 16\)"),
         ({"num_groups": 3}, "do not fit together"),
         ({"dt": mx.zeros((2, 4), mx.float16), "a": mx.zeros(4, mx.float16)}, "float16 are not"),
-        ({"states": mx.zeros((3, 3, 8, 8))}, r"a \(4,\) and d \(4,\) are not \(3,\)"),
+        ({"states": mx.zeros((3, 3, 8, 16))}, r"a \(4,\) and d \(4,\) are not \(3,\)"),
     ],
 )
 def test_bad_input_is_named(change, message):
-    arrays = {"x": Columns(mx.zeros((2, 32)), 0), "b": Columns(mx.zeros((2, 16)), 0),
-              "c": Columns(mx.zeros((2, 16)), 0), "num_groups": 2,
+    arrays = {"x": Columns(mx.zeros((2, 32)), 0), "b": Columns(mx.zeros((2, 32)), 0),
+              "c": Columns(mx.zeros((2, 32)), 0), "num_groups": 2,
               "dt": mx.zeros((2, 4)), "a": mx.zeros(4), "d": mx.zeros(4),
-              "states": mx.zeros((3, 4, 8, 8)), "segments": mx.array(Segments([2]).array),
+              "states": mx.zeros((3, 4, 8, 16)), "segments": mx.array(Segments([2]).array),
               "token": new_token()}  # fmt: skip
     with pytest.raises(ValueError, match=message):
         ssm_update(**(arrays | change), max_seqlen=2)

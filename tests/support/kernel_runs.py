@@ -201,8 +201,8 @@ def recurrent_rows(dtype, v_heads, k_dim):
 
 def gated_delta_rows(dtype):
     """A gate a column, two heads of k, more rows of a state than a threadgroup has."""
-    step, wide, states, beta = recurrent_rows(dtype, 4, 40)
-    gates = mx.sigmoid(draw(step.num_rows, 4, 40, seed=20))
+    step, wide, states, beta = recurrent_rows(dtype, 4, 48)
+    gates = mx.sigmoid(draw(step.num_rows, 4, 48, seed=20))
     y, _ = gated_delta(
         *wide, gates, beta, states, mx.array(step.array), new_token(), num_k_heads=2,
         max_seqlen=step.max_seqlen,
@@ -212,7 +212,7 @@ def gated_delta_rows(dtype):
 
 
 def ssm_update_rows(dtype):
-    step, (c, b, x), states, dt = recurrent_rows(dtype, 4, 40)
+    step, (c, b, x), states, dt = recurrent_rows(dtype, 4, 48)
     y, _ = ssm_update(
         x, b, c, dt, -mx.exp(draw(4, seed=21)), draw(4, seed=22), states, mx.array(step.array),
         new_token(), num_groups=2, max_seqlen=step.max_seqlen,

@@ -684,7 +684,24 @@ FAULTS = {
         "delta, rows",
         "wrong",
     ),
-    "recurrence_half_a_pair": ("gated_delta", "pair.y = state", "pair.y = 0.0f * state", "wrong"),
+    "recurrence_half_a_pair": (
+        "gated_delta",
+        "words[e] = as_type<uint>(float(state[d]",
+        "words[e] = as_type<uint>(float(state[d + 1]",
+        "wrong",
+    ),
+    "recurrence_columns_in_another_place": (
+        "gated_delta",
+        "const int place = place_of(d);",
+        "const int place = d;",
+        "wrong",
+    ),
+    "recurrence_gates_of_another_column": (
+        "gated_delta",
+        "gates[VECTOR ? at : 0]",
+        "gates[VECTOR ? d * 8 + col + e : 0]",
+        "wrong",
+    ),
     "recurrence_memory_too_small": (
         "gated_delta/ssm",
         "(DELTA ? 3 : 2)",

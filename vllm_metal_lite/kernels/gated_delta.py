@@ -51,7 +51,7 @@ def gated_delta(
     `plan_segments`.  max_seqlen: rows of the longest segment; a step of only short ones needs no
     chunks.  Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
 
-    Raises ValueError unless Dk is a multiple of 8 up to 256 and Dv one up to 1024, and for shapes
+    Raises ValueError unless Dk is a multiple of 16 up to 256 and Dv of 8 up to 1024, and for shapes
     and types that do not fit together.  Source: Yang, Kautz and Hatamizadeh (2024), Gated Delta
     Networks.
     """
@@ -83,7 +83,9 @@ def linear_recurrence(
         )
     if beta.shape != (rows, v_heads):
         raise ValueError(f"beta {beta.shape} is not ({rows}, {v_heads})")
-    if problem := head_size_problem((k_dim,), MAX_K_DIM) or head_size_problem((v_dim,), MAX_V_DIM):
+    if k_dim % 16 or not 16 <= k_dim <= MAX_K_DIM:
+        raise ValueError(f"key size {k_dim} is not a multiple of 16 up to {MAX_K_DIM}")
+    if problem := head_size_problem((v_dim,), MAX_V_DIM):
         raise ValueError(problem)
     simdgroups = min(_SIMDGROUPS, v_dim // 8)
     template: Template = {

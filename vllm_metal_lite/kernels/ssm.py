@@ -31,8 +31,8 @@ def ssm_update(
     rows of the longest segment; a step of only short ones needs no chunks.  Sums are in float32, y
     is rounded once, to the type of x.  Rows of padding give zeros.
 
-    Raises ValueError unless D is a multiple of 8 up to 256 and P one up to 1024, and for shapes and
-    types that do not fit together.  Source: Dao and Gu (2024), Transformers are SSMs.
+    Raises ValueError unless D is a multiple of 16 up to 256 and P of 8 up to 1024, and for shapes
+    and types that do not fit together.  Source: Dao and Gu (2024), Transformers are SSMs.
     """
     if not a.shape == d.shape == states.shape[1:2]:
         raise ValueError(f"a {a.shape} and d {d.shape} are not ({states.shape[1]},)")
