@@ -40,13 +40,11 @@
 #define CHUNK 8  // a side of a matrix
 
 // The column of S that lies in column c of matrix d, and the inverse: d * 8 + c of a column.
-template <typename I>
-METAL_FUNC I column_of(I d, I c) {
+METAL_FUNC int column_of(int d, int c) {
   return d / 2 * 16 + c / 2 * 4 + d % 2 * 2 + c % 2;
 }
 
-template <typename I>
-METAL_FUNC I place_of(I column) {
+METAL_FUNC int place_of(int column) {
   return column / 16 * 16 + column % 4 / 2 * 8 + column % 16 / 4 * 2 + column % 2;
 }
 
@@ -113,8 +111,9 @@ METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state,
 }
 
 // Row t of a chunk in threadgroup memory, by one simdgroup: a lane has every 32nd column.
-// q, k, gates: row 0 of the chunk, rows q_step, k_step and gate_step elements apart.  rows: q_in, k_out and, with
-// DELTA, k_in behind one another, CHUNK rows STRIDE apart each.  seen and known: zeros above the diagonal.
+// q, k, gates: row 0 of the chunk, rows q_step, k_step and gate_step elements apart.  rows: q_in, k_out
+// and, with DELTA, k_in behind one another, CHUNK rows STRIDE apart each.  seen and known: zeros above the
+// diagonal.
 template <typename T, int K_DIM, int STRIDE, bool DELTA, bool VECTOR>
 METAL_FUNC void prepare_row(const device T* q, const device T* k, const device float* gates,
                             int q_step, int k_step, int gate_step, int t, float beta, int lane,

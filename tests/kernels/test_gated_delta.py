@@ -198,6 +198,16 @@ def test_a_checkpoint_changes_nothing_where_chunks_end():
     np.testing.assert_array_equal(results[0][0], results[1][0])
 
 
+def test_a_prompt_goes_on_from_a_checkpoint_as_if_it_had_never_stopped():
+    whole = Case(Segments([21], fresh={0}, checkpoints=[(0, 16)]))
+    y, states = whole.run()
+    tail = whole.rows(16, 21, Segments([5], moved={0}))
+    tail.pool[tail.segments.initial[0]] = states[whole.segments.taken[0][2]]
+    rest, after = tail.run()
+    np.testing.assert_array_equal(rest, y[16:])
+    np.testing.assert_array_equal(after[tail.segments.final[0]], states[whole.segments.final[0]])
+
+
 def test_gates_of_zero_forget_everything():
     """And keys that are all the same, which beta 2 reflects: the largest terms of a chunk."""
     case = Case(Segments([24], fresh=set()), vector=True)
@@ -236,6 +246,7 @@ def test_the_order_in_which_threads_run_changes_nothing(schedule):
         ),
         ({"states": mx.zeros((3, 4, 8, 272))}, "key size 272 is not a multiple of 16 up to 256"),
         ({"states": mx.zeros((3, 4, 8, 24))}, "key size 24 is not"),
+        ({"v": Columns(mx.zeros((2, 32), mx.int32), 0)}, "no kernels for mlx.core.int32"),
         ({"states": mx.zeros((3, 4, 12, 16))}, "head size 12 is not a multiple of 8"),
     ],
 )

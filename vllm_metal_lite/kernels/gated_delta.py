@@ -26,6 +26,15 @@ MAX_K_DIM, MAX_V_DIM = 256, 1024
 _SIMDGROUPS = 8
 
 
+def recurrence_problem(k_dim: int, v_dim: int, dtype: mx.Dtype) -> str | None:
+    """Why the kernel cannot serve states (v_dim, k_dim) and rows of dtype, or None if it can."""
+    if dtype not in (mx.float32, mx.float16, mx.bfloat16):
+        return f"there are no kernels for {dtype}"
+    if k_dim % 16 or not 16 <= k_dim <= MAX_K_DIM:
+        return f"key size {k_dim} is not a multiple of 16 up to {MAX_K_DIM}"
+    return head_size_problem((v_dim,), MAX_V_DIM)
+
+
 def gated_delta(
     q: Columns,
     k: Columns,
@@ -83,9 +92,7 @@ def linear_recurrence(
         )
     if beta.shape != (rows, v_heads):
         raise ValueError(f"beta {beta.shape} is not ({rows}, {v_heads})")
-    if k_dim % 16 or not 16 <= k_dim <= MAX_K_DIM:
-        raise ValueError(f"key size {k_dim} is not a multiple of 16 up to {MAX_K_DIM}")
-    if problem := head_size_problem((v_dim,), MAX_V_DIM):
+    if problem := recurrence_problem(k_dim, v_dim, dtype):
         raise ValueError(problem)
     simdgroups = min(_SIMDGROUPS, v_dim // 8)
     template: Template = {
