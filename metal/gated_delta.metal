@@ -47,7 +47,7 @@
 constexpr int PADDING = -2;  // as an initial slot
 constexpr int K_PARTS = K_DIM / 8;
 constexpr int STRIDE = (K_PARTS | 1) * 8;  // rows of a tile do not meet in a bank
-const int GATES = VECTOR ? K_DIM : 1;  // of a head
+constexpr int GATES = VECTOR ? K_DIM : 1;  // of a head
 
 threadgroup float rows[CHUNKS ? (DELTA ? 3 : 2) * CHUNK * STRIDE : 1];
 threadgroup float decay[CHUNKS ? K_DIM : 1];

@@ -22,8 +22,9 @@ _GATED_DELTA = Kernel(
 CHUNK = 8
 # The largest rows of q and k, which lie in threadgroup memory, and of v.
 MAX_K_DIM, MAX_V_DIM = 256, 1024
-# Simdgroups of a threadgroup, at most: each prepares a row of a chunk for all.
-_SIMDGROUPS = 8
+# Simdgroups of a threadgroup, at most.  With chunks, each prepares a row of a chunk for all; without,
+# they share nothing, and smaller threadgroups fill a device better.
+_CHUNK_SIMDGROUPS, _ROW_SIMDGROUPS = 8, 4
 
 
 def recurrence_problem(k_dim: int, v_dim: int, dtype: mx.Dtype) -> str | None:
@@ -94,14 +95,15 @@ def linear_recurrence(
         raise ValueError(f"beta {beta.shape} is not ({rows}, {v_heads})")
     if problem := recurrence_problem(k_dim, v_dim, dtype):
         raise ValueError(problem)
-    simdgroups = min(_SIMDGROUPS, v_dim // 8)
+    chunks = max_seqlen >= CHUNK
+    simdgroups = min(_CHUNK_SIMDGROUPS if chunks else _ROW_SIMDGROUPS, v_dim // 8)
     template: Template = {
         **columns_template("q", q, num_k_heads * k_dim, dtype),
         **columns_template("k", k, num_k_heads * k_dim, dtype),
         **columns_template("v", v, v_heads * v_dim, dtype),
         "T": dtype, "B": beta.dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads,
         "K_DIM": k_dim, "V_DIM": v_dim, "DELTA": delta, "VECTOR": vector, "SKIP": skip is not None,
-        "CHUNKS": max_seqlen >= CHUNK, "SIMDGROUPS": simdgroups,
+        "CHUNKS": chunks, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
     if gates.size < MIN_ELEMENTS:  # the kernel takes them in the usual address space only
         gates = mx.concatenate([gates.reshape(-1), unused()])
