@@ -60,7 +60,7 @@ class Step:
     def __init__(self, layer: Layer, lengths: list[int]) -> None:
         self.layer, self.rows, self.max_seqlen = layer, sum(lengths), max(lengths)
         slots = np.random.default_rng(0).permutation(len(lengths))
-        segments = plan_segments(np.cumsum([0, *lengths]), slots, slots, self.rows)
+        segments = plan_segments(np.cumsum([0, *lengths]), slots, slots, self.rows, len(slots))
         self.segments, self.tiles = mx.array(segments), mx.array(plan_conv_tiles(segments))
         rows, heads = self.rows, layer.v_heads
         self.q, self.k = (draw(rows, layer.k_heads, layer.k_dim) for _ in range(2))

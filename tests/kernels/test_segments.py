@@ -11,7 +11,7 @@ from vllm_metal_lite.kernels.segments import EMPTY, PADDING, plan_segments
 
 def plan(cu_seqlens, initial, final, num_rows, checkpoints=()):
     arrays = (np.array(a, np.int32) for a in (cu_seqlens, initial, final))
-    return plan_segments(*arrays, num_rows, checkpoints)
+    return plan_segments(*arrays, num_rows, 8, checkpoints)
 
 
 def test_a_row_has_its_slots_and_its_ends():
@@ -67,10 +67,20 @@ def test_slots_must_be_one_a_segment():
         plan([0, 1, 2], [0], [0, 1], 2)
 
 
-@pytest.mark.parametrize("row", [1, 5])
-def test_a_checkpoint_outside_its_segment_is_named(row):
-    with pytest.raises(ValueError, match=f"row {row} is outside segment 1, rows 2 to 4"):
-        plan([0, 2, 4], [0, 1], [0, 1], 4, [(1, row, 3)])
+@pytest.mark.parametrize(("segment", "row"), [(1, 1), (1, 5), (2, 4), (-1, 4)])
+def test_a_checkpoint_outside_its_segment_is_named(segment, row):
+    with pytest.raises(ValueError, match=f"row {row} is outside segment {segment}"):
+        plan([0, 2, 4], [0, 1], [0, 1], 4, [(segment, row, 3)])
+
+
+@pytest.mark.parametrize(
+    ("initial", "final", "checkpoints"),
+    [([8, 1], [0, 1], ()), ([PADDING, 1], [0, 1], ()), ([0, 1], [0, 9], ()),
+     ([0, 1], [0, 1], [(0, 1, 8)])],
+)  # fmt: skip
+def test_a_slot_that_does_not_exist_is_named(initial, final, checkpoints):
+    with pytest.raises(ValueError, match="slots must be -1 to 7: "):
+        plan([0, 2, 4], initial, final, 4, checkpoints)
 
 
 @given(st.lists(st.integers(0, 40), max_size=6), st.integers(0, 20))

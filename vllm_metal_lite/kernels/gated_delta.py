@@ -22,8 +22,8 @@ _GATED_DELTA = Kernel(
 CHUNK = 8
 # The largest rows of q and k, which lie in threadgroup memory, and of v.
 MAX_K_DIM, MAX_V_DIM = 256, 1024
-# Simdgroups of a threadgroup, at most.  With chunks, each prepares a row of a chunk for all; without,
-# they share nothing, and smaller threadgroups fill a device better.
+# Simdgroups of a threadgroup, at most.  With chunks, each prepares a row of a chunk for all;
+# without, they share nothing, and smaller threadgroups fill a device better.
 _CHUNK_SIMDGROUPS, _ROW_SIMDGROUPS = 8, 4
 
 

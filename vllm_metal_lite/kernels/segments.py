@@ -28,22 +28,24 @@ def plan_segments(
     initial_slots: np.ndarray,
     final_slots: np.ndarray,
     num_rows: int,
+    num_slots: int,
     checkpoints: Iterable[tuple[int, int, int]] = (),
 ) -> np.ndarray:
     """The segments (S + 1, 2 + 2 M) int32 of a step with S segments.
 
     cu_seqlens: (S+1,), empty segments allowed.  initial_slots: (S,), the slot whose state a segment
     starts from, or EMPTY.  final_slots: (S,), the slot that takes the state after the segment, or
-    EMPTY.  num_rows: packed rows, padding included.  checkpoints: (segment, row, slot): `slot`
-    takes the state that `segment` has before packed row `row`.
+    EMPTY.  num_rows: packed rows, padding included.  num_slots: slots of the pools.  checkpoints:
+    (segment, row, slot): `slot` takes the state that `segment` has before packed row `row`.
 
     A row of the result is begin, initial slot, and M pairs (end, slot) in order of their ends.  The
     last pair is the segment's own end; a segment with fewer checkpoints than others has pairs
     (begin, EMPTY) first.  The last segment is the padding.  All columns are fixed by the step, so
     one array serves all layers.
 
-    A slot that is written must not be used by another segment of the step: ValueError.  So is a
-    checkpoint outside its segment, or a cu_seqlens that is not ascending from 0 up to num_rows.
+    Raises ValueError for a slot that does not exist, a slot that one segment writes and another
+    uses, a checkpoint outside its segment, or a cu_seqlens that does not ascend from 0 to at most
+    num_rows: a wrong index in a kernel would corrupt memory.
     """
     ends, begins = cu_seqlens[1:], cu_seqlens[:-1]
     if cu_seqlens[0] != 0 or (begins > ends).any() or cu_seqlens[-1] > num_rows:
@@ -63,12 +65,12 @@ def plan_segments(
     segments[-1, -2] = num_rows
     for s, of in inside.items():
         for column, (_, row, slot) in enumerate(of, pairs - 1 - len(of)):
-            if not begins[s] <= row <= ends[s]:
-                raise ValueError(
-                    f"checkpoint before row {row} is outside segment {s}, "
-                    f"rows {begins[s]} to {ends[s]}"
-                )
+            if not (0 <= s < len(begins) and begins[s] <= row <= ends[s]):
+                raise ValueError(f"checkpoint before row {row} is outside segment {s}")
             segments[s, 2 + 2 * column : 4 + 2 * column] = row, slot
+    slots = np.concatenate([segments[:-1, 1], segments[:, 3::2].ravel()])
+    if ((slots < EMPTY) | (slots >= num_slots)).any():
+        raise ValueError(f"slots must be {EMPTY} to {num_slots - 1}: {slots}")
     if shared := _shared_slots(segments):
         raise ValueError(f"slots that one segment writes and another uses: {shared}")
     missing = max(0, -(-MIN_ELEMENTS // segments.shape[1]) - len(segments))
