@@ -24,6 +24,7 @@ LAYERS = (
     ("devices",),
     ("kv", "sampling", "specs"),
     ("kernels",),
+    ("recurrence",),
     ("attention",),
     ("model",),
     ("runner",),

@@ -58,7 +58,9 @@ class Bench:
 
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
         self.groups = [replace(g, num_blocks=BLOCKS) for g in kv_groups(model.kv_specs)]
-        self.store = PagedStore(model.kv_specs, self.groups, BLOCK_SIZE)
+        self.store = PagedStore(
+            model.kv_specs, self.groups, BLOCK_SIZE, states=model.packed.state_pool(6)
+        )
         self.runner = runner.ModelRunner(model.packed, Path(ReferenceAttention(self.store)), self)
         self.inputs = InputBatch(6, 64, BLOCK_SIZE, len(self.groups))
         rng = np.random.default_rng(seed)

@@ -20,7 +20,9 @@ class RunnerBench:
 
     def __init__(self, prompts, num_blocks=32, prompt_logprobs=False, name="llama", **params):
         self.model = tiny.packed(name)
-        store = PagedStore(self.model.packed.attention_specs, num_blocks, 8)
+        store = PagedStore(
+            self.model.packed.attention_specs, num_blocks, 8, states=self.model.packed.state_pool(4)
+        )
         sampler = Sampler(4, self.model.vocab_size)
         self.runner = ModelRunner(self.model.packed, Path(ReferenceAttention(store)), sampler)
         self.inputs = InputBatch(4, 128, 8)

@@ -14,6 +14,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.recurrence.base import StepRecurrence
 
 # MLX arrays or None in nested lists and tuples: an argument for `mx.compile`.
 Arrays = Any
@@ -126,6 +127,10 @@ class StepAttention(Protocol):
 
     step: Step
     store: PagedStore
+
+    @property
+    def recurrence(self) -> StepRecurrence:
+        """The step's pass over recurrent layers."""
 
     @property
     def state(self) -> list[mx.array]:

@@ -1,6 +1,6 @@
 """Host-side description of one forward pass: its tokens, and where their K and V lie."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -9,7 +9,11 @@ PAD_SLOT = -1  # slot_mapping value of a row whose K and V are not kept
 # A token that a step in flight samples: the host does not have it yet.
 UNKNOWN_TOKEN = -1
 
+# As the state slot that a segment starts from: a state of zeros.
+EMPTY_SLOT = -1
+
 _NONE = np.zeros(0, np.int32)
+_NO_CHECKPOINTS = np.zeros((0, 3), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +24,11 @@ class ForwardBatch:
     UNKNOWN_TOKEN while the previous step is still sampling it.
     seq_lens: (S,) int32, context including this step's tokens.
     block_tables: (S, max_blocks) int32; entries behind a window are meaningless.
-    req_indices: (S,) int32, rows of the InputBatch (the requests' seats); recurrent layers find
-    their states by seat.  num_decodes: leading segments of length 1.
+    req_indices: (S,) int32, rows of the InputBatch (the requests' seats).  num_decodes: leading
+    segments of length 1.
+    initial_slots, final_slots: (S,) int32, where recurrent layers read the state before a segment
+    (EMPTY_SLOT: zeros), and write the state after it.  checkpoints: (C, 3) int32, (segment, packed
+    row, slot): `slot` also takes the segment's state before this row, which is not its first.
     logits_indices: (T + P,) int32, rows that get logits: first the last row of each *terminal*
     segment (one that reaches the last known token), then the rows that score the next prompt token
     for prompt log-probabilities.
@@ -45,6 +52,9 @@ class ForwardBatch:
     sample_segments: np.ndarray
     prompt_targets: np.ndarray
     prompt_segments: np.ndarray
+    initial_slots: np.ndarray = field(default_factory=_NONE.copy)
+    final_slots: np.ndarray = field(default_factory=_NONE.copy)
+    checkpoints: np.ndarray = field(default_factory=_NO_CHECKPOINTS.copy)
     others: tuple["ForwardBatch", ...] = ()
 
     @property
@@ -117,8 +127,9 @@ class ForwardBatch:
         tables = [batch.block_tables[decodes] for batch in self.by_group]
         return any((longer & (t[:, last] == t[whole, last])).any() for t in tables)
 
-    def validate(self, *num_blocks: int) -> None:
+    def validate(self, *num_blocks: int, num_state_slots: int = 0) -> None:
         """Raise ValueError for an inconsistent batch; num_blocks: the store's, per KV group.
+        num_state_slots: of the pool of recurrent states; 0: there is none.
 
         An index outside the store would corrupt memory without an error on the device.
         """
@@ -148,6 +159,33 @@ class ForwardBatch:
         rows = self.logits_indices
         if len(rows) and (rows.min() < 0 or rows.max() >= n):
             raise ValueError(f"logits_indices points outside the {n} rows")
+        if num_state_slots:
+            self._validate_slots(num_state_slots)
+
+    def _validate_slots(self, num_slots: int) -> None:
+        if not len(self.initial_slots) == len(self.final_slots) == self.num_segments:
+            raise ValueError(
+                f"state slots for {len(self.final_slots)} of {self.num_segments} segments"
+            )
+        starts = self.seq_lens - np.diff(self.cu_seqlens_q)
+        if ((starts == 0) != (self.initial_slots == EMPTY_SLOT)).any():
+            raise ValueError("a segment must start without a state exactly at position 0")
+        segments, rows, slots = self.checkpoints.T
+        written = np.concatenate([self.final_slots, slots])
+        used = np.concatenate([self.initial_slots, written])
+        if used.min() < EMPTY_SLOT or written.min() < 0 or used.max() >= num_slots:
+            raise ValueError(f"state slots point outside the pool of {num_slots}")
+        owners = np.concatenate([np.arange(self.num_segments), segments])
+        if len(np.unique(written)) < len(written):
+            raise ValueError("two states would be written to one slot")
+        shared = (self.initial_slots[:, None] == written) & (
+            owners != np.arange(self.num_segments)[:, None]
+        )
+        if shared.any():
+            raise ValueError("a segment reads a state slot that another segment writes")
+        first, end = self.cu_seqlens_q[segments], self.cu_seqlens_q[segments + 1]
+        if ((rows <= first) | (rows >= end)).any():
+            raise ValueError("a checkpoint lies outside its segment")
 
     def _validate_blocks(self, num_blocks: int) -> None:
         num_slots = num_blocks * self.block_size

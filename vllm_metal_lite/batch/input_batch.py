@@ -2,13 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, UNKNOWN_TOKEN, ForwardBatch
 
 _NONE = np.zeros(0, np.int32)
+_NO_CHECKPOINTS = np.zeros((0, 3), np.int32)
 _NEVER = np.iinfo(np.int32).max
+
+
+class SegmentSlots(Protocol):
+    """The state slots of a segment: that it starts from, or EMPTY_SLOT; that takes its last state;
+    and (position, slot) pairs: `slot` takes the state after the request's first `position` tokens.
+    """
+
+    @property
+    def initial(self) -> int: ...
+
+    @property
+    def final(self) -> int: ...
+
+    @property
+    def checkpoints(self) -> Sequence[tuple[int, int]]: ...
 
 
 class InputBatch:
@@ -80,11 +97,16 @@ class InputBatch:
         self.token_ids[req_indices, at] = np.where(last == UNKNOWN_TOKEN, token_ids, last)
 
     def pack(
-        self, req_indices: np.ndarray, num_computed: np.ndarray, num_scheduled: np.ndarray
+        self,
+        req_indices: np.ndarray,
+        num_computed: np.ndarray,
+        num_scheduled: np.ndarray,
+        states: Sequence[SegmentSlots] | None = None,
     ) -> ForwardBatch:
         """Gather a step from the table.
 
         req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
+        states: the state slots of each segment; None: a request's slot is its row.
         """
         bs = self.block_size
         q_lens = num_scheduled.astype(np.int32)
@@ -110,6 +132,11 @@ class InputBatch:
         max_blocks = -(-int(seq_lens.max()) // bs)
         slots, *other_slots = (t[row, block] * bs + offset for t in self.block_tables)
         tables, *other_tables = (t[req_indices, :max_blocks] for t in self.block_tables)
+        if states is None:
+            final = req_indices.astype(np.int32)
+            initial, checkpoints = np.where(num_computed == 0, EMPTY_SLOT, final), _NO_CHECKPOINTS
+        else:
+            initial, final, checkpoints = _slots(states, cu, num_computed)
         batch = ForwardBatch(
             token_ids=self.token_ids[row, positions],
             positions=positions,
@@ -124,6 +151,9 @@ class InputBatch:
             sample_segments=terminal,
             prompt_targets=prompt_targets,
             prompt_segments=prompt_segments,
+            initial_slots=initial.astype(np.int32),
+            final_slots=final,
+            checkpoints=checkpoints,
         )
         if not other_slots:
             return batch
@@ -132,3 +162,17 @@ class InputBatch:
             batch,
             others=tuple(replace(batch, slot_mapping=s, block_tables=t) for s, t in others),
         )
+
+
+def _slots(
+    states: Sequence[SegmentSlots], cu_seqlens: np.ndarray, num_computed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """initial_slots, final_slots and checkpoints of a ForwardBatch."""
+    initial = np.array([state.initial for state in states], np.int32)
+    final = np.array([state.final for state in states], np.int32)
+    checkpoints = [
+        (segment, cu_seqlens[segment] + position - num_computed[segment], slot)
+        for segment, state in enumerate(states)
+        for position, slot in state.checkpoints
+    ]
+    return initial, final, np.array(checkpoints, np.int32).reshape(-1, 3)

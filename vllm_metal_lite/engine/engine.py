@@ -49,7 +49,10 @@ class LLMEngine:
         self.kv_groups, self.max_model_len = size_store(model, self.config)
         set_memory_limits()
         seats = self.config.max_num_seqs
-        store = PagedStore(model.kv_specs, self.kv_groups, self.config.block_size)
+        store = PagedStore(
+            model.kv_specs, self.kv_groups, self.config.block_size,
+            states=model.packed.state_pool(seats),
+        )  # fmt: skip
         self.sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, self.sampler, self.config.attention)
         self.inputs = InputBatch(
@@ -57,6 +60,7 @@ class LLMEngine:
         )
         self.pipeline = Pipeline(runner, self.inputs)
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
+        caching = caching and not model.packed.layout.states  # until the scheduler has slots
         scheduling = replace(self.config, enable_prefix_caching=caching)
         self.scheduler = Scheduler(scheduling, self.kv_groups, self.max_model_len)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id

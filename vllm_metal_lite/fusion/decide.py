@@ -64,7 +64,10 @@ class _Trials:
         logger.info("trying fused launches with this model", extra={"transient": True})
         if self._trial is None:
             self._trial = Trial(self.packed.model, self.packed.layout.vocab_size)
-        store = PagedStore(self.packed.attention_specs, 4, self.attention.store.block_size)
+        store = PagedStore(
+            self.packed.attention_specs, 4, self.attention.store.block_size,
+            states=self.packed.state_pool(2),
+        )  # fmt: skip
         attention = self.attention.over(store)
         problem = self._trial.problem(self.packed, attention, fusion)
         if problem is not None:

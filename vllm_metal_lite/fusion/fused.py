@@ -1,6 +1,5 @@
 """The fused launches of a model's steps, as one immutable value."""
 
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from vllm_metal_lite.fusion.joined import (
     joined_projections,
 )
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
-from vllm_metal_lite.model.seam.hooks import hooked
+from vllm_metal_lite.model.seam.hooks import hooked, namespaces
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,6 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
     if joins:
         join_projections(model)
     linear.fuse_linears(model)
-    return FusedLaunches(tuple(joined_projections(model)), tuple(_activations(model)))
-
-
-def _activations(model: nn.Module) -> list[ModuleType]:
-    """The Python modules that define parts of a model and import mlx-lm's `swiglu` by name."""
-    parts = {type(module) for _, module in model.named_modules()}
-    names = {base.__module__ for part in parts for base in part.__mro__}
-    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
-    return [m for m in modules if getattr(m, "swiglu", None) is activations.swiglu]
+    return FusedLaunches(
+        tuple(joined_projections(model)), tuple(namespaces(model, activations.swiglu))
+    )

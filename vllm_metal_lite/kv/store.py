@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kv.recurrent_state import SeatStates
 from vllm_metal_lite.kv.row_format import RowFormat
+from vllm_metal_lite.kv.states import StatePool
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 
 
@@ -55,7 +55,7 @@ class PagedStore:
     shared: all groups take blocks from one pool, as in vLLM.  Layers at the same index of their
     groups then share arrays, and must have the same shape.
     num_blocks: per group.  group_of: the group of each layer.
-    states: of recurrent layers, by seat instead of by block; see recurrent_state.py.
+    states: the pool of recurrent states; by default of a model without any.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class PagedStore:
         blocks: int | Sequence[KVGroup],
         block_size: int,
         shared: bool = False,
+        states: StatePool | None = None,
     ) -> None:
         if isinstance(blocks, int):
             blocks = [KVGroup(tuple(range(len(specs))), num_blocks=blocks)]
@@ -86,7 +87,7 @@ class PagedStore:
                 made[at] = k, v
             self.keys.append(made[at][0])
             self.values.append(made[at][1])
-        self.states = SeatStates()
+        self.states = StatePool() if states is None else states
         mx.eval(self.arrays)
 
     @property

@@ -1,9 +1,10 @@
 """Chooses the packed form of a model at load time, by a trial against the model itself.
 
-1. Attention through the seam, recurrent layers as sequences (sequences/recurrent.py).
-2. If that fails, or the logits differ from the model's own: attention one segment at a time too
-   (sequences/kv_segments.py): slower, but general.
-3. If that also fails, ModelLoadError names the architecture and the reason.
+1. Attention and recurrent layers through the seam (seam/).
+2. If that fails, or the logits differ from the model's own: modules with recurrent states see
+   sequences (sequences/recurrent.py).
+3. If that fails: attention one segment at a time too (sequences/kv_segments.py): slower, but general.
+4. If that also fails, ModelLoadError names the architecture and the reason.
 """
 
 import logging
@@ -64,9 +65,16 @@ def fit(
     except Exception as e:
         raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
     last = None  # the problem of the previous form
-    for _ in ("packed", "by segment"):
-        packed = PackedModel(model, layout, last and last.text)
-        attention = _Observer(PagedStore(layout.specs, 4, BLOCK))
+    forms = ("packed", *(("in sequences",) if layout.states else ()), "by segment")
+    for form in forms:
+        reason = last and last.text
+        packed = PackedModel(
+            model,
+            layout,
+            by_segment=reason if form == "by segment" else None,
+            in_sequences=reason if form == "in sequences" else None,
+        )
+        attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_pool(2)))
         usage = Usage()
         with usage.watching():
             problem = trial.problem(packed, attention)

@@ -1,10 +1,11 @@
-"""The caches of a model and the modules that use them, observed over one native token.
+"""The caches of a model and the modules that use them, observed over some native tokens.
 
 The model runs as mlx-lm runs it, with caches that record their callers.  Nothing is evaluated.
 """
 
 import copy
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -20,7 +21,9 @@ from mlx_lm.models.cache import (
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, one_line
+from vllm_metal_lite.kv.states import StateSpec
 from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.seam.recurrent import noting_silu
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
 
 
@@ -40,6 +43,9 @@ class StateLayer:
     size: int
 
 
+# Tokens after which states have their final shapes.
+_SETTLED = 8
+
 # One entry of a model's list of caches: a layer, several layers (a CacheList), or no cache.
 Node = PagedLayer | StateLayer | tuple | None
 
@@ -48,28 +54,39 @@ Node = PagedLayer | StateLayer | tuple | None
 class Layout:
     """nodes: one per cache in the model's list.  specs: the store's layers, in order.
 
-    state_bytes: bytes of recurrent state per request.  kv_users, state_users: the modules that use
-    K and V, or states, by path.
+    states: of all recurrent layers.  kv_users, state_users: the modules that use K and V, or states,
+    by path.
     """
 
     vocab_size: int
     dtype: mx.Dtype
     nodes: list[Node] = field(default_factory=list)
     specs: list[LayerSpec] = field(default_factory=list)
-    num_states: int = 0
-    state_bytes: int = 0
+    states: list[StateSpec] = field(default_factory=list)
     kv_users: dict[str, nn.Module] = field(default_factory=dict)
     state_users: dict[str, nn.Module] = field(default_factory=dict)
 
+    num_recurrent_layers: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state per request."""
+        return sum(state.nbytes for state in self.states)
+
     def add(self, cache: Any) -> Node:
-        """The node for a cache that holds one token."""
+        """The node for a cache that holds some tokens."""
         if isinstance(cache, CacheList):
             return tuple(self.add(c) for c in cache.caches)
         if isinstance(cache, ArraysCache):
+            layer = self.num_recurrent_layers
             states: list[mx.array | None] = list(cache.cache)  # mlx-lm's annotation says list[None]
-            self.state_bytes += sum(a.nbytes for a in states if a is not None)
-            self.num_states += 1
-            return StateLayer(self.num_states - 1, len(cache.cache))
+            self.states += [
+                StateSpec((layer, index), a.shape[1:], a.dtype)
+                for index, a in enumerate(states)
+                if a is not None
+            ]
+            self.num_recurrent_layers += 1
+            return StateLayer(layer, len(cache.cache))
         if cache.keys is None:  # a layer that keeps nothing
             return None
         _, heads, _, k_dim = cache.keys.shape
@@ -83,11 +100,15 @@ class Layout:
 
 
 def inspect(model: nn.Module, model_type: str) -> Layout:
-    """Run one token natively to find the caches and their users; raises ModelLoadError."""
+    """Run some tokens natively to find the caches and their users; raises ModelLoadError."""
     users: dict[int, set[str]] = {}  # by the module's id: "kv", "state" or both
     caches = [_watched(c, users, model_type) for c in make_prompt_cache(model)]
     try:
-        logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
+        with noting_silu():
+            logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
+            if any(isinstance(c, ArraysCache) for c in _flat(caches)):
+                # A state may grow during the first tokens: an n-gram's context does.
+                model(mx.zeros((1, _SETTLED), mx.int32), cache=caches)
     except Exception as e:
         raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
     layout = Layout(logits.shape[-1], logits.dtype)
@@ -97,6 +118,14 @@ def inspect(model: nn.Module, model_type: str) -> Layout:
             if kind in users.get(id(module), ()):
                 found[path] = module
     return layout
+
+
+def _flat(caches: Iterable[Any]) -> Iterator[Any]:
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _flat(cache.caches)
+        else:
+            yield cache
 
 
 def _watched(cache: Any, users: dict[int, set[str]], model_type: str) -> Any:

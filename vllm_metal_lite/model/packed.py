@@ -8,10 +8,12 @@ import mlx.nn as nn
 
 from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.states import StatePool
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, is_part, outermost
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
+from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
 from vllm_metal_lite.model.sequences.recurrent import StateCache
 from vllm_metal_lite.model.sequences.runs import CacheMembers, SequenceStep, show_sequences
 
@@ -95,18 +97,34 @@ class PackedModel:
     """An mlx-lm model that takes a packed step.
 
     by_segment: why attention runs one segment at a time (sequences/runs.py), in one line; None if
-    attention runs packed.
+    attention runs packed.  in_sequences: why modules with recurrent states see sequences; None if
+    there are none, or if they work on packed rows (seam/recurrent.py).
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, by_segment: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        by_segment: str | None = None,
+        in_sequences: str | None = None,
+    ) -> None:
         self.model, self.layout = model, layout
-        users = outermost({**layout.state_users, **(layout.kv_users if by_segment else {})})
+        if by_segment and layout.states:
+            in_sequences = by_segment
+        self.in_sequences = in_sequences if layout.states else None
+        users = outermost(
+            {
+                **(layout.state_users if in_sequences else {}),
+                **(layout.kv_users if by_segment else {}),
+            }
+        )
         for module in users.values():
             show_sequences(module)
         # A module that uses K and V can see only one segment at a time.
         self.by_segment: str | None = None
         if any(is_part(kv, path) for path in users for kv in layout.kv_users):
             self.by_segment = by_segment or "modules that keep K and V keep a state too"
+        self._hooks = RecurrentHooks(model) if layout.states and not in_sequences else tuple
         self._rows = _Rows()
         body = _body(model)
         if body is not None:
@@ -115,7 +133,7 @@ class PackedModel:
     @property
     def sees_sequences(self) -> bool:
         """Whether some modules run on sequences (sequences/runs.py), not on packed rows."""
-        return bool(self.layout.num_states) or self.reads_store
+        return self.in_sequences is not None or self.reads_store
 
     @property
     def reads_store(self) -> bool:
@@ -124,17 +142,19 @@ class PackedModel:
 
     @property
     def no_prefix_cache(self) -> str | None:
-        """Why blocks of a shared prefix cannot be shared, or None if they can."""
-        if self.layout.num_states:
-            return "its recurrent layers keep one state a request, not one a block"
-        if self.reads_store:
-            return "its attention reads the store before all of a step is written"
+        """Why the prefix cache is off, or None if it is on."""
+        if self.layout.states and self.reads_store:
+            return "its attention runs a segment at a time, and its recurrent layers keep states"
         return None
 
     @property
     def attention_specs(self) -> list[LayerSpec]:
         """The layers that keep K and V, in order: the store's layers."""
         return self.layout.specs
+
+    def state_pool(self, num_slots: int) -> StatePool:
+        """A pool of this model's recurrent states."""
+        return StatePool(self.layout.states, num_slots)
 
     def __call__(
         self,
@@ -146,14 +166,16 @@ class PackedModel:
 
         None selects all rows, padding included.
         """
-        step, sequences = attention.step, None
+        step, sequences, recurrence = attention.step, None, None
         if self.sees_sequences:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)
+        if self.layout.states and self.in_sequences is None:
+            recurrence = attention.recurrence
         layers: list[PagedLayerCache] = []
 
         def cache(node: PagedLayer | StateLayer) -> Any:
             if isinstance(node, StateLayer):
-                return StateCache(node.index, node.size, sequences)
+                return StateCache(node.index, node.size, recurrence, sequences)
             spec = self.layout.specs[node.index]
             layer = fusion.layer_cache(node.index, spec, attention, node.template, sequences)
             layers.append(layer)
@@ -162,7 +184,7 @@ class PackedModel:
         caches = [_map_leaves(cache, node) for node in self.layout.nodes]
         self._rows.wanted, self._rows.taken = logits_indices, False
         try:
-            with building(), fusion.building(step):
+            with building(self._hooks()), fusion.building(step):
                 logits = self.model(step.token_ids[:, None], cache=caches)
         finally:
             self._rows.wanted = None

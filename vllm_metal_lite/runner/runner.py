@@ -2,9 +2,10 @@
 
 Layers below know no requests; layers above touch no `mx.array` of the model.
 
-A step that fails changes nothing, so it can be launched again: its K and V go to the same slots,
-and all else (the attention's state, recurrent states, the sampler) is still that of the previous
-step.  If a kernel is at fault, the step is launched again without that kernel.
+A step that fails can be launched again: its K and V go to the same slots, and all else (the
+attention's state, the sampler) is still that of the previous step.  If a kernel is at fault, the
+step is launched again without that kernel.  Recurrent states are an exception: they change in
+place, so a step that fails may have changed some of them (`StatesLost`).
 """
 
 import re
@@ -29,6 +30,11 @@ from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
 _OUT_OF_MEMORY = re.compile(
     r"malloc|(unable|attempting) to allocate|out ?of ?memory|insufficient memory", re.IGNORECASE
 )
+
+
+class StatesLost(RuntimeError):
+    """A kernel failed and has given way, but the recurrent states of the step are lost: the step's
+    requests must start again from an earlier state."""
 
 
 class ModelRunner:
@@ -68,13 +74,16 @@ class ModelRunner:
         the tokens that are unknown on the host.  Raises if this step is invalid, or if the previous
         step failed and nobody waited for it.  A kernel that fails gives way (`Path.without`).
         """
-        batch.validate(*self.attention.store.num_blocks)
+        store = self.attention.store
+        batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)
         while True:
             try:
                 return self._launch(batch, req_indices, num_prompt_logprobs, grammar, after)
             except Exception as e:
                 if not self._give_way(e, batch, after):
                     raise
+                if store.states.arrays:
+                    raise StatesLost("a kernel failed in a step with recurrent layers") from e
             # Again only here: until `except` ends, the error holds the arrays of the failed step.
 
     def _give_way(self, error: Exception, batch: ForwardBatch, after: StepResult | None) -> bool:
@@ -95,7 +104,6 @@ class ModelRunner:
 
     def _find_culprit(self, batch: ForwardBatch, after: StepResult | None) -> KernelError | None:
         """Run a failed step's forward again, kernel by kernel -> the error of a kernel."""
-        groups = self.attention.store.states.groups
         try:
             with one_by_one():
                 self._run(self._prepare(batch, after))
@@ -105,7 +113,6 @@ class ModelRunner:
             return None
         finally:
             mx.synchronize()  # the step's repetition writes the same rows
-            self.attention.store.states.groups = groups
         return None
 
     def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> Step:
@@ -121,8 +128,7 @@ class ModelRunner:
         after: StepResult | None,
     ) -> StepResult:
         """Submit a step once; a failure leaves the state before the step."""
-        states, before = self.attention.store.states, self.sampler.state
-        groups = states.groups
+        before = self.sampler.state
         try:
             step = self._prepare(batch, after)
             logits, state = self._forward(step)
@@ -141,7 +147,7 @@ class ModelRunner:
             result = StepResult(req_indices, sampled, logprobs, scored, for_host, written)
             self._submit(result, state)
         except BaseException:
-            states.groups, self.sampler.state = groups, before
+            self.sampler.state = before
             raise
         return result
 

@@ -229,6 +229,7 @@ class MetalLiteWorker(WorkerBase):
         store = PagedStore(
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
+            states=self.model.packed.state_pool(self.scheduler_config.max_num_seqs),
         )  # fmt: skip
         runner = build_runner(self.model, store, self._sampler, envs.attention())
         self._pipeline = Pipeline(runner, self.translator.inputs)

@@ -34,6 +34,7 @@ from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_unsupported, rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, prefix_splits, shared_prefix
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.recurrence.kernels import KernelRecurrence
 from vllm_metal_lite.specs import AttentionShape
 
 PREFILLS = ("varlen", "gather")
@@ -107,6 +108,7 @@ class KernelAttention:
             batch, num_rows, decodes, prompts, prefix, self._kv_heads,
             splits="merge_partitions" not in self.without,
             writes_late="fused_decode" not in self.without,
+            num_state_slots=self.store.states.num_slots,
         )  # fmt: skip
 
     def begin(self, step: Step, state: list[mx.array]) -> "KernelStepAttention":
@@ -163,6 +165,11 @@ class KernelStepAttention:
         self.attention, self.step, self.store = attention, step, attention.store
         self.plan: PagedPlan = step.plan
         self.token = token
+
+    @property
+    def recurrence(self) -> KernelRecurrence:
+        assert self.plan.recurrent is not None, "a step without recurrent states"
+        return KernelRecurrence(self.store.states, self.plan.recurrent, self)
 
     @property
     def state(self) -> list[mx.array]:

@@ -14,6 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan
+from vllm_metal_lite.recurrence.kernels import SegmentPlan
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class PagedPlan:
     leader (1,), prefix_lens (num_decodes,): the CommonPrefix, or None.  own_plans: as decode_plans,
     for the keys after the prefix.
     prompts: None in a step of only decodes.
+    recurrent: the segments of recurrent layers, or None.
     """
 
     num_decodes: int
@@ -43,6 +45,7 @@ class PagedPlan:
     leader: mx.array | None = None
     prefix_lens: mx.array | None = None
     own_plans: Mapping[int, DecodePlan] = field(default_factory=dict)
+    recurrent: SegmentPlan | None = None
 
     @property
     def repeats(self) -> bool:
@@ -59,10 +62,11 @@ class PagedPlan:
             self.leader,
             self.prefix_lens,
             prompts,
+            self.recurrent and self.recurrent.arrays,
         )
 
     def with_arrays(self, arrays: Arrays) -> "PagedPlan":
-        positions, block_tables, seq_lens, leader, prefix_lens, of_prompts = arrays
+        positions, block_tables, seq_lens, leader, prefix_lens, of_prompts, of_segments = arrays
         return replace(
             self,
             positions=positions,
@@ -71,6 +75,7 @@ class PagedPlan:
             leader=leader,
             prefix_lens=prefix_lens,
             prompts=self.prompts and self.prompts.with_arrays(of_prompts),
+            recurrent=self.recurrent and self.recurrent.with_arrays(of_segments),
         )
 
 
@@ -84,9 +89,11 @@ def plan_step(
     *,
     splits: bool,
     writes_late: bool,
+    num_state_slots: int = 0,
 ) -> Step:
     """decodes: `batch` itself, `batch.as_decodes()` or `batch.as_prompts()`.  splits: contexts may
-    be cut.  writes_late: attention may write rows.
+    be cut.  writes_late: attention may write rows.  num_state_slots: of the pool of recurrent
+    states; 0: there is none.
     """
     count = decodes.num_decodes
     writes_late = writes_late and prompts is None and decodes is batch and not batch.reads_new_rows
@@ -98,14 +105,24 @@ def plan_step(
     )
     if count:
         plan = _with_decodes(plan, decodes, prefix, kv_heads, splits)
+    if num_state_slots:
+        plan = replace(plan, recurrent=_segments(batch, num_rows, num_state_slots))
     if not plan.repeats:
         return make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS)
     num_logits = _num_logits(batch, count, prompts is not None)
     step = make_step(batch, num_rows, plan, num_slots=MIN_ELEMENTS, num_logits=num_logits)
     shapes = [None if a is None else tuple(a.shape) for a in backend.leaves(step.arrays)]
     plans = *plan.decode_plans.values(), *plan.own_plans.values()
-    variant = plan.num_decodes, plan.writes_late, plan.prefix_len, *plans, *shapes
+    longest = plan.recurrent and plan.recurrent.max_seqlen
+    variant = plan.num_decodes, plan.writes_late, plan.prefix_len, longest, *plans, *shapes
     return replace(step, variant=variant)
+
+
+def _segments(batch: ForwardBatch, num_rows: int, num_slots: int) -> SegmentPlan:
+    """The segments of recurrent layers, their number rounded so that shapes repeat."""
+    prompts = batch.num_segments - batch.num_decodes
+    count = batch.num_decodes + power_of_two(prompts) if prompts else num_rows
+    return SegmentPlan.plan(batch, num_rows, count, num_slots)
 
 
 def _with_decodes(

@@ -14,6 +14,7 @@ from vllm_metal_lite.attention.sdpa.run import run_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class ReferenceStepAttention:
     def __init__(self, store: PagedStore, step: Step) -> None:
         self.store, self.step = store, step
         self.plan: ReferencePlan = step.plan
+        self.recurrence = ReferenceRecurrence(store.states, step.batch, step.num_rows)
 
     @property
     def state(self) -> list[mx.array]:

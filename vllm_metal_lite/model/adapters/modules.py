@@ -14,6 +14,7 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.adapters import latent
 from vllm_metal_lite.model.seam.layer_cache import KVHandle, PagedLayerCache
+from vllm_metal_lite.model.seam.recurrent import ShortConv
 
 
 def _project(attention: nn.Module, x: mx.array) -> Iterator[mx.array]:
@@ -99,6 +100,7 @@ _ADAPTERS: dict[type[nn.Module], type[nn.Module]] = {
     llama4.Attention: Llama4Attention,
     llama4.LlamaModel: Llama4Body,
     DynamicNTKScalingRoPE: DynamicRoPE,
+    nn.Conv1d: ShortConv,
     **latent.ADAPTERS,
 }
 

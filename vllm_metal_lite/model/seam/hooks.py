@@ -4,10 +4,14 @@
 modules differ in how they call SDPA, but all use that name.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
+
+import mlx.nn as nn
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -34,10 +38,18 @@ def hooked(hooks: Sequence[Hook]) -> Iterator[None]:
             setattr(owner, name, function)
 
 
+def namespaces(model: nn.Module, function: Callable) -> list[ModuleType]:
+    """The Python modules that define parts of a model and hold `function` under its own name."""
+    parts = {type(module) for _, module in model.named_modules()}
+    names = {base.__module__ for part in parts for base in part.__mro__}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    return [m for m in modules if getattr(m, function.__name__, None) is function]
+
+
 @contextmanager
-def building() -> Iterator[None]:
-    """Held while a packed forward is built."""
-    with _LOCK, hooked(_hooks()):
+def building(hooks: Sequence[Hook] = ()) -> Iterator[None]:
+    """Held while a packed forward is built.  hooks: beside those of attention."""
+    with _LOCK, hooked([*_hooks(), *hooks]):
         yield
 
 

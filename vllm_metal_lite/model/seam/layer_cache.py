@@ -13,7 +13,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.seam.placeholders import KVHandle, LatentScores, Mask, ValueHandle
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.model.sequences.runs import PackedCache, Run, SequenceStep
+from vllm_metal_lite.model.sequences.runs import PackedCache, SequenceStep
+from vllm_metal_lite.recurrence.runs import Run
 
 
 class PagedLayerCache(PackedCache):

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.model.sequences.runs import Run, SequenceStep
+from vllm_metal_lite.model.sequences.runs import SequenceStep
+from vllm_metal_lite.recurrence.runs import Run
 
 _POISON_SHAPE = (0, 7919)
 

@@ -16,7 +16,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.model.sequences.runs import Run
+from vllm_metal_lite.recurrence.runs import Run
 
 NATIVE_TYPES = (KVCache, RotatingKVCache, ChunkedKVCache)
 

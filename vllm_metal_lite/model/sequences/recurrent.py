@@ -1,8 +1,8 @@
 """The cache of a recurrent layer during a packed forward.
 
-Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their state in an
-`ArraysCache` of a few arrays (B, ...).  Modules that use the state see sequences (runs.py), with
-all decodes as one batch.  The store keeps the states by seat (kv/recurrent_state.py).
+Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their states in an
+`ArraysCache` of a few arrays (B, ...).  Modules that work on packed rows get handles for the arrays
+(seam/recurrent.py).  Modules that see sequences get the arrays, a run at a time (runs.py).
 """
 
 from typing import Any
@@ -10,29 +10,71 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.model.sequences.runs import PackedCache, Run, SequenceStep
+from vllm_metal_lite.kv.states import Key
+from vllm_metal_lite.model.sequences.runs import PackedCache, SequenceStep
+from vllm_metal_lite.recurrence.base import StepRecurrence
+from vllm_metal_lite.recurrence.runs import Run
+
+# Arrays of this absurd shape fail if a module computes with them.
+_POISON_SHAPE = (0, 7919)
+
+
+class StateHandle(mx.array):
+    """Stands for one state of a recurrent layer."""
+
+    def __init__(self, key: Key, recurrence: StepRecurrence) -> None:
+        super().__init__(mx.zeros(_POISON_SHAPE))
+        self.key, self.recurrence = key, recurrence
 
 
 class StateCache(PackedCache):
-    """Stands for one recurrent layer's states; modules that see sequences get real ones."""
+    """Stands for one recurrent layer's states.
 
-    def __init__(self, layer: int, size: int, sequences: SequenceStep | None) -> None:
-        self.layer, self.size, self.sequences = layer, size, sequences
+    recurrence: of modules that work on packed rows; None if modules see sequences.
+    """
+
+    lengths = None  # no row is padding, so mlx-lm masks nothing
+
+    def __init__(
+        self,
+        layer: int,
+        size: int,
+        recurrence: StepRecurrence | None,
+        sequences: SequenceStep | None,
+    ) -> None:
+        self.layer, self.size = layer, size
+        self.recurrence, self.sequences = recurrence, sequences
 
     def make_mask(self, num_tokens: int) -> None:
         """No row of a run is padding, so nothing is masked."""
 
+    # For modules that work on packed rows
+
+    def __getitem__(self, index: int) -> StateHandle:
+        if index >= self.size:
+            raise IndexError(index)
+        if self.recurrence is None:
+            raise NotImplementedError("a recurrent state outside the modules that use states")
+        return StateHandle((self.layer, index), self.recurrence)
+
+    def __setitem__(self, index: int, state: mx.array) -> None:
+        """The recurrence has written the state."""
+
+    def advance(self, num_tokens: int) -> None:
+        """Positions are those of the rows."""
+
+    # For modules that see sequences
+
     def native(self, run: Run, steps: SequenceStep) -> ArraysCache:
         cache = ArraysCache(self.size)
-        states: list[Any] = [steps.states.get(run.index, (self.layer, i)) for i in range(self.size)]
+        states: list[Any] = [steps.states.get(run, (self.layer, i)) for i in range(self.size)]
         cache.cache = states
         self._before = list(states)
         return cache
 
     def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
-        for slot, (old, new) in enumerate(zip(self._before, native.cache, strict=True)):
-            if new is old and (old is None or steps.states.has(run.index, (self.layer, slot))):
-                continue  # for example, another module's slot
-            # A view of a chunk's last rows would keep the whole chunk alive.
-            new = mx.contiguous(new) if run.length > 1 else new
-            steps.states.set(run.index, (self.layer, slot), new)
+        for index, (old, new) in enumerate(zip(self._before, native.cache, strict=True)):
+            key = self.layer, index
+            if new is old and (old is None or steps.states.has(run, key)):
+                continue  # for example, another module's state
+            steps.states.set(run, key, new)

@@ -1,75 +1,23 @@
 """Runs modules that must see sequences inside a packed forward.
 
-A recurrent layer's rows depend on each other, so the layer cannot take packed rows (N, 1, ...).
-Such a module is called once per *run*: segments of one length, as (B, L, ...), with the caches that
-mlx-lm itself would pass.  All decodes form one run.  The rest of the model still sees packed rows.
+Some recurrent layers compute with their states in ways that `recurrence/` does not know: Mamba 1,
+RWKV 7, lightning attention, n-gram contexts.  Such a module is called once per *run*
+(recurrence/runs.py): segments of one length, as (B, L, ...), with the caches that mlx-lm itself
+would pass.  All decodes form one run.  The rest of the model still sees packed rows.
 
 Attention that the seam cannot handle (computed without SDPA, for example) uses the same path.
 Then each segment is its own run, with its context gathered from the store (kv_segments.py).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
-import numpy as np
 
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.kv.recurrent_state import SeatStates
-
-# A state may grow during a request's first tokens (an n-gram's context does), and states of
-# different shapes cannot be batched.  Up to this position, segments batch only at equal positions.
-_SETTLED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Segments of one length.
-
-    segments (B,): indices of the segments.  rows (B, L): their rows in the step.  seats: B seats.
-    start: tokens before the first segment's first row; 0 for one segment means 0 for all.
-    """
-
-    index: int
-    segments: np.ndarray
-    rows: np.ndarray
-    seats: tuple[int, ...]
-    start: int
-
-    @property
-    def fresh(self) -> bool:
-        return self.start == 0
-
-    @property
-    def length(self) -> int:
-        return self.rows.shape[1]
-
-
-def plan_runs(batch: ForwardBatch, alone: bool) -> list[Run]:
-    """Split a step into runs that cover every row once.  alone: one segment per run."""
-    cu = batch.cu_seqlens_q
-    lengths = np.diff(cu)
-    starts = batch.seq_lens - lengths
-    if alone:
-        groups = [np.array([s]) for s in range(len(lengths))]
-    else:
-        keys = np.stack([lengths, np.minimum(starts, _SETTLED)])
-        order = np.lexsort(keys[::-1])
-        edges = np.flatnonzero((np.diff(keys[:, order]) != 0).any(axis=0)) + 1
-        groups = np.split(order, edges)
-    return [
-        Run(
-            index,
-            group,
-            cu[group][:, None] + np.arange(lengths[group[0]], dtype=np.int32),
-            tuple(batch.req_indices[group].tolist()),
-            int(starts[group[0]]),
-        )
-        for index, group in enumerate(groups)
-    ]
+from vllm_metal_lite.kv.states import StatePool
+from vllm_metal_lite.recurrence.runs import Rows, Run, RunStates, plan_runs
 
 
 class SequenceStep:
@@ -78,15 +26,11 @@ class SequenceStep:
     alone: each segment is a run, because attention reads the store.
     """
 
-    def __init__(self, step: Step, states: SeatStates, alone: bool) -> None:
+    def __init__(self, step: Step, pool: StatePool, alone: bool) -> None:
         self.step, self.alone = step, alone
         self.runs = plan_runs(step.batch, alone)
-        self.states = states.begin([(r.seats, r.fresh) for r in self.runs])
-        self._rows = [_index(r.rows.ravel()) for r in self.runs]
-        order = np.concatenate([r.rows.ravel() for r in self.runs])
-        self._place = None
-        if (order != np.arange(len(order))).any():
-            self._place = mx.array(np.argsort(order).astype(np.int32))
+        self.states = RunStates(pool)
+        self._rows = Rows(self.runs, step.num_rows)
 
     def to_sequences(self, x: mx.array, run: Run) -> mx.array | int:
         """Packed rows (N, 1, ...) or (N, H, 1, D) of a run as (B, L, ...) or (B, H, L, D).
@@ -101,11 +45,10 @@ class SequenceStep:
             return x
         if x.ndim == 1:
             return x[mx.array(run.rows[:, 0])]
-        count, length = run.rows.shape
-        rows = x[self._rows[run.index]]
+        rows = self._rows.take(x, run)
         if axis == 1:
-            return rows.reshape(count, length, *shape[2:])
-        return rows.reshape(count, length, shape[1], shape[3]).swapaxes(1, 2)
+            return rows.squeeze(2)
+        return rows.squeeze(3).swapaxes(1, 2)
 
     def to_rows(self, parts: Sequence[Any]) -> Any:
         """A module's results for all runs, (B, L, ...) or (B, H, L, D), as packed rows."""
@@ -120,21 +63,7 @@ class SequenceStep:
 
     def pack(self, parts: Sequence[mx.array]) -> mx.array:
         """Rows of the runs, (B * L, ...) each, in the order of the step, padded to its rows."""
-        joined = parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
-        if self._place is not None:
-            joined = joined[self._place]
-        missing = self.step.num_rows - len(joined)
-        if missing:
-            joined = mx.concatenate([joined, mx.zeros((missing, *joined.shape[1:]), joined.dtype)])
-        return joined
-
-
-def _index(rows: np.ndarray) -> slice | mx.array:
-    """An index for these rows: a slice, which copies nothing, if the rows are contiguous."""
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first + 1 == len(rows) and (np.diff(rows) == 1).all():
-        return slice(first, last + 1)
-    return mx.array(rows)
+        return self._rows.pack(parts)
 
 
 class PackedCache:

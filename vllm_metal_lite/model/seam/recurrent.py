@@ -1,0 +1,178 @@
+"""The seam of recurrent layers: mlx-lm's modules, unmodified, over packed rows.
+
+mlx-lm's recurrent layers differ in their projections and norms, but share three operations:
+
+    conv1d(concatenate([state, rows], axis=1))     a depthwise convolution, mostly followed by SiLU
+    gated_delta_update(q, k, v, ..., state)        qwen3_next, qwen3_5, olmo_hybrid, kimi, ...
+    ssm_update(x, A_log, B, C, ..., state)         mamba2, nemotron_h, granite, falcon_h1, plamo2
+
+A state is a StateHandle of the layer's cache.  An operation that receives one continues the states
+of all segments (recurrence/).  Any other use of a handle fails, and the trial at load then shows
+these modules sequences instead.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models import gated_delta, ssm
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
+from vllm_metal_lite.model.sequences.recurrent import StateHandle
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
+
+
+class ConvInput(mx.array):
+    """Stands for the rows (N, 1, C) of a convolution behind those that `state` carries.
+
+    activated: takes the result if it includes SiLU.
+    """
+
+    def __init__(self, state: StateHandle, rows: mx.array, activated: list[mx.array]) -> None:
+        super().__init__(state)
+        self.state, self.rows, self.activated = state, rows, activated
+
+    def __getitem__(self, index: Any) -> "ConvInput":
+        """The rows to carry, which the recurrence keeps."""
+        return self
+
+
+class ShortConv(nn.Conv1d):
+    """A convolution that takes a ConvInput.
+
+    silu: whether the model applies SiLU to the result, as seen while the model ran natively.
+    results: takes (convolution, result) of native calls; None: nobody watches.
+    """
+
+    silu = False
+    results: list[tuple["ShortConv", mx.array]] | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if isinstance(x, ConvInput):
+            return self._packed(x)
+        y = super().__call__(x)
+        if ShortConv.results is not None:
+            ShortConv.results.append((self, y))
+        return y
+
+    def _packed(self, x: ConvInput) -> mx.array:
+        weight, channels = self.weight, x.rows.shape[-1]
+        plain = (self.stride, self.padding, self.dilation, self.groups) == (1, 0, 1, channels)
+        if not plain or x.rows.shape[1] != 1:
+            raise NotImplementedError("a convolution that is not depthwise, causal and dense")
+        conv = CausalConv(x.rows.squeeze(1), weight, self.get("bias"), self.silu)
+        y = x.state.recurrence.causal_conv(x.state.key, conv)[:, None]
+        if self.silu:
+            x.activated.append(y)
+        return y
+
+
+@contextmanager
+def noting_silu() -> Iterator[None]:
+    """While held, note which convolutions of a native forward are followed by SiLU."""
+    results: list[tuple[ShortConv, mx.array]] = []
+    original = nn.silu
+
+    def silu(x: mx.array) -> mx.array:
+        for conv, y in results:
+            if y is x:
+                conv.silu = True
+        return original(x)
+
+    ShortConv.results = results
+    try:
+        with hooked([(nn, "silu", silu)]):
+            yield
+    finally:
+        ShortConv.results = None
+
+
+class RecurrentHooks:
+    """The functions of mlx-lm that a packed forward replaces.  They depend on the model only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        replaced = (
+            (gated_delta.gated_delta_update, _gated_delta),
+            (ssm.ssm_update, _state_space),
+        )
+        self._by_name: list[Hook] = [
+            (module, original.__name__, function(original))
+            for original, function in replaced
+            for module in namespaces(model, original)
+        ]
+
+    def __call__(self) -> Sequence[Hook]:
+        """The hooks of one forward."""
+        activated: list[mx.array] = []
+        return [
+            (mx, "concatenate", _concatenate(mx.concatenate, activated)),
+            (nn, "silu", _silu(nn.silu, activated)),
+            *self._by_name,
+        ]
+
+
+def _concatenate(original: Callable, activated: list[mx.array]) -> Callable:
+    def concatenate(arrays: Sequence[mx.array], *args: Any, **kwargs: Any) -> mx.array:
+        if arrays and type(arrays[0]) is StateHandle:
+            state, rows = arrays
+            return ConvInput(state, rows, activated)
+        return original(arrays, *args, **kwargs)
+
+    return concatenate
+
+
+def _silu(original: Callable, activated: list[mx.array]) -> Callable:
+    def silu(x: mx.array) -> mx.array:
+        return x if any(x is y for y in activated) else original(x)
+
+    return silu
+
+
+def _gated_delta(original: Callable) -> Callable:
+    def gated_delta_update(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        a: mx.array,
+        b: mx.array,
+        A_log: mx.array,
+        dt_bias: mx.array,
+        state: Any = None,
+        mask: Any = None,
+        **how: Any,
+    ) -> tuple[mx.array, Any]:
+        if type(state) is not StateHandle:
+            return original(q, k, v, a, b, A_log, dt_bias, state, mask, **how)
+        how.pop("use_kernel", None)
+        rows = (x.squeeze(1) for x in (q, k, v, a, b))
+        delta = GatedDelta(*rows, A_log, dt_bias, **how)
+        return state.recurrence.gated_delta(state.key, delta)[:, None], state
+
+    return gated_delta_update
+
+
+def _state_space(original: Callable) -> Callable:
+    def ssm_update(
+        hidden_states: mx.array,
+        A_log: mx.array,
+        B: mx.array,
+        C: mx.array,
+        D: mx.array,
+        dt: mx.array,
+        dt_bias: mx.array,
+        state: Any = None,
+        time_step_limit: tuple[float, float] = StateSpace.time_step_limit,
+        mask: Any = None,
+        lengths: Any = None,
+    ) -> tuple[mx.array, Any]:
+        if type(state) is not StateHandle:
+            return original(
+                hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
+            )
+        x, b, c, dt = (rows.squeeze(1) for rows in (hidden_states, B, C, dt))
+        update = StateSpace(x, A_log, b, c, D, dt, dt_bias, tuple(time_step_limit))
+        return state.recurrence.state_space(state.key, update)[:, None], state
+
+    return ssm_update

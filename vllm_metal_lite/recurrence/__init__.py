@@ -1,0 +1,1 @@
+"""Recurrent layers over packed rows: short convolutions and linear recurrences."""

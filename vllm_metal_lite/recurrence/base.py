@@ -1,0 +1,96 @@
+"""The interface of recurrent layers over packed rows, and what mlx-lm's layers ask of it.
+
+Rows are those of a packed step, (N, ...).  Each segment continues its own state, which `key` names
+in the store's pool.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
+from mlx_lm.models.ssm import compute_dt
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kv.states import Key
+
+
+@dataclass(frozen=True)
+class CausalConv:
+    """A depthwise causal convolution.  x: (N, C).  weight: (C, K, 1).  bias: (C,) or None.
+
+    silu: apply SiLU to the result.
+    """
+
+    x: mx.array
+    weight: mx.array
+    bias: mx.array | None
+    silu: bool
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """The gated delta rule, with the arguments of mlx-lm's `gated_delta_update`.
+
+    q, k: (N, Hk, Dk), normalised.  v: (N, Hv, Dv).  a: (N, Hv), or (N, Hv, Dk) for a gate per
+    column of the state.  b: (N, Hv).  A_log, dt_bias: as a, without N; A_log may broadcast.
+    """
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    a: mx.array
+    b: mx.array
+    A_log: mx.array
+    dt_bias: mx.array
+    lower_bound: float | None = None
+    allow_neg_eigval: bool = False
+
+    @property
+    def gates(self) -> mx.array:
+        """Factors of the state, of the shape of a, float32."""
+        if self.lower_bound is None:
+            gates = compute_g(self.A_log, self.a, self.dt_bias)
+        else:
+            gates = compute_lower_bound_g(self.A_log, self.a, self.dt_bias, self.lower_bound)
+        return gates.astype(mx.float32)
+
+    @property
+    def beta(self) -> mx.array:
+        """How much of each row goes into the state, (N, Hv)."""
+        beta = mx.sigmoid(self.b)
+        return beta * 2.0 if self.allow_neg_eigval else beta
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Mamba 2's state space update, with the arguments of mlx-lm's `ssm_update`.
+
+    x: (N, H, P).  b, c: (N, G, D).  dt: (N, H), before its bias.  A_log, d, dt_bias: (H,).
+    """
+
+    x: mx.array
+    A_log: mx.array
+    b: mx.array
+    c: mx.array
+    d: mx.array
+    dt: mx.array
+    dt_bias: mx.array
+    time_step_limit: tuple[float, float] = (0.001, 100.0)
+
+    @property
+    def time_steps(self) -> mx.array:
+        """dt after its bias, softplus and limits, (N, H) float32."""
+        return compute_dt(self.dt, self.dt_bias, self.time_step_limit)
+
+
+class StepRecurrence(Protocol):
+    """One step's pass over the recurrent layers of a model.  Each state is used once."""
+
+    def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
+        """The convolution's rows, (N, C)."""
+
+    def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
+        """The rule's rows, (N, Hv, Dv)."""
+
+    def state_space(self, key: Key, update: StateSpace) -> mx.array:
+        """The update's rows, (N, H, P)."""

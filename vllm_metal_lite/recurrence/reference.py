@@ -1,0 +1,78 @@
+"""Recurrent layers in MLX operations: runs on every backend; the oracle for kernels.
+
+Each run of a step (runs.py) is one call of mlx-lm's own function, with a batch of states.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+
+import mlx.nn as nn
+from mlx_lm.models.gated_delta import gated_delta_update
+from mlx_lm.models.ssm import ssm_update
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.kv.states import Key, StatePool
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
+from vllm_metal_lite.recurrence.runs import Rows, Run, RunStates, plan_runs
+
+# (state (B, ...) or None, rows (B, L, ...), ...) -> (rows (B, L, ...), state (B, ...))
+Advance = Callable[..., tuple[mx.array, mx.array]]
+
+
+class ReferenceRecurrence:
+    """See StepRecurrence."""
+
+    def __init__(self, pool: StatePool, batch: ForwardBatch, num_rows: int) -> None:
+        self.pool, self.batch, self.num_rows = pool, batch, num_rows
+
+    @cached_property
+    def _plan(self) -> tuple[list[Run], Rows]:
+        runs = plan_runs(self.batch)
+        return runs, Rows(runs, self.num_rows)
+
+    def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
+        channels, size, _ = conv.weight.shape
+
+        def advance(state: mx.array | None, x: mx.array) -> tuple[mx.array, mx.array]:
+            if state is None:
+                state = mx.zeros((len(x), size - 1, channels), x.dtype)
+            x = mx.concatenate([state, x], axis=1)
+            return mx.conv1d(x, conv.weight, groups=channels), x[:, 1 - size :]
+
+        y = self._scan(key, advance, conv.x)
+        y = y if conv.bias is None else y + conv.bias
+        return nn.silu(y) if conv.silu else y
+
+    def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
+        def advance(state: mx.array | None, *rows: mx.array) -> tuple[mx.array, mx.array]:
+            return gated_delta_update(
+                *rows, delta.A_log, delta.dt_bias, state,
+                lower_bound=delta.lower_bound, allow_neg_eigval=delta.allow_neg_eigval,
+            )  # fmt: skip
+
+        return self._scan(key, advance, delta.q, delta.k, delta.v, delta.a, delta.b)
+
+    def state_space(self, key: Key, update: StateSpace) -> mx.array:
+        u = update
+
+        def advance(
+            state: mx.array | None, x: mx.array, b: mx.array, c: mx.array, dt: mx.array
+        ) -> tuple[mx.array, mx.array]:
+            return ssm_update(
+                x, u.A_log, b, c, u.d, dt, u.dt_bias, state, u.time_step_limit
+            )  # fmt: skip
+
+        return self._scan(key, advance, u.x, u.b, u.c, u.dt)
+
+    def _scan(self, key: Key, advance: Advance, *rows: mx.array) -> mx.array:
+        """Packed rows (N, ...) through all runs, in order, each with its states."""
+        runs, packed = self._plan
+        states, parts = RunStates(self.pool), []
+        for run in runs:
+            taken = (packed.take(x, run) for x in rows)
+            y, state = advance(states.get(run, key), *taken)
+            states.set(run, key, state)
+            parts.append(y.reshape(-1, *y.shape[2:]))
+        states.commit()
+        return packed.pack(parts)

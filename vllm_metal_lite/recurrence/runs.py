@@ -1,0 +1,161 @@
+"""A packed step as runs of sequences, for MLX operations that take (B, L, ...).
+
+The rows of a recurrent layer depend on each other.  So segments of one length form a *run*; all
+decodes are one run.  A segment is cut at its checkpoints, and its parts run one after another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.kv.states import Key, StatePool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """B parts of segments, all of length L.
+
+    segments (B,): indices of the segments.  rows (B, L): their rows in the step.  start: tokens
+    before the first part's first row.  initial_slots, final_slots (B,): as in ForwardBatch; a run
+    has either no initial slots or B.  part: how many parts of the same segments run before.
+    """
+
+    index: int
+    segments: np.ndarray
+    rows: np.ndarray
+    start: int
+    initial_slots: np.ndarray | None
+    final_slots: np.ndarray
+    part: int
+
+    @property
+    def length(self) -> int:
+        return self.rows.shape[1]
+
+
+def plan_runs(batch: ForwardBatch, alone: bool = False) -> list[Run]:
+    """Split a step into runs that cover every row once, in an order that respects parts.
+
+    alone: one segment per run.
+    """
+    segments, part, begins, ends, initial, final = _parts(batch)
+    lengths, fresh = ends - begins, initial == EMPTY_SLOT
+    keys = np.stack([part, lengths, ~fresh] + ([segments] if alone else []))
+    order = np.lexsort(keys[::-1])
+    edges = np.flatnonzero((np.diff(keys[:, order]) != 0).any(axis=0)) + 1
+    starts = batch.seq_lens[segments] - batch.cu_seqlens_q[segments + 1] + begins
+    return [
+        Run(
+            index,
+            segments[group],
+            begins[group][:, None] + np.arange(lengths[group[0]], dtype=np.int32),
+            int(starts[group[0]]),
+            None if fresh[group[0]] else initial[group],
+            final[group],
+            int(part[group[0]]),
+        )
+        for index, group in enumerate(np.split(order, edges))
+    ]
+
+
+def _parts(batch: ForwardBatch) -> tuple[np.ndarray, ...]:
+    """(segments, part, begins, ends, initial, final), one entry for each part of a segment."""
+    count = batch.num_segments
+    if not len(batch.checkpoints):
+        cu, numbers = batch.cu_seqlens_q, np.arange(count)
+        nones = np.zeros(count, np.int64)
+        return numbers, nones, cu[:-1], cu[1:], batch.initial_slots, batch.final_slots
+    found = []
+    for s in range(count):
+        inside = sorted(batch.checkpoints[batch.checkpoints[:, 0] == s, 1:].tolist())
+        begin, slot = int(batch.cu_seqlens_q[s]), int(batch.initial_slots[s])
+        last = int(batch.cu_seqlens_q[s + 1]), int(batch.final_slots[s])
+        for part, (end, to) in enumerate([*inside, last]):
+            found.append((s, part, begin, end, slot, to))
+            begin, slot = end, to
+    return tuple(np.array(found, np.int32).T)
+
+
+class RunStates:
+    """The states that the runs of one step read and write.  The pool changes at `commit`."""
+
+    def __init__(self, pool: StatePool) -> None:
+        self._pool = pool
+        self._new: dict[Key, list[tuple[Run, mx.array]]] = {}
+
+    def get(self, run: Run, key: Key) -> mx.array | None:
+        """The states (B, ...) before a run; None: zeros."""
+        if run.initial_slots is None:
+            return None
+        if run.part == 0:
+            return self._pool[key][mx.array(run.initial_slots)]
+        at = {
+            slot: state[i : i + 1]
+            for earlier, state in self._new[key]
+            for i, slot in enumerate(earlier.final_slots.tolist())
+        }
+        return mx.concatenate([at[slot] for slot in run.initial_slots.tolist()])
+
+    def has(self, run: Run, key: Key) -> bool:
+        """Whether the states after a run are known."""
+        return any(known is run for known, _ in self._new.get(key, ()))
+
+    def set(self, run: Run, key: Key, state: mx.array) -> None:
+        """Keep the states (B, ...) after a run."""
+        missing = self._pool[key].shape[1:] != state.shape[1:]
+        self._new.setdefault(key, []).append((run, self._grown(key, state) if missing else state))
+
+    def _grown(self, key: Key, state: mx.array) -> mx.array:
+        """A state with zeros in front: an n-gram's context grows with a request's first tokens."""
+        shape = self._pool[key].shape[1:]
+        front = [(full - now, 0) for full, now in zip(shape, state.shape[1:], strict=True)]
+        return mx.pad(state, [(0, 0), *front])
+
+    def commit(self) -> None:
+        """Write the new states to the pool, once for each state, behind all that reads it."""
+        for key, parts in self._new.items():
+            slots = np.concatenate([run.final_slots for run, _ in parts]).astype(np.int32)
+            self._pool.write(key, mx.array(slots), joined([state for _, state in parts]))
+        self._new = {}
+
+
+class Rows:
+    """Converts packed rows to the sequences of runs, and back."""
+
+    def __init__(self, runs: Sequence[Run], num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._index = [_index(run.rows.ravel()) for run in runs]
+        order = np.concatenate([run.rows.ravel() for run in runs])
+        self._place = None
+        if (order != np.arange(len(order))).any():
+            self._place = mx.array(np.argsort(order).astype(np.int32))
+
+    def take(self, x: mx.array, run: Run) -> mx.array:
+        """Rows (N, ...) of a run as (B, L, ...)."""
+        return x[self._index[run.index]].reshape(*run.rows.shape, *x.shape[1:])
+
+    def pack(self, parts: Sequence[mx.array]) -> mx.array:
+        """Rows of the runs, (B * L, ...) each, in the order of the step, padded to its rows."""
+        rows = joined(parts)
+        if self._place is not None:
+            rows = rows[self._place]
+        missing = self.num_rows - len(rows)
+        if missing:
+            rows = mx.concatenate([rows, mx.zeros((missing, *rows.shape[1:]), rows.dtype)])
+        return rows
+
+
+def joined(parts: Sequence[mx.array]) -> mx.array:
+    """The parts behind one another along the first axis."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+
+
+def _index(rows: np.ndarray) -> slice | mx.array:
+    """Consecutive rows as a slice, which copies nothing."""
+    first, count = int(rows[0]), len(rows)
+    if (rows == np.arange(first, first + count)).all():
+        return slice(first, first + count)
+    return mx.array(rows)
