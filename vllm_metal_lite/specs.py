@@ -55,11 +55,55 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class ConvShape:
+    """A causal depthwise convolution of a recurrent layer, apart from the batch."""
+
+    channels: int
+    kernel_size: int
+    dtype: mx.Dtype
+    bias: bool = False
+    silu: bool = True
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("mlx.core.")
+        text = f"convolution of {self.kernel_size} over {self.channels} channels {dtype}"
+        text += ", bias" if self.bias else ""
+        return text + (", SiLU" if self.silu else "")
+
+
+@dataclass(frozen=True)
+class LinearRecurrenceShape:
+    """A recurrence with a state (v_heads, v_dim, k_dim) per request, apart from the batch.
+
+    delta: the gated delta rule; otherwise Mamba 2's state space update, which calls k_heads groups.
+    vector: a gate per column of the state, not per head.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: mx.Dtype
+    delta: bool = True
+    vector: bool = False
+
+    def __str__(self) -> str:
+        kind = "gated delta rule" if self.delta else "state space update"
+        dtype = str(self.dtype).removeprefix("mlx.core.")
+        text = f"{kind}, {self.v_heads}/{self.k_heads} heads of {self.v_dim}x{self.k_dim} {dtype}"
+        return text + (", vector gates" if self.vector else "")
+
+
+RecurrentShape = ConvShape | LinearRecurrenceShape
+
+
+@dataclass(frozen=True)
 class KernelUse:
     """What one model asks of the kernels.
 
     hidden_sizes: elements of the rows whose residual sum is normalised.  weights: (outputs, depth)
     of the linear layers that `skinny_gemm` could serve.  shares_prefix: requests may share blocks.
+    recurrences: of the recurrent layers that work on packed rows.
     """
 
     shapes: tuple[AttentionShape, ...]
@@ -68,3 +112,4 @@ class KernelUse:
     hidden_sizes: tuple[int, ...] = ()
     weights: tuple[tuple[int, int], ...] = ()
     shares_prefix: bool = True
+    recurrences: tuple[RecurrentShape, ...] = ()

@@ -163,25 +163,24 @@ class ForwardBatch:
             self._validate_slots(num_state_slots)
 
     def _validate_slots(self, num_slots: int) -> None:
-        if not len(self.initial_slots) == len(self.final_slots) == self.num_segments:
+        initial, numbers = self.initial_slots, np.arange(self.num_segments)
+        if not len(initial) == len(self.final_slots) == self.num_segments:
             raise ValueError(
-                f"state slots for {len(self.final_slots)} of {self.num_segments} segments"
+                f"{self.num_segments} segments have {len(initial)} initial and "
+                f"{len(self.final_slots)} final state slots"
             )
         starts = self.seq_lens - np.diff(self.cu_seqlens_q)
-        if ((starts == 0) != (self.initial_slots == EMPTY_SLOT)).any():
+        if ((starts == 0) != (initial == EMPTY_SLOT)).any():
             raise ValueError("a segment must start without a state exactly at position 0")
         segments, rows, slots = self.checkpoints.T
         written = np.concatenate([self.final_slots, slots])
-        used = np.concatenate([self.initial_slots, written])
+        used = np.concatenate([initial, written])
         if used.min() < EMPTY_SLOT or written.min() < 0 or used.max() >= num_slots:
             raise ValueError(f"state slots point outside the pool of {num_slots}")
-        owners = np.concatenate([np.arange(self.num_segments), segments])
         if len(np.unique(written)) < len(written):
             raise ValueError("two states would be written to one slot")
-        shared = (self.initial_slots[:, None] == written) & (
-            owners != np.arange(self.num_segments)[:, None]
-        )
-        if shared.any():
+        owners = np.concatenate([numbers, segments])
+        if ((initial[:, None] == written) & (owners != numbers[:, None])).any():
             raise ValueError("a segment reads a state slot that another segment writes")
         first, end = self.cu_seqlens_q[segments], self.cu_seqlens_q[segments + 1]
         if ((rows <= first) | (rows >= end)).any():

@@ -3,12 +3,13 @@
 1. Attention and recurrent layers through the seam (seam/).
 2. If that fails, or the logits differ from the model's own: modules with recurrent states see
    sequences (sequences/recurrent.py).
-3. If that fails: attention one segment at a time too (sequences/kv_segments.py): slower, but general.
+3. If that fails: attention one segment at a time too (sequences/kv_segments.py): slower, but
+   general.
 4. If that also fails, ModelLoadError names the architecture and the reason.
 """
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
@@ -21,20 +22,23 @@ from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.trial import BLOCK, Trial
 from vllm_metal_lite.model.usage import Usage
-from vllm_metal_lite.specs import AttentionShape
+from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 
 logger = logging.getLogger(__name__)
 
 
 class _Observer(ReferenceAttention):
-    """Records the attention shapes of a model."""
+    """Records the shapes of a model's attention and recurrent layers."""
 
     def __init__(self, store: PagedStore) -> None:
         super().__init__(store)
         self.shapes: dict[AttentionShape, None] = {}
+        self.recurrences: dict[RecurrentShape, None] = {}
 
     def begin(self, step: Step, state: list[mx.array]) -> "_ObserverStep":
-        return _ObserverStep(self.store, step, self.shapes)
+        bound = _ObserverStep(self.store, step, self.shapes)
+        bound.recurrence.shapes = self.recurrences
+        return bound
 
 
 class _ObserverStep(ReferenceStepAttention):
@@ -52,10 +56,17 @@ class _ObserverStep(ReferenceStepAttention):
         return super().attend(layer, q, **how)
 
 
-def fit(
-    model: nn.Module, layout: Layout, model_type: str
-) -> tuple[PackedModel, list[AttentionShape], Usage]:
-    """The model, ready for packed steps, its attention shapes in the seam, and what else it uses.
+class Fit(NamedTuple):
+    """packed: the model, ready for packed steps.  The rest is what it asks of the seam."""
+
+    packed: PackedModel
+    shapes: list[AttentionShape]
+    recurrences: list[RecurrentShape]
+    usage: Usage
+
+
+def fit(model: nn.Module, layout: Layout, model_type: str) -> Fit:
+    """Try the forms of a model in turn; raises ModelLoadError if none fits.
 
     The trial also evaluates lazy arrays that are not parameters (RoPE's frequencies): MLX can
     evaluate them only in the thread that created them.
@@ -81,7 +92,7 @@ def fit(
         if problem is None:
             if packed.by_segment:
                 _warn_by_segment(packed.by_segment, model_type, last and last.is_unexpected)
-            return packed, list(attention.shapes), usage
+            return Fit(packed, list(attention.shapes), list(attention.recurrences), usage)
         last = problem
     assert last is not None
     raise ModelLoadError(f"the architecture {model_type} is not supported: {last.text}")

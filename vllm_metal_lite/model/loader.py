@@ -34,7 +34,7 @@ from vllm_metal_lite.model.fit import fit
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.usage import Usage, plain_weights
-from vllm_metal_lite.specs import AttentionShape, KernelUse
+from vllm_metal_lite.specs import AttentionShape, KernelUse, RecurrentShape
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
@@ -72,6 +72,7 @@ class LoadedModel:
     generation_config: dict[str, Any]
     attention_shapes: list[AttentionShape]
     kv_specs: list[LayerSpec]
+    recurrences: list[RecurrentShape]
     usage: Usage
     context_guess: str | None = None
 
@@ -104,6 +105,7 @@ class LoadedModel:
             tuple(self.usage.hidden_sizes),
             tuple((outputs, depth) for outputs, depth in weights),
             self.packed.no_prefix_cache is None,
+            tuple(self.recurrences),
         )
 
     @property
@@ -177,13 +179,13 @@ def from_model(
     adapt(model)
     layout = inspect(model, model_type)
     max_position, context_guess = context_length(model, config)
-    packed, shapes, usage = fit(model, layout, model_type)
+    fitted = fit(model, layout, model_type)
     weights = backend.leaves(model.parameters())
     eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
     return LoadedModel(
         name=name,
         model_type=model_type,
-        packed=packed,
+        packed=fitted.packed,
         tokenizer=tokenizer,
         vocab_size=layout.vocab_size,
         max_position=max_position,
@@ -192,8 +194,9 @@ def from_model(
         weight_bytes=sum(w.nbytes for w in weights),
         dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
         generation_config=_read_json(path / "generation_config.json") if path else {},
-        attention_shapes=shapes,
-        usage=usage,
+        attention_shapes=fitted.shapes,
+        recurrences=fitted.recurrences,
+        usage=fitted.usage,
         kv_specs=list(layout.specs),
         context_guess=context_guess,
     )

@@ -12,6 +12,7 @@ from mlx_lm.models.ssm import compute_dt
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.states import Key
+from vllm_metal_lite.specs import ConvShape, LinearRecurrenceShape
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class CausalConv:
     weight: mx.array
     bias: mx.array | None
     silu: bool
+
+    @property
+    def shape(self) -> ConvShape:
+        channels, size, _ = self.weight.shape
+        return ConvShape(channels, size, self.x.dtype, self.bias is not None, self.silu)
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,12 @@ class GatedDelta:
     dt_bias: mx.array
     lower_bound: float | None = None
     allow_neg_eigval: bool = False
+
+    @property
+    def shape(self) -> LinearRecurrenceShape:
+        (_, k_heads, k_dim), (_, v_heads, v_dim) = self.k.shape, self.v.shape
+        vector = self.a.ndim == 3
+        return LinearRecurrenceShape(k_heads, v_heads, k_dim, v_dim, self.v.dtype, vector=vector)
 
     @property
     def gates(self) -> mx.array:
@@ -76,6 +88,11 @@ class StateSpace:
     dt: mx.array
     dt_bias: mx.array
     time_step_limit: tuple[float, float] = (0.001, 100.0)
+
+    @property
+    def shape(self) -> LinearRecurrenceShape:
+        (_, groups, k_dim), (_, heads, v_dim) = self.b.shape, self.x.shape
+        return LinearRecurrenceShape(groups, heads, k_dim, v_dim, self.x.dtype, delta=False)
 
     @property
     def time_steps(self) -> mx.array:

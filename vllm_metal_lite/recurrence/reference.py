@@ -15,16 +15,18 @@ from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.states import Key, StatePool
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.runs import Rows, Run, RunStates, plan_runs
+from vllm_metal_lite.specs import RecurrentShape
 
 # (state (B, ...) or None, rows (B, L, ...), ...) -> (rows (B, L, ...), state (B, ...))
 Advance = Callable[..., tuple[mx.array, mx.array]]
 
 
 class ReferenceRecurrence:
-    """See StepRecurrence."""
+    """See StepRecurrence.  shapes: of the calls so far."""
 
     def __init__(self, pool: StatePool, batch: ForwardBatch, num_rows: int) -> None:
         self.pool, self.batch, self.num_rows = pool, batch, num_rows
+        self.shapes: dict[RecurrentShape, None] = {}
 
     @cached_property
     def _plan(self) -> tuple[list[Run], Rows]:
@@ -32,6 +34,7 @@ class ReferenceRecurrence:
         return runs, Rows(runs, self.num_rows)
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
+        self.shapes[conv.shape] = None
         channels, size, _ = conv.weight.shape
 
         def advance(state: mx.array | None, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -45,23 +48,28 @@ class ReferenceRecurrence:
         return nn.silu(y) if conv.silu else y
 
     def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
-        def advance(state: mx.array | None, *rows: mx.array) -> tuple[mx.array, mx.array]:
+        self.shapes[delta.shape] = None
+        d = delta
+
+        def advance(
+            state: mx.array | None, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array
+        ) -> tuple[mx.array, mx.array]:
             return gated_delta_update(
-                *rows, delta.A_log, delta.dt_bias, state,
-                lower_bound=delta.lower_bound, allow_neg_eigval=delta.allow_neg_eigval,
+                q, k, v, a, b, d.A_log, d.dt_bias, state,
+                lower_bound=d.lower_bound, allow_neg_eigval=d.allow_neg_eigval,
             )  # fmt: skip
 
-        return self._scan(key, advance, delta.q, delta.k, delta.v, delta.a, delta.b)
+        return self._scan(key, advance, d.q, d.k, d.v, d.a, d.b)
 
     def state_space(self, key: Key, update: StateSpace) -> mx.array:
+        self.shapes[update.shape] = None
         u = update
 
         def advance(
             state: mx.array | None, x: mx.array, b: mx.array, c: mx.array, dt: mx.array
         ) -> tuple[mx.array, mx.array]:
-            return ssm_update(
-                x, u.A_log, b, c, u.d, dt, u.dt_bias, state, u.time_step_limit
-            )  # fmt: skip
+            limit = u.time_step_limit
+            return ssm_update(x, u.A_log, b, c, u.d, dt, u.dt_bias, state, limit)
 
         return self._scan(key, advance, u.x, u.b, u.c, u.dt)
 

@@ -115,8 +115,9 @@ class RecurrentHooks:
 
 def _concatenate(original: Callable, activated: list[mx.array]) -> Callable:
     def concatenate(arrays: Sequence[mx.array], *args: Any, **kwargs: Any) -> mx.array:
-        if arrays and type(arrays[0]) is StateHandle:
-            state, rows = arrays
+        state = arrays[0] if arrays else None
+        if isinstance(state, StateHandle):
+            _, rows = arrays
             return ConvInput(state, rows, activated)
         return original(arrays, *args, **kwargs)
 
@@ -146,8 +147,8 @@ def _gated_delta(original: Callable) -> Callable:
         if type(state) is not StateHandle:
             return original(q, k, v, a, b, A_log, dt_bias, state, mask, **how)
         how.pop("use_kernel", None)
-        rows = (x.squeeze(1) for x in (q, k, v, a, b))
-        delta = GatedDelta(*rows, A_log, dt_bias, **how)
+        q, k, v, a, b = (x.squeeze(1) for x in (q, k, v, a, b))
+        delta = GatedDelta(q, k, v, a, b, A_log, dt_bias, **how)
         return state.recurrence.gated_delta(state.key, delta)[:, None], state
 
     return gated_delta_update
@@ -172,7 +173,8 @@ def _state_space(original: Callable) -> Callable:
                 hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
             )
         x, b, c, dt = (rows.squeeze(1) for rows in (hidden_states, B, C, dt))
-        update = StateSpace(x, A_log, b, c, D, dt, dt_bias, tuple(time_step_limit))
+        low, high = time_step_limit
+        update = StateSpace(x, A_log, b, c, D, dt, dt_bias, (low, high))
         return state.recurrence.state_space(state.key, update)[:, None], state
 
     return ssm_update
