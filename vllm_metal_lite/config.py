@@ -32,6 +32,7 @@ ENGINE_RULES = {
     "prefill_policy": choice(*PREFILL_POLICIES),
     "enable_prefix_caching": switch(),
     "memory_fraction": number(0, 1, above=True, optional=True),
+    "state_cache_gib": number(0, optional=True),
     "dtype": choice(*DTYPES),
     "kv_bits": choice(*KV_BITS, optional=True),
     "attention": choice(*ATTENTION),
@@ -49,6 +50,8 @@ class EngineConfig:
     long_prefill_token_threshold: most prompt tokens that one request gets in one step; 0 = no
     limit of its own.
     memory_fraction None: what is safe on the device (see `runner/memory.py`).
+    state_cache_gib: memory for state checkpoints of models with recurrent layers, beside one state
+    for each of max_num_seqs; None: a share of the memory.
     dtype "auto": what the weights have on a GPU, float32 (quantised weights expanded) on a CPU.
     kv_bits: keep K and V in 8 or 4 bits a value (see `kv/row_format.py`); None: as they are.
     attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
@@ -64,6 +67,7 @@ class EngineConfig:
     prefill_policy: str = "mixed"
     enable_prefix_caching: bool = True
     memory_fraction: float | None = None
+    state_cache_gib: float | None = None
     dtype: str = "auto"
     kv_bits: int | None = None
     attention: str = "auto"

@@ -19,7 +19,7 @@ BYTES_PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, KV heads, K and V, float32
 
 def sizes(*args) -> tuple[int, int]:
     """(num_blocks, max_model_len) of a model whose layers form one KV group."""
-    (group,), max_model_len = size_store(*args)
+    (group,), max_model_len, _ = size_store(*args)
     return group.num_blocks, max_model_len
 
 
@@ -122,7 +122,7 @@ def fitting(monkeypatch, num_bytes: int, **options):
     monkeypatch.setattr(sizing, "step_peak_bytes", lambda *_: 0)
     monkeypatch.setattr(backend, "memory_limit", lambda: model.weight_bytes + num_bytes)
     config = EngineConfig(block_size=8, memory_fraction=1.0, **options)
-    groups, max_model_len = size_store(model, config)
+    groups, max_model_len, _ = size_store(model, config)
     assert sizing.store_bytes(model, groups, 8) <= num_bytes
     return [g.num_blocks for g in groups], max_model_len
 
@@ -157,9 +157,9 @@ def test_one_request_and_a_step_always_fit_a_window(monkeypatch):
 
 def test_num_blocks_counts_the_blocks_of_all_of_the_context():
     config = EngineConfig(block_size=8, num_blocks=1000, max_num_seqs=2, max_num_batched_tokens=16)
-    groups, max_model_len = size_store(windowed(), config)
+    groups, max_model_len, _ = size_store(windowed(), config)
     assert ([g.num_blocks for g in groups], max_model_len) == ([1000, 22], 8000)
-    groups, _ = size_store(windowed(), replace(config, num_blocks=12))
+    groups, _, _ = size_store(windowed(), replace(config, num_blocks=12))
     assert [g.num_blocks for g in groups] == [12, 12]
 
 

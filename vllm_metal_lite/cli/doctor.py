@@ -192,7 +192,8 @@ def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
         "problem": None,
     }
     try:
-        groups, described["max_model_len"] = size_store(model, config)
+        groups, described["max_model_len"], slots = size_store(model, config)
+        described["state_bytes"] = slots * model.state_bytes
         described["kv_store_bytes"] = store_bytes(model, groups, config.block_size)
         described["kv_store_tokens"] = groups[0].num_blocks * config.block_size
     except MetalLiteError as e:  # too little memory

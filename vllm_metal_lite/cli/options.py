@@ -76,6 +76,7 @@ _ENGINE = (
     ("long_prefill_token_threshold", "N", "prompt tokens a request gets in one step; 0: any"),
     ("prefill_policy", "NAME", _allowed("prefill_policy")),
     ("memory_fraction", "F", "share of the memory to use (default: what is safe)"),
+    ("state_cache_gib", "N", "GiB for state checkpoints of recurrent layers (default: a share)"),
     ("dtype", "NAME", _allowed("dtype")),
     ("kv_bits", "N", f"keep K and V in {_allowed('kv_bits')} bits a value (default: as they are)"),
     ("attention", "NAME", _allowed("attention")),

@@ -64,9 +64,12 @@ def start_engine(
                 f"Windows:   {len(group.layers)} layers see {group.window:,} tokens; "
                 f"for them the store holds {group.num_blocks * size:,}"
             )
-    if model.state_bytes:
+    if slots := engine.num_state_slots:
         seats = config.max_num_seqs
-        say(f"States:    {_size(seats * model.state_bytes)}, of recurrent layers, {seats} requests")
+        say(
+            f"States:    {_size(slots * model.state_bytes)} of recurrent layers: {seats} requests, "
+            f"{slots - seats} checkpoints"
+        )
     if config.enable_prefix_caching and model.packed.no_prefix_cache:
         say(f"Prefixes:  not cached for this model: {model.packed.no_prefix_cache}")
     say(f"Attention: {engine.runner.attention.name} ({engine.attention_reason})")

@@ -46,12 +46,12 @@ class LLMEngine:
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config = _config_of(config)
         self.model = model = model.with_kv_bits(self.config.kv_bits)
-        self.kv_groups, self.max_model_len = size_store(model, self.config)
+        self.kv_groups, self.max_model_len, self.num_state_slots = size_store(model, self.config)
         set_memory_limits()
         seats = self.config.max_num_seqs
         store = PagedStore(
             model.kv_specs, self.kv_groups, self.config.block_size,
-            states=model.packed.state_pool(seats),
+            states=model.packed.state_pool(self.num_state_slots),
         )  # fmt: skip
         self.sampler = Sampler(seats, model.vocab_size)
         runner = build_runner(model, store, self.sampler, self.config.attention)

@@ -5,6 +5,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 # full-attention layers.
 _AVERAGE_WINDOWS = 4
 
+# The share of the memory for store and checkpoints that checkpoints get.
+_CHECKPOINT_SHARE = 0.25
+
 _ANY_LENGTH = 1 << 62
 
 
@@ -33,8 +37,17 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
-def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup], int]:
-    """(groups, max_model_len) of the store: the model's KV groups, with their blocks.
+class StoreSize(NamedTuple):
+    """groups: the model's KV groups, with their blocks.  num_state_slots: of the pool of recurrent
+    states; 0 for a model without any."""
+
+    groups: list[KVGroup]
+    max_model_len: int
+    num_state_slots: int
+
+
+def size_store(model: LoadedModel, config: EngineConfig) -> StoreSize:
+    """How much the store holds.
 
     config.num_blocks, if given, sizes the first group; the other groups get the most they can need.
     Raises OutOfMemoryError, with the sum, if the device is too small.  Raises ConfigError if
@@ -63,14 +76,16 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
             groups.append(replace(group, num_blocks=most))
         need = model.weight_bytes + state_bytes(model, config)
         need += store_bytes(model, groups, config.block_size)
+        slots = state_slots(model, config, limit - need)
+        need += _beside_seats(slots, config) * model.state_bytes
         if need > limit:
             raise OutOfMemoryError(
                 Option("num_blocks"),
                 f" {config.num_blocks} needs {_gib(need)} with the weights"
-                f"{_states(model, config)}; this device has {_gib(limit)}",
+                f"{_states(model, config, slots)}; this device has {_gib(limit)}",
             )
     else:
-        groups = _fitting_groups(model, config, max_model_len, limit)
+        groups, slots = _fitting_groups(model, config, max_model_len, limit)
     capacity, num_blocks = min((_capacity(g, config.block_size), g.num_blocks) for g in groups)
     if capacity < max_model_len:
         if wanted is not None:
@@ -80,7 +95,29 @@ def size_store(model: LoadedModel, config: EngineConfig) -> tuple[list[KVGroup],
                 f"{config.block_size} hold, got {wanted}",
             )
         max_model_len = capacity
-    return groups, max_model_len
+    return StoreSize(groups, max_model_len, slots)
+
+
+def state_slots(model: LoadedModel, config: EngineConfig, left: float) -> int:
+    """Slots of recurrent states: one per seat, and those of checkpoints.
+
+    left: bytes beside weights, seats' states, and a step.  Checkpoints are few and large, and a
+    prefix needs its checkpoint as well as its blocks: they get _CHECKPOINT_SHARE of `left`, and no
+    more slots than there are seats unless state_cache_gib says so.
+    """
+    seats, size = config.max_num_seqs, model.state_bytes
+    if not size:
+        return 0
+    if not config.enable_prefix_caching or model.packed.no_prefix_cache is not None:
+        return seats
+    if config.state_cache_gib is not None:
+        return seats + int(config.state_cache_gib * 2**30 / size)
+    return seats + min(seats, max(int(left * _CHECKPOINT_SHARE / size), 0))
+
+
+def _beside_seats(num_slots: int, config: EngineConfig) -> int:
+    """The slots of checkpoints."""
+    return max(num_slots - config.max_num_seqs, 0)
 
 
 def store_bytes(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) -> int:
@@ -125,7 +162,8 @@ def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len
 
 def _fitting_groups(
     model: LoadedModel, config: EngineConfig, max_model_len: int, limit: int
-) -> list[KVGroup]:
+) -> tuple[list[KVGroup], int]:
+    """The KV groups and the state slots that fit."""
     first, *others = kv_groups(model.kv_specs)
 
     def groups(num_blocks: int) -> list[KVGroup]:
@@ -139,11 +177,15 @@ def _fitting_groups(
     fraction = config.memory_fraction or profile().memory_fraction
     peak = step_peak_bytes(model, config, max_model_len)
     left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
+    slots = state_slots(model, config, left)
+    left -= _beside_seats(slots, config) * model.state_bytes
     if left < size(1):
-        fewer = (" or ", Option("max_num_seqs")) if model.state_bytes else ()
+        fewer: tuple = (" or ", Option("max_num_seqs")) if slots else ()
+        if slots > config.max_num_seqs:
+            fewer += " or ", Option("state_cache_gib")
         raise OutOfMemoryError(
             f"{model.name} does not fit: weights {_gib(model.weight_bytes)}"
-            f"{_states(model, config)} + a step of "
+            f"{_states(model, config, slots)} + a step of "
             f"{config.max_num_batched_tokens} tokens {_gib(peak)} + one block of KV "
             f"{_gib(size(1))}, and only {_gib(limit * fraction)} may be used "
             "(",
@@ -156,7 +198,7 @@ def _fitting_groups(
         )
     # Blocks of a purely recurrent model hold no data; they only count tokens.
     most = _most_owned(first, config, max_model_len)
-    return groups(bisect_right(range(most + 1), left, key=size) - 1)
+    return groups(bisect_right(range(most + 1), left, key=size) - 1), slots
 
 
 def state_bytes(model: LoadedModel, config: EngineConfig) -> int:
@@ -164,11 +206,13 @@ def state_bytes(model: LoadedModel, config: EngineConfig) -> int:
     return config.max_num_seqs * model.state_bytes
 
 
-def _states(model: LoadedModel, config: EngineConfig) -> str:
-    if not model.state_bytes:
+def _states(model: LoadedModel, config: EngineConfig, num_slots: int) -> str:
+    if not num_slots:
         return ""
-    size = _gib(state_bytes(model, config))
-    return f" + recurrent states of {config.max_num_seqs} requests {size}"
+    checkpoints = num_slots - config.max_num_seqs
+    text = f" + recurrent states of {config.max_num_seqs} requests"
+    text += f" and {checkpoints} checkpoints" if checkpoints else ""
+    return f"{text} {_gib(num_slots * model.state_bytes)}"
 
 
 def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
