@@ -20,7 +20,7 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.memory import set_memory_limits, size_store
 from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
-from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.masks import bad_word_ids
 from vllm_metal_lite.sampling.sampler import Sampler, validate
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -60,9 +60,12 @@ class LLMEngine:
         )
         self.pipeline = Pipeline(runner, self.inputs)
         caching = self.config.enable_prefix_caching and model.packed.no_prefix_cache is None
-        caching = caching and not model.packed.layout.states  # until the scheduler has slots
         scheduling = replace(self.config, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(scheduling, self.kv_groups, self.max_model_len)
+        self.scheduler = Scheduler(
+            scheduling, self.kv_groups, self.max_model_len,
+            num_state_slots=self.num_state_slots,
+            shares_in_step=not model.packed.reads_store,
+        )  # fmt: skip
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
         self._arrivals = itertools.count()
@@ -167,10 +170,13 @@ class LLMEngine:
         *,
         priority: int = 0,
         atomic: bool = False,
+        checkpoints: Sequence[int] = (),
     ) -> None:
         """Queue a request.  Raises RequestError or SamplingError, changing nothing.
 
         priority: lower goes first.  atomic: compute the prompt in one step, never chunked.
+        checkpoints: numbers of prompt tokens after which other prompts may go on differently, such
+        as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
         params = SamplingParams() if params is None else params
         for name, value, kind, allowed in (
@@ -187,6 +193,13 @@ class LLMEngine:
         validate(params, self.model.vocab_size)
         bad_words = self._bad_words(params)
         text, token_ids = self.tokenize(prompt)
+        for position in checkpoints:
+            if isinstance(position, bool) or not isinstance(position, Integral):
+                raise RequestError(f"checkpoints must be integers, got {show(position)}")
+            if not 0 < position <= len(token_ids):
+                raise RequestError(
+                    f"checkpoint {show(position)} is outside the prompt of {len(token_ids)} tokens"
+                )
         result = RequestOutput(request_id, text, token_ids, [])
         if params.prompt_logprobs is not None:
             result.prompt_logprobs = [None]
@@ -201,6 +214,7 @@ class LLMEngine:
                 priority=priority,
                 arrival=arrival,
                 atomic=atomic,
+                checkpoint_positions=tuple(map(int, checkpoints)),
             )
             if result.prompt_logprobs is not None and index == 0:
                 request.skip_prefix_cache_read = True
@@ -267,6 +281,9 @@ class LLMEngine:
             if self.async_scheduling and not self.scheduler.may_preempt():
                 self._launch(self.scheduler.schedule())
             step = self.pipeline.finish()
+        except StatesLost:  # a kernel has given way, so this happens once a kernel
+            self._roll_back()
+            return self.step()
         except BaseException:
             self._roll_back()
             raise
@@ -284,6 +301,7 @@ class LLMEngine:
             np.array([s.request.req_index for s in output.segments]),
             np.array([s.num_computed for s in output.segments]),
             np.array([s.num_scheduled for s in output.segments]),
+            [s.state for s in output.segments] if self.num_state_slots else None,
         )
         scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
         self.pipeline.launch(batch, scored)
