@@ -71,6 +71,14 @@ class MetalLitePlatform(Platform):
         return True
 
     @classmethod
+    def register_custom_kv_cache_specs(cls, vllm_config: "VllmConfig") -> None:
+        """Called in the scheduler's process, by vLLM 0.33 and later."""
+        from vllm_metal_lite.vllm_plugin import state_slots
+
+        if state_slots.no_own_pool() is None:
+            state_slots.register_state_slots()
+
+    @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
         """Refuse, as a bad request, what the sampler cannot do: its error would end the engine."""
         from vllm.exceptions import VLLMValidationError

@@ -5,12 +5,12 @@ the InputBatch and the sampler, and keeps their tokens, which vLLM does not send
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
@@ -29,6 +29,7 @@ class Request:
     num_prompt_logprobs: as in SamplingParams.  req_index None: preempted and waiting.
     prompt_logprobs: collected since the request got its row, if vLLM does not have them yet.
     is_undrawn: no token could be sampled, and an error was logged.
+    state_blocks: vLLM's blocks of recurrent states, from the start of the context.
     """
 
     params: SamplingParams
@@ -41,6 +42,7 @@ class Request:
     prompt_logprobs: PromptLogprobs | None = None
     is_undrawn: bool = False
     req_index: int | None = None
+    state_blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,41 @@ class Step:
         return max((p.k for p in self.prompt_logprobs.values()), default=0)
 
 
-class StepTranslator:
-    """The requests of a worker, in the same tables that LLMEngine fills."""
+class SegmentSlots(NamedTuple):
+    """The state slots of one segment, as `InputBatch.pack` takes them."""
 
-    def __init__(self, inputs: InputBatch, sampler: Sampler, seed: int) -> None:
+    initial: int
+    final: int
+    checkpoints: list[tuple[int, int]]
+
+
+def segment_slots(blocks: Sequence[int], start: int, end: int, block_size: int) -> SegmentSlots:
+    """The slots of a segment of the tokens [start, end).
+
+    blocks: the request's state blocks so far, 0 for a null block.  Block b is slot b - 1.  The i-th
+    block holds the state at the end of the tokens [0, (i + 1) * block_size), or, if it is the last,
+    of fewer.
+    """
+    first, last = (start - 1) // block_size, (end - 1) // block_size
+    return SegmentSlots(
+        blocks[first] - 1 if start else EMPTY_SLOT,
+        blocks[last] - 1,
+        [((i + 1) * block_size, blocks[i] - 1) for i in range(first + 1, last) if blocks[i]],
+    )
+
+
+class StepTranslator:
+    """The requests of a worker, in the same tables that LLMEngine fills.
+
+    state_group: which of vLLM's KV groups is the one of recurrent states; None if their slots are
+    the seats.
+    """
+
+    def __init__(
+        self, inputs: InputBatch, sampler: Sampler, seed: int, state_group: int | None = None
+    ) -> None:
         self.inputs, self.sampler, self.seed = inputs, sampler, seed
+        self.state_group = state_group
         self._requests: dict[str, Request] = {}
         self._num_seen = 0
 
@@ -124,8 +156,7 @@ class StepTranslator:
                 # all_token_ids excludes sampled tokens that vLLM discarded.
                 self._seat(request, cached.all_token_ids[req_id], blocks)
             elif blocks:
-                assert request.req_index is not None, "a running request has a row"
-                self.inputs.append_blocks(request.req_index, *blocks)
+                self._append_blocks(request, blocks)
 
     def _seat(
         self, request: Request, token_ids: Sequence[int], block_ids: Sequence[Sequence[int]]
@@ -137,12 +168,21 @@ class StepTranslator:
         if k is not None and len(tokens) == prompt:
             request.prompt_logprobs, scored = PromptLogprobs(prompt, k), 0
         request.req_index = row = self.inputs.add(tokens, prompt, scored)
+        request.state_blocks = []
         if block_ids:
-            self.inputs.append_blocks(row, *block_ids)
+            self._append_blocks(request, block_ids)
         self.sampler.add(
             row, request.params, request.seed, tokens, prompt, request.stop_token_ids,
             request.bad_words,
         )  # fmt: skip
+
+    def _append_blocks(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """block_ids: new blocks, one list per KV group."""
+        assert request.req_index is not None, "a running request has a row"
+        groups = list(block_ids)
+        if self.state_group is not None:
+            request.state_blocks += groups.pop(self.state_group)
+        self.inputs.append_blocks(request.req_index, *groups)
 
     def _unseat(self, request: Request) -> None:
         if (row := request.req_index) is not None:
@@ -154,11 +194,15 @@ class StepTranslator:
         # pack wants segments of one token first.
         req_ids = sorted(scheduled, key=lambda req_id: scheduled[req_id] > 1)
         requests = [self._requests[req_id] for req_id in req_ids]
-        batch = self.inputs.pack(
-            np.array([r.req_index for r in requests]),
-            np.array([computed[req_id] for req_id in req_ids]),
-            np.array([scheduled[req_id] for req_id in req_ids]),
-        )
+        starts = np.array([computed[req_id] for req_id in req_ids])
+        lengths = np.array([scheduled[req_id] for req_id in req_ids])
+        states = None
+        if self.state_group is not None:
+            spans = zip(requests, starts.tolist(), (starts + lengths).tolist(), strict=True)
+            size = self.inputs.block_size
+            states = [segment_slots(r.state_blocks, start, end, size) for r, start, end in spans]
+        rows = np.array([r.req_index for r in requests])
+        batch = self.inputs.pack(rows, starts, lengths, states)
         prompt_logprobs = {
             segment: request.prompt_logprobs
             for segment, (req_id, request) in enumerate(zip(req_ids, requests, strict=True))

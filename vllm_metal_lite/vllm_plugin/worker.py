@@ -1,6 +1,7 @@
 """The vLLM worker, which drives our runner."""
 
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -28,6 +29,12 @@ from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin import logs
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
+from vllm_metal_lite.vllm_plugin.state_slots import (
+    MOST_SLOTS,
+    StateSlotSpec,
+    no_own_pool,
+    state_slot_spec,
+)
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.metal_lite")
 
 _NAME = "layers.{}"
+_STATES = "states.{}"
 
 Part = TypeVar("Part", LoadedModel, Pipeline, StepTranslator)
 
@@ -114,13 +122,32 @@ class MetalLiteWorker(WorkerBase):
         self._model = model.with_kv_bits(_kv_bits(envs.kv_bits()))
         _check_rotation(self.model, self.model_config.max_model_len)
         sizing.set_memory_limits()
-        reason = self.model.packed.no_prefix_cache
-        if reason and self.cache_config.enable_prefix_caching:
+        if self.cache_config.enable_prefix_caching and (reason := self._no_prefix_cache()):
             # With "uni", vLLM creates its scheduler later in this process, from the same object.
             if self.parallel_config.distributed_executor_backend != "uni":
                 raise ConfigError(f"--no-enable-prefix-caching is needed for this model: {reason}")
             self.cache_config.enable_prefix_caching = False
             logger.warning("Prefixes are not cached for this model: %s", reason)
+
+    def _no_prefix_cache(self) -> str | None:
+        """Why vLLM's prefix cache must be off for this model, or None if it may be on."""
+        packed = self.model.packed
+        if packed.no_prefix_cache is not None:
+            return packed.no_prefix_cache
+        if packed.reads_store:  # vLLM shares blocks of the same step
+            return "its attention reads the store before all of a step is written"
+        if not self.model.state_bytes:
+            return None
+        if self.cache_config.mamba_cache_mode != "align":
+            return "vLLM does not know that its layers keep states"
+        if len(set(self._specs)) > 1:
+            return "it keeps states, and its attention layers are unlike"
+        return no_own_pool()
+
+    @property
+    def _caches_states(self) -> bool:
+        """Whether vLLM gives state slots to requests; otherwise a request's slot is its seat."""
+        return bool(self.model.state_bytes) and self.cache_config.enable_prefix_caching
 
     def _dtype(self) -> str:
         dtype = str(self.model_config.dtype).removeprefix("torch.")
@@ -128,11 +155,19 @@ class MetalLiteWorker(WorkerBase):
         return "auto" if backend.is_cpu() and dtype == "float32" else dtype
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
-        """With several groups, report windows only if the groups' layers may share arrays."""
+        """With several groups, report windows only if the groups' layers may share arrays.
+
+        vLLM wants as many layers in each group, so the states are told as so many.
+        """
         specs, unlike = self._specs, len(kv_groups(self._specs)) > 1
         if unlike and not self._may_share_arrays():
             specs = [replace(s, window=None) for s in specs]
-        return {_NAME.format(i): self._kv_cache_spec(s) for i, s in enumerate(specs)}
+        told = {_NAME.format(i): self._kv_cache_spec(s) for i, s in enumerate(specs)}
+        if self._caches_states:
+            page = told[_NAME.format(0)].page_size_bytes
+            spec = state_slot_spec(self._num_state_slots, self.cache_config.block_size, page)
+            told |= {_STATES.format(i): spec for i in range(len(specs))}
+        return told
 
     def _may_share_arrays(self) -> bool:
         """Whether layers of several groups may share arrays, each in its own blocks.
@@ -169,33 +204,58 @@ class MetalLiteWorker(WorkerBase):
 
     def determine_available_memory(self) -> int:
         """Bytes for K and V: the usable memory minus weights, states and a step's peak."""
-        config = self._engine_config()
-        limit = backend.memory_limit()
-        weights = self.model.weight_bytes + sizing.state_bytes(self.model, config)
+        config, slots = self._engine_config(), self._num_state_slots
+        fixed = self.model.weight_bytes + slots * self.model.state_bytes
         if (asked := self.cache_config.kv_cache_memory_bytes) is not None:
-            if asked + weights > limit:
+            if asked + fixed > (limit := backend.memory_limit()):
                 raise OutOfMemoryError(
-                    f"--kv-cache-memory-bytes {asked} and {weights} bytes of weights and states "
+                    f"--kv-cache-memory-bytes {asked} and {fixed} bytes of weights and states "
                     f"are more than the {limit} bytes of this device"
                 )
             return int(asked)
-        fraction = self.cache_config.gpu_memory_utilization
-        if backend.is_cpu():  # other processes use this memory too
-            fraction = min(fraction, profile().memory_fraction)
-        max_model_len = self.model_config.max_model_len
-        peak = sizing.step_peak_bytes(self.model, config, max_model_len)
-        left = int(limit * fraction) - weights - peak
+        left = self._usable_memory - fixed
         block_bytes = config.block_size * sum(s.bytes_per_token for s in self._specs)
         # No more can be owned: every seat at full length, and vLLM's null block.
+        max_model_len = self.model_config.max_model_len
         most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
         if left < block_bytes:
+            fewer = "--max-num-seqs or " if slots else ""
             raise OutOfMemoryError(
-                f"{self.model.name} does not fit: {weights} bytes of weights and states and {peak} "
-                f"of a step leave nothing for K and V of the {int(limit * fraction)} that may be "
-                f"used (--gpu-memory-utilization {fraction:g} of {limit}); lower "
-                "--max-num-batched-tokens or raise --gpu-memory-utilization"
+                f"{self.model.name} does not fit: {fixed} bytes of weights and states leave nothing "
+                f"for K and V of the {self._usable_memory} that may be used beside a step "
+                f"(--gpu-memory-utilization {self._memory_fraction:g} of {backend.memory_limit()}); "
+                f"lower {fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
             )
         return min(left, most * block_bytes)
+
+    @property
+    def _memory_fraction(self) -> float:
+        fraction = self.cache_config.gpu_memory_utilization
+        # Other processes use a CPU's memory too.
+        return min(fraction, profile().memory_fraction) if backend.is_cpu() else fraction
+
+    @cached_property
+    def _usable_memory(self) -> int:
+        """Bytes for weights, states, K and V: without a step's peak, which is measured once."""
+        config, max_model_len = self._engine_config(), self.model_config.max_model_len
+        peak = sizing.step_peak_bytes(self.model, config, max_model_len)
+        return int(backend.memory_limit() * self._memory_fraction) - peak
+
+    @cached_property
+    def _num_state_slots(self) -> int:
+        """Slots of recurrent states; 0 for a model without any."""
+        if not self.model.state_bytes:
+            return 0
+        config = self._engine_config()
+        if not self._caches_states:
+            return config.max_num_seqs
+        asked = self.cache_config.kv_cache_memory_bytes
+        usable = self._usable_memory if asked is None else backend.memory_limit() - asked
+        left = usable - self.model.weight_bytes - sizing.state_bytes(self.model, config)
+        # A request holds more than one slot in the steps that pass the end of a block.
+        return sizing.state_slots(self.model, config, left) + max(
+            MOST_SLOTS, config.max_num_seqs // 8
+        )
 
     def _engine_config(self) -> EngineConfig:
         """vLLM's options as an EngineConfig, as far as sizing and the runner read them."""
@@ -211,25 +271,30 @@ class MetalLiteWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
         seats, size = self.scheduler_config.max_num_seqs, self.cache_config.block_size
         numbers = {_NAME.format(i): i for i in range(len(self.model.packed.attention_specs))}
-        self._groups = []
-        for group in kv_cache_config.kv_cache_groups:
+        self._groups, state_group = [], None
+        for number, group in enumerate(kv_cache_config.kv_cache_groups):
             if group.kv_cache_spec.block_size != size:
                 raise ConfigError(
                     f"vLLM made a group of layers with blocks of {group.kv_cache_spec.block_size} "
                     f"tokens beside others of {size}; vllm-metal-lite wants one size"
                 )
+            if isinstance(group.kv_cache_spec, StateSlotSpec):
+                state_group = number
+                continue
             layers = tuple(numbers[name] for name in group.layer_names if name in numbers)
             self._groups.append(KVGroup(layers, num_blocks=kv_cache_config.num_blocks))
         self._sampler = Sampler(seats, self.model.vocab_size)
         inputs = InputBatch(seats, self.model_config.max_model_len, size, len(self._groups))
-        self._translator = StepTranslator(inputs, self._sampler, self.model_config.seed)
+        self._translator = StepTranslator(
+            inputs, self._sampler, self.model_config.seed, state_group
+        )
         self._make_runner()
 
     def _make_runner(self) -> None:
         store = PagedStore(
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
-            states=self.model.packed.state_pool(self.scheduler_config.max_num_seqs),
+            states=self.model.packed.state_pool(self._num_state_slots),
         )  # fmt: skip
         runner = build_runner(self.model, store, self._sampler, envs.attention())
         self._pipeline = Pipeline(runner, self.translator.inputs)

@@ -1,0 +1,84 @@
+"""Slots of recurrent states, as a group of vLLM's KV cache with a block pool of its own.
+
+vLLM's block manager gives state blocks the same ids as K and V blocks, so that each id stands for
+one page of bytes.  A state is as large as hundreds of tokens: vLLM makes a block as long as that.
+Here the states' ids come from a second pool, and block `id` is slot `id - 1` of the `StatePool`
+(block 0 is vLLM's null block).  Blocks of K and V stay small, and the number of slots is ours.
+
+Runs in the scheduler's process too, so it never imports MLX.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# The most slots of one request: the states that two steps in flight start from, a checkpoint, and
+# the state at the end.
+MOST_SLOTS = 4
+
+
+def no_own_pool() -> str | None:
+    """Why this vLLM has no second block pool, or None if it has."""
+    if hasattr(KVCacheBlock, "pool"):
+        return None
+    return "before 0.33, vLLM takes recurrent states and K and V from one pool of blocks"
+
+
+@dataclass(frozen=True)
+class StateSlotSpec(MambaSpec):
+    """A layer of states in vLLM's accounts: no bytes of the pool that K and V are in.
+
+    num_slots: of the `StatePool`, for all recurrent layers together.
+    """
+
+    num_slots: int = 0
+
+    def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:
+        return 0
+
+
+def state_slot_spec(num_slots: int, block_size: int, page_bytes: int) -> StateSlotSpec:
+    """page_bytes: of a block of one attention layer, as vLLM wants pages of one size."""
+    return StateSlotSpec(
+        block_size=block_size,
+        shapes=((page_bytes,),),
+        dtypes=(torch.uint8,),
+        mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=1,  # a step may keep the state at a block's end within it
+        prefill_checkpoint_alignment=1,
+        num_slots=num_slots,
+    )
+
+
+class StateSlotManager(MambaManager):
+    """vLLM's manager of aligned states, over a pool of `num_slots` blocks."""
+
+    def __init__(self, kv_cache_spec: StateSlotSpec, block_pool: BlockPool, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, block_pool, **kwargs)
+        self._shared_pool = block_pool
+        self.block_pool = BlockPool(
+            kv_cache_spec.num_slots + 1, self.enable_caching, block_pool.hash_block_size
+        )
+        self._null_block = self.block_pool.null_block
+
+    def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
+        """Blocks of the shared pool: none, or more than it has while slots are missing."""
+        needed = super().get_num_blocks_to_allocate(*args, **kwargs)
+        if needed > self.block_pool.get_num_free_blocks():
+            return self._shared_pool.num_gpu_blocks + 1
+        return 0
+
+
+def register_state_slots() -> None:
+    """Tell vLLM's scheduler which manager serves the slots."""
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    KVCacheSpecRegistry.register(StateSlotSpec, StateSlotManager)
