@@ -67,7 +67,8 @@ def engine(name: str = "llama", **options: Any) -> Iterator[LLM]:
     try:
         yield llm
         assert not llm.llm_engine.has_unfinished_requests()
-        assert free_blocks(llm) == core(llm).scheduler.cache_config.num_gpu_blocks - 1  # null block
+        for pool in block_pools(llm):
+            assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # null block
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -80,6 +81,12 @@ def core(llm: LLM) -> Any:
 
 def free_blocks(llm: LLM) -> int:
     return core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def block_pools(llm: LLM) -> list[Any]:
+    """vLLM's pool of blocks, and that of state slots if the model caches states."""
+    coordinator = core(llm).scheduler.kv_cache_manager.coordinator
+    return list({id(m.block_pool): m.block_pool for m in coordinator.single_type_managers}.values())
 
 
 def worker(llm: LLM) -> Any:

@@ -53,15 +53,6 @@ def test_every_way_of_scheduling(name):
         check(llm, name, SHARED, min_hits=4 * len(PREFIX), min_preemptions=3)
 
 
-@pytest.mark.parametrize("name", kit.RECURRENT)
-def test_recurrent_models_keep_their_states_and_cache_no_prefix(name):
-    kit.skip_if_vllm_cannot_read(name)
-    with kit.engine(name, **TINY_POOL, **CHUNKS) as llm:
-        check(llm, name, SHARED[:4], min_preemptions=1)
-        outputs = kit.generate(llm, SHARED[:4], max_tokens=4)
-        assert kit.prefix_hits(outputs) == 0
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_store_of_fewer_bits(monkeypatch, bits):
     """The tokens are those of the embedded engine, and vLLM counts the bytes as they are."""

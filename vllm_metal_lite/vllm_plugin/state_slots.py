@@ -69,9 +69,15 @@ class StateSlotManager(MambaManager):
         )
         self._null_block = self.block_pool.null_block
 
-    def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
-        """Blocks of the shared pool: none, or more than it has while slots are missing."""
-        needed = super().get_num_blocks_to_allocate(*args, **kwargs)
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+        """Blocks of the shared pool: none, or more than it has while slots are missing.
+
+        Requests hold a second slot in the steps that pass the end of a block.  So that these need
+        not preempt others, a new request leaves one slot for every fourth that runs.
+        """
+        needed = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
+        if request_id not in self._allocated_block_reqs:
+            needed += len(self._allocated_block_reqs) // 4
         if needed > self.block_pool.get_num_free_blocks():
             return self._shared_pool.num_gpu_blocks + 1
         return 0

@@ -14,9 +14,8 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.config import KV_BITS, EngineConfig
-from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
+from vllm_metal_lite.config import KV_BITS
+from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.adapters.modules import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -28,13 +27,9 @@ from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin import logs
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
+from vllm_metal_lite.vllm_plugin.memory import MemoryPlan, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
-from vllm_metal_lite.vllm_plugin.state_slots import (
-    MOST_SLOTS,
-    StateSlotSpec,
-    no_own_pool,
-    state_slot_spec,
-)
+from vllm_metal_lite.vllm_plugin.state_slots import StateSlotSpec, no_own_pool, state_slot_spec
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:
@@ -165,7 +160,7 @@ class MetalLiteWorker(WorkerBase):
         told = {_NAME.format(i): self._kv_cache_spec(s) for i, s in enumerate(specs)}
         if self._caches_states:
             page = told[_NAME.format(0)].page_size_bytes
-            spec = state_slot_spec(self._num_state_slots, self.cache_config.block_size, page)
+            spec = state_slot_spec(self._memory.num_state_slots, self.cache_config.block_size, page)
             told |= {_STATES.format(i): spec for i in range(len(specs))}
         return told
 
@@ -203,67 +198,13 @@ class MetalLiteWorker(WorkerBase):
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Bytes for K and V: the usable memory minus weights, states and a step's peak."""
-        config, slots = self._engine_config(), self._num_state_slots
-        fixed = self.model.weight_bytes + slots * self.model.state_bytes
-        if (asked := self.cache_config.kv_cache_memory_bytes) is not None:
-            if asked + fixed > (limit := backend.memory_limit()):
-                raise OutOfMemoryError(
-                    f"--kv-cache-memory-bytes {asked} and {fixed} bytes of weights and states "
-                    f"are more than the {limit} bytes of this device"
-                )
-            return int(asked)
-        left = self._usable_memory - fixed
-        block_bytes = config.block_size * sum(s.bytes_per_token for s in self._specs)
-        # No more can be owned: every seat at full length, and vLLM's null block.
-        max_model_len = self.model_config.max_model_len
-        most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
-        if left < block_bytes:
-            fewer = "--max-num-seqs or " if slots else ""
-            raise OutOfMemoryError(
-                f"{self.model.name} does not fit: {fixed} bytes of weights and states leave nothing "
-                f"for K and V of the {self._usable_memory} that may be used beside a step "
-                f"(--gpu-memory-utilization {self._memory_fraction:g} of {backend.memory_limit()}); "
-                f"lower {fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
-            )
-        return min(left, most * block_bytes)
-
-    @property
-    def _memory_fraction(self) -> float:
-        fraction = self.cache_config.gpu_memory_utilization
-        # Other processes use a CPU's memory too.
-        return min(fraction, profile().memory_fraction) if backend.is_cpu() else fraction
+        """Bytes for K and V."""
+        return self._memory.kv_bytes
 
     @cached_property
-    def _usable_memory(self) -> int:
-        """Bytes for weights, states, K and V: without a step's peak, which is measured once."""
-        config, max_model_len = self._engine_config(), self.model_config.max_model_len
-        peak = sizing.step_peak_bytes(self.model, config, max_model_len)
-        return int(backend.memory_limit() * self._memory_fraction) - peak
-
-    @cached_property
-    def _num_state_slots(self) -> int:
-        """Slots of recurrent states; 0 for a model without any."""
-        if not self.model.state_bytes:
-            return 0
-        config = self._engine_config()
-        if not self._caches_states:
-            return config.max_num_seqs
-        asked = self.cache_config.kv_cache_memory_bytes
-        usable = self._usable_memory if asked is None else backend.memory_limit() - asked
-        left = usable - self.model.weight_bytes - sizing.state_bytes(self.model, config)
-        # A request holds more than one slot in the steps that pass the end of a block.
-        return sizing.state_slots(self.model, config, left) + max(
-            MOST_SLOTS, config.max_num_seqs // 8
-        )
-
-    def _engine_config(self) -> EngineConfig:
-        """vLLM's options as an EngineConfig, as far as sizing and the runner read them."""
-        return EngineConfig(
-            block_size=self.cache_config.block_size,
-            max_num_seqs=self.scheduler_config.max_num_seqs,
-            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
-        )
+    def _memory(self) -> MemoryPlan:
+        """Made once: slots keep their number when the worker sleeps."""
+        return plan_memory(self.model, self._specs, self.vllm_config, self._caches_states)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -294,7 +235,7 @@ class MetalLiteWorker(WorkerBase):
         store = PagedStore(
             self.model.kv_specs, self._groups, self.cache_config.block_size,
             shared=len(self._groups) > 1,
-            states=self.model.packed.state_pool(self._num_state_slots),
+            states=self.model.packed.state_pool(self._memory.num_state_slots),
         )  # fmt: skip
         runner = build_runner(self.model, store, self._sampler, envs.attention())
         self._pipeline = Pipeline(runner, self.translator.inputs)

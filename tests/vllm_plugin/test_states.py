@@ -1,0 +1,107 @@
+"""Models with recurrent states under vLLM: its block manager gives out our state slots."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+
+from metal.host import compiler_available, installed
+from tests.vllm_plugin import kit
+from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, TINY_POOL, check
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.vllm_plugin import state_slots, worker
+from vllm_metal_lite.vllm_plugin.translate import segment_slots
+
+NAME = "qwen3_next"
+# vLLM itself turns the cache off for models without attention.
+CACHED = {"enable_prefix_caching": True}
+
+own_pool = pytest.mark.skipif(
+    state_slots.no_own_pool() is not None, reason="this vLLM has one pool of blocks"
+)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (0, 3, (-1, 4, [])),
+        (0, 8, (-1, 4, [])),
+        (3, 4, (4, 4, [])),
+        (8, 9, (4, 6, [])),
+        (8, 30, (4, 8, [(24, 7)])),  # column 2 keeps the state after 24 tokens
+        (0, 30, (-1, 8, [(8, 4), (16, 6), (24, 7)])),
+    ],
+)
+def test_a_segment_finds_its_slots_in_the_blocks_of_vllm(start, end, expected):
+    blocks = [5, 7, 8, 9] if end < 30 or start == 0 else [5, 0, 8, 9]
+    assert segment_slots(blocks, start, end, 8) == expected
+
+
+@own_pool
+@pytest.mark.parametrize("name", kit.RECURRENT)
+def test_every_way_of_scheduling(name):
+    kit.skip_if_vllm_cannot_read(name)
+    with kit.engine(name, **CACHED) as llm:
+        check(llm, name, SHARED[:4])
+        # All find the prefix, and the first four find their own prompts.
+        check(llm, name, SHARED, min_hits=8 * len(PREFIX))
+    with kit.engine(name, **CHUNKS, **CACHED, async_scheduling=False) as llm:
+        check(llm, name, SHARED[:4])
+        check(llm, name, SHARED, min_hits=8 * len(PREFIX))
+    with kit.engine(name, **TINY_POOL, **CACHED) as llm:
+        check(llm, name, PLAIN, min_preemptions=3)
+        check(llm, name, SHARED, min_preemptions=1)
+
+
+@own_pool
+@pytest.mark.parametrize("num_slots", [state_slots.MOST_SLOTS, 9])
+def test_few_slots_make_requests_wait(monkeypatch, num_slots):
+    plan = worker.plan_memory
+    monkeypatch.setattr(
+        worker, "plan_memory", lambda *a: replace(plan(*a), num_state_slots=num_slots)
+    )
+    with kit.engine(NAME) as llm:
+        assert kit.worker(llm).runner.attention.store.states.num_slots == num_slots
+        check(llm, NAME, SHARED)
+        check(llm, NAME, SHARED)
+
+
+@own_pool
+def test_the_next_turn_finds_the_prompt_before():
+    with kit.engine(NAME, max_model_len=256) as llm:
+        turn, before = list(PREFIX), 0
+        for _ in range(3):
+            check(llm, NAME, [turn], min_hits=before // 8 * 8)
+            before = len(turn) - 1
+            turn = turn + kit.alone(NAME, turn, 16) + PREFIX[:9]
+
+
+@own_pool
+def test_a_reset_forgets_the_states():
+    with kit.engine(NAME) as llm:
+        check(llm, NAME, SHARED[:2])
+        assert llm.reset_prefix_cache()
+        outputs = kit.generate(llm, SHARED[:1], max_tokens=4)
+        assert kit.prefix_hits(outputs) == 0
+
+
+@own_pool
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+def test_kernels_write_checkpoints_in_place(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("METAL_LITE_ATTENTION", "kernels")
+    monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
+    with installed(), kit.engine(NAME) as llm:
+        assert kit.worker(llm).runner.attention.name == "kernels"
+        check(llm, NAME, SHARED[:4])
+        check(llm, NAME, SHARED, min_hits=8 * len(PREFIX))
+
+
+def test_a_vllm_with_one_pool_serves_without_the_cache(monkeypatch):
+    monkeypatch.setattr(worker, "no_own_pool", lambda: "one pool")
+    with kit.engine(NAME, **TINY_POOL, **CHUNKS) as llm:
+        check(llm, NAME, SHARED[:4], min_preemptions=1)
+        assert kit.prefix_hits(kit.generate(llm, SHARED[:4], max_tokens=4)) == 0
+        assert len(kit.block_pools(llm)) == 1

@@ -1,0 +1,91 @@
+"""How the memory is divided under vLLM: weights, recurrent states, a step, K and V."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.errors import OutOfMemoryError
+from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.runner.memory import step_peak_bytes
+from vllm_metal_lite.vllm_plugin.state_slots import MOST_SLOTS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# The most of the memory beside weights and a step that state slots get.  A request needs about as
+# much for its slots as for K and V of some thousand tokens.
+_STATE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """num_state_slots: of recurrent states; 0 for a model without any.  kv_bytes: for K and V."""
+
+    num_state_slots: int
+    kv_bytes: int
+
+
+def plan_memory(
+    model: LoadedModel,
+    specs: Sequence[LayerSpec],
+    vllm_config: "VllmConfig",
+    caches_states: bool,
+) -> MemoryPlan:
+    """What vLLM's memory options leave for states and for K and V.
+
+    specs: of the layers whose K and V vLLM counts.  caches_states: vLLM gives out state slots, and
+    lets requests wait while there are none; otherwise each seat needs one.
+    Raises OutOfMemoryError, with the sum, if the device is too small.
+    """
+    cache, seats = vllm_config.cache_config, vllm_config.scheduler_config.max_num_seqs
+    max_model_len = vllm_config.model_config.max_model_len
+    config = EngineConfig(
+        block_size=cache.block_size,
+        max_num_seqs=seats,
+        max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+    )
+    limit, asked = backend.memory_limit(), cache.kv_cache_memory_bytes
+    fraction = cache.gpu_memory_utilization
+    if backend.is_cpu():  # other processes use this memory too
+        fraction = min(fraction, profile().memory_fraction)
+    peak = 0
+    if asked is None:
+        peak = step_peak_bytes(model, config, max_model_len)
+        left = int(limit * fraction) - model.weight_bytes - peak
+    else:
+        left = limit - model.weight_bytes - asked
+    slots = _num_state_slots(model, seats, left, caches_states)
+    left -= slots * model.state_bytes
+    fixed = model.weight_bytes + slots * model.state_bytes
+    if asked is not None:
+        if left < 0:
+            raise OutOfMemoryError(
+                f"--kv-cache-memory-bytes {asked} and {fixed} bytes of weights and states "
+                f"are more than the {limit} bytes of this device"
+            )
+        return MemoryPlan(slots, int(asked))
+    block_bytes = config.block_size * sum(s.bytes_per_token for s in specs)
+    if left < block_bytes:
+        fewer = "--max-num-seqs or " if slots else ""
+        raise OutOfMemoryError(
+            f"{model.name} does not fit: {fixed} bytes of weights and states and {peak} "
+            f"of a step leave nothing for K and V of the {int(limit * fraction)} that may be "
+            f"used (--gpu-memory-utilization {fraction:g} of {limit}); lower "
+            f"{fewer}--max-num-batched-tokens or raise --gpu-memory-utilization"
+        )
+    # No more can be owned: every seat at full length, and vLLM's null block.
+    most = seats * -(-max_model_len // config.block_size) + 1
+    return MemoryPlan(slots, min(left, most * block_bytes))
+
+
+def _num_state_slots(model: LoadedModel, seats: int, left: int, caches_states: bool) -> int:
+    """left: bytes for states and for K and V."""
+    if not model.state_bytes or not caches_states:
+        return seats if model.state_bytes else 0
+    fitting = int(left * _STATE_SHARE / model.state_bytes)
+    # No more are of use: a slot that runs and a checkpoint for each seat.
+    return max(min(fitting, 2 * seats + MOST_SLOTS), MOST_SLOTS)
