@@ -8,7 +8,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 
 from metal.host import compiler_available, installed
 from tests.vllm_plugin import kit
-from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, TINY_POOL, check
+from tests.vllm_plugin.test_greedy import (
+    CHUNKS,
+    NUM_TOKENS,
+    PLAIN,
+    PREFIX,
+    SHARED,
+    TINY_POOL,
+    check,
+)
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.vllm_plugin import state_slots, worker
@@ -69,13 +77,18 @@ def test_few_slots_make_requests_wait(monkeypatch, num_slots):
 
 
 @own_pool
-def test_the_next_turn_finds_the_prompt_before():
-    with kit.engine(NAME, max_model_len=256) as llm:
-        turn, before = list(PREFIX), 0
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_the_next_turn_goes_on_from_the_answer(is_async):
+    with kit.engine(NAME, max_model_len=256, async_scheduling=is_async) as llm:
+        turn, known = list(PREFIX), 0
         for _ in range(3):
-            check(llm, NAME, [turn], min_hits=before // 8 * 8)
-            before = len(turn) - 1
-            turn = turn + kit.alone(NAME, turn, 16) + PREFIX[:9]
+            check(llm, NAME, [turn], min_hits=known // 8 * 8)
+            turn = turn + kit.alone(NAME, turn, NUM_TOKENS)
+            # The last token of an answer is never computed.
+            known = len(turn) - 1
+            turn += PREFIX[:9]
+            (pool,) = kit.block_pools(llm)[1:]
+            assert len(pool.cached_block_hash_to_block) <= 2 * (1 + len(turn) // NUM_TOKENS)
 
 
 @own_pool
