@@ -10,6 +10,7 @@ Runs in the scheduler's process too, so it never imports MLX.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +29,18 @@ MOST_SLOTS = 4
 
 
 def no_own_pool() -> str | None:
-    """Why this vLLM has no second block pool, or None if it has."""
-    if hasattr(KVCacheBlock, "pool"):
+    """Why this vLLM has no pool of blocks for states alone, or None if it has.  0.33 has one."""
+    fields, parameters = (
+        MambaSpec.__dataclass_fields__,
+        signature(MambaManager.cache_blocks).parameters,
+    )
+    if (
+        hasattr(KVCacheBlock, "pool")
+        and "num_prefill_checkpoint_blocks" in fields
+        and "replay_boundaries" in parameters
+    ):
         return None
-    return "before 0.33, vLLM takes recurrent states and K and V from one pool of blocks"
+    return "this vLLM has one pool of blocks for K and V and for recurrent states"
 
 
 @dataclass(frozen=True)
