@@ -1,17 +1,20 @@
 """Real vLLM engines over tiny models, and the oracles beside them."""
 
 import gc
+import importlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx_lm
 import pytest
+import vllm.config.vllm
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.triton_utils import HAS_TRITON
 
 from tests.support import tiny_models as tiny
 from vllm_metal_lite.model.loader import DEMO_PATH
@@ -73,6 +76,19 @@ def engine(name: str = "llama", **options: Any) -> Iterator[LLM]:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def use_dialect(monkeypatch: pytest.MonkeyPatch, dialect: str) -> None:
+    """ "1": the scheduler speaks to vLLM's V2 model runner."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", dialect)
+    if dialect == "1" and not HAS_TRITON:
+        # Some versions fall back, some refuse; the dialect does not need what they ask for.
+        # A module with kernels for Triton must be imported before Triton seems to be there.
+        with suppress(ImportError):
+            importlib.import_module("vllm.v1.sample.ops.topk_topp_triton")
+        monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+        if hasattr(vllm.config.vllm, "HAS_TRITON"):
+            monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
 
 
 def core(llm: LLM) -> Any:

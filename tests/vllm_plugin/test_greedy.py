@@ -11,9 +11,6 @@ from tests.support import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
 
-import vllm.config.vllm
-from vllm.triton_utils import HAS_TRITON
-
 from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams
 
@@ -81,36 +78,33 @@ def test_bits_that_there_are_none_of_are_refused(monkeypatch):
 def test_both_dialects_of_the_scheduler_with_and_without_async_scheduling(
     monkeypatch, dialect, is_async
 ):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", dialect)
-    if dialect == "1" and not HAS_TRITON:
-        # Some versions fall back, some refuse; the dialect does not need what they ask for.
-        monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
-        if hasattr(vllm.config.vllm, "HAS_TRITON"):
-            monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    kit.use_dialect(monkeypatch, dialect)
     with kit.engine(**TINY_POOL, **CHUNKS, async_scheduling=is_async) as llm:
         assert kit.core(llm).scheduler.use_v2_model_runner == (dialect == "1")
         check(llm, "llama", SHARED)
         check(llm, "llama", SHARED + PLAIN, min_hits=4 * len(PREFIX), min_preemptions=3)
 
 
-@pytest.mark.parametrize("executor", ["uni", "mp"])
-def test_the_engine_in_a_process_of_its_own(executor):
+@pytest.mark.parametrize(
+    ("executor", "name"), [("uni", "llama"), ("mp", "llama"), ("mp", "qwen3_next")]
+)
+def test_the_engine_in_a_process_of_its_own(executor, name):
     """`LLM` as users call it: the engine (and with "mp" also the worker) is another process."""
     script = f"""
 from tests.vllm_plugin import kit
 def main():
-    llm = kit.LLM({str(kit.folder("llama"))!r}, max_model_len=128, num_gpu_blocks_override=40,
+    llm = kit.LLM({str(kit.folder(name))!r}, max_model_len=128, num_gpu_blocks_override=40,
                   distributed_executor_backend={executor!r})
     print(kit.json.dumps(kit.tokens(kit.generate(llm, {PLAIN!r}, max_tokens={NUM_TOKENS}))))
 if __name__ == "__main__":
     main()
 """
     script = script.replace("kit.json", "__import__('json')")
-    path = kit.folder("llama") / f"{executor}.py"
+    path = kit.folder(name) / f"{executor}.py"
     path.write_text(script)
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": ":".join(sys.path)}
     out = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr[-3000:]
-    expected = [kit.alone("llama", p, NUM_TOKENS) for p in PLAIN]
+    expected = [kit.alone(name, p, NUM_TOKENS) for p in PLAIN]
     (line,) = (line for line in out.stdout.splitlines() if line.startswith("[["))  # among logs
     assert json.loads(line) == expected

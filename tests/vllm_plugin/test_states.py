@@ -1,5 +1,6 @@
 """Models with recurrent states under vLLM: its block manager gives out our state slots."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,13 @@ CACHED = {"enable_prefix_caching": True}
 own_pool = pytest.mark.skipif(
     state_slots.no_own_pool() is not None, reason="this vLLM has one pool of blocks"
 )
+
+
+def few_slots(monkeypatch, num_slots):
+    plan = worker.plan_memory
+    monkeypatch.setattr(
+        worker, "plan_memory", lambda *a: replace(plan(*a), num_state_slots=num_slots)
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,12 +72,17 @@ def test_every_way_of_scheduling(name):
 
 
 @own_pool
+def test_the_other_dialect_of_the_scheduler(monkeypatch):
+    kit.use_dialect(monkeypatch, "1")
+    with kit.engine(NAME, **TINY_POOL) as llm:
+        check(llm, NAME, PLAIN, min_preemptions=3)
+        check(llm, NAME, SHARED, min_preemptions=1)
+
+
+@own_pool
 @pytest.mark.parametrize("num_slots", [state_slots.MOST_SLOTS, 9])
 def test_few_slots_make_requests_wait(monkeypatch, num_slots):
-    plan = worker.plan_memory
-    monkeypatch.setattr(
-        worker, "plan_memory", lambda *a: replace(plan(*a), num_state_slots=num_slots)
-    )
+    few_slots(monkeypatch, num_slots)
     with kit.engine(NAME) as llm:
         assert kit.worker(llm).runner.attention.store.states.num_slots == num_slots
         check(llm, NAME, SHARED)
@@ -92,12 +105,17 @@ def test_the_next_turn_goes_on_from_the_answer(is_async):
 
 
 @own_pool
-def test_a_reset_forgets_the_states():
-    with kit.engine(NAME) as llm:
-        check(llm, NAME, SHARED[:2])
-        assert llm.reset_prefix_cache()
-        outputs = kit.generate(llm, SHARED[:1], max_tokens=4)
-        assert kit.prefix_hits(outputs) == 0
+def test_a_reset_and_a_sleep_forget_the_states():
+    with kit.engine(NAME, enable_sleep_mode=True) as llm:
+        for level in (None, 1, 2):
+            check(llm, NAME, SHARED[:2])
+            if level is None:
+                assert llm.reset_prefix_cache()
+            else:
+                llm.sleep(level=level)
+                llm.wake_up()
+            outputs = kit.generate(llm, SHARED[:1], max_tokens=4)
+            assert kit.prefix_hits(outputs) == 0
 
 
 @own_pool
@@ -118,3 +136,34 @@ def test_a_vllm_with_one_pool_serves_without_the_cache(monkeypatch):
         check(llm, NAME, SHARED[:4], min_preemptions=1)
         assert kit.prefix_hits(kit.generate(llm, SHARED[:4], max_tokens=4)) == 0
         assert len(kit.block_pools(llm)) == 1
+
+
+@own_pool
+@pytest.mark.parametrize(("seed", "num_slots"), [(i, n) for i in range(5) for n in (7, 20)])
+def test_forks_and_aborts(monkeypatch, seed, num_slots):
+    """Requests leave a known prompt anywhere, and many are aborted."""
+    few_slots(monkeypatch, num_slots)
+    rng = random.Random(seed)
+    prompts, expected, outputs, hits = [list(PREFIX)], {}, {}, 0
+    with kit.engine(NAME, num_gpu_blocks_override=60, max_num_batched_tokens=32) as llm:
+        engine = llm.llm_engine
+        for step in range(150):
+            if step % 4 == 0 and step < 100:
+                fork = rng.choice(prompts)
+                prompt = fork[: rng.randint(1, len(fork))] + rng.choice(PLAIN)[: rng.randint(1, 20)]
+                prompts.append(prompt[:70])
+                req_id, n = str(step), rng.randint(1, 30)
+                expected[req_id] = kit.alone(NAME, prompts[-1], n)
+                params = kit.SamplingParams(temperature=0, ignore_eos=True, max_tokens=n)
+                engine.add_request(req_id, {"prompt_token_ids": prompts[-1]}, params)
+            if rng.random() < 0.05 and expected.keys() - outputs:
+                engine.abort_request([rng.choice(sorted(expected.keys() - outputs))])
+            for output in engine.step():
+                if output.finished and output.outputs[0].finish_reason != "abort":
+                    outputs[output.request_id] = list(output.outputs[0].token_ids)
+                    hits += output.num_cached_tokens
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+    assert outputs == {req_id: expected[req_id] for req_id in outputs}
+    assert len(outputs) > 15 and hits
