@@ -139,7 +139,7 @@ def test_a_vllm_with_one_pool_serves_without_the_cache(monkeypatch):
 
 
 @own_pool
-@pytest.mark.parametrize(("seed", "num_slots"), [(i, n) for i in range(5) for n in (7, 20)])
+@pytest.mark.parametrize(("seed", "num_slots"), [(0, 7), (1, 20)])
 def test_forks_and_aborts(monkeypatch, seed, num_slots):
     """Requests leave a known prompt anywhere, and many are aborted."""
     few_slots(monkeypatch, num_slots)
@@ -166,4 +166,5 @@ def test_forks_and_aborts(monkeypatch, seed, num_slots):
             for output in engine.step():
                 outputs[output.request_id] = list(output.outputs[0].token_ids)
     assert outputs == {req_id: expected[req_id] for req_id in outputs}
-    assert len(outputs) > 15 and hits
+    assert len(outputs) > 15
+    assert hits

@@ -21,12 +21,14 @@ from vllm_metal_lite.model.adapters.modules import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import memory as sizing
 from vllm_metal_lite.runner.build import build_runner, choose_attention
-from vllm_metal_lite.runner.pipeline import Pipeline
-from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
+from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
+from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin import logs
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
+from vllm_metal_lite.vllm_plugin.lost_states import recompute_states
 from vllm_metal_lite.vllm_plugin.memory import MemoryPlan, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
 from vllm_metal_lite.vllm_plugin.state_slots import StateSlotSpec, no_own_pool, state_slot_spec
@@ -248,7 +250,12 @@ class MetalLiteWorker(WorkerBase):
         # Block 0 is vLLM's null block, which nothing reads.
         inputs.append_blocks(0, *[[0]] * len(self._groups))
         batch = inputs.pack(row, np.array([0]), np.array([1]))
-        self.runner.execute(batch, row)
+        while True:
+            try:
+                self.runner.execute(batch, row)
+                break
+            except StatesLost:  # nothing is lost yet; again without the kernel that failed
+                continue
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -273,12 +280,28 @@ class MetalLiteWorker(WorkerBase):
         if step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         masks = self.translator.masks(step, grammar_output)
-        launched = self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+        launched = self._launch(step, masks)
         output = StepOutput(step, launched.result)
         if self.scheduler_config.async_scheduling:
             return output
         launched.result.wait()
         return output.get_output()
+
+    def _launch(self, step: Step, masks: TokenMasks | None) -> LaunchedStep:
+        """Submit a step.  Each repetition is without one more kernel, so there is an end."""
+        lost = False
+        while True:
+            try:
+                if lost:
+                    tokens = self.scheduler_config.max_num_batched_tokens
+                    recompute_states(self.runner, self.translator.inputs, step.batch, tokens)
+                return self.pipeline.launch(step.batch, step.num_prompt_logprobs, masks)
+            except StatesLost as e:
+                # vLLM may have given blocks behind a window to other requests.
+                if any(spec.window is not None for spec in self.model.kv_specs):
+                    raise
+                logger.warning("The states of the step are computed again: %s", e)
+                lost = True
 
     def take_draft_token_ids(self) -> None:
         return None

@@ -1,0 +1,29 @@
+"""Recurrent states that a failed step has spoilt, computed again from the tokens.
+
+States change in place, and vLLM cannot take a step back as the embedded engine does.
+"""
+
+import numpy as np
+
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.runner.runner import ModelRunner
+from vllm_metal_lite.vllm_plugin.translate import SegmentSlots
+
+
+def recompute_states(
+    runner: ModelRunner, inputs: InputBatch, batch: ForwardBatch, max_tokens: int
+) -> None:
+    """Restore the states that the segments of a failed step start from.
+
+    Only segments that start from a slot that they write are concerned.  The blocks of their tokens
+    get the same K and V again.  max_tokens: of a step.
+    """
+    starts = batch.seq_lens - np.diff(batch.cu_seqlens_q)
+    for segment in np.flatnonzero((batch.initial_slots == batch.final_slots) & (starts > 0)):
+        slot, row = int(batch.final_slots[segment]), batch.req_indices[segment : segment + 1]
+        for done in range(0, int(starts[segment]), max_tokens):
+            count = min(max_tokens, int(starts[segment]) - done)
+            slots = SegmentSlots(slot if done else EMPTY_SLOT, slot, [])
+            chunk = inputs.pack(row, np.array([done]), np.array([count]), [slots])
+            runner.execute(chunk, np.zeros(0, np.int32))
