@@ -34,7 +34,7 @@ UNWRITTEN = (-1,)
 
 @dataclass(frozen=True)
 class Slots:
-    """extra: slots beyond one per seat.  ahead: steps are scheduled before the last one's tokens are
+    """extra: slots beyond one per seat.  ahead: steps are scheduled before the last tokens are
     known.  named: positions that every caller names."""
 
     extra: int
