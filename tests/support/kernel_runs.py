@@ -2,20 +2,24 @@
 
 import numpy as np
 
+from tests.support.recurrent_cases import RAGGED, Segments
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import cache_ops, decode
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan
+from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, RowNorm, skinny_gemm
+from vllm_metal_lite.kernels.ssm import ssm_update
 from vllm_metal_lite.kv.store import LayerSpec
 
-STORE = ("keys", "values")
+STORE = ("keys", "values", "states")
 KV_HEADS, GROUP, DIM, BLOCK_SIZE, SLOTS = 2, 9, 72, 8, 96
 
 
@@ -178,7 +182,56 @@ def skinny_gemm_with_all(dtype):
     return results
 
 
+def causal_conv_rows(dtype):
+    """Segments of every kind, channels for two threadgroups; NaN in slots where none starts."""
+    step = Segments(**RAGGED)
+    x, weight, bias = (
+        draw(*shape, seed=18, dtype=dtype) for shape in ((step.num_rows, 300), (300, 4), (300,))
+    )
+    states = mx.array(step.pool(3, 300)).astype(dtype)
+    y, _ = causal_conv(
+        Columns(x, 0), weight, bias, states, mx.array(step.array),
+        mx.array(plan_conv_tiles(step.array)), new_token(), silu=True,
+    )  # fmt: skip
+    mx.eval(y)  # MLX does not know that the pool is written
+    return [mx.nan_to_num(states), y]
+
+
+def recurrent_rows(dtype, v_heads, k_dim):
+    step = Segments(**RAGGED)
+    rows = step.num_rows
+    joined = draw(rows, 4 * k_dim + v_heads * 72, seed=18, dtype=dtype) / k_dim**0.5
+    wide = [Columns(joined, start) for start in (0, 2 * k_dim, 4 * k_dim)]
+    states = mx.array(step.pool(v_heads, 72, k_dim))
+    return step, wide, states, mx.sigmoid(draw(rows, v_heads, seed=19))
+
+
+def gated_delta_rows(dtype):
+    """A gate a column, two heads of k, more rows of a state than a threadgroup has."""
+    step, wide, states, beta = recurrent_rows(dtype, 4, 48)
+    gates = mx.sigmoid(draw(step.num_rows, 4, 48, seed=20))
+    y, _ = gated_delta(
+        *wide, gates, beta, states, mx.array(step.array), new_token(), num_k_heads=2,
+        max_seqlen=step.max_seqlen,
+    )  # fmt: skip
+    mx.eval(y)  # MLX does not know that the pool is written
+    return [mx.nan_to_num(states), y]
+
+
+def ssm_update_rows(dtype):
+    step, (c, b, x), states, dt = recurrent_rows(dtype, 4, 48)
+    y, _ = ssm_update(
+        x, b, c, dt, -mx.exp(draw(4, seed=21)), draw(4, seed=22), states, mx.array(step.array),
+        new_token(), num_groups=2, max_seqlen=step.max_seqlen,
+    )  # fmt: skip
+    mx.eval(y)  # MLX does not know that the pool is written
+    return [mx.nan_to_num(states), y]
+
+
 RUN = {
+    "causal_conv": causal_conv_rows,
+    "gated_delta": gated_delta_rows,
+    "gated_delta/ssm": ssm_update_rows,
     "gather_rows": gathered_rows,
     "kv_write": kv_write,
     "kv_gather": kv_gather,

@@ -1,0 +1,185 @@
+"""causal_conv on the CPU host, under the checker, against its definition in float64 and MLX's own.
+
+With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
+"""
+
+from contextlib import nullcontext
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal.host import compiler_available, installed
+from tests.support.recurrent_cases import RAGGED, TOLERANCE, Segments, conv_by_definition, rounded
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.new_rows import Columns
+
+pytestmark = pytest.mark.skipif(
+    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
+)
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+def host(schedule="forward"):
+    if not backend.is_cpu():
+        return nullcontext()
+    return installed(checked=True, schedule=schedule, writable_inputs=["states"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_host():
+    with host():
+        yield
+
+
+class Case:
+    """Rows of C channels in some segments, a weight and perhaps a bias."""
+
+    def __init__(self, segments, channels=40, size=4, bias=True, silu=True, dtype=mx.float32):
+        rng = np.random.default_rng(segments.seed)
+        self.segments, self.silu, self.dtype = segments, silu, dtype
+        shapes = [(segments.num_rows, channels), (channels, size), (channels,)]
+        drawn = [rounded(rng.standard_normal(shape), dtype) for shape in shapes]
+        self.x, self.weight, self.bias = drawn if bias else [*drawn[:2], None]
+        self.pool = segments.pool(size - 1, channels, dtype=dtype)
+
+    def arrays(self):
+        return [
+            None if a is None else mx.array(a).astype(self.dtype)
+            for a in (self.x, self.weight, self.bias, self.pool)
+        ]
+
+    def run(self):
+        """y and the pool afterwards."""
+        x, weight, bias, states = self.arrays()
+        segments = self.segments.array
+        y, token = causal_conv(
+            Columns(x, 0), weight, bias, states, mx.array(segments),
+            mx.array(plan_conv_tiles(segments)), new_token(), silu=self.silu,
+        )  # fmt: skip
+        mx.eval(y, token)
+        assert y.dtype == self.dtype
+        return [np.array(a.astype(mx.float32)) for a in (y, states)]
+
+    def check(self):
+        y, states = self.run()
+        expected, after = conv_by_definition(
+            self.segments, self.pool, self.x, self.weight, self.bias, self.silu
+        )
+        rows = len(expected)
+        np.testing.assert_allclose(y[:rows], expected, *TOLERANCE[self.dtype])
+        assert not y[rows:].any()
+        np.testing.assert_array_equal(states, after)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bias", "silu"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ragged_segments(size, bias, silu, dtype):
+    Case(Segments(**RAGGED), 40, size, bias, silu, dtype).check()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), max_size=5),
+    st.integers(0, 18), st.sampled_from([8, 70, 300]), st.integers(2, 5), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_random_segments(drawn, padding, channels, size, seed):
+    lengths, fresh, moved = zip(*drawn, strict=True) if drawn else ((1,), (True,), (True,))
+    chosen = [{s for s, is_so in enumerate(of) if is_so} for of in (fresh, moved)]
+    half = [(s, n // 2) for s, n in enumerate(lengths)]
+    segments = Segments([*lengths], chosen[0], padding, half, chosen[1], seed)
+    Case(segments, channels, size).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_as_mlx_s_convolution(dtype):
+    """As mlx-lm's layers call it: rows behind the carried ones, then SiLU."""
+    case = Case(Segments([19]), size=4, dtype=dtype)
+    x, weight, bias, states = case.arrays()
+    layer = nn.Conv1d(40, 40, 4, groups=40)
+    layer.weight, layer.bias = weight[:, :, None], bias
+    rows = mx.concatenate([states[case.segments.initial[0]], x])[None]
+    theirs = nn.silu(layer(rows)[0])
+    tolerance = 4 * TOLERANCE[dtype][0]  # they round before SiLU and within it
+    y, after = case.run()
+    np.testing.assert_allclose(y, np.array(theirs.astype(mx.float32)), tolerance, tolerance)
+    np.testing.assert_array_equal(
+        after[case.segments.final[0]], np.array(rows[0, -3:].astype(mx.float32))
+    )
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 16, 20])
+def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut):
+    whole = Case(Segments([37], fresh={0}))
+    y, states = whole.run()
+    head = Case(Segments([cut], fresh={0}))
+    head.x, head.weight, head.bias = whole.x[:cut], whole.weight, whole.bias
+    first, head_states = head.run()
+    tail = Case(Segments([37 - cut]))
+    tail.x, tail.weight, tail.bias = whole.x[cut:], whole.weight, whole.bias
+    tail.pool[tail.segments.initial[0]] = head_states[head.segments.final[0]]
+    second, tail_states = tail.run()
+    np.testing.assert_array_equal(np.concatenate([first, second]), y)
+    np.testing.assert_array_equal(
+        tail_states[tail.segments.final[0]], states[whole.segments.final[0]]
+    )
+
+
+@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
+@pytest.mark.parametrize("schedule", ["reverse", 1])
+def test_the_order_in_which_threads_run_changes_nothing(schedule):
+    case = Case(Segments(**RAGGED), channels=300)
+    expected = case.run()
+    with host(schedule):
+        for got, wanted in zip(case.run(), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_columns_of_a_wider_array():
+    case = Case(Segments(**RAGGED))
+    expected, _ = case.run()
+    x, weight, bias, states = case.arrays()
+    wide = mx.concatenate([x + 1, x, x + 2], axis=1)[:, None]
+    segments = case.segments.array
+    y, _ = causal_conv(
+        Columns(wide, 40), weight, bias, states, mx.array(segments),
+        mx.array(plan_conv_tiles(segments)), new_token(), silu=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.array(y), expected)
+
+
+def test_large_values_do_not_overflow():
+    case = Case(Segments([4], fresh={0}), bias=False)
+    case.x *= 1e4
+    y, _ = case.run()
+    assert np.isfinite(y).all()
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": mx.zeros((8, 9))}, "kernel size 9 is not from 2 to 8"),
+        ({"weight": mx.zeros((9, 4))}, r"x is columns 0 to 9 of .* but its array is \(2, 8\)"),
+        ({"x": Columns(mx.zeros((2, 8), mx.float16), 0)}, r"array is \(2, 8\) mlx.core.float16"),
+        ({"x": Columns(mx.zeros((2, 15)), 8)}, r"8 to 16 of .* is \(2, 15\)"),
+        ({"bias": mx.zeros(8, mx.float16)}, r"bias \(8,\) mlx.core.float16 is not \(8,\) mlx"),
+        ({"bias": mx.zeros(9)}, r"bias \(9,\) mlx.core.float32 is not \(8,\)"),
+        ({"states": mx.zeros((5, 4, 8))}, r"not \(slots, 3, 8\) mlx.core.float32"),
+        ({"weight": mx.zeros((7, 4))}, "7 channels are fewer than 8"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    segments = Segments([2]).array
+    arrays = {"x": Columns(mx.zeros((2, 8)), 0), "weight": mx.zeros((8, 4)), "bias": None,
+              "states": mx.zeros((5, 3, 8)), "segments": mx.array(segments),
+              "tiles": mx.array(plan_conv_tiles(segments)), "token": new_token()}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        causal_conv(**(arrays | change), silu=True)

@@ -1,0 +1,260 @@
+"""gated_delta on the CPU host, under the checker, as the gated delta rule: against its definition
+in float64, mlx-lm's functions and MLX's.
+
+With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
+"""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.gated_delta import gated_delta_ops
+
+from metal.host import compiler_available, installed
+from tests.support.recurrent_cases import (
+    RAGGED,
+    TOLERANCE,
+    Segments,
+    recurrence_by_definition,
+    rounded,
+)
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.gated_delta import CHUNK, gated_delta
+from vllm_metal_lite.kernels.new_rows import Columns
+
+pytestmark = pytest.mark.skipif(
+    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
+)
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+def host(schedule="forward"):
+    if not backend.is_cpu():
+        return nullcontext()
+    return installed(checked=True, schedule=schedule, writable_inputs=["states"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_host():
+    with host():
+        yield
+
+
+class Case:
+    """Heads (of k, of v) with rows of `dims` (of k, of v); keys have length 1, as in the models."""
+
+    def __init__(
+        self, segments, heads=(2, 4), dims=(32, 16), *, vector=False, dtype=mx.float32, chunks=True
+    ):
+        rng = np.random.default_rng(segments.seed)
+        (k_heads, v_heads), (k_dim, v_dim), rows = heads, dims, segments.num_rows
+        self.segments, self.dtype, self.joined = segments, dtype, False
+        self.max_seqlen = segments.max_seqlen if chunks else 1
+        q, k = rng.standard_normal((2, rows, k_heads, k_dim))
+        norms = np.linalg.norm(k, axis=-1, keepdims=True)
+        self.q, self.k = rounded(q * k_dim**-0.5, dtype), rounded(k / norms, dtype)
+        self.v = rounded(rng.standard_normal((rows, v_heads, v_dim)), dtype)
+        gates = rng.uniform(0.3, 1, (rows, v_heads, k_dim) if vector else (rows, v_heads))
+        self.gates = gates.astype(np.float32)
+        self.beta = rounded(rng.uniform(0, 1, (rows, v_heads)), dtype)
+        self.pool = segments.pool(v_heads, v_dim, k_dim)
+
+    def inputs(self):
+        wide = [mx.array(a).astype(self.dtype) for a in (self.q, self.k, self.v)]
+        return [*wide, mx.array(self.gates), mx.array(self.beta).astype(self.dtype)]
+
+    def run(self):
+        """y and the pool afterwards."""
+        states = mx.array(self.pool)
+        rows, gates = self.inputs()[:3], self.inputs()[3:]
+        columns = [Columns(a.reshape(len(a), -1), 0) for a in rows]
+        if self.joined:
+            starts = np.cumsum([8, *(c.array.shape[1] for c in columns)])
+            edge = mx.zeros((len(rows[0]), 8), self.dtype)
+            joined = mx.concatenate([edge, *(c.array for c in columns), edge], axis=1)
+            columns = [Columns(joined[:, None], int(start)) for start in starts[:3]]
+        y, token = gated_delta(
+            *columns, *gates, states, mx.array(self.segments.array), new_token(),
+            num_k_heads=self.k.shape[1], max_seqlen=self.max_seqlen,
+        )  # fmt: skip
+        mx.eval(y, token)
+        assert y.dtype == self.dtype
+        return [np.array(a.astype(mx.float32)) for a in (y, states)]
+
+    def expected(self):
+        return recurrence_by_definition(
+            self.segments, self.pool, self.q, self.k, self.v, self.gates, self.beta, delta=True
+        )
+
+    def check(self):
+        y, states = self.run()
+        expected, after = self.expected()
+        rows = len(expected)
+        np.testing.assert_allclose(y[:rows], expected, *TOLERANCE[self.dtype])
+        assert not y[rows:].any()
+        np.testing.assert_allclose(states, after, *TOLERANCE[mx.float32])
+        return y
+
+    def rows(self, begin, end, segments):
+        """The same rows from begin to end, as another case."""
+        part = Case(segments, vector=self.gates.ndim == 3)
+        for name in ("q", "k", "v", "gates", "beta"):
+            setattr(part, name, getattr(self, name)[begin:end])
+        return part
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
+@pytest.mark.parametrize("chunks", [False, True], ids=["rows", "chunks"])
+def test_ragged_segments(chunks, vector, dtype):
+    Case(Segments(**RAGGED), vector=vector, dtype=dtype, chunks=chunks).check()
+
+
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
+@pytest.mark.parametrize(
+    ("heads", "dims"),
+    [((1, 1), (128, 128)), ((2, 2), (128, 8)), ((1, 3), (16, 72)), ((2, 4), (48, 24)),
+     ((1, 1), (256, 64))],
+)  # fmt: skip
+def test_heads_and_head_sizes(heads, dims, vector):
+    segments = Segments([CHUNK + 1, 1], fresh={0}, padding=1)
+    Case(segments, heads, dims, vector=vector).check()
+
+
+def test_columns_of_one_array():
+    case = Case(Segments(**RAGGED))
+    case.joined = True
+    case.check()
+
+
+def test_one_row_of_few_heads():
+    """Fewer gates than an array in device memory has."""
+    Case(Segments([1]), (1, 2), (16, 8)).check()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), min_size=1, max_size=4),
+    st.integers(1, 9), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_random_segments(drawn, padding, vector, seed):
+    lengths, fresh, moved = zip(*drawn, strict=True)
+    chosen = [{s for s, is_so in enumerate(of) if is_so} for of in (fresh, moved)]
+    half = [(s, n // 2) for s, n in enumerate(lengths)]
+    segments = Segments([*lengths], chosen[0], padding, half, chosen[1], seed)
+    Case(segments, (1, 2), (16, 8), vector=vector).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
+def test_the_same_as_mlx_lm_s_operations(vector, dtype):
+    case = Case(Segments([19]), vector=vector, dtype=dtype)
+    slot = int(case.segments.final[0])
+    batch = [a[None] for a in case.inputs()]
+    theirs, state = gated_delta_ops(*batch, mx.array(case.pool[slot])[None])
+    y, states = case.run()
+    rtol, atol = TOLERANCE[dtype]  # two roundings of a result may lie a step apart
+    np.testing.assert_allclose(y, np.array(theirs[0].astype(mx.float32)), 2 * rtol, 2 * atol)
+    np.testing.assert_allclose(states[slot], np.array(state[0]), *TOLERANCE[mx.float32])
+
+
+def test_the_same_as_mlx_s_chunked_form():
+    case = Case(Segments([19], fresh={0}))
+    theirs, state = mx.fast.gated_delta_update(*(a[None] for a in case.inputs()))
+    y, states = case.run()
+    rtol, atol = TOLERANCE[mx.float32]
+    np.testing.assert_allclose(y, np.array(theirs[0]), rtol, 4 * atol)  # it takes logarithms
+    np.testing.assert_allclose(states[case.segments.final[0]], np.array(state[0]), rtol, 4 * atol)
+
+
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
+@pytest.mark.parametrize("cut", [1, CHUNK, 2 * CHUNK, 19])
+def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut, vector):
+    """Bit for bit if it is cut where a chunk of the kernel ends, else up to rounding."""
+    whole = Case(Segments([21], fresh={0}), vector=vector)
+    y, states = whole.run()
+    head = whole.rows(0, cut, Segments([cut], fresh={0}))
+    first, head_states = head.run()
+    tail = whole.rows(cut, 21, Segments([21 - cut]))
+    tail.pool[tail.segments.initial[0]] = head_states[head.segments.final[0]]
+    second, tail_states = tail.run()
+    tolerance = (0, 0) if cut % CHUNK == 0 else TOLERANCE[mx.float32]
+    np.testing.assert_allclose(np.concatenate([first, second]), y, *tolerance)
+    np.testing.assert_allclose(
+        tail_states[tail.segments.final[0]], states[whole.segments.final[0]], *tolerance
+    )
+
+
+def test_a_checkpoint_changes_nothing_where_chunks_end():
+    plain, kept = (
+        Case(Segments([21], fresh={0}, checkpoints=rows)) for rows in ([], [(0, 8), (0, 16)])
+    )
+    results = [plain.run(), kept.run()]
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+
+
+def test_a_prompt_goes_on_from_a_checkpoint_as_if_it_had_never_stopped():
+    whole = Case(Segments([21], fresh={0}, checkpoints=[(0, 16)]))
+    y, states = whole.run()
+    tail = whole.rows(16, 21, Segments([5], moved={0}))
+    tail.pool[tail.segments.initial[0]] = states[whole.segments.taken[0][2]]
+    rest, after = tail.run()
+    np.testing.assert_array_equal(rest, y[16:])
+    np.testing.assert_array_equal(after[tail.segments.final[0]], states[whole.segments.final[0]])
+
+
+def test_gates_of_zero_forget_everything():
+    """And keys that are all the same, which beta 2 reflects: the largest terms of a chunk."""
+    case = Case(Segments([24], fresh=set()), vector=True)
+    case.gates[:] = 1
+    case.gates[5, 1] = 0
+    case.gates[9:12, :, ::2] = 0
+    case.gates[17] = 1e-30
+    case.k[:] = case.k[:1]
+    case.beta[:] = 2
+    case.check()
+
+
+@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
+@pytest.mark.parametrize("schedule", ["reverse", 1])
+def test_the_order_in_which_threads_run_changes_nothing(schedule):
+    case = Case(Segments(**RAGGED), (1, 2), (48, 72))
+    expected = case.run()
+    with host(schedule):
+        for got, wanted in zip(case.run(), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": Columns(mx.zeros((3, 32)), 0)}, "q of 2 rows, k of 3, both of 2 heads, and v of 2"),
+        ({"num_k_heads": 3}, "both of 3 heads, and v of 2 rows of 4 heads do not fit together"),
+        ({"q": Columns(mx.zeros((2, 32), mx.float16), 0)}, r"array is \(2, 32\) mlx.core.float16"),
+        ({"k": Columns(mx.zeros((2, 32)), 8)}, r"k is columns 8 to 40 of .* \(2, 32\)"),
+        ({"gates": mx.zeros((2, 2))}, r"gates \(2, 2\) mlx.core.float32 are not \(2, 4\)"),
+        ({"gates": mx.zeros((2, 4), mx.float16)}, "float16 are not"),
+        ({"beta": mx.zeros((1, 4))}, r"beta \(1, 4\) is not \(2, 4\)"),
+        (
+            {"states": mx.zeros((3, 4, 8, 16), mx.float16)},
+            r"not \(slots, 4, 8, 16\) mlx.core.float3",
+        ),
+        ({"states": mx.zeros((3, 4, 8, 272))}, "key size 272 is not a multiple of 16 up to 256"),
+        ({"states": mx.zeros((3, 4, 8, 24))}, "key size 24 is not"),
+        ({"v": Columns(mx.zeros((2, 32), mx.int32), 0)}, "no kernels for mlx.core.int32"),
+        ({"states": mx.zeros((3, 4, 12, 16))}, "head size 12 is not a multiple of 8"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    arrays = {"q": Columns(mx.zeros((2, 32)), 0), "k": Columns(mx.zeros((2, 32)), 0),
+              "v": Columns(mx.zeros((2, 32)), 0), "num_k_heads": 2,
+              "gates": mx.zeros((2, 4)), "beta": mx.zeros((2, 4)),
+              "states": mx.zeros((3, 4, 8, 16)), "segments": mx.array(Segments([2]).array),
+              "token": new_token()}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        gated_delta(**(arrays | change), max_seqlen=2)

@@ -1,0 +1,144 @@
+"""Steps of recurrent layers: segments of every kind, and what their kernels compute, in float64.
+
+Pools hold NaN in every slot that no segment starts from.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.segments import EMPTY, plan_segments
+
+# (rtol, atol): results are rounded once to their type, and sums of some hundred terms of size 1 are
+# in float32.
+TOLERANCE = {mx.float32: (4e-6, 4e-6), mx.float16: (2**-11, 4e-6), mx.bfloat16: (2**-8, 4e-6)}
+
+
+@dataclass
+class Segments:
+    """Segments of `lengths` rows, of which those in `fresh` start from zeros, and rows of padding.
+
+    A segment has its own slot, drawn at random.  checkpoints: (segment, rows of it before).  moved:
+    segments that leave their state in another slot than the one they start from.
+    """
+
+    lengths: list[int]
+    fresh: set[int] = field(default_factory=set)
+    padding: int = 0
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)
+    moved: set[int] = field(default_factory=set)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        count = len(self.lengths)
+        self.cu_seqlens = np.cumsum([0, *self.lengths])
+        self.num_rows = int(self.cu_seqlens[-1]) + self.padding
+        self.slots = 2 * count + len(self.checkpoints) + 2
+        drawn = np.random.default_rng(self.seed).permutation(self.slots)
+        self.final = drawn[:count]
+        self.initial = np.array(
+            [
+                EMPTY if s in self.fresh else drawn[count + s] if s in self.moved else self.final[s]
+                for s in range(count)
+            ],
+            np.int32,
+        )
+        self.taken = [
+            (s, int(self.cu_seqlens[s]) + row, int(slot))
+            for (s, row), slot in zip(self.checkpoints, drawn[2 * count :], strict=False)
+        ]
+        self.array = plan_segments(
+            self.cu_seqlens, self.initial, self.final, self.num_rows, self.slots, self.taken
+        )
+        self.max_seqlen = max(self.lengths, default=0)
+
+    def pool(self, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
+        """A pool of states, NaN where no segment starts."""
+        pool = np.full((self.slots, *shape), np.nan, np.float32)
+        for slot in self.initial[self.initial >= 0]:
+            rng = np.random.default_rng((self.seed, slot))
+            pool[slot] = rounded(rng.standard_normal(shape), dtype)
+        return pool
+
+    def walk(self, pool: np.ndarray, advance) -> tuple[np.ndarray, np.ndarray]:
+        """Results of all rows and the pool afterwards, in float64.
+
+        advance(begin, end, state) -> (results of the rows, the state after them).
+        """
+        after = pool.astype(np.float64)
+        results = []
+        for s, (begin, end) in enumerate(zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False)):
+            slot = self.initial[s]
+            start = np.zeros(pool.shape[1:]) if slot < 0 else pool[slot].astype(np.float64)
+            result, after[self.final[s]] = advance(begin, end, start)
+            results.append(result)
+            for segment, row, checkpoint in self.taken:
+                if segment == s:
+                    _, after[checkpoint] = advance(begin, row, start)
+        return np.concatenate(results), after
+
+
+# A request starts, one goes on, one has no rows, one has a single row; chunks of 8 rows and tiles
+# of 16 end within and at the end of segments; some states are copied; some rows are padding.
+RAGGED = {
+    "lengths": [1, 21, 0, 16, 1, 2, 0],
+    "fresh": {1, 4, 6},
+    "padding": 3,
+    "moved": {2, 3},
+    "checkpoints": [(1, 8), (1, 13), (3, 16), (3, 0), (0, 1)],
+}
+
+
+def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """The values as dtype has them, in float32."""
+    return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
+
+
+def conv_by_definition(
+    segments: Segments,
+    pool: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    silu: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The convolution of rows (N, C) by weight (C, K), and the rows carried on."""
+    size = weight.shape[1]
+
+    def advance(begin, end, before):
+        rows = np.concatenate([before, x[begin:end].astype(np.float64)])
+        y = np.zeros((end - begin, x.shape[1])) + (0 if bias is None else bias)
+        for j in range(size):
+            y += rows[j : j + end - begin] * weight[:, j]
+        y = y / (1 + np.exp(np.minimum(-y, 700))) if silu else y
+        return y, rows[len(rows) - size + 1 :]
+
+    return segments.walk(pool, advance)
+
+
+def recurrence_by_definition(
+    segments: Segments,
+    pool: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    gates: np.ndarray,
+    beta: np.ndarray,
+    delta: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The gated delta rule, or without `delta` the state space update, and the states."""
+    repeats = v.shape[1] // k.shape[1]
+    q, k = (np.repeat(a.astype(np.float64), repeats, axis=1) for a in (q, k))
+    gates = gates[:, :, None, None] if gates.ndim == 2 else gates[:, :, None]
+
+    def advance(begin, end, state):
+        y = np.zeros((end - begin, *v.shape[1:]))
+        for t in range(begin, end):
+            state = state * gates[t]
+            known = np.einsum("hvk,hk->hv", state, k[t]) if delta else 0
+            state = state + np.einsum("hv,hk->hvk", beta[t][:, None] * (v[t] - known), k[t])
+            y[t - begin] = np.einsum("hvk,hk->hv", state, q[t])
+        return y, state
+
+    return segments.walk(pool, advance)

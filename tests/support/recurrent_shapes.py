@@ -1,0 +1,93 @@
+"""Launches of the kernels of recurrent layers at the shapes of real models, for their texts alone.
+
+Arrays are lazy zeros: nothing is computed, so real sizes cost nothing.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.causal_conv import causal_conv
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.ssm import ssm_update
+
+ROWS, SLOTS = 16, 20
+# Of k, of v; their sizes; a gate per column.
+DELTA = {
+    "Qwen3-Next": (16, 32, 128, 128, False),
+    "Kimi Linear": (32, 32, 128, 128, True),
+    "heads of 96 and 192": (30, 30, 96, 192, False),
+    "heads of 256": (8, 16, 256, 256, False),
+}
+# Groups, heads, state and head size.
+SSM = {
+    "Mamba 2": (1, 80, 128, 64),
+    "Nemotron-H": (8, 128, 128, 64),
+    "Falcon-H1": (1, 24, 256, 128),
+}
+# Channels, kernel size, bias, SiLU.
+CONV = {
+    "Qwen3-Next": (8192, 4, False, True),
+    "Mamba 2": (5376, 4, True, True),
+    "LFM2": (2048, 3, False, False),
+}
+
+
+def _segments() -> mx.array:
+    return mx.zeros((ROWS + 1, 4), mx.int32)
+
+
+def _columns(heads: int, dim: int, dtype: mx.Dtype) -> Columns:
+    return Columns(mx.zeros((ROWS, heads * dim), dtype), 0)
+
+
+def _delta(
+    k_heads: int, heads: int, k_dim: int, dim: int, vector: bool, dtype: mx.Dtype, max_seqlen: int
+) -> None:
+    gates = mx.zeros((ROWS, heads, k_dim) if vector else (ROWS, heads))
+    gated_delta(
+        _columns(k_heads, k_dim, dtype), _columns(k_heads, k_dim, dtype),
+        _columns(heads, dim, dtype), gates, mx.zeros((ROWS, heads), dtype),
+        mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token(),
+        num_k_heads=k_heads, max_seqlen=max_seqlen,
+    )  # fmt: skip
+
+
+def _ssm(
+    groups: int, heads: int, state_dim: int, dim: int, dtype: mx.Dtype, max_seqlen: int
+) -> None:
+    ssm_update(
+        _columns(heads, dim, dtype), _columns(groups, state_dim, dtype),
+        _columns(groups, state_dim, dtype), mx.zeros((ROWS, heads)), mx.zeros(heads),
+        mx.zeros(heads), mx.zeros((SLOTS, heads, dim, state_dim)), _segments(), new_token(),
+        num_groups=groups, max_seqlen=max_seqlen,
+    )  # fmt: skip
+
+
+def _conv(channels: int, size: int, bias: bool, silu: bool, dtype: mx.Dtype) -> None:
+    causal_conv(
+        Columns(mx.zeros((ROWS, channels), dtype), 0), mx.zeros((channels, size, 1), dtype),
+        mx.zeros(channels, dtype) if bias else None,
+        mx.zeros((SLOTS, size - 1, channels), dtype), _segments(),
+        mx.zeros((ROWS + 2, 2), mx.int32), new_token(), silu=silu,
+    )  # fmt: skip
+
+
+def _cases() -> dict[str, Callable[[], None]]:
+    cases: dict[str, Callable[[], None]] = {}
+    for dtype in (mx.bfloat16, mx.float16, mx.float32):
+        name = str(dtype).removeprefix("mlx.core.")
+        for model, shape in CONV.items():
+            cases[f"causal_conv {model} {name}"] = partial(_conv, *shape, dtype)
+        for form, rows in (("rows", 1), ("chunks", 512)):
+            for model, shape in DELTA.items():
+                key = f"gated_delta {model} {name} {form}"
+                cases[key] = partial(_delta, *shape, dtype, rows)
+            for model, shape in SSM.items():
+                cases[f"gated_delta {model} {name} {form}"] = partial(_ssm, *shape, dtype, rows)
+    return cases
+
+
+CASES = _cases()

@@ -1,0 +1,88 @@
+"""The short causal convolution in front of a recurrent layer, over packed rows."""
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import grid_for, unused
+from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.segments import (
+    MIN_ELEMENTS,
+    TOKEN_SHAPE,
+    check_pool,
+    columns_template,
+)
+
+_CAUSAL_CONV = Kernel(
+    "causal_conv",
+    ["x", "weight", "bias", "segments", "tiles", "states", "token"],
+    ["y", "next_token"],
+)
+
+# Rows of a tile: enough that reading the rows before it costs little.
+TILE_ROWS = 16
+# The longest convolution: the rows before a row stay in registers.
+MAX_KERNEL_SIZE = 8
+
+
+def plan_conv_tiles(segments: np.ndarray) -> np.ndarray:
+    """Split segments (S, ...) of `plan_segments` into tiles (T, 2) int32 for `causal_conv`.
+
+    A tile is (segment, its first packed row).  Every segment has at least one.  T depends only on S
+    and on the number of packed rows.
+    """
+    begins, rows = segments[:, 0], segments[:, -2] - segments[:, 0]
+    counts = np.maximum(-(-rows // TILE_ROWS), 1)
+    ends = np.cumsum(counts)
+    num_rows = int(segments[-1, -2])
+    total = max(num_rows // TILE_ROWS + len(segments), MIN_ELEMENTS // 2)
+    tiles = np.empty((total, 2), np.int32)
+    tiles[ends[-1] :] = len(segments) - 1, num_rows  # past all rows: nothing to do
+    real = tiles[: ends[-1]]
+    real[:, 0] = np.repeat(np.arange(len(segments)), counts)
+    real[:, 1] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    real[:, 1] = real[:, 1] * TILE_ROWS + np.repeat(begins, counts)
+    return tiles
+
+
+def causal_conv(
+    x: Columns,
+    weight: mx.array,
+    bias: mx.array | None,
+    states: mx.array,
+    segments: mx.array,
+    tiles: mx.array,
+    token: mx.array,
+    *,
+    silu: bool,
+) -> tuple[mx.array, mx.array]:
+    """Depthwise causal convolution of C columns of N packed rows -> (N, C), the token.
+
+    weight: (C, K) of the type of x, K from 2 to 8; or (C, K, 1), as `mx.conv1d` takes it.
+    bias: (C,) or None.
+    states: the pool (slots, K - 1, C), written in place: the rows before a segment are read from
+    its initial slot, and its last rows, older ones included, go to the slots that `segments` names.
+    segments: from `plan_segments`.  tiles: from `plan_conv_tiles`.  silu: apply x * sigmoid(x) to
+    the result, which is rounded once.  Rows of padding give zeros.  Raises ValueError for other
+    shapes, or arrays of unlike types.
+    """
+    (rows, channels, size), dtype = (len(x.array), *weight.shape[:2]), weight.dtype
+    columns = columns_template("x", x, channels, dtype)
+    if not 2 <= size <= MAX_KERNEL_SIZE:
+        raise ValueError(f"kernel size {size} is not from 2 to {MAX_KERNEL_SIZE}")
+    if bias is not None and (bias.shape, bias.dtype) != ((channels,), dtype):
+        raise ValueError(f"bias {bias.shape} {bias.dtype} is not ({channels},) {dtype}")
+    if channels < MIN_ELEMENTS:
+        raise ValueError(f"{channels} channels are fewer than {MIN_ELEMENTS}")
+    check_pool(states, (size - 1, channels), dtype)
+    threads, groups = grid_for(channels)
+    template: Template = {
+        **columns, "T": dtype, "CHANNELS": channels, "K": size, "ROWS": TILE_ROWS,
+        "BIAS": bias is not None, "SILU": silu,
+    }  # fmt: skip
+    y, token = _CAUSAL_CONV(
+        [x.array, weight, unused() if bias is None else bias, segments, tiles, states, token],
+        template, (groups, tiles.shape[0], 1), threads,
+        [(rows, channels), TOKEN_SHAPE], [dtype, mx.float32],
+    )  # fmt: skip
+    return y, token

@@ -1,0 +1,116 @@
+"""The gated delta rule over packed rows, and the recurrence that Mamba 2 shares with it."""
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import head_size_problem, unused
+from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.segments import (
+    MIN_ELEMENTS,
+    TOKEN_SHAPE,
+    check_pool,
+    columns_template,
+)
+
+_GATED_DELTA = Kernel(
+    "gated_delta",
+    ["q", "k", "v", "gates", "beta", "skip", "segments", "states", "token"],
+    ["y", "next_token"],
+)
+
+# Rows that are computed at once: a state after a multiple of so many rows of its segment does not
+# depend on how the segment is cut.
+CHUNK = 8
+# The largest rows of q and k, which lie in threadgroup memory, and of v.
+MAX_K_DIM, MAX_V_DIM = 256, 1024
+# Simdgroups of a threadgroup, at most.  With chunks, each prepares a row of a chunk for all;
+# without, they share nothing, and smaller threadgroups fill a device better.
+_CHUNK_SIMDGROUPS, _ROW_SIMDGROUPS = 8, 4
+
+
+def recurrence_problem(k_dim: int, v_dim: int, dtype: mx.Dtype) -> str | None:
+    """Why the kernel cannot serve states (v_dim, k_dim) and rows of dtype, or None if it can."""
+    if dtype not in (mx.float32, mx.float16, mx.bfloat16):
+        return f"there are no kernels for {dtype}"
+    if k_dim % 16 or not 16 <= k_dim <= MAX_K_DIM:
+        return f"key size {k_dim} is not a multiple of 16 up to {MAX_K_DIM}"
+    return head_size_problem((v_dim,), MAX_V_DIM)
+
+
+def gated_delta(
+    q: Columns,
+    k: Columns,
+    v: Columns,
+    gates: mx.array,
+    beta: mx.array,
+    states: mx.array,
+    segments: mx.array,
+    token: mx.array,
+    *,
+    num_k_heads: int,
+    max_seqlen: int,
+) -> tuple[mx.array, mx.array]:
+    """The gated delta rule over N packed rows -> y (N, Hv, Dv), the token.
+
+    For each row t of a segment and each head of v, with S the state (Dv, Dk):
+
+        S = S * gates[t];  S = S + beta[t] * (v[t] - S k[t]) k[t]^T;  y[t] = S q[t]
+
+    q, k: num_k_heads heads of Dk, normalised and scaled by the caller; num_k_heads divides Hv.
+    v: Hv heads of Dv.  gates: float32, (N, Hv), or (N, Hv, Dk) for a gate per column of S (Kimi).
+    beta: (N, Hv).  states: the pool (slots, Hv, Dv, Dk) float32, written in place.  segments: from
+    `plan_segments`.  max_seqlen: rows of the longest segment; a step of only short ones needs no
+    chunks.  Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
+
+    Raises ValueError unless Dk is a multiple of 16 up to 256 and Dv of 8 up to 1024, and for shapes
+    and types that do not fit together.  Source: Yang, Kautz and Hatamizadeh (2024), Gated Delta
+    Networks.
+    """
+    return linear_recurrence(
+        q, k, v, gates, beta, None, states, segments, token,
+        num_k_heads=num_k_heads, max_seqlen=max_seqlen, delta=True,
+    )  # fmt: skip
+
+
+def linear_recurrence(
+    q: Columns, k: Columns, v: Columns, gates: mx.array, beta: mx.array, skip: mx.array | None,
+    states: mx.array, segments: mx.array, token: mx.array,
+    *, num_k_heads: int, max_seqlen: int, delta: bool,
+) -> tuple[mx.array, mx.array]:  # fmt: skip
+    """The recurrence with the delta rule's correction or without; skip: (Hv,) float32 or None."""
+    rows, dtype = len(v.array), v.array.dtype
+    _, v_heads, v_dim, k_dim = states.shape
+    check_pool(states, (v_heads, v_dim, k_dim), mx.float32)
+    if v_heads % num_k_heads or not len(q.array) == len(k.array) == rows:
+        raise ValueError(
+            f"q of {len(q.array)} rows, k of {len(k.array)}, both of {num_k_heads} heads, and v of "
+            f"{rows} rows of {v_heads} heads do not fit together"
+        )
+    vector = gates.shape == (rows, v_heads, k_dim)
+    if not (vector or gates.shape == (rows, v_heads)) or gates.dtype != mx.float32:
+        raise ValueError(
+            f"gates {gates.shape} {gates.dtype} are not ({rows}, {v_heads}) or "
+            f"({rows}, {v_heads}, {k_dim}) float32"
+        )
+    if beta.shape != (rows, v_heads):
+        raise ValueError(f"beta {beta.shape} is not ({rows}, {v_heads})")
+    if problem := recurrence_problem(k_dim, v_dim, dtype):
+        raise ValueError(problem)
+    chunks = max_seqlen >= CHUNK
+    simdgroups = min(_CHUNK_SIMDGROUPS if chunks else _ROW_SIMDGROUPS, v_dim // 8)
+    template: Template = {
+        **columns_template("q", q, num_k_heads * k_dim, dtype),
+        **columns_template("k", k, num_k_heads * k_dim, dtype),
+        **columns_template("v", v, v_heads * v_dim, dtype),
+        "T": dtype, "B": beta.dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads,
+        "K_DIM": k_dim, "V_DIM": v_dim, "DELTA": delta, "VECTOR": vector, "SKIP": skip is not None,
+        "CHUNKS": chunks, "SIMDGROUPS": simdgroups,
+    }  # fmt: skip
+    if gates.size < MIN_ELEMENTS:  # the kernel takes them in the usual address space only
+        gates = mx.concatenate([gates.reshape(-1), unused()])
+    y, token = _GATED_DELTA(
+        [q.array, k.array, v.array, gates, beta, unused() if skip is None else skip,
+         segments, states, token],
+        template, (-(-v_dim // (8 * simdgroups)), v_heads, segments.shape[0]), 32 * simdgroups,
+        [(rows, v_heads, v_dim), TOKEN_SHAPE], [dtype, mx.float32],
+    )  # fmt: skip
+    return y, token
