@@ -84,8 +84,7 @@ class Node:
         return dict(zip((n for n in names if n not in asked), self.inputs, strict=True))
 
 
-# Kernels that write the store, or a pool of states.  Only `paged_decode` has forms with and without a
-# write.
+# Kernels that write the store or a pool of states.  Only `paged_decode` has forms with and without.
 WRITERS = {"kv_write", "kv_write_quantised", "rope_write", "causal_conv", "gated_delta"}
 WRITES_IF_FUSED = {"paged_decode"}
 READERS = {"kv_gather", "kv_gather_quantised", "shared_prefix", "varlen_prefill"}
