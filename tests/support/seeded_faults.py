@@ -664,15 +664,20 @@ FAULTS = {
     "recurrence_lanes_all_write": ("gated_delta", "if (col == 0) {", "{", "race"),
     "recurrence_no_gate_in_a_chunk": (
         "gated_delta",
-        "gate[j] *= gates[",
-        "gate[j] = gates[",
+        "gate[j] *= VECTOR",
+        "gate[j] = VECTOR",
         "wrong",
     ),
-    "recurrence_one_gate_for_all": ("gated_delta", "gates[VECTOR ? at : 0]", "gates[0]", "wrong"),
+    "recurrence_one_gate_for_all": (
+        "gated_delta",
+        "VECTOR ? float(gates[at])",
+        "VECTOR ? float(gates[0])",
+        "wrong",
+    ),
     "recurrence_gates_after_the_chunk": (
         "gated_delta",
-        "for (int i = t + 1; i < CHUNK; i++)",
-        "for (int i = t; i < CHUNK; i++)",
+        "for (int i = t + 1; VECTOR && i < CHUNK; i++)",
+        "for (int i = t; VECTOR && i < CHUNK; i++)",
         "wrong",
     ),
     "recurrence_decay_of_a_row_before": (
@@ -721,8 +726,8 @@ FAULTS = {
     ),
     "recurrence_gates_of_another_column": (
         "gated_delta",
-        "gates[VECTOR ? at : 0]",
-        "gates[VECTOR ? d * 8 + col + e : 0]",
+        "VECTOR ? float(gates[at])",
+        "VECTOR ? float(gates[d * 8 + col + e])",
         "wrong",
     ),
     "recurrence_memory_too_small": (
@@ -733,13 +738,13 @@ FAULTS = {
     ),
     "recurrence_without_the_skip": (
         "gated_delta/ssm",
-        "SKIP ? skip[head] * values[e]",
+        "SKIP ? float(skip[head]) * values[e]",
         "SKIP ? 0.0f * values[e]",
         "wrong",
     ),
     "recurrence_corrected_without_delta": (
         "gated_delta/ssm",
-        "(DELTA ? v - row_sum(known) : v)",
+        "(DELTA ? v - of_k * row_sum(known) : v)",
         "(v - row_sum(v))",
         "wrong",
     ),
