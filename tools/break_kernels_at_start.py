@@ -25,7 +25,13 @@ sys.path.insert(0, str(ROOT))
 
 import vllm_metal_lite.backend  # noqa: E402, F401  (a fast BLAS, before anybody imports MLX)
 from tests.support import tiny_models as tiny  # noqa: E402
-from tests.support.broken_machine import cases, command, consequence, impatient  # noqa: E402
+from tests.support.broken_machine import (  # noqa: E402
+    RECURRENT_KERNELS,
+    cases,
+    command,
+    consequence,
+    impatient,
+)
 from vllm_metal_lite import SamplingParams, backend  # noqa: E402
 from vllm_metal_lite.attention.select import Verdict  # noqa: E402
 from vllm_metal_lite.backend import mx  # noqa: E402
@@ -34,6 +40,7 @@ from vllm_metal_lite.kernels.remembered import Remembered  # noqa: E402
 from vllm_metal_lite.specs import (  # noqa: E402
     AttentionShape,
     ConvShape,
+    GatedNormShape,
     KernelUse,
     RecurrenceShape,
     Rotation,
@@ -48,10 +55,11 @@ PRODUCTS = KernelUse(
 RECURRENT = KernelUse(
     (), 16,
     recurrences=(
-        ConvShape(40, 4, False, True, mx.float32), RecurrenceShape(1, 2, 16, 8, mx.float32),
+        ConvShape(40, 4, False, True, mx.float32), GatedNormShape(8, 3, mx.float32),
+        RecurrenceShape(1, 2, 16, 8, mx.float32, fused=True),
     ),
 )  # fmt: skip
-OTHERS = {"skinny_gemm": PRODUCTS, "causal_conv": RECURRENT, "gated_delta": RECURRENT}
+OTHERS = {"skinny_gemm": PRODUCTS} | dict.fromkeys(RECURRENT_KERNELS, RECURRENT)
 HANGS = 15.0  # seconds until the kernel that hangs is given up
 
 

@@ -76,7 +76,8 @@ class RecurrenceShape:
 
     delta: the gated delta rule; otherwise Mamba 2's state space update, whose groups are k_heads
     and whose head is v_dim by a state of k_dim.  vector: a gate per column of the state, not per
-    head.  dtype: of the rows; states are float32.
+    head.  fused: the kernel also makes the gates (unless they are vectors), and with delta the norm
+    of keys and queries.  dtype: of the rows; states are float32.
     """
 
     k_heads: int
@@ -86,6 +87,7 @@ class RecurrenceShape:
     dtype: mx.Dtype
     delta: bool = True
     vector: bool = False
+    fused: bool = False
 
     def __str__(self) -> str:
         text = "gated delta rule" if self.delta else "state space"
@@ -94,7 +96,26 @@ class RecurrenceShape:
         return text + (", vector gates" if self.vector else "")
 
 
-RecurrentShape = ConvShape | RecurrenceShape
+@dataclass(frozen=True)
+class GatedNormShape:
+    """The norm behind a recurrence with its gate, in one launch: groups of dim elements a row.
+
+    gate_first: the gate is applied before the norm.  sigmoid: the gate's activation, not SiLU.
+    """
+
+    dim: int
+    groups: int
+    dtype: mx.Dtype
+    gate_first: bool = False
+    sigmoid: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.groups} groups of {self.dim} {self.dtype}".replace("mlx.core.", "")
+        text += ", gate first" if self.gate_first else ""
+        return text + (", sigmoid" if self.sigmoid else "")
+
+
+RecurrentShape = ConvShape | RecurrenceShape | GatedNormShape
 
 
 @dataclass(frozen=True)

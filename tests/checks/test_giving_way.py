@@ -14,6 +14,7 @@ from tests.support import tiny_models as tiny
 from tests.support.broken_machine import (
     KERNELS,
     KINDS,
+    RECURRENT_KERNELS,
     at_launch,
     cases,
     command,
@@ -31,6 +32,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
+    GatedNormShape,
     KernelUse,
     RecurrenceShape,
     Rotation,
@@ -46,7 +48,8 @@ PRODUCTS = KernelUse((replace(SHAPE, dtype=mx.bfloat16),), 16, weights=((100, 96
 RECURRENT = KernelUse(
     (), 16,
     recurrences=(
-        ConvShape(40, 4, False, True, mx.float32), RecurrenceShape(1, 2, 16, 8, mx.float32),
+        ConvShape(40, 4, False, True, mx.float32), GatedNormShape(8, 3, mx.float32),
+        RecurrenceShape(1, 2, 16, 8, mx.float32, fused=True),
     ),
 )  # fmt: skip
 
@@ -69,11 +72,14 @@ CASES = [
     ("causal_conv", "does not compile"),
     ("gated_delta", "is wrong"),
     ("gated_delta", "raises"),
+    ("fused_recurrence", "is wrong"),
+    ("fused_recurrence", "does not compile"),
+    ("gated_rms_norm", "is wrong"),
 ]
 
 
 def use_of(kernel):
-    recurrent = kernel in ("causal_conv", "gated_delta")
+    recurrent = kernel in RECURRENT_KERNELS
     return PRODUCTS if kernel == "skinny_gemm" else RECURRENT if recurrent else USE
 
 
@@ -119,7 +125,7 @@ NOT_USED = [("qwen3", "kv_write"), ("gemma3_text/w9", "kv_write"),
 
 
 # skinny_gemm takes 16 bits only; these models keep no states.
-OTHERS = "skinny_gemm", "causal_conv", "gated_delta"
+OTHERS = "skinny_gemm", *RECURRENT_KERNELS
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k not in OTHERS])

@@ -21,7 +21,7 @@ QWEN35 = KernelUse(
     (), 16,
     recurrences=(
         ConvShape(8192, 4, False, True, mx.bfloat16),
-        RecurrenceShape(16, 32, 128, 128, mx.bfloat16),
+        RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
     ),
 )  # fmt: skip
 
@@ -48,7 +48,7 @@ def variants(monkeypatch):
         (replace(QWEN3, shares_prefix=False), 12),
         (replace(QWEN3, shapes=(replace(FULL, kv_bits=8),)), 7),
         (GEMMA3, 22),
-        (QWEN35, 3),
+        (QWEN35, 5),
     ],
     ids=["qwen3 in 4 bits", "qwen3", "not sharing", "KV in 8 bits", "gemma3", "recurrent"],
 )

@@ -31,6 +31,8 @@ _INSTEAD = {
     "fused_decode": "decodes use rope_write and paged_decode",
     "add_rms_norm": "MLX's sum and norm are used",
     "skinny_gemm": "MLX's product is used",
+    "fused_recurrence": "MLX's operations make gates and norms for gated_delta",
+    "gated_rms_norm": "MLX's norm and product are used",
 }
 _REFERENCE = "the reference attention is used, which is slower"
 _OPERATIONS = "attention and recurrent layers use MLX operations, which is slower"

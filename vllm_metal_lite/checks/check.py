@@ -7,6 +7,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
+    GatedNormShape,
     RecurrenceShape,
     RecurrentShape,
     Rotation,
@@ -17,12 +18,15 @@ _NEEDS = {
     "merge_partitions": ("paged_decode",),
     "shared_prefix": ("paged_decode",),
     "fused_decode": ("paged_decode",),
+    "fused_recurrence": ("gated_delta",),
 }
+_RECURRENT = {kind.__name__: kind for kind in (ConvShape, RecurrenceShape, GatedNormShape)}
 
 
 @dataclass(frozen=True)
 class Check:
-    """kernel: as in metal/, or "fused_decode", which is `paged_decode` with NewRows.
+    """kernel: as in metal/; or "fused_decode", which is `paged_decode` with NewRows; or
+    "fused_recurrence", which is `gated_delta` with logits and keys as a layer's products are.
 
     block_size: 0 if blocks do not matter.  rotation: of the new rows; with `merge_partitions` and
     `shared_prefix` it selects the fused decode.  prefix: `merge_partitions` behind a shared prefix.
@@ -66,7 +70,8 @@ class Check:
             **vars(self),
             "shape": _encode(self.shape),
             "rotation": self.rotation and vars(self.rotation),
-            "recurrence": self.recurrence and _encode(self.recurrence),
+            "recurrence": self.recurrence
+            and {"kind": type(self.recurrence).__name__, **_encode(self.recurrence)},
         }
 
     @classmethod
@@ -74,8 +79,9 @@ class Check:
         """The check that `encode` was called on."""
         rotation, recurrence = fields["rotation"], fields["recurrence"]
         if recurrence is not None:
-            kind = ConvShape if "channels" in recurrence else RecurrenceShape
-            recurrence = kind(**_decode(recurrence))
+            kind = _RECURRENT[recurrence["kind"]]
+            rest = {name: value for name, value in recurrence.items() if name != "kind"}
+            recurrence = kind(**_decode(rest))
         return cls(
             fields["kernel"],
             AttentionShape(**_decode(fields["shape"])),

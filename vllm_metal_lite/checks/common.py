@@ -8,6 +8,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
+    GatedNormShape,
     KernelUse,
     RecurrenceShape,
     Rotation,
@@ -56,10 +57,12 @@ COMMON: dict[str, KernelUse] = {
         (), _BLOCK,
         recurrences=(
             ConvShape(8192, 4, False, True, mx.bfloat16),
-            RecurrenceShape(16, 32, 128, 128, mx.bfloat16),
+            RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
+            GatedNormShape(128, 32, mx.bfloat16),
             ConvShape(2048, 3, False, False, mx.bfloat16),
             ConvShape(10240, 4, True, True, mx.bfloat16),
-            RecurrenceShape(8, 128, 128, 64, mx.bfloat16, delta=False),
+            RecurrenceShape(8, 128, 128, 64, mx.bfloat16, delta=False, fused=True),
+            GatedNormShape(1024, 8, mx.bfloat16, gate_first=True),
         ),
     ),
 }  # fmt: skip

@@ -7,6 +7,7 @@ first step left.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +17,17 @@ from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import TOLERANCE, largest_error
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.segments import EMPTY, plan_segments
-from vllm_metal_lite.kernels.ssm import ssm_update
-from vllm_metal_lite.specs import ConvShape, KernelUse, RecurrenceShape
+from vllm_metal_lite.kernels.ssm import fused_ssm_update, ssm_update
+from vllm_metal_lite.specs import ConvShape, GatedNormShape, KernelUse, RecurrenceShape
 
 Found = tuple[float, float]
 
-_SLOTS = 8
+_SLOTS, _EPS = 8, 1e-5
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,14 @@ def full_list() -> list[KernelUse]:
             )
         ]  # fmt: skip
         uses += [
-            KernelUse((), 16, recurrences=(RecurrenceShape(*heads, dtype, delta, vector),))
+            KernelUse((), 16, recurrences=(RecurrenceShape(*heads, dtype, delta, vector, True),))
             for heads in ((1, 3, 64, 64), (4, 8, 128, 128), (2, 2, 256, 40))
             for delta, vector in ((True, False), (True, True), (False, False))
+        ]
+        uses += [
+            KernelUse((), 16, recurrences=(GatedNormShape(dim, groups, dtype, first, not first),))
+            for dim, groups in ((64, 5), (128, 32), (1001, 2), (8192, 1))
+            for first in (False, True)
         ]
     return uses
 
@@ -113,56 +121,120 @@ def convolution(check: Check) -> Found:
 def recurrence(check: Check) -> Found:
     shape, rng = check.recurrence, np.random.default_rng(0)
     assert isinstance(shape, RecurrenceShape)
-    dtype, heads, k_dim = shape.dtype, shape.v_heads, shape.k_dim
-    pool = _pool(rng, (heads, shape.v_dim, k_dim), mx.float32)
+    dtype, heads = shape.dtype, shape.v_heads
+    layer = _Layer(shape, rng)
+    pool = _pool(rng, (heads, shape.v_dim, shape.k_dim), mx.float32) * layer.size
     states = mx.array(pool)
     mx.eval(states)
-    inputs = [_Rows(shape, step.num_rows, rng) for step in _STEPS]
-    skip = rng.standard_normal(heads).astype(np.float32)
-    a = -rng.uniform(0.1, 1, heads).astype(np.float32)
+    inputs = [_Rows(layer, step.num_rows, rng) for step in _STEPS]
 
     def launch(n: int, segments: np.ndarray, token: mx.array) -> tuple[mx.array, mx.array]:
-        rows = inputs[n]
-        q, k, v = (Columns(mx.array(x.reshape(len(x), -1)).astype(dtype), 0) for x in rows.qkv)
-        beta, where = mx.array(rows.beta), mx.array(segments)
-        longest = max(_STEPS[n].rows)
-        if shape.delta:
-            return gated_delta(
-                q, k, v, mx.array(rows.gates), beta, states, where, token,
-                num_k_heads=shape.k_heads, max_seqlen=longest,
-            )  # fmt: skip
-        return ssm_update(
-            v, k, q, beta, mx.array(a), mx.array(skip), states, where, token,
-            num_groups=shape.k_heads, max_seqlen=longest,
-        )  # fmt: skip
+        return inputs[n].launch(states, mx.array(segments), token, max(_STEPS[n].rows))
 
     def advance(n: int, state: np.ndarray, of: slice) -> tuple[np.ndarray, np.ndarray]:
         rows, results = inputs[n], [np.zeros((0, heads, shape.v_dim))]
         for t in range(of.start, of.stop):
-            q, k = (np.repeat(x[t], heads // shape.k_heads, axis=0) for x in rows.qkv[:2])
-            v, beta = rows.qkv[2][t], rows.beta[t, :, None]
-            gates = rows.gates[t] if shape.delta else np.exp(rows.beta[t] * a)
-            state = state * gates.reshape(heads, 1, -1)
+            q, k = (np.repeat(x[t], heads // shape.k_heads, axis=0) for x in (rows.q, rows.k))
+            v, added = rows.v[t], rows.v[t]
+            state = state * rows.gates[t].reshape(heads, 1, -1)
             if shape.delta:
-                v = v - (state @ k[:, :, None])[..., 0]
-            state = state + (beta * v)[:, :, None] * k[:, None]
+                added = v - (state @ k[:, :, None])[..., 0]
+            state = state + (rows.beta[t, :, None] * added)[:, :, None] * k[:, None]
             y = (state @ q[:, :, None])[..., 0]
-            results.append((y if shape.delta else y + skip[:, None] * v)[None])
+            results.append((y if shape.delta else y + layer.skip[:, None] * v)[None])
         return np.concatenate(results), state
 
     return _compare(launch, advance, pool, states, dtype)
 
 
-class _Rows:
-    """q and k of about unit length, v, gates and beta of a step."""
+class _Layer:
+    """What a layer has for each head of v."""
 
-    def __init__(self, shape: RecurrenceShape, rows: int, rng: np.random.Generator) -> None:
+    def __init__(self, shape: RecurrenceShape, rng: np.random.Generator) -> None:
+        self.shape = shape
+        self.skip = rng.standard_normal(shape.v_heads).astype(np.float32)
+        self.a_log = rng.uniform(-2, 0.5, shape.v_heads).astype(np.float32)
+        self.bias = draw(rng, (shape.v_heads,), shape.dtype)
+        self.norm = Norm(1e-6, shape.k_dim**-0.5)
+        # Of states and values, so that results have size 1; a power of 2, which rounds nothing.
+        self.size = self.unit = 2.0 ** round(np.log2(shape.k_dim) / 2)
+        if not (shape.fused and shape.delta):
+            self.size = 1.0
+
+
+class _Rows:
+    """The rows of a step: what the kernel is given (raw), and what the definition takes."""
+
+    def __init__(self, layer: _Layer, rows: int, rng: np.random.Generator) -> None:
+        shape = self._shape = layer.shape
+        self._layer, heads = layer, (rows, shape.v_heads)
         of_k = rows, shape.k_heads, shape.k_dim
-        q, k = (draw(rng, of_k, shape.dtype) / 2 ** round(np.log2(shape.k_dim) / 2) for _ in "qk")
-        self.qkv = q, k, draw(rng, (rows, shape.v_heads, shape.v_dim), shape.dtype)
-        gates = (rows, shape.v_heads, shape.k_dim) if shape.vector else (rows, shape.v_heads)
-        self.gates = rng.uniform(0.5, 1, gates).astype(np.float32)
-        self.beta = rng.uniform(0, 1, (rows, shape.v_heads)).astype(np.float32)
+        self._raw_q, self._raw_k = (draw(rng, of_k, shape.dtype) for _ in "qk")
+        self._a, self._b = (draw(rng, heads, shape.dtype) for _ in "ab")
+        self.v = draw(rng, (*heads, shape.v_dim), shape.dtype) * layer.size
+        self._makes_gates = shape.fused and not shape.vector
+        if not (shape.fused and shape.delta):  # of about unit length
+            self._raw_q, self._raw_k = self._raw_q / layer.unit, self._raw_k / layer.unit
+        self.q, self.k = self._raw_q, self._raw_k
+        if shape.fused and shape.delta:
+            self.q, self.k = (
+                x / np.sqrt((x.astype(np.float64) ** 2).sum(-1, keepdims=True) + layer.norm.eps)
+                for x in (self._raw_q, self._raw_k)
+            )
+            self.q = self.q * layer.norm.q_scale
+        wide = (*heads, shape.k_dim) if shape.vector else heads
+        self.gates = rng.uniform(0.5, 1, wide).astype(np.float32)
+        self.beta = rng.uniform(0, 1, heads).astype(np.float32)
+        rate, time = np.exp(layer.a_log), np.logaddexp(self._a + layer.bias, 0)
+        if self._makes_gates:
+            self.beta = 1 / (1 + np.exp(-self._b)) if shape.delta else time
+        if self._makes_gates or not shape.delta:
+            self.gates = np.exp(-rate * (time if shape.delta else self.beta))
+
+    def launch(
+        self, states: mx.array, segments: mx.array, token: mx.array, longest: int
+    ) -> tuple[mx.array, mx.array]:
+        shape, layer = self._shape, self._layer
+        q, k, v, a, b = (
+            Columns(mx.array(x.reshape(len(x), -1)).astype(shape.dtype), 0)
+            for x in (self._raw_q, self._raw_k, self.v, self._a, self._b)
+        )
+        a_log, bias, skip = map(mx.array, (layer.a_log, layer.bias, layer.skip))
+        beta, rest = mx.array(self.beta), (states, segments, token)
+        how: dict[str, Any] = {"num_groups": shape.k_heads, "max_seqlen": longest}
+        if not shape.delta:
+            if shape.fused:
+                made = time_gates(a, a_log, bias, (0.0, float("inf")))
+                return fused_ssm_update(v, k, q, made, skip, *rest, **how)
+            return ssm_update(v, k, q, beta, -mx.exp(a_log), skip, *rest, **how)
+        how["num_k_heads"] = how.pop("num_groups")
+        gates = mx.array(self.gates)
+        if not shape.fused:
+            return gated_delta(q, k, v, gates, beta, *rest, **how)
+        made = delta_gates(a, b, a_log, bias)
+        if shape.vector:
+            made = given(gates, beta, len(self.v), shape.v_heads, shape.k_dim)
+        return fused_gated_delta(q, k, v, made, *rest, norm=layer.norm, **how)
+
+
+def gated_norm(check: Check) -> Found:
+    """Nine rows; the gate has columns of a wider array."""
+    shape, rng = check.recurrence, np.random.default_rng(0)
+    assert isinstance(shape, GatedNormShape)
+    dtype, width = shape.dtype, shape.groups * shape.dim
+    x, gate = draw(rng, (9, width), dtype), draw(rng, (9, width + 8), dtype)
+    weight = draw(rng, (width if shape.gate_first else shape.dim,), dtype)
+    got = gated_rms_norm(
+        mx.array(x).astype(dtype), Columns(mx.array(gate).astype(dtype), 8),
+        mx.array(weight).astype(dtype), _EPS, dim=shape.dim, gate_first=shape.gate_first,
+        sigmoid=shape.sigmoid,
+    )  # fmt: skip
+    z = gate[:, 8:].astype(np.float64)
+    act = (1 if shape.sigmoid else z) / (1 + np.exp(-z))
+    rows = (x * act if shape.gate_first else x).reshape(9, -1, shape.dim)
+    rows = rows / np.sqrt((rows.astype(np.float64) ** 2).mean(-1, keepdims=True) + _EPS)
+    expected = (rows * weight.reshape(-1, shape.dim)).reshape(9, width)
+    return largest_error(got, expected if shape.gate_first else expected * act), TOLERANCE[dtype]
 
 
 def _pool(rng: np.random.Generator, state: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
@@ -204,4 +276,6 @@ def _compare(
 CHECKS: dict[str, Callable[[Check], Found]] = {
     "causal_conv": convolution,
     "gated_delta": recurrence,
+    "fused_recurrence": recurrence,
+    "gated_rms_norm": gated_norm,
 }

@@ -11,6 +11,7 @@ _GATED_DELTA = Kernel(
     "gated_delta",
     ["q", "k", "v", "gates", "beta", "a_log", "bias", "skip", "segments", "states", "token"],
     ["y", "next_token"],
+    forms={"GATE": "fused_recurrence", "NORM": "fused_recurrence"},
 )
 
 # Rows that are computed at once: a state after a multiple of so many rows of its segment does not
