@@ -18,7 +18,7 @@ METAL_FUNC float silu(float x) {
 METAL_FUNC float softplus(float x) {
   const float e = exponential(x > 0.0f ? -x : x);
   const float sum = 1.0f + e;
-  const float log = 0.693147181f * metal::precise::log2(sum);
-  const float log1p = sum == 1.0f ? e : log * metal::precise::divide(e, sum - 1.0f);
-  return metal::max(x, 0.0f) + log1p;
+  const float of_sum = 0.693147181f * metal::precise::log2(sum);
+  const float of_exact = sum == 1.0f ? e : of_sum * metal::precise::divide(e, sum - 1.0f);
+  return metal::max(x, 0.0f) + of_exact;
 }

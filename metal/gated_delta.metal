@@ -7,8 +7,8 @@
 //   gates     (N, G_WIDTH) of G              V_HEADS columns from G_START on, with VECTOR V_HEADS * K_DIM:
 //                                            what the state is multiplied by, or its logit (GATE)
 //   beta      (N, B_WIDTH) of B              V_HEADS columns from B_START on: how much of a row goes into
-//                                            the state, or its logit (BETA); not read if GATE is TIME
-//   a_log, bias  (V_HEADS,) of float types   not read if GATE is GIVEN
+//                                            the state, or its logit (BETA); not read if GATE is GATE_TIME
+//   a_log, bias  (V_HEADS,) of float types   not read if GATE is GATE_GIVEN
 //   LOW, HIGH, EPS, Q_SCALE                  the bits of floats: of gates (make_gates), of NORM
 //   skip      (V_HEADS,) of a float type     SKIP: skip * v is added to the result
 //   segments  (S, 2 + 2 M) int32             begin, initial slot, M pairs (end, slot); see
@@ -78,8 +78,8 @@ const int q_start = Q_START + k_head * K_DIM;
 const int k_start = K_START + k_head * K_DIM;
 const int g_start = G_START + head * GATES;
 const int b_start = B_START + head;
-const float rate = GATE == GIVEN ? 0.0f : exponential(float(a_log[head]));
-const float of_head = GATE == GIVEN ? 0.0f : float(bias[head]);
+const float rate = GATE == GATE_GIVEN ? 0.0f : exponential(float(a_log[head]));
+const float of_head = GATE == GATE_GIVEN ? 0.0f : float(bias[head]);
 const int v_start = V_START + head * V_DIM + v_row + row;  // of this lane's row of the state
 
 const int at = int(threadgroup_position_in_grid.z) * segments_shape[1];
@@ -110,7 +110,7 @@ for (int pair = at + 2; pair <= last; pair += 2) {
     for (; t + CHUNK <= end; t += CHUNK) {
       const size_t own = size_t(t + lane % CHUNK);
       float gate_of_lane = VECTOR ? 1.0f : float(gates[own * G_WIDTH + g_start]);
-      float beta_of_lane = GATE == TIME ? 0.0f : float(beta[own * B_WIDTH + b_start]);
+      float beta_of_lane = GATE == GATE_TIME ? 0.0f : float(beta[own * B_WIDTH + b_start]);
       make_gates<GATE, BETA>(gate_of_lane, beta_of_lane, rate, of_head, low, high);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int i = simdgroup; i < CHUNK; i += SIMDGROUPS) {
@@ -149,7 +149,7 @@ for (int pair = at + 2; pair <= last; pair += 2) {
       const size_t of = size_t(t) * V_HEADS + head;
       const float value = float(v[size_t(t) * V_WIDTH + v_start]);
       float gate = VECTOR ? 1.0f : float(gates[size_t(t) * G_WIDTH + g_start]);
-      float by = GATE == TIME ? 0.0f : float(beta[size_t(t) * B_WIDTH + b_start]);
+      float by = GATE == GATE_TIME ? 0.0f : float(beta[size_t(t) * B_WIDTH + b_start]);
       make_gates<GATE, BETA>(gate, by, rate, of_head, low, high);
       const float result = advance_row<T, G, K_PARTS, DELTA, VECTOR, NORM>(
           state, q + size_t(t) * Q_WIDTH + q_start, k + size_t(t) * K_WIDTH + k_start,

@@ -47,10 +47,10 @@
 #define CHUNK 8  // a side of a matrix
 
 // What is given instead of the gate and beta of a row.
-#define GIVEN 0     // the gate; the same in the others is a gate a head
-#define SOFTPLUS 1  // a: gate = exp(-exp(a_log) softplus(a + bias))
-#define BOUNDED 2   // a: gate = exp(low sigmoid(exp(a_log) (a + bias)))
-#define TIME 3      // dt: beta = softplus(dt + bias), limited to low ... high; gate = exp(-exp(a_log) beta)
+#define GATE_GIVEN 0     // the gate; the same in the others is a gate a head
+#define GATE_SOFTPLUS 1  // a: gate = exp(-exp(a_log) softplus(a + bias))
+#define GATE_BOUNDED 2   // a: gate = exp(low sigmoid(exp(a_log) (a + bias)))
+#define GATE_TIME 3      // dt: beta = softplus(dt + bias), limited to low ... high; gate = exp(-exp(a_log) beta)
 
 // Makes gate and beta of what is given in their places.  BETA: 0, beta is given; else its logit, and
 // BETA is what the sigmoid is multiplied by.  rate: exp(a_log).
@@ -60,13 +60,13 @@ METAL_FUNC void make_gates(thread float& gate, thread float& beta, float rate, f
   if (BETA > 0) {
     beta = float(BETA) * sigmoid(beta);
   }
-  if (GATE == SOFTPLUS) {
+  if (GATE == GATE_SOFTPLUS) {
     gate = exponential(-rate * softplus(gate + bias));
   }
-  if (GATE == BOUNDED) {
+  if (GATE == GATE_BOUNDED) {
     gate = exponential(low * sigmoid(rate * (gate + bias)));
   }
-  if (GATE == TIME) {
+  if (GATE == GATE_TIME) {
     beta = metal::min(metal::max(softplus(gate + bias), low), high);
     gate = exponential(-rate * beta);
   }
