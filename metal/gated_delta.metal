@@ -55,6 +55,9 @@ constexpr int PADDING = -2;  // as an initial slot
 constexpr int K_PARTS = K_DIM / 8;
 constexpr int STRIDE = (K_PARTS | 1) * 8;  // rows of a tile do not meet in a bank
 constexpr int GATES = VECTOR ? K_DIM : 1;  // of a head
+// Elements of a row that a lane reads at once: 4 where heads begin at multiples of 4.
+constexpr int ODD = Q_WIDTH | Q_START | K_WIDTH | K_START | (VECTOR ? G_WIDTH | G_START : 0);
+constexpr int VEC = ODD % 4 == 0 ? 4 : 1;
 const float low = as_type<float>(LOW);
 const float high = as_type<float>(HIGH);
 const float eps = as_type<float>(EPS);
@@ -151,7 +154,7 @@ for (int pair = at + 2; pair <= last; pair += 2) {
       float gate = VECTOR ? 1.0f : float(gates[size_t(t) * G_WIDTH + g_start]);
       float by = GATE == GATE_TIME ? 0.0f : float(beta[size_t(t) * B_WIDTH + b_start]);
       make_gates<GATE, BETA>(gate, by, rate, of_head, low, high);
-      const float result = advance_row<T, G, K_PARTS, DELTA, VECTOR, NORM>(
+      const float result = advance_row<T, G, K_PARTS, VEC, DELTA, VECTOR, NORM>(
           state, q + size_t(t) * Q_WIDTH + q_start, k + size_t(t) * K_WIDTH + k_start,
           gates + size_t(t) * G_WIDTH + g_start, gate, by, value, eps, q_scale, col);
       if (col == 0) {

@@ -112,27 +112,46 @@ METAL_FUNC void store_state(device float* to, int row, int col,
   }
 }
 
+// Four neighbours, in one load or, with VEC 1, in four.
+template <typename T, int VEC>
+METAL_FUNC void load_four(const device T* from, thread float* to) {
+#pragma unroll
+  for (int i = 0; i < 4; i += VEC) {
+    load_run<T, VEC>(from + i, to + i);
+  }
+}
+
 // One row: q and k of a head, its gate or, with VECTOR, its gates, and v of this lane's row of the state.
 // Returns y of that row.
-template <typename T, typename G, int K_PARTS, bool DELTA, bool VECTOR, bool NORM>
+template <typename T, typename G, int K_PARTS, int VEC, bool DELTA, bool VECTOR, bool NORM>
 METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state, const device T* q,
                              const device T* k, const device G* gates, float gate, float beta,
                              float v, float eps, float q_scale, int col) {
   float known = 0.0f;
   float square_k = 0.0f;
   float square_q = 0.0f;
+  thread float of_columns[4];  // of S in matrices d and d + 1
+  thread float gate_of_columns[4];
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
+  for (int d = 0; d < K_PARTS; d += 2) {
+    const int at = column_of(d, col);
+    load_four<T, VEC>(k + at, of_columns);
+    if (VECTOR) {
+      load_four<G, VEC>(gates + at, gate_of_columns);
+    }
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int at = column_of(d, col) + e;
-      state[d].thread_elements()[e] *= VECTOR ? float(gates[at]) : gate;
+    for (int e = 0; e < 4; e++) {
+      state[d + e / 2].thread_elements()[e % 2] *= VECTOR ? gate_of_columns[e] : gate;
       if (DELTA) {
-        known += state[d].thread_elements()[e] * float(k[at]);
+        known += state[d + e / 2].thread_elements()[e % 2] * of_columns[e];
       }
-      if (NORM) {
-        square_k += float(k[at]) * float(k[at]);
-        square_q += float(q[at]) * float(q[at]);
+      square_k += NORM ? of_columns[e] * of_columns[e] : 0.0f;
+    }
+    if (NORM) {
+      load_four<T, VEC>(q + at, of_columns);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        square_q += of_columns[e] * of_columns[e];
       }
     }
   }
@@ -145,12 +164,15 @@ METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state,
   const float delta = of_k * beta * (DELTA ? v - of_k * row_sum(known) : v);
   float y = 0.0f;
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
+  for (int d = 0; d < K_PARTS; d += 2) {
+    const int at = column_of(d, col);
+    thread float of_query[4];
+    load_four<T, VEC>(k + at, of_columns);
+    load_four<T, VEC>(q + at, of_query);
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int at = column_of(d, col) + e;
-      state[d].thread_elements()[e] += delta * float(k[at]);
-      y += state[d].thread_elements()[e] * float(q[at]);
+    for (int e = 0; e < 4; e++) {
+      state[d + e / 2].thread_elements()[e % 2] += delta * of_columns[e];
+      y += state[d + e / 2].thread_elements()[e % 2] * of_query[e];
     }
   }
   return of_q * row_sum(y);

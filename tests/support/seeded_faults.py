@@ -670,8 +670,8 @@ FAULTS = {
     ),
     "recurrence_one_gate_for_all": (
         "gated_delta",
-        "VECTOR ? float(gates[at])",
-        "VECTOR ? float(gates[0])",
+        "VEC>(gates + at",
+        "VEC>(gates + col / 2 * 4",
         "wrong",
     ),
     "recurrence_gates_after_the_chunk": (
@@ -726,8 +726,8 @@ FAULTS = {
     ),
     "recurrence_gates_of_another_column": (
         "gated_delta",
-        "VECTOR ? float(gates[at])",
-        "VECTOR ? float(gates[d * 8 + col + e])",
+        "VECTOR ? gate_of_columns[e]",
+        "VECTOR ? gate_of_columns[e / 2]",
         "wrong",
     ),
     "recurrence_memory_too_small": (
@@ -753,6 +753,12 @@ FAULTS = {
         "next_token[lane] =",
         "float unused =",
         "unwritten",
+    ),
+    "recurrence_queries_past_the_pair": (
+        "gated_delta",
+        "VEC>(q + at, of_query)",
+        "VEC>(q + at + 4, of_query)",
+        ("wrong", "out of bounds"),
     ),
     "gates_without_the_bias": (
         "gated_delta/fused",
