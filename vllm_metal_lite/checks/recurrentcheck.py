@@ -20,7 +20,7 @@ from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
+from vllm_metal_lite.kernels.recurrence import Norm, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.segments import EMPTY, plan_segments
 from vllm_metal_lite.kernels.ssm import fused_ssm_update, ssm_update
 from vllm_metal_lite.specs import ConvShape, GatedNormShape, KernelUse, RecurrenceShape
@@ -172,7 +172,6 @@ class _Rows:
         self._raw_q, self._raw_k = (draw(rng, of_k, shape.dtype) for _ in "qk")
         self._a, self._b = (draw(rng, heads, shape.dtype) for _ in "ab")
         self.v = draw(rng, (*heads, shape.v_dim), shape.dtype) * layer.size
-        self._makes_gates = shape.fused and not shape.vector
         if not (shape.fused and shape.delta):  # of about unit length
             self._raw_q, self._raw_k = self._raw_q / layer.unit, self._raw_k / layer.unit
         self.q, self.k = self._raw_q, self._raw_k
@@ -186,9 +185,9 @@ class _Rows:
         self.gates = rng.uniform(0.5, 1, wide).astype(np.float32)
         self.beta = rng.uniform(0, 1, heads).astype(np.float32)
         rate, time = np.exp(layer.a_log), np.logaddexp(self._a + layer.bias, 0)
-        if self._makes_gates:
+        if shape.fused:
             self.beta = 1 / (1 + np.exp(-self._b)) if shape.delta else time
-        if self._makes_gates or not shape.delta:
+        if not (shape.vector or (shape.delta and not shape.fused)):
             self.gates = np.exp(-rate * (time if shape.delta else self.beta))
 
     def launch(
@@ -213,7 +212,7 @@ class _Rows:
             return gated_delta(q, k, v, gates, beta, *rest, **how)
         made = delta_gates(a, b, a_log, bias)
         if shape.vector:
-            made = given(gates, beta, len(self.v), shape.v_heads, shape.k_dim)
+            made = column_gates(gates, b)
         return fused_gated_delta(q, k, v, made, *rest, norm=layer.norm, **how)
 
 

@@ -13,6 +13,7 @@ from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.segments import columns_template
 
 _GIVEN, _SOFTPLUS, _BOUNDED, _TIME = range(4)  # as in metal/recurrence.h
+_LARGEST = 3e38  # for limits that are infinite: a compiler may assume that nothing is
 
 
 class Norm(NamedTuple):
@@ -106,6 +107,11 @@ def delta_gates(
     return Gates(a, b, False, kind, a_log, dt_bias, beta_scale, low=lower_bound or 0.0)
 
 
+def column_gates(gates: mx.array, b: Columns, *, beta_scale: int = 1) -> Gates:
+    """A gate (N, V, K) float32 for each column of the state, given; beta as in `delta_gates`."""
+    return Gates(Columns(gates.reshape(len(gates), -1), 0), b, True, beta_scale=beta_scale)
+
+
 def time_gates(
     dt: Columns, a_log: mx.array, dt_bias: mx.array, limits: tuple[float, float]
 ) -> Gates:
@@ -113,7 +119,8 @@ def time_gates(
 
     Source: `compute_dt` and `ssm_update` of mlx-lm.
     """
-    return Gates(dt, None, False, _TIME, a_log, dt_bias, low=limits[0], high=limits[1])
+    low, high = (max(-_LARGEST, min(_LARGEST, limit)) for limit in limits)
+    return Gates(dt, None, False, _TIME, a_log, dt_bias, low=low, high=high)
 
 
 def _long(array: mx.array) -> mx.array:
