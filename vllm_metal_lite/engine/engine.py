@@ -301,7 +301,7 @@ class LLMEngine:
             np.array([s.request.req_index for s in output.segments]),
             np.array([s.num_computed for s in output.segments]),
             np.array([s.num_scheduled for s in output.segments]),
-            [s.state for s in output.segments] if self.num_state_slots else None,
+            [s.state for s in output.segments if s.state is not None] or None,
         )
         scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
         self.pipeline.launch(batch, scored)
@@ -412,10 +412,19 @@ class LLMEngine:
 
         failed_kernels: kernels that failed on this device, at the start or in a step.
         attention_by_segment: 1 if attention runs one segment at a time, which is slow.
+        prefix_cache_lost_tokens: in cached blocks, but without a recurrent state behind them.
+        state_*: slots of recurrent states; cached ones are checkpoints.
         blocks_*: of the first KV group; blocks_*_window_N: of each other group, by its window of N
         tokens.
         """
         scheduler, blocks = self.scheduler, {}
+        if (states := scheduler.kv.states) is not None:
+            blocks["state_slots_total"] = states.pool.num_blocks
+            blocks["state_slots_free"] = states.pool.num_free
+            blocks["state_slots_cached"] = states.pool.num_cached
+            blocks["state_slots_owned"] = states.pool.num_owned
+            blocks["state_checkpoints_taken"] = states.num_taken
+            blocks["state_checkpoints_evicted"] = states.num_evicted
         for i, (group, pool) in enumerate(zip(self.kv_groups, scheduler.kv.pools, strict=True)):
             kind = f"_window_{group.window}" if i else ""
             blocks[f"blocks_total{kind}"] = pool.num_blocks
@@ -431,6 +440,7 @@ class LLMEngine:
             "attention_by_segment": int(self.model.packed.reads_store),
             "prefix_cache_hit_tokens": scheduler.prefix_hit_tokens,
             "prefix_cache_queried_tokens": scheduler.prefix_queried_tokens,
+            "prefix_cache_lost_tokens": scheduler.prefix_lost_tokens,
             "preemptions": scheduler.num_preemptions,
             "recomputed_tokens": scheduler.num_recomputed_tokens,
             "requests_running": scheduler.num_running,

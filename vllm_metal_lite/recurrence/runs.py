@@ -94,9 +94,11 @@ class RunStates:
             return self._pool[key][mx.array(run.initial_slots)]
         at = {
             slot: state[i : i + 1]
-            for earlier, state in self._new[key]
+            for earlier, state in self._new.get(key, ())
             for i, slot in enumerate(earlier.final_slots.tolist())
         }
+        if not at:  # a state of the same layer that a later module uses
+            return None
         return mx.concatenate([at[slot] for slot in run.initial_slots.tolist()])
 
     def has(self, run: Run, key: Key) -> bool:

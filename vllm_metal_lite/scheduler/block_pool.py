@@ -38,7 +38,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        self.peak_owned = 0
+        self.peak_owned = self.num_evicted = 0
         self._ref = [0] * num_blocks
         self._name: list[bytes | None] = [None] * num_blocks
         self._by_name: dict[bytes, int] = {}
@@ -75,10 +75,14 @@ class BlockPool:
             else:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)
+                self.num_evicted += 1
             self._ref[block] = 1
             blocks.append(block)
         self.peak_owned = max(self.peak_owned, self.num_owned)
         return blocks
+
+    def has_name(self, block_id: int) -> bool:
+        return self._name[block_id] is not None
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block with this name, owned or cached; None if there is none."""
@@ -109,6 +113,12 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
+
+    def evict_first(self, block_ids: Iterable[int]) -> None:
+        """Make cached blocks the next to be evicted; others stay as they are."""
+        for block in block_ids:
+            if block in self._cached:
+                self._cached.move_to_end(block, last=False)
 
     def publish(self, block_id: int, block_hash: bytes) -> bool:
         """Name an owned, full block; False if another block already has this name."""

@@ -5,21 +5,48 @@ group's window are released; their entries stay in the table but are no longer r
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
+from vllm_metal_lite.scheduler.checkpoints import last_position
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
 from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.state_slots import StateSlots
 
 # Blocks to append to a request's block tables, one sequence per group; empty: none.
 NewBlocks = Sequence[Sequence[int]]
 
 
-class KVCacheManager:
-    """Block pools and prefix cache of all groups.  A failed allocation takes no blocks."""
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The longest prefix that a request can start behind.
 
-    def __init__(self, groups: Sequence[KVGroup], block_size: int, enable_caching: bool) -> None:
+    tables: the block tables of its blocks.  num_tokens: of the prefix.  num_in_blocks: tokens whose
+    blocks are known, more if there is no state after all of them.  state: slot of the state.
+    """
+
+    tables: list[BlockTable]
+    num_tokens: int
+    num_in_blocks: int
+    state: int | None = None
+
+
+class KVCacheManager:
+    """Block pools and prefix cache of all groups.  A failed allocation takes no blocks.
+
+    states: the slots of recurrent states; None for a model without any.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        block_size: int,
+        enable_caching: bool,
+        states: StateSlots | None = None,
+    ) -> None:
         self.groups, self.block_size, self.enable_caching = groups, block_size, enable_caching
+        self.states = states
         self.pools = [BlockPool(g.num_blocks, enable_caching) for g in groups]
         self._windowed = [
             (g, group, pool)
@@ -71,11 +98,16 @@ class KVCacheManager:
 
     # Allocate and release
 
-    def admit(self, request: Request, hits: Sequence[BlockTable]) -> None:
-        """Start a request's block tables from the hits of `find_prefix`."""
-        for pool, table in zip(self.pools, hits, strict=True):
+    def admit(self, request: Request, hit: PrefixHit, num_running: int) -> None:
+        """Start a request's block tables, and its state, from a hit of `find_prefix`.
+
+        num_running: with this request.
+        """
+        for pool, table in zip(self.pools, hit.tables, strict=True):
             pool.touch(table.owned)
-        request.block_tables = list(hits)
+        request.block_tables = list(hit.tables)
+        if self.states is not None:
+            self.states.admit(request, hit.state, num_running)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
         """Release blocks behind the windows, then allocate for tokens [start, end) in every group;
@@ -100,44 +132,71 @@ class KVCacheManager:
             table = request.block_tables[g]
             first = group.first_block(start, self.block_size)
             if first > table.num_given_back:
-                pool.free(table.block_ids[table.num_given_back : first])
+                blocks = table.block_ids[table.num_given_back : first]
+                pool.free(blocks)
+                # Nobody can start in the middle of a context, whose window has lost a block.
+                kept = self._in_kept_windows(request, group, table.num_given_back, first)
+                pool.evict_first(b for b, keep in zip(blocks, kept, strict=True) if not keep)
                 table.num_given_back = first
 
+    def _in_kept_windows(
+        self, request: Request, group: KVGroup, first: int, last: int
+    ) -> list[bool]:
+        """Whether a request that starts behind a kept position sees blocks first .. last - 1."""
+        size = self.block_size
+        windows = [range(group.first_block(at, size), at // size) for at in request.kept_positions]
+        return [any(block in window for window in windows) for block in range(first, last)]
+
     def free(self, request: Request) -> None:
-        """Release all blocks of a request."""
+        """Release all blocks of a request, and its state."""
+        if self.states is not None:
+            self.states.free(request)
         for pool, table in zip(self.pools, request.block_tables, strict=False):
             pool.free(table.owned)
         request.block_tables = []
 
     # Prefix cache
 
-    def find_prefix(self, request: Request) -> list[BlockTable]:
-        """Block tables of the longest cached prefix: every group holds the part that the next token
-        sees.  The request's last token is never part of it."""
+    def find_prefix(self, request: Request) -> PrefixHit:
+        """The longest cached prefix: every group holds the part that the next token sees, and there
+        is a state if the model keeps one.  The request's last token is never part of it."""
         most = 0
         if self.enable_caching and not request.skip_prefix_cache_read:
-            most = (request.num_tokens - 1) // self.block_size
+            most = last_position(request.num_tokens, self.block_size) // self.block_size
             self._hash(request, most)
-        hashes, length = request.block_hashes, most
-        for pool, group in zip(self.pools, self.groups, strict=True):
-            if group.window is None:
-                found = 0
-                while found < length and pool.lookup(hashes[found]) is not None:
-                    found += 1
-                length = found
-        before = None
-        while length != before:  # until every group holds its whole window
-            before = length
-            for _, group, pool in self._windowed:
-                end = range(group.first_block(length * self.block_size, self.block_size), length)
-                missing = (i for i in reversed(end) if pool.lookup(hashes[i]) is None)
-                length = next(missing, length)
+        hashes = request.block_hashes
+        in_blocks = length = self._whole_windows(hashes, self._known_blocks(hashes, most))
+        state = None
+        if self.states is not None:
+            while length and (state := self.states.lookup(hashes[length - 1])) is None:
+                length = self._whole_windows(hashes, length - 1)
         tables = []
         for pool, group in zip(self.pools, self.groups, strict=True):
             first = group.first_block(length * self.block_size, self.block_size)
             blocks = [pool.named(h) for h in hashes[first:length]]
             tables.append(BlockTable([0] * first + blocks, first))
-        return tables
+        return PrefixHit(tables, length * self.block_size, in_blocks * self.block_size, state)
+
+    def _known_blocks(self, hashes: Sequence[bytes], most: int) -> int:
+        """How many of the first `most` blocks every group without a window knows."""
+        for pool, group in zip(self.pools, self.groups, strict=True):
+            if group.window is None:
+                found = 0
+                while found < most and pool.lookup(hashes[found]) is not None:
+                    found += 1
+                most = found
+        return most
+
+    def _whole_windows(self, hashes: Sequence[bytes], length: int) -> int:
+        """The most blocks, at most `length`, behind which every group knows its whole window."""
+        before = None
+        while length != before:
+            before = length
+            for _, group, pool in self._windowed:
+                end = range(group.first_block(length * self.block_size, self.block_size), length)
+                missing = (i for i in reversed(end) if pool.lookup(hashes[i]) is None)
+                length = next(missing, length)
+        return length
 
     def publish(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
         """Name the blocks that tokens [start, end) complete; returns the new (group, block) pairs.
@@ -165,9 +224,19 @@ class KVCacheManager:
         """Forget all cached prefixes."""
         for pool in self.pools:
             pool.reset()
+        if self.states is not None:
+            self.states.pool.reset()
+
+    def block_names(self, request: Request, num_tokens: int) -> list[bytes]:
+        """The names of at least the full blocks of the first num_tokens."""
+        self._hash(request, num_tokens // self.block_size)
+        return request.block_hashes
 
     def _hash(self, request: Request, num_blocks: int) -> None:
-        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, num_blocks)
+        if num_blocks > len(request.block_hashes):
+            extend_block_hashes(
+                request.block_hashes, request.token_ids, self.block_size, num_blocks
+            )
 
     def check(self, requests: Iterable[Request] | None = None) -> None:
         """Assert that the pools are consistent; given all requests, also check their ownerships."""
@@ -177,3 +246,5 @@ class KVCacheManager:
             if requests is not None:
                 tables = [r.block_tables[i].owned for r in requests if r.block_tables]
             pool.check(tables)
+        if self.states is not None and requests is not None:
+            self.states.check([r for r in requests if r.block_tables])

@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.scheduler.block_pool import BlockTable
+from vllm_metal_lite.scheduler.checkpoints import Planned
 
 
 class RequestStatus(Enum):
@@ -13,6 +14,19 @@ class RequestStatus(Enum):
     RUNNING = auto()  # has a seat
     PREEMPTED = auto()  # waits to be computed again
     FINISHED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentState:
+    """The state slots of a segment.
+
+    initial: read at its start, or EMPTY_SLOT.  final: written at its end.  checkpoints: (position,
+    slot) pairs; `slot` takes the state after the request's first `position` tokens.
+    """
+
+    initial: int
+    final: int
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +37,7 @@ class Request:
     atomic: computed in one step, never chunked; ignores `max_chunk` and the threshold.
     max_chunk: most tokens in one step (0: no limit of its own).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
+    checkpoint_positions: where the caller expects later prompts to go on (checkpoints.py).
     """
 
     request_id: str
@@ -33,6 +48,7 @@ class Request:
     atomic: bool = False
     skip_prefix_cache_read: bool = False
     max_chunk: int = 0
+    checkpoint_positions: tuple[int, ...] = ()
 
     # The prompt, then sampled tokens.  UNKNOWN_TOKEN stands for one that a step is sampling.
     token_ids: list[int] = field(init=False, repr=False)
@@ -48,6 +64,18 @@ class Request:
     block_tables: list[BlockTable] = field(init=False, default_factory=list, repr=False)
     # Names of the first full blocks; valid after preemption too, since the tokens stay the same.
     block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
+    # Of a model with recurrent layers: the slots of the last segment, while the request has a seat.
+    state: SegmentState | None = field(init=False, default=None)
+    # Checkpoints of the known tokens that are still to be computed, in order.
+    planned: list[Planned] = field(init=False, default_factory=list, repr=False)
+    # Positions that later prompts may start from: blocks of windows before them are kept longest.
+    kept_positions: list[int] = field(init=False, default_factory=list, repr=False)
+    # The name of the last whole block's state while decoding.
+    rolling: bytes | None = field(init=False, default=None)
+    # The prompt that this one waits for, and the position; how many it has waited for
+    # (following.py).
+    leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)
+    num_followed: int = field(init=False, default=0)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     num_preemptions: int = field(init=False, default=0)
     # Set by Scheduler.add: order among all requests, and the most tokens it can have.
@@ -68,6 +96,12 @@ class Request:
     def num_blocks(self) -> int:
         """Length of each block table."""
         return len(self.block_tables[0].block_ids) if self.block_tables else 0
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its last segment read and wrote one slot, and no other."""
+        state = self.state
+        return state is not None and state.initial == state.final and not state.checkpoints
 
     @property
     def output_token_ids(self) -> list[int]:

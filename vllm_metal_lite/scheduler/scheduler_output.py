@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks
-from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.request import Request, RequestStatus, SegmentState
 
 
 @dataclass(slots=True)
@@ -11,13 +11,30 @@ class Segment:
     """Tokens [num_computed, num_computed + num_scheduled) of a request.
 
     new_block_ids: blocks to append to its block tables, one sequence per KV group, or empty; for an
-    admitted request, the whole tables.
+    admitted request, the whole tables.  state: None for a model without recurrent layers.
     """
 
     request: Request
     num_computed: int
     num_scheduled: int
     new_block_ids: NewBlocks
+    state: SegmentState | None = None
+
+    @property
+    def end(self) -> int:
+        return self.num_computed + self.num_scheduled
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A state that a step writes to `slot`, for prompts that begin with the request's first
+    `position` tokens.  rolling: a later checkpoint of the request replaces this one."""
+
+    request: Request
+    slot: int
+    position: int
+    disposable: bool = False
+    rolling: bool = False
 
 
 @dataclass(slots=True)
@@ -38,12 +55,17 @@ class SchedulerOutput:
     preempted: list[Request] = field(default_factory=list)
     # (KV group, block) of the blocks named in this step.
     published: list[tuple[int, int]] = field(default_factory=list)
+    # Named by `advance`: the step's states, and where blocks are not shared within a step, its
+    # segments' blocks.
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    named_states: list[int] = field(default_factory=list)
     # Set by `advance`: the requests whose next token the step samples, in order.
     terminal: list[Request] = field(default_factory=list)
     # Added to the scheduler's counters by `update`.
     num_recomputed_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_queried_tokens: int = 0
+    prefix_lost_tokens: int = 0
 
     @property
     def is_empty(self) -> bool:
