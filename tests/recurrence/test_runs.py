@@ -103,3 +103,29 @@ def test_a_state_that_grows_has_zeros_in_front(length):
     states.commit()
     grown = [0.0] * (3 - length) + list(range(1, length + 1))
     assert np.array(pool[KEY])[1, :, 0].tolist() == grown
+
+
+def test_of_two_modules_that_set_a_state_the_second_counts():
+    """The first carries it on as it is."""
+    pool = pool_of(np.ones((3, 2), np.float32))
+    states = RunStates(pool)
+    (run,) = plan_runs(pack([Span(4, 1, Slots(0, 1))]))
+    before = states.get(run, KEY)
+    states.set(run, KEY, before)
+    states.set(run, KEY, before + 5)
+    assert [len(of_runs) for of_runs in states._new.values()] == [1], "a slot is written once"
+    states.commit()
+    assert np.array(pool[KEY])[:, 0].tolist() == [1, 6, 1]
+
+
+def test_states_that_not_all_parts_before_have_set_are_unknown():
+    """Of a new request nothing is known until its module runs; of another, its state goes on."""
+    spans = [Span(0, 6, Slots(EMPTY_SLOT, 1, ((4, 2),))), Span(8, 6, Slots(0, 0, ((12, 3),)))]
+    states = RunStates(pool_of(np.ones((4, 2), np.float32)))
+    first, old, both = sorted(plan_runs(pack(spans)), key=lambda run: len(run.segments))
+    if first.initial_slots is not None:
+        first, old = old, first
+    states.set(old, KEY, states.get(old, KEY))
+    assert states.get(both, KEY) is None
+    states.set(first, KEY, mx.full((1, 2), 3.0))
+    assert sorted(states.get(both, KEY).tolist()) == [[1, 1], [3, 3]]

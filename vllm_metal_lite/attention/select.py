@@ -18,7 +18,7 @@ from vllm_metal_lite.specs import AttentionShape
 logger = logging.getLogger(__name__)
 
 # The next best way of each kernel, as a warning words it.  The reference attention stands in for
-# kv_write, and for a store that no kernel reads for prompts.
+# kv_write, for the kernels of recurrent layers, and for a store that no kernel reads for prompts.
 _INSTEAD = {
     "paged_decode": "decodes are computed as prompts of one token",
     "merge_partitions": "contexts are not split",
@@ -34,6 +34,7 @@ _INSTEAD = {
 _REFERENCE = "the reference attention is used, which is slower"
 OPTIONAL_KERNELS = frozenset(_INSTEAD)
 _WRITES, _GATHERS = ("kv_write", "kv_write_quantised"), ("kv_gather", "kv_gather_quantised")
+_RECURRENT = ("causal_conv", "gated_delta")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def select(
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
     """The way of prompts; and the failed kernel, if any, that no other kernel can stand in for."""
     failed = verdict.failures.keys()
-    fatal = next((kernel for kernel in _WRITES if kernel in failed), None)
+    fatal = next((kernel for kernel in (*_WRITES, *_RECURRENT) if kernel in failed), None)
     if fatal is not None:
         return verdict.prefill, fatal
     gather = next((kernel for kernel in _GATHERS if kernel in failed), None)
