@@ -40,8 +40,8 @@ for each length of segments, because it computes with its states in a way that n
 | preempted | a request loses its blocks during decoding and starts again in others |
 | engine | all requests at once, with too few blocks; greedy tokens are mlx-lm's |
 | prefix cache | a request begins behind blocks that another one computed, and from a checkpoint \
-of its recurrent states; where all is packed and nothing recurrent, in the same step too.  off: see \
-below |
+of its recurrent states; where all is packed and nothing recurrent, in the same step too.  off: \
+see below |
 | error | the largest difference of logits, relative to their scale; {tolerance:g} is allowed |
 
 Slots that hold nothing, or what lies behind a window, hold NaN, and so do state slots that nobody
