@@ -460,12 +460,14 @@ class Scheduler:
             if position > request.num_tokens:  # aborted before its token was known
                 continue
             name = self.kv.block_names(request, position)[position // self._block_size - 1]
-            if states.name(checkpoint.slot, name, checkpoint.disposable):
+            is_new = states.name(checkpoint.slot, name, checkpoint.disposable)
+            if is_new:
                 output.named_states.append(checkpoint.slot)
             if checkpoint.rolling:
                 if request.rolling is not None:
                     states.replace(request.rolling)
-                request.rolling = name
+                # A checkpoint that another request left is not this one's to replace.
+                request.rolling = name if is_new else None
         if not self.shares_in_step:
             for segment in output.segments:
                 if segment.request.status is RequestStatus.RUNNING:

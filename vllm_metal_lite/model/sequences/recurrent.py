@@ -78,3 +78,4 @@ class StateCache(PackedCache):
             if new is old and (old is None or steps.states.has(run, key)):
                 continue  # for example, another module's state
             steps.states.set(run, key, new)
+        self._before = []

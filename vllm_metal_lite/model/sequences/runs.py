@@ -100,18 +100,8 @@ def in_sequences(call: Callable, module: nn.Module, args: tuple, kwargs: dict) -
     parts = []
     for run in steps.runs:
         natives = {id(c): c.native(run, steps) for c in caches}
-
-        def convert(value: Any, run: Run = run, natives: dict = natives) -> Any:
-            if isinstance(value, mx.array):
-                return steps.to_sequences(value, run)
-            if id(value) in natives:
-                return natives[id(value)]
-            if isinstance(value, (list, tuple)):
-                return [convert(v) for v in value]
-            return value.native(run, steps) if hasattr(value, "native") else value
-
-        positional = [convert(a) for a in args]
-        named = {name: convert(a) for name, a in kwargs.items()}
+        positional = [_of_run(a, run, steps, natives) for a in args]
+        named = {name: _of_run(a, run, steps, natives) for name, a in kwargs.items()}
         parts.append(call(module, *positional, **named))
         for cache in caches:
             cache.keep(run, natives[id(cache)], steps)
@@ -119,6 +109,21 @@ def in_sequences(call: Callable, module: nn.Module, args: tuple, kwargs: dict) -
     for cache in caches:
         cache.flush(steps, out)
     return out
+
+
+def _of_run(value: Any, run: Run, steps: SequenceStep, natives: dict[int, Any]) -> Any:
+    """An argument as a run sees it.  natives: the run's caches by the id of the packed ones.
+
+    Not a closure: a recursive closure is a reference cycle.  It would keep states that no module
+    read, and with them the pool, which MLX then copies to write it.
+    """
+    if isinstance(value, mx.array):
+        return steps.to_sequences(value, run)
+    if id(value) in natives:
+        return natives[id(value)]
+    if isinstance(value, (list, tuple)):
+        return [_of_run(v, run, steps, natives) for v in value]
+    return value.native(run, steps) if hasattr(value, "native") else value
 
 
 def _find(values: Sequence[Any]) -> list[PackedCache]:
