@@ -23,8 +23,9 @@ from typing import Any
 import serving_probes as probes
 from run_main import run_main
 from serving_engines import Engine, MlxLm, MlxLmSingle, Ours, Run, Settings, drive
-from serving_loads import LOADS, Load, Sizes, get_model
+from serving_loads import LOADS, Load, Sizes
 from serving_metrics import Metrics, agree, measure, median_of
+from serving_models import get_model
 
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.model.loader import LoadedModel
@@ -42,6 +43,7 @@ COLUMNS: Columns = (
     ("steady_tokens_per_s", "steady tokens/s", 1, ",.0f", True),
     ("steady_step_median", "ms a step", 1e3, ".2f", False),
     ("cached_tokens", "cached tokens", 1, ",.0f", None),
+    ("cached_share", "of reusable", 1, ".1%", None),
     ("peak_gib", "GiB beside weights", 1, ".2f", False),
 )
 NEWCOMER: Columns = (
@@ -117,12 +119,12 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
         finalists = best_of(candidates, sweep)
     values, last = bench.turns([ours, *finalists], args.repeats)
     medians = {name: median_of(v) for name, v in values.items()}
-    agreement = agree(model, load, last["ours"], last[finalists[0].name])
+    agreement = agree(model, last["ours"], last[finalists[0].name])
     return {
         "load": letter,
         "name": load.name,
         "requests": len(load.prompts),
-        "tokens_in": sum(map(len, load.prompts)),
+        "tokens_in": sum(map(len, last["ours"].prompts)),
         "tokens_out": sum(load.max_tokens),
         "engines": medians,
         "ratios": ratios(medians),
@@ -174,7 +176,7 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
             bench.run(engine, "warm-up")
     values, last = bench.turns(engines, args.repeats)
     first, theirs = last[engines[0].name], last[engines[-1].name]
-    agreement = agree(model, load, first, theirs)
+    agreement = agree(model, first, theirs)
     return {
         "load": letter,
         "name": load.name,

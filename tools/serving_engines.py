@@ -6,6 +6,7 @@ mlx-lm is driven as its own server drives it: `BatchGenerator`, prompt caches fo
 import copy
 import gc
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,14 +61,43 @@ class Engine(Protocol):
 
 @dataclass
 class Run:
-    """One load on one engine.  Times are seconds since the run began; entries are by request."""
+    """One load on one engine.  Times are seconds since the run began; entries are by request.
+
+    prompts: with the turns before.  reusable_tokens: prompt tokens that came before in the load, so
+    that the best cache had them.
+    """
 
     arrived: list[float] = field(default_factory=list)
     times: list[list[float]] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
     cached_tokens: int = 0
+    reusable_tokens: int = 0
     peak_bytes: int = 0
+
+
+class _Arrivals:
+    """The requests of a load that are still to come."""
+
+    def __init__(self, load: Load, run: Run) -> None:
+        self.run, self.limits = run, load.max_tokens
+        self.waves = [w for w in load.waves if w.follows is None]
+        self.turns = {i: f for i, f in enumerate(load.follows) if f is not None}
+        self._latest = range(0)  # requests of the last wave that came
+
+    def due(self) -> Iterator[range]:
+        """Numbers of requests that arrive together, by what has been answered."""
+        run = self.run
+        if self.waves and all(len(run.tokens[i]) >= self.waves[0].after for i in self._latest):
+            first = self._latest.stop
+            self._latest = range(first, first + len(self.waves.pop(0).prompts))
+            yield self._latest
+        for i, before in list(self.turns.items()):
+            if len(run.tokens[before]) == self.limits[before]:
+                del self.turns[i]
+                run.prompts[i] = run.prompts[before] + run.tokens[before] + run.prompts[i]
+                yield range(i, i + 1)
 
 
 def drive(engine: Engine, load: Load) -> Run:
@@ -77,32 +107,40 @@ def drive(engine: Engine, load: Load) -> Run:
     mx.synchronize()
     active = mx.get_active_memory()
     mx.reset_peak_memory()
-    run, waves, ending = Run(), list(load.waves), load.max_tokens
+    prompts, limits = load.prompts, load.max_tokens
+    run = Run([0.0] * len(prompts), [[] for _ in prompts], [[] for _ in prompts], prompts)
+    arrivals = _Arrivals(load, run)
     started = time.perf_counter()
     pending: set[int] = set()  # of those that the run waits for
-    latest = range(0)  # requests of the last wave that came
-    while waves or pending:
-        if waves and all(len(run.tokens[i]) >= waves[0].after for i in latest):
-            wave = waves.pop(0)
-            first = len(run.tokens)
-            latest = range(first, first + len(wave.prompts))
-            if not load.ends_with_last_wave or not waves:
-                pending.update(latest)
-            run.times += [[] for _ in latest]
-            run.tokens += [[] for _ in latest]
-            run.arrived += [time.perf_counter() - started] * len(latest)
-            engine.add(first, wave.prompts, wave.max_tokens)
-        new = engine.step()
+    while arrivals.waves or arrivals.turns or pending:
+        for numbers in arrivals.due():
+            if not load.ends_with_last_wave or not arrivals.waves:
+                pending.update(numbers)
+            for i in numbers:
+                run.arrived[i] = time.perf_counter() - started
+            new = slice(numbers.start, numbers.stop)
+            engine.add(numbers.start, prompts[new], limits[new])
+        tokens = engine.step()
         now = time.perf_counter() - started
-        for i, token in new:
+        for i, token in tokens:
             run.tokens[i].append(token)
             run.times[i].append(now)
-            if len(run.tokens[i]) == ending[i]:
+            if len(run.tokens[i]) == limits[i]:
                 pending.discard(i)
     run.seconds = time.perf_counter() - started
     run.peak_bytes = mx.get_peak_memory() - active + engine.resident_bytes
     run.cached_tokens = engine.end()
+    run.reusable_tokens = _reusable(load, run)
     return run
+
+
+def _reusable(load: Load, run: Run) -> int:
+    """All of the turn before but its last token, and once computed what all share."""
+    turns = [
+        len(run.prompts[before]) + len(run.tokens[before]) - 1
+        for before in load.follows if before is not None
+    ]  # fmt: skip
+    return sum(turns) + load.prefix_length * (len(load.prompts) - len(turns) - 1)
 
 
 class Ours:
@@ -121,7 +159,7 @@ class Ours:
     ) -> None:
         self.name, self.way, self.keep_prefixes = name, "ours", keep_prefixes
         block_size = (options or {}).get("block_size", EngineConfig.block_size)
-        sizes = [len(p) + n for p, n in zip(load.prompts, load.max_tokens, strict=True)]
+        sizes = load.sizes
         config = {
             "max_num_seqs": len(sizes),
             "max_model_len": min(load.longest, model.max_position),
@@ -218,7 +256,7 @@ class MlxLm:
             prefill_step_size=s.prefill_step_size,
         )
         self._shared = load.prefix_length
-        self._kept = LRUPromptCache()
+        self._kept = LRUPromptCache(max_size=2 * len(load.prompts))  # all that can be asked for
         self._once: list[Any] | None = None
         self._number: dict[int, int] = {}  # by mlx-lm's uid
         self._cached = 0

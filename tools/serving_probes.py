@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 from serving_engines import Engine, MlxLm, Ours, Settings, drive
-from serving_loads import SHAPES, Load, Wave, random_config, random_model
+from serving_loads import Load, Wave
 from serving_metrics import measure
+from serving_models import SHAPES, random_config, random_model
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
 from vllm_metal_lite.checks.measure import copy_bandwidth
