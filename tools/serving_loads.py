@@ -141,11 +141,18 @@ def three_kinds(s: Sizes, count: int = 16) -> list[Load]:
 
 
 def many(s: Sizes) -> list[Load]:
-    """H and N: 32 requests, prompts lognormal around 400 tokens, 40 to 220 out, all at once."""
+    """H: 32 requests, prompts lognormal around 400 tokens, 40 to 220 out, all at once."""
     count = s(32, 4)
     lengths = np.clip(s.rng.lognormal(np.log(400), 0.8, count), 32, 2048)
     prompts = [s.tokens(s(n, 8)) for n in lengths]
     return [_at_once("lognormal lengths", prompts, s.between(s(40, 9), s(220, 12), count))]
+
+
+def strangers(s: Sizes) -> list[Load]:
+    """N: the requests of H and four of 5,000 tokens, 64 out; nobody shares anything."""
+    (load,) = many(s)
+    prompts = load.prompts + [s.tokens(s(5000, 40)) for _ in range(4)]
+    return [_at_once("nothing shared", prompts, load.max_tokens + [s(64, 9)] * 4)]
 
 
 def users(s: Sizes, count: int = 6, turns: int = 3) -> list[Load]:
@@ -173,6 +180,6 @@ LOADS: dict[str, Callable[[Sizes], list[Load]]] = {
     "F": newcomer,
     "G": three_kinds,
     "H": many,
-    "N": many,
+    "N": strangers,
     "U": users,
 }

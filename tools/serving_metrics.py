@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from serving_engines import Run, native
+from serving_engines import Run
 from serving_loads import Load
+from serving_mlx_lm import native
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.model.loader import LoadedModel

@@ -3,18 +3,29 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from mlx_lm.models import gated_delta
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bench_kernels
 import serving_engines as engines
-from serving_loads import Load, Sizes, Wave, agents, newcomer
+import serving_fair
+from serving_fair import Fair, fair_kernels, loops_over_tokens
+from serving_loads import Load, Sizes, Wave, agents, many, newcomer, users
 from serving_metrics import agree, measure
+from serving_mlx_lm import MlxLm, MlxLmSingle, Settings
 from serving_models import random_model
+from serving_probes import step_bytes
 
+from metal.host import compiler_available
 from vllm_metal_lite import MetalLiteError, backend
+
+mx = backend.mx
+PREFIX = ("once", "server")
+HYBRIDS = ("qwen3.5-tiny", "nemotron-h-tiny", "lfm2-tiny")
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +54,8 @@ def test_waves_come_when_the_one_before_has_half_its_answer(shared, expected):
 
 @pytest.mark.parametrize("prefix", ["none", "once", "server"])
 def test_mlx_lm_with_and_without_caches_of_the_prefix(model, shared, expected, prefix):
-    settings = engines.Settings(2, 8, prefix=prefix)
-    run = engines.drive(engines.MlxLm(model, settings), shared)
+    settings = Settings(2, 8, prefix=prefix)
+    run = engines.drive(MlxLm(model, settings), shared)
     agreement = agree(model, expected, run)
     assert agreement.within_ties
     late = len(shared.prompts) - len(shared.waves[0].prompts)
@@ -61,7 +72,7 @@ def test_runs_are_alike_because_the_prefix_is_forgotten_between_them(model, shar
 
 def test_one_request_alone(model):
     load = Load("one", [Wave([list(range(9))], [6])])
-    runs = [engines.drive(e, load) for e in (engines.Ours(model, load), engines.MlxLmSingle(model))]
+    runs = [engines.drive(e, load) for e in (engines.Ours(model, load), MlxLmSingle(model))]
     assert agree(model, *runs).within_ties
     assert [len(r.tokens[0]) for r in runs] == [6, 6]
 
@@ -101,6 +112,88 @@ def test_gaps_around_a_newcomer():
     assert values["busy_gap_median"] == pytest.approx(0.03)
     assert values["busy_gap_worst"] == pytest.approx(0.03)
     assert values["others_tokens_per_s"] == pytest.approx(2 / 0.06)
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def hybrid(request):
+    return random_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def conversations() -> Load:
+    (load,) = users(Sizes(512, 0.02), count=3, turns=2)
+    return load
+
+
+def test_states_of_random_weights_stay_finite_and_remember(hybrid):
+    model = hybrid.packed.model
+    tokens = mx.random.randint(0, 512, (1, 2000))
+    other = mx.concatenate([(tokens[:, :1] + 1) % 512, tokens[:, 1:]], axis=1)
+    first, second = (model(t)[0] for t in (tokens, other))
+    assert mx.isfinite(first).all()
+    assert mx.abs(first - second)[30].max() / first.std() > 0.01
+
+
+def test_a_turn_follows_its_own_answer(model, conversations):
+    run = engines.drive(engines.Ours(model, conversations), conversations)
+    for i, before in enumerate(conversations.follows):
+        if before is not None:
+            said = run.prompts[before] + run.tokens[before]
+            assert run.prompts[i][: len(said)] == said
+            assert run.arrived[i] >= run.times[before][-1]
+    sizes = [len(p) + len(t) for p, t in zip(run.prompts, run.tokens, strict=True)]
+    assert sizes == conversations.sizes
+
+
+@pytest.mark.parametrize("prefix", ["once", "server"])
+def test_mlx_lm_keeps_caches_with_states(hybrid, conversations, prefix):
+    ours = engines.drive(engines.Ours(hybrid, conversations), conversations)
+    settings = Settings(3, 8, prefix=prefix)
+    run = engines.drive(MlxLm(hybrid, settings), conversations)
+    assert agree(hybrid, ours, run).within_ties
+    shared = conversations.prefix_length * (len(conversations.prompts) - 1)
+    assert run.cached_tokens == {"once": shared, "server": run.reusable_tokens}[prefix]
+
+
+FAIR = [
+    *((many, Settings(size, 4)) for size in (1, 3)),
+    *((users, Settings(size, 8, prefix=how)) for size in (1, 3) for how in PREFIX),
+]
+
+
+@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["qwen3.5-tiny", "nemotron-h-tiny"])
+@pytest.mark.parametrize(("make", "settings"), FAIR, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_mlx_lm_with_fair_kernels_gives_its_own_tokens(name, make, settings):
+    """Its own: one request at a time, since its Nemotron-H loses states beside longer prompts."""
+    model = random_model(name)
+    (load,) = make(Sizes(512, 0.05))
+    alone = engines.drive(MlxLm(model, Settings(1, 8)), load)
+    fair = engines.drive(Fair(MlxLm(model, settings)), load)
+    assert fair.tokens == alone.tokens
+
+
+@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
+def test_fair_kernels_are_used_while_open_and_not_after():
+    model = random_model("qwen3.5-tiny")
+    assert loops_over_tokens(model)
+    assert not loops_over_tokens(random_model("lfm2-tiny"))
+    tokens, originals = mx.array([[1, 2, 3]]), dict(vars(gated_delta))
+    broken = patch.object(serving_fair, "gated_delta", side_effect=ZeroDivisionError)
+    with fair_kernels(), broken, pytest.raises(ZeroDivisionError):
+        model.packed.model(tokens)
+    model.packed.model(tokens)
+    assert dict(vars(gated_delta)) == originals
+
+
+def test_bytes_of_a_decode_step():
+    model = random_model("nemotron-h-tiny")
+    embedding = 512 * 64 * 4
+    state = 8 * 16 * 16 * 4 + 3 * (8 * 16 + 2 * 2 * 16) * 4  # of each of three layers
+    keys_and_values = 2 * 2 * 16 * 4
+    assert step_bytes(model, 3, 10) == (
+        model.weight_bytes - embedding + 3 * (10 * keys_and_values + 2 * 3 * state)
+    )
 
 
 @pytest.mark.skipif(not backend.is_cpu(), reason="there is a GPU")
