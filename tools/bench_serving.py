@@ -17,9 +17,9 @@ number by number; above 1 means that ours is better.  Prints Markdown; progress 
 """
 
 import argparse
+import faulthandler
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,35 +31,11 @@ from serving_loads import LOADS, Load, Sizes
 from serving_metrics import Metrics, agree, measure, median_of
 from serving_mlx_lm import MlxLm, MlxLmSingle, Settings
 from serving_models import get_model
+from serving_tables import COLUMNS, NEWCOMER, print_load, print_summary, ratios
 
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.model.loader import LoadedModel
 
-# (metric, heading, factor, format, whether more is better; None: no ratio)
-Columns = Sequence[tuple[str, str, float, str, bool | None]]
-
-COLUMNS: Columns = (
-    ("output_tokens_per_s", "output tokens/s", 1, ",.0f", True),
-    ("requests_per_s", "requests/s", 1, ".2f", True),
-    ("ttft_median", "TTFT ms, median", 1e3, ",.1f", False),
-    ("ttft_p95", "p95", 1e3, ",.1f", False),
-    ("gap_median", "gap ms, median", 1e3, ".2f", False),
-    ("gap_worst", "worst", 1e3, ",.1f", False),
-    ("steady_tokens_per_s", "steady tokens/s", 1, ",.0f", True),
-    ("steady_step_median", "ms a step", 1e3, ".2f", False),
-    ("cached_tokens", "cached tokens", 1, ",.0f", None),
-    ("cached_share", "of reusable", 1, ".1%", None),
-    ("roofline", "of roofline", 1, ".0%", None),
-    ("peak_gib", "GiB beside weights", 1, ".2f", False),
-)
-NEWCOMER: Columns = (
-    ("newcomer_ttft", "newcomer's TTFT ms", 1e3, ",.1f", None),
-    ("newcomer_tokens_per_s", "its tokens/s", 1, ",.1f", None),
-    ("others_tokens_per_s", "decodes' tokens/s meanwhile", 1, ",.1f", None),
-    ("idle_gap_median", "idle gap ms", 1e3, ".2f", None),
-    ("busy_gap_median", "gap meanwhile, median", 1e3, ".2f", None),
-    ("busy_gap_worst", "worst", 1e3, ".2f", None),
-)
 STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
 
 
@@ -137,7 +113,7 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
         add_roofline(model, load, medians)
     with fair_kernels() if fair else nullcontext():
         agreement = agree(model, last["ours"], last[finalists[0].name])
-    if fair:  # a single run: it can take minutes on CUDA
+    if fair and args.fair == "both":  # a single run: it can take minutes on CUDA
         slow, _ = bench.run(as_it_is, "once")
         more["as it is"] = ratios({"ours": medians["ours"], "": slow})
         medians[f"{as_it_is.name}, as it is"] = slow
@@ -173,18 +149,6 @@ def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) ->
     for metrics in medians.values():
         if step := metrics.get("steady_step_median"):
             metrics["roofline"] = size / bandwidth / step
-
-
-def ratios(medians: dict[str, Metrics]) -> Metrics:
-    """Ours to the best of the others, metric by metric."""
-    found = {}
-    for key, _, _, _, more in COLUMNS:
-        others = [m[key] for name, m in medians.items() if name != "ours" and key in m]
-        mine = medians["ours"].get(key)
-        if more is None or mine is None or not others or min(mine, *others) <= 0:
-            continue
-        found[key] = mine / max(others) if more else min(others) / mine
-    return found
 
 
 def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
@@ -248,24 +212,6 @@ def cache_cost(letter: str, load: Load, model: LoadedModel, args: argparse.Names
 _OTHERS = {"F": (newcomer, NEWCOMER), "N": (cache_cost, COLUMNS)}
 
 
-def print_load(result: dict, columns: Columns, digits: int = 2) -> None:
-    medians = result["engines"]
-    shown = [c for c in columns if any(c[0] in m for m in medians.values())]
-    title = f"\n### {result['load']}: {result['name']}"
-    if "tokens_in" in result:
-        sizes = [result[k] for k in ("requests", "tokens_in", "tokens_out")]
-        title += ", {:,} requests, {:,} / {:,} tokens in / out".format(*sizes)
-    print(f"{title}\n\nTokens: {result['summary']}.\n")
-    probes.table_head(["engine", *(c[1] for c in shown)])
-    for name, m in medians.items():
-        cells = [f"{m[c[0]] * c[2]:{c[3]}}" if c[0] in m else "" for c in shown]
-        print(f"| {name} | " + " | ".join(cells) + " |")
-    for to, found in result.get("ratios", {}).items():
-        cells = [f"**{found[c[0]]:.{digits}f}**" if c[0] in found else "" for c in shown]
-        print(f"| ratio{to and f', {to}'} | " + " | ".join(cells) + " |")
-    sys.stdout.flush()
-
-
 def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
     results = []
     for letter in args.load:
@@ -318,8 +264,8 @@ def main() -> int:
         help="fields of EngineConfig",
     )  # fmt: skip
     parser.add_argument(
-        "--fair", action="store_true",
-        help="mlx-lm gets our kernels of recurrent layers; one run of it as it is goes beside",
+        "--fair", nargs="?", const="both", choices=("both", "only"),
+        help="mlx-lm gets our kernels of recurrent layers; both: one run of it as it is beside",
     )  # fmt: skip
     parser.add_argument("--growth", action="store_true", help="a step by batch and context")
     parser.add_argument(
@@ -328,6 +274,10 @@ def main() -> int:
     parser.add_argument("--plot", metavar="FILE", help="of --growth; needs matplotlib")
     parser.add_argument("--host", action="store_true", help="host work of a step, no model")
     parser.add_argument("--dispatches", action="store_true", help="launches and bytes a layer")
+    parser.add_argument("--summary", action="store_true", help="at the end, a line a load")
+    parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="then say where it is, and exit with 1"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write everything there")
     args = parser.parse_args()
     args.ours = dict(args.ours)
@@ -335,6 +285,8 @@ def main() -> int:
     if not (args.load or args.growth or args.host or args.dispatches):
         parser.error("nothing to do: give --load, --growth, --host or --dispatches")
 
+    if args.deadline:
+        faulthandler.dump_traceback_later(args.deadline, exit=True)
     report: dict[str, Any] = {"device": backend.describe(), "arguments": sys.argv[1:]}
     print(f"## {backend.describe()}", flush=True)
     if args.load or args.growth:
@@ -351,6 +303,8 @@ def main() -> int:
         report["dispatches"] = probes.dispatches(args.model, args.dtype, args.bits, args.ours)
     if args.host:
         report["host"] = probes.host()
+    if args.summary:
+        print_summary(report.get("loads", []))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)

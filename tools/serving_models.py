@@ -134,6 +134,7 @@ def random_model(
     model.update(parameters)
     if bits:
         nn.quantize(model, group_size=64, bits=bits)
+    model.eval()  # mlx-lm's recurrent layers have no kernels in training
     mx.eval(model.parameters())
     suffix = f", {bits} bit" if bits else ""
     return from_model(model, None, config, name=f"{name} {str(dtype).split('.')[-1]}{suffix}")

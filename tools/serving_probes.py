@@ -17,6 +17,7 @@ from serving_loads import Load, Wave
 from serving_metrics import measure
 from serving_mlx_lm import MlxLm, Settings
 from serving_models import SHAPES, random_config, random_model
+from serving_tables import table_head
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
 from vllm_metal_lite.checks.measure import copy_bandwidth
@@ -38,10 +39,6 @@ _VIEWS = {
     "AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Reshape",
     "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View",
 }  # fmt: skip
-
-
-def table_head(cells: Sequence[str]) -> None:
-    print("| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
 
 
 # Growth
