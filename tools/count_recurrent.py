@@ -44,17 +44,16 @@ class Layer(NamedTuple):
 
 
 def _layers() -> dict[str, Layer]:
-    found = {}
-    for name, module, make in (
-        ("qwen3.5-4b", qwen3_5.TextModelArgs, lambda a: qwen3_5.DecoderLayer(a, 0)),
-        ("lfm2-1.2b", lfm2.ModelArgs, lambda a: lfm2.Lfm2DecoderLayer(a, 0)),
-        ("nemotron-h-4b", nemotron_h.ModelArgs, lambda a: nemotron_h.NemotronHBlock(a, "M")),
-    ):
-        args = module.from_dict(SHAPES[name])
-        found[name] = Layer(
-            lambda make=make, args=args: make(args), args.hidden_size, _states(args)
-        )
-    return found
+    qwen = qwen3_5.TextModelArgs.from_dict(SHAPES["qwen3.5-4b"])
+    conv = lfm2.ModelArgs.from_dict(SHAPES["lfm2-1.2b"])
+    mamba = nemotron_h.ModelArgs.from_dict(SHAPES["nemotron-h-4b"])
+    return {
+        "qwen3.5-4b": Layer(lambda: qwen3_5.DecoderLayer(qwen, 0), qwen.hidden_size, _states(qwen)),
+        "lfm2-1.2b": Layer(lambda: lfm2.Lfm2DecoderLayer(conv, 0), conv.hidden_size, _states(conv)),
+        "nemotron-h-4b": Layer(
+            lambda: nemotron_h.NemotronHBlock(mamba, "M"), mamba.hidden_size, _states(mamba)
+        ),
+    }
 
 
 def _states(args: Any) -> tuple[tuple[tuple[int, ...], mx.Dtype], ...]:
@@ -143,15 +142,12 @@ def count(layer: Layer, batch: int, length: int, bits: int | None) -> Counted:
     """mlx-lm's layer over (batch, length) rows that go on from states."""
     module = layer.make()
     module.eval()
-    module.apply_to_modules(
-        lambda _, m: m.update(
-            {
-                k: v.astype(mx.bfloat16)
-                for k, v in m.items()
-                if isinstance(v, mx.array) and k != "A_log"
-            }
-        )
-    )
+    dtypes = {"A_log": mx.float32}
+    parameters = [
+        (path, w.astype(dtypes.get(path.rpartition(".")[2], mx.bfloat16)))
+        for path, w in tree_flatten(module.parameters())
+    ]
+    module.update(tree_unflatten(parameters))
     if bits:
         nn.quantize(module, 64, bits)
     parameters = tree_flatten(module.parameters())
