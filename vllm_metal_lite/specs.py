@@ -55,11 +55,55 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class ConvShape:
+    """The short causal convolution of a recurrent layer.  silu: it is applied to the result."""
+
+    channels: int
+    kernel_size: int
+    bias: bool
+    silu: bool
+    dtype: mx.Dtype
+
+    def __str__(self) -> str:
+        text = f"{self.channels} channels by {self.kernel_size} rows "
+        text += str(self.dtype).removeprefix("mlx.core.")
+        return text + (", bias" if self.bias else "") + (", SiLU" if self.silu else "")
+
+
+@dataclass(frozen=True)
+class RecurrenceShape:
+    """A recurrence with a state (v_dim, k_dim) for each of v_heads heads.
+
+    delta: the gated delta rule; otherwise Mamba 2's state space update, whose groups are k_heads
+    and whose head is v_dim by a state of k_dim.  vector: a gate per column of the state, not per
+    head.  dtype: of the rows; states are float32.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: mx.Dtype
+    delta: bool = True
+    vector: bool = False
+
+    def __str__(self) -> str:
+        text = "gated delta rule" if self.delta else "state space"
+        text += f", {self.k_heads}/{self.v_heads} heads of {self.k_dim}x{self.v_dim} "
+        text += str(self.dtype).removeprefix("mlx.core.")
+        return text + (", vector gates" if self.vector else "")
+
+
+RecurrentShape = ConvShape | RecurrenceShape
+
+
+@dataclass(frozen=True)
 class KernelUse:
     """What one model asks of the kernels.
 
     hidden_sizes: elements of the rows whose residual sum is normalised.  weights: (outputs, depth)
     of the linear layers that `skinny_gemm` could serve.  shares_prefix: requests may share blocks.
+    recurrences: of the layers that keep states.
     """
 
     shapes: tuple[AttentionShape, ...]
@@ -68,3 +112,4 @@ class KernelUse:
     hidden_sizes: tuple[int, ...] = ()
     weights: tuple[tuple[int, int], ...] = ()
     shares_prefix: bool = True
+    recurrences: tuple[RecurrentShape, ...] = ()

@@ -18,7 +18,8 @@ from vllm_metal_lite.specs import AttentionShape
 logger = logging.getLogger(__name__)
 
 # The next best way of each kernel, as a warning words it.  The reference attention stands in for
-# kv_write, and for a store that no kernel reads for prompts.
+# kv_write, for a store that no kernel reads for prompts, and for the kernels of recurrent layers:
+# no MLX operation may touch a pool of states that kernels write.
 _INSTEAD = {
     "paged_decode": "decodes are computed as prompts of one token",
     "merge_partitions": "contexts are not split",
@@ -32,7 +33,9 @@ _INSTEAD = {
     "skinny_gemm": "MLX's product is used",
 }
 _REFERENCE = "the reference attention is used, which is slower"
+_OPERATIONS = "attention and recurrent layers use MLX operations, which is slower"
 OPTIONAL_KERNELS = frozenset(_INSTEAD)
+_STATES = ("causal_conv", "gated_delta")
 _WRITES, _GATHERS = ("kv_write", "kv_write_quantised"), ("kv_gather", "kv_gather_quantised")
 
 
@@ -89,7 +92,9 @@ def select(
         )
     new = [kernel for kernel in failures if kernel not in known]
     for kernel in [fatal] if fatal in new else new:
-        instead = _INSTEAD[kernel.removesuffix("_quantised")] if fatal is None else _REFERENCE
+        instead = _OPERATIONS if kernel in _STATES else _REFERENCE
+        if fatal is None:
+            instead = _INSTEAD[kernel.removesuffix("_quantised")]
         logger.warning(
             f"a kernel does not suit this device: {failures[kernel]}; {instead}. Answers stay "
             "right. Please report what `vllm-metal-lite doctor` prints."
@@ -112,7 +117,7 @@ def select(
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
     """The way of prompts; and the failed kernel, if any, that no other kernel can stand in for."""
     failed = verdict.failures.keys()
-    fatal = next((kernel for kernel in _WRITES if kernel in failed), None)
+    fatal = next((kernel for kernel in (*_WRITES, *_STATES) if kernel in failed), None)
     if fatal is not None:
         return verdict.prefill, fatal
     gather = next((kernel for kernel in _GATHERS if kernel in failed), None)

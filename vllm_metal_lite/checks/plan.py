@@ -6,7 +6,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, unsupported
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+from vllm_metal_lite.specs import AttentionShape, ConvShape, KernelUse, RecurrentShape, Rotation
 
 # Rows of products with the least and with the greatest depth.  The first do not fill their tile,
 # and take along what runs beside a product.
@@ -20,6 +20,7 @@ def checks_for(use: KernelUse) -> list[Check]:
         checks |= dict.fromkeys(_attention(shape, use))
     for shape, rotation in _pairs(use):
         checks |= dict.fromkeys(_new_rows(shape, rotation, use))
+    checks |= dict.fromkeys(map(_recurrence, use.recurrences))
     if not use.shapes:
         return list(checks)
     heads = heads_only(use.shapes[0])
@@ -30,6 +31,12 @@ def checks_for(use: KernelUse) -> list[Check]:
         for rows, weight in zip(PRODUCT_ROWS, (by_depth[0], by_depth[-1]), strict=True):
             checks[Check("skinny_gemm", heads, sizes=(rows, *weight))] = None
     return list(checks)
+
+
+def _recurrence(shape: RecurrentShape) -> Check:
+    """The state space update is a form of gated_delta."""
+    kernel = "causal_conv" if isinstance(shape, ConvShape) else "gated_delta"
+    return Check(kernel, AttentionShape(1, 1, 8, 8, shape.dtype), recurrence=shape)
 
 
 def heads_only(shape: AttentionShape) -> AttentionShape:

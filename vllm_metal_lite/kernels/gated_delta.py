@@ -1,15 +1,15 @@
 """The gated delta rule over packed rows, and the recurrence that Mamba 2 shares with it."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import head_size_problem, unused
-from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.segments import (
+from vllm_metal_lite.kernels.common import (
     MIN_ELEMENTS,
     TOKEN_SHAPE,
-    check_pool,
-    columns_template,
+    head_size_problem,
+    unused,
 )
+from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.segments import check_pool, columns_template
 
 _GATED_DELTA = Kernel(
     "gated_delta",
@@ -105,8 +105,10 @@ def linear_recurrence(
         "K_DIM": k_dim, "V_DIM": v_dim, "DELTA": delta, "VECTOR": vector, "SKIP": skip is not None,
         "CHUNKS": chunks, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
-    if gates.size < MIN_ELEMENTS:  # the kernel takes them in the usual address space only
-        gates = mx.concatenate([gates.reshape(-1), unused()])
+    gates, beta = (
+        mx.concatenate([a.reshape(-1), unused().astype(a.dtype)]) if a.size < MIN_ELEMENTS else a
+        for a in (gates, beta)
+    )
     y, token = _GATED_DELTA(
         [q.array, k.array, v.array, gates, beta, unused() if skip is None else skip,
          segments, states, token],
