@@ -75,13 +75,14 @@ def print_load(result: dict, columns: Columns, digits: int = 2) -> None:
 def print_summary(results: list[dict[str, Any]]) -> None:
     """Ours of every load, and behind each number its ratio to the others at their best."""
     columns = [c for c in COLUMNS if c[0] in FIRST]
-    print("\n### Ours, in brackets the ratios to mlx-lm: at its best, as it is")
-    print("\nN: the ratio to ours without the prefix cache.\n")
+    print("\n### Ours, in brackets the ratios to mlx-lm: at its best, as it is\n")
     table_head(["load", *(c[1] for c in columns), "tokens"])
     for result in results:
         mine = result["engines"].get("ours", {})
         cells = [_with_ratios(c, mine, result.get("ratios", {})) for c in columns]
         print(f"| {result['load']} | " + " | ".join(cells) + f" | {result['summary']} |")
+    if any(result["load"] == "N" for result in results):
+        print("\nN: the ratio to ours without the prefix cache.")
 
 
 def _with_ratios(column: Any, mine: Metrics, found: dict[str, Metrics]) -> str:

@@ -11,6 +11,7 @@ from mlx_lm.models import gated_delta
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bench_kernels
+import bench_serving
 import serving_engines as engines
 import serving_fair
 from serving_fair import Fair, fair_kernels, loops_over_tokens
@@ -194,6 +195,20 @@ def test_bytes_of_a_decode_step():
     assert step_bytes(model, 3, 10) == (
         model.weight_bytes - embedding + 3 * (10 * keys_and_values + 2 * 3 * state)
     )
+
+
+@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
+def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
+    arguments = "--model nemotron-h-tiny --load C N --scale 0.03 --quick --fair --summary"
+    monkeypatch.setattr(sys, "argv", ["bench_serving.py", *arguments.split()])
+    assert bench_serving.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = lines.index("### Ours, in brackets the ratios to mlx-lm: at its best, as it is") + 2
+    columns, _, *rows = (line.split(" | ") for line in lines[heading : heading + 4])
+    decode, nothing_shared = (dict(zip(columns, row, strict=True)) for row in rows)
+    assert decode["of roofline"].endswith("%")
+    assert len(decode["output tokens/s"].split("(")[1].split(",")) == 2  # fair kernel, as it is
+    assert nothing_shared["output tokens/s"].count("(") == 1
 
 
 @pytest.mark.skipif(not backend.is_cpu(), reason="there is a GPU")
