@@ -28,6 +28,7 @@ from vllm_metal_lite.kernels.ssm import ssm_update
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
+from mlx_lm.generate import generation_stream
 from mlx_lm.models import gated_delta as theirs_delta
 from mlx_lm.models import ssm as theirs_ssm
 from mlx_lm.models.cache import ArraysCache, LRUPromptCache
@@ -153,10 +154,10 @@ def _insert(
     kept: LRUPromptCache, model: Any, tokens: list[int], prompt_cache: list[Any], **kind: Any
 ) -> None:
     recurrent = [layer for layer in prompt_cache if isinstance(layer, ArraysCache)]
-    for layer in recurrent:
-        _copy_states(layer)
-    # Before the next step writes.
-    mx.async_eval([a for layer in recurrent for a in layer.cache if a is not None])
+    with mx.stream(generation_stream):  # that of the next step, which writes after this
+        for layer in recurrent:
+            _copy_states(layer)
+        mx.async_eval([a for layer in recurrent for a in layer.cache if a is not None])
     _INSERT(kept, model, tokens, prompt_cache, **kind)
 
 
