@@ -19,7 +19,7 @@ from serving_mlx_lm import MlxLm, Settings
 from serving_models import SHAPES, random_config, random_model
 from serving_tables import table_head
 
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams, backend
 from vllm_metal_lite.checks.measure import copy_bandwidth
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.result import StepResult
@@ -264,6 +264,8 @@ def dispatches(name: str, dtype: str, bits: int | None, options: dict[str, Any])
     """Primitives of one decode step, as MLX gets them, from models of 2 and of 4 layers (whose
     vocabulary is small: it does not change the count), and the bytes of a layer by formula."""
     name = name if name in SHAPES or name[0].isdigit() else "qwen3-0.6b"
+    if random_config(name)["model_type"] != "qwen3":
+        raise MetalLiteError(f"--dispatches is for qwen3, not {name}: see count_recurrent.py")
     batch, context = (8, 64) if backend.is_cpu() else (64, 700)
     if dtype == "auto":
         dtype = "float32" if backend.is_cpu() else "bfloat16"
