@@ -27,37 +27,6 @@
 #include "rms_norm.h"
 #include "words.h"
 
-// Four elements, which take sizeof(T) words, or one.
-template <typename T, int VEC>
-METAL_FUNC void load_run(const device T* from, thread float* to) {
-  if (VEC == 1) {
-    to[0] = float(from[0]);
-    return;
-  }
-  constexpr int WORDS = int(sizeof(T));
-  thread uint words[WORDS];
-  load_words<WORDS>((const device uint*)from, words);
-#pragma unroll
-  for (int w = 0; w < WORDS; w++) {
-    unpack<T>(words[w], to + w * 4 / WORDS);
-  }
-}
-
-template <typename T, int VEC>
-METAL_FUNC void store_run(device T* to, const thread float* from) {
-  if (VEC == 1) {
-    to[0] = T(from[0]);
-    return;
-  }
-  constexpr int WORDS = int(sizeof(T));
-  thread uint words[WORDS];
-#pragma unroll
-  for (int w = 0; w < WORDS; w++) {
-    words[w] = pack<T>(from + w * 4 / WORDS);
-  }
-  store_words<WORDS>((device uint*)to, words);
-}
-
 // --- kernel body ---
 constexpr int SIMDGROUPS = THREADS / 32;
 constexpr int TURNS = (DIM + THREADS * VEC - 1) / (THREADS * VEC);

@@ -30,11 +30,7 @@
 // of kv_write (metal/kv_write.metal).
 //
 // Cost.  Reads x 1 + (K - 1) / ROWS times and writes y once; the slots of each segment once each way.
-
-// The sigmoid linear unit x / (1 + e^-x).
-METAL_FUNC float silu(float x) {
-  return metal::precise::divide(x, 1.0f + metal::precise::exp2(x * -1.44269504f));
-}
+#include "activations.h"
 
 // --- kernel body ---
 constexpr int PADDING = -2;  // as an initial slot

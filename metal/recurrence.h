@@ -34,10 +34,43 @@
 // by row form does, with 8 right sides in a simdgroup: a lane has two columns of a row, so d_t goes to
 // all of them by row_sum.  G is a product of at most CHUNK gates and nothing is divided by one, so gates
 // may be 0.  Yang, Kautz and Hatamizadeh (2024), Gated Delta Networks; Dao and Gu (2024), SSD.
+//
+// With NORM, k_t and q_t above are the given rows times numbers of their own, of_k and of_q, that make
+// their lengths 1 and q_scale.  S, k and q only meet in products, so no element is normalised: of_k and
+// of_q go into d_t and y_t,
+//
+//   D_t = of_k_t d_t = of_k_t beta_t (v_t - of_k_t (S k_t))      S = S gate_t + D_t k_t^T      y_t = of_q_t (S q_t)
+#include "activations.h"
 #include "matrix.h"
 #include "words.h"
 
 #define CHUNK 8  // a side of a matrix
+
+// What is given instead of the gate and beta of a row.
+#define GATE_GIVEN 0     // the gate; the same in the others is a gate a head
+#define GATE_SOFTPLUS 1  // a: gate = exp(-exp(a_log) softplus(a + bias))
+#define GATE_BOUNDED 2   // a: gate = exp(low sigmoid(exp(a_log) (a + bias)))
+#define GATE_TIME 3      // dt: beta = softplus(dt + bias), limited to low ... high; gate = exp(-exp(a_log) beta)
+
+// Makes gate and beta of what is given in their places.  BETA: 0, beta is given; else its logit, and
+// BETA is what the sigmoid is multiplied by.  rate: exp(a_log).
+template <int GATE, int BETA>
+METAL_FUNC void make_gates(thread float& gate, thread float& beta, float rate, float bias, float low,
+                           float high) {
+  if (BETA > 0) {
+    beta = float(BETA) * sigmoid(beta);
+  }
+  if (GATE == GATE_SOFTPLUS) {
+    gate = exponential(-rate * softplus(gate + bias));
+  }
+  if (GATE == GATE_BOUNDED) {
+    gate = exponential(low * sigmoid(rate * (gate + bias)));
+  }
+  if (GATE == GATE_TIME) {
+    beta = metal::min(metal::max(softplus(gate + bias), low), high);
+    gate = exponential(-rate * beta);
+  }
+}
 
 // The column of S that lies in column c of matrix d, and the inverse: d * 8 + c of a column.
 METAL_FUNC int column_of(int d, int c) {
@@ -79,46 +112,84 @@ METAL_FUNC void store_state(device float* to, int row, int col,
   }
 }
 
-// One row: q and k of a head, its gates, and v of this lane's row of the state.  Returns y of that row.
-template <typename T, int K_PARTS, bool DELTA, bool VECTOR>
+// Four neighbours, in one load or, with VEC 1, in four.
+template <typename T, int VEC>
+METAL_FUNC void load_four(const device T* from, thread float* to) {
+#pragma unroll
+  for (int i = 0; i < 4; i += VEC) {
+    load_run<T, VEC>(from + i, to + i);
+  }
+}
+
+// One row: q and k of a head, its gate or, with VECTOR, its gates, and v of this lane's row of the state.
+// Returns y of that row.
+template <typename T, typename G, int K_PARTS, int VEC, bool DELTA, bool VECTOR, bool NORM>
 METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state, const device T* q,
-                             const device T* k, const device float* gates, float beta, float v,
-                             int col) {
+                             const device T* k, const device G* gates, float gate, float beta,
+                             float v, float eps, float q_scale, int col) {
   float known = 0.0f;
+  float square_k = 0.0f;
+  float square_q = 0.0f;
+  thread float of_columns[4];  // of S in matrices d and d + 1
+  thread float gate_of_columns[4];
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
+  for (int d = 0; d < K_PARTS; d += 2) {
+    const int at = column_of(d, col);
+    load_four<T, VEC>(k + at, of_columns);
+    if (VECTOR) {
+      load_four<G, VEC>(gates + at, gate_of_columns);
+    }
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int at = column_of(d, col) + e;
-      state[d].thread_elements()[e] *= gates[VECTOR ? at : 0];
+    for (int e = 0; e < 4; e++) {
+      state[d + e / 2].thread_elements()[e % 2] *= VECTOR ? gate_of_columns[e] : gate;
       if (DELTA) {
-        known += state[d].thread_elements()[e] * float(k[at]);
+        known += state[d + e / 2].thread_elements()[e % 2] * of_columns[e];
+      }
+      square_k += NORM ? of_columns[e] * of_columns[e] : 0.0f;
+    }
+    if (NORM) {
+      load_four<T, VEC>(q + at, of_columns);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        square_q += of_columns[e] * of_columns[e];
       }
     }
   }
-  const float delta = beta * (DELTA ? v - row_sum(known) : v);
+  float of_k = 1.0f;
+  float of_q = 1.0f;
+  if (NORM) {
+    of_k = metal::precise::rsqrt(row_sum(square_k) + eps);
+    of_q = q_scale * metal::precise::rsqrt(row_sum(square_q) + eps);
+  }
+  const float delta = of_k * beta * (DELTA ? v - of_k * row_sum(known) : v);
   float y = 0.0f;
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
+  for (int d = 0; d < K_PARTS; d += 2) {
+    const int at = column_of(d, col);
+    thread float of_query[4];
+    load_four<T, VEC>(k + at, of_columns);
+    load_four<T, VEC>(q + at, of_query);
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int at = column_of(d, col) + e;
-      state[d].thread_elements()[e] += delta * float(k[at]);
-      y += state[d].thread_elements()[e] * float(q[at]);
+    for (int e = 0; e < 4; e++) {
+      state[d + e / 2].thread_elements()[e % 2] += delta * of_columns[e];
+      y += state[d + e / 2].thread_elements()[e % 2] * of_query[e];
     }
   }
-  return row_sum(y);
+  return of_q * row_sum(y);
 }
 
 // Row t of a chunk in threadgroup memory, by one simdgroup: a lane has every 32nd column.
-// q, k, gates: row 0 of the chunk, rows q_step, k_step and gate_step elements apart.  rows: q_in, k_out
-// and, with DELTA, k_in behind one another, CHUNK rows STRIDE apart each.  seen and known: zeros above the
-// diagonal.
-template <typename T, int K_DIM, int STRIDE, bool DELTA, bool VECTOR>
-METAL_FUNC void prepare_row(const device T* q, const device T* k, const device float* gates,
-                            int q_step, int k_step, int gate_step, int t, float beta, int lane,
+// q, k, gates: row 0 of the chunk, rows q_step, k_step and gate_step elements apart.  gate, beta: lane i has
+// those of row i; with VECTOR gates are read instead.  rows: q_in, k_out and, with DELTA, k_in behind one
+// another, CHUNK rows STRIDE apart each.  seen and known: zeros above the diagonal.  norms: of_k and of_q of
+// all rows, with NORM.
+template <typename T, typename G, int K_DIM, int STRIDE, bool DELTA, bool VECTOR, bool NORM>
+METAL_FUNC void prepare_row(const device T* q, const device T* k, const device G* gates, int q_step,
+                            int k_step, int gate_step, int t, float gate_of_lane,
+                            float beta_of_lane, float eps, float q_scale, int lane,
                             threadgroup float* rows, threadgroup float* decay,
-                            threadgroup float* seen, threadgroup float* known) {
+                            threadgroup float* seen, threadgroup float* known,
+                            threadgroup float* norms) {
   constexpr int TURNS = (K_DIM + 31) / 32;
   thread float own_q[TURNS];
   thread float own_k[TURNS];
@@ -130,7 +201,26 @@ METAL_FUNC void prepare_row(const device T* q, const device T* k, const device f
     own_k[j] = d < K_DIM ? float(k[t * k_step + d]) : 0.0f;
     gate[j] = 1.0f;
   }
+  float beta = metal::simd_shuffle(beta_of_lane, ushort(t));
+  if (NORM) {
+    float square_k = 0.0f;
+    float square_q = 0.0f;
+#pragma unroll
+    for (int j = 0; j < TURNS; j++) {
+      square_k += own_k[j] * own_k[j];
+      square_q += own_q[j] * own_q[j];
+    }
+    square_k = metal::simd_sum(square_k);
+    square_q = metal::simd_sum(square_q);
+    const float of_k = metal::precise::rsqrt(square_k + eps);
+    if (lane == 0) {
+      norms[t] = of_k;
+      norms[CHUNK + t] = q_scale * metal::precise::rsqrt(square_q + eps);
+    }
+    beta *= of_k * of_k;
+  }
   for (int i = t; i >= 0; i--) {
+    const float gate_of_row = metal::simd_shuffle(gate_of_lane, ushort(i));
     float of_q = 0.0f;
     float of_k = 0.0f;
 #pragma unroll
@@ -140,7 +230,7 @@ METAL_FUNC void prepare_row(const device T* q, const device T* k, const device f
         const float other = float(k[i * k_step + d]) * gate[j];
         of_q += other * own_q[j];
         of_k += other * own_k[j];
-        gate[j] *= gates[i * gate_step + (VECTOR ? d : 0)];
+        gate[j] *= VECTOR ? float(gates[i * gate_step + d]) : gate_of_row;
       }
     }
     of_q = metal::simd_sum(of_q);
@@ -156,6 +246,10 @@ METAL_FUNC void prepare_row(const device T* q, const device T* k, const device f
     seen[t * CHUNK + lane] = 0.0f;
     known[t * CHUNK + lane] = 0.0f;
   }
+  float gate_behind = 1.0f;  // G(t, last)
+  for (int i = t + 1; i < CHUNK; i++) {
+    gate_behind *= metal::simd_shuffle(gate_of_lane, ushort(i));
+  }
 #pragma unroll
   for (int j = 0; j < TURNS; j++) {
     const int d = lane + j * 32;
@@ -168,22 +262,23 @@ METAL_FUNC void prepare_row(const device T* q, const device T* k, const device f
       if (t == CHUNK - 1) {
         decay[place] = gate[j];
       }
-      float after = own_k[j];
-      for (int i = t + 1; i < CHUNK; i++) {
-        after *= gates[i * gate_step + (VECTOR ? d : 0)];
+      float after = VECTOR ? own_k[j] : own_k[j] * gate_behind;
+      for (int i = t + 1; VECTOR && i < CHUNK; i++) {
+        after *= float(gates[i * gate_step + d]);
       }
       rows[(CHUNK + t) * STRIDE + place] = after;
     }
   }
 }
 
-// All rows of a chunk: beta and v of rows col and col + 1 become y of them, for this lane's row of the
-// state.
+// All rows of a chunk: v of rows col and col + 1 become y of them, for this lane's row of the state.  beta,
+// of_k, of_q: of the same two rows.
 template <int K_PARTS, int STRIDE, bool DELTA>
 METAL_FUNC void advance_chunk(thread metal::simdgroup_matrix<float, 8, 8>* state,
                               const threadgroup float* rows, const threadgroup float* decay,
                               const threadgroup float* seen, const threadgroup float* known,
-                              const thread float* beta, thread float* v, int row, int col) {
+                              const thread float* beta, const thread float* of_k,
+                              const thread float* of_q, thread float* v, int row, int col) {
   // S0 times q_in and k_in.
   thread metal::simdgroup_matrix<float, 8, 8> read[2];
   metal::simdgroup_matrix<float, 8, 8> delta;
@@ -199,7 +294,8 @@ METAL_FUNC void advance_chunk(thread metal::simdgroup_matrix<float, 8, 8>* state
   }
 #pragma unroll
   for (int e = 0; e < 2; e++) {
-    delta.thread_elements()[e] = beta[e] * (DELTA ? v[e] - read[1].thread_elements()[e] : v[e]);
+    const float reads = of_k[e] * read[1].thread_elements()[e];
+    delta.thread_elements()[e] = of_k[e] * beta[e] * (DELTA ? v[e] - reads : v[e]);
   }
   if (DELTA) {
 #pragma unroll
@@ -215,7 +311,7 @@ METAL_FUNC void advance_chunk(thread metal::simdgroup_matrix<float, 8, 8>* state
   multiply_each<1, 0, CHUNK, true>(read, delta, seen, row, col);
 #pragma unroll
   for (int e = 0; e < 2; e++) {
-    v[e] = read[0].thread_elements()[e];
+    v[e] = of_q[e] * read[0].thread_elements()[e];
   }
 #pragma unroll
   for (int d = 0; d < K_PARTS; d++) {

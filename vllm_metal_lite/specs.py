@@ -56,27 +56,28 @@ class Rotation:
 
 @dataclass(frozen=True)
 class ConvShape:
-    """A causal depthwise convolution of a recurrent layer, apart from the batch."""
+    """The short causal convolution of a recurrent layer.  silu: it is applied to the result."""
 
     channels: int
     kernel_size: int
+    bias: bool
+    silu: bool
     dtype: mx.Dtype
-    bias: bool = False
-    silu: bool = True
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("mlx.core.")
-        text = f"convolution of {self.kernel_size} over {self.channels} channels {dtype}"
-        text += ", bias" if self.bias else ""
-        return text + (", SiLU" if self.silu else "")
+        text = f"{self.channels} channels by {self.kernel_size} rows "
+        text += str(self.dtype).removeprefix("mlx.core.")
+        return text + (", bias" if self.bias else "") + (", SiLU" if self.silu else "")
 
 
 @dataclass(frozen=True)
-class LinearRecurrenceShape:
-    """A recurrence with a state (v_heads, v_dim, k_dim) per request, apart from the batch.
+class RecurrenceShape:
+    """A recurrence with a state (v_dim, k_dim) for each of v_heads heads.
 
-    delta: the gated delta rule; otherwise Mamba 2's state space update, which calls k_heads groups.
-    vector: a gate per column of the state, not per head.
+    delta: the gated delta rule; otherwise Mamba 2's state space update, whose groups are k_heads
+    and whose head is v_dim by a state of k_dim.  vector: a gate per column of the state, not per
+    head.  fused: the kernel also makes beta, gates unless they are vectors, and with delta the norm
+    of keys and queries.  dtype: of the rows; states are float32.
     """
 
     k_heads: int
@@ -86,15 +87,35 @@ class LinearRecurrenceShape:
     dtype: mx.Dtype
     delta: bool = True
     vector: bool = False
+    fused: bool = False
 
     def __str__(self) -> str:
-        kind = "gated delta rule" if self.delta else "state space update"
-        dtype = str(self.dtype).removeprefix("mlx.core.")
-        text = f"{kind}, {self.v_heads}/{self.k_heads} heads of {self.v_dim}x{self.k_dim} {dtype}"
+        text = "gated delta rule" if self.delta else "state space"
+        text += f", {self.k_heads}/{self.v_heads} heads of {self.k_dim}x{self.v_dim} "
+        text += str(self.dtype).removeprefix("mlx.core.")
         return text + (", vector gates" if self.vector else "")
 
 
-RecurrentShape = ConvShape | LinearRecurrenceShape
+@dataclass(frozen=True)
+class GatedNormShape:
+    """The norm behind a recurrence with its gate, in one launch: groups of dim elements a row.
+
+    gate_first: the gate is applied before the norm.  sigmoid: the gate's activation, not SiLU.
+    """
+
+    dim: int
+    groups: int
+    dtype: mx.Dtype
+    gate_first: bool = False
+    sigmoid: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.groups} groups of {self.dim} {self.dtype}".replace("mlx.core.", "")
+        text += ", gate first" if self.gate_first else ""
+        return text + (", sigmoid" if self.sigmoid else "")
+
+
+RecurrentShape = ConvShape | RecurrenceShape | GatedNormShape
 
 
 @dataclass(frozen=True)
@@ -103,7 +124,7 @@ class KernelUse:
 
     hidden_sizes: elements of the rows whose residual sum is normalised.  weights: (outputs, depth)
     of the linear layers that `skinny_gemm` could serve.  shares_prefix: requests may share blocks.
-    recurrences: of the recurrent layers that work on packed rows.
+    recurrences: of the layers that keep states.
     """
 
     shapes: tuple[AttentionShape, ...]

@@ -47,12 +47,15 @@ METAL_FUNC float tanh(float x) { return ::tanhf(x); }
 METAL_FUNC float cos(float x) { return ::cosf(x); }
 METAL_FUNC float sin(float x) { return ::sinf(x); }
 METAL_FUNC float exp2(float x) { return ::exp2f(x); }
+METAL_FUNC float log2(float x) { return ::log2f(x); }
 METAL_FUNC float rsqrt(float x) { return ::rsqrtf(x); }
 METAL_FUNC float divide(float x, float y) { return __fdiv_rn(x, y); }
 }  // namespace precise
 
 template <typename T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+template <typename T>
+METAL_FUNC T simd_shuffle(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 METAL_FUNC float simd_max(float x) {
   for (int step = 16; step > 0; step /= 2) {

@@ -97,6 +97,13 @@ def test_a_kernel_that_no_other_can_replace_gives_way_to_the_reference(caplog, n
         select("kernels", store(), [shape], verdict)
 
 
+@pytest.mark.parametrize("name", ["causal_conv", "gated_delta"])
+def test_recurrent_layers_without_a_kernel_take_attention_along(caplog, name):
+    attention, reason = select("auto", store(), [SHAPE], failing("gather_rows", name))
+    assert re.fullmatch(f"a kernel .*: {name} .*; attention and recurrent .*", *caplog.messages)
+    assert (attention.name, reason.startswith(f"a kernel fails: {name}")) == ("reference", True)
+
+
 @pytest.mark.parametrize("option", ["auto", "kernels"])
 @pytest.mark.parametrize("name", sorted(OPTIONAL_KERNELS))
 def test_any_other_kernel_gives_way_alone(caplog, name, option):

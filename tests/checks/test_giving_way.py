@@ -14,6 +14,7 @@ from tests.support import tiny_models as tiny
 from tests.support.broken_machine import (
     KERNELS,
     KINDS,
+    RECURRENT_KERNELS,
     at_launch,
     cases,
     command,
@@ -28,7 +29,14 @@ from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    ConvShape,
+    GatedNormShape,
+    KernelUse,
+    RecurrenceShape,
+    Rotation,
+)
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -37,6 +45,13 @@ ROTATIONS = Rotation(32, eps=1e-5), Rotation(16, traditional=True, base=None)
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
 PRODUCTS = KernelUse((replace(SHAPE, dtype=mx.bfloat16),), 16, weights=((100, 96), (96, 1056)))
+RECURRENT = KernelUse(
+    (), 16,
+    recurrences=(
+        ConvShape(40, 4, False, True, mx.float32), GatedNormShape(8, 3, mx.float32),
+        RecurrenceShape(1, 2, 16, 8, mx.float32, fused=True),
+    ),
+)  # fmt: skip
 
 CASES = [
     ("paged_decode", "is wrong"),
@@ -53,11 +68,19 @@ CASES = [
     ("add_rms_norm", "is slow"),
     ("skinny_gemm", "hangs"),
     ("skinny_gemm", "is wrong"),
+    ("causal_conv", "is wrong"),
+    ("causal_conv", "does not compile"),
+    ("gated_delta", "is wrong"),
+    ("gated_delta", "raises"),
+    ("fused_recurrence", "is wrong"),
+    ("fused_recurrence", "does not compile"),
+    ("gated_rms_norm", "is wrong"),
 ]
 
 
 def use_of(kernel):
-    return PRODUCTS if kernel == "skinny_gemm" else USE
+    recurrent = kernel in RECURRENT_KERNELS
+    return PRODUCTS if kernel == "skinny_gemm" else RECURRENT if recurrent else USE
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +111,9 @@ def test_only_the_kernel_at_fault_gives_way(monkeypatch, kernel, kind):
     assert verdict.prefill == ("gather" if kernel == "varlen_prefill" else "varlen")
 
 
-@pytest.mark.parametrize("use", [USE, PRODUCTS], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "use", [USE, PRODUCTS, RECURRENT], ids=["float32", "bfloat16", "recurrent"]
+)
 def test_a_machine_that_is_well(monkeypatch, use):
     monkeypatch.setattr(isolated, "command", lambda: command("none", "is slow", "host"))
     assert verify(use) == Verdict({}, "varlen")
@@ -99,7 +124,11 @@ NOT_USED = [("qwen3", "kv_write"), ("gemma3_text/w9", "kv_write"),
             ("gemma3_text/w9", "add_rms_norm")]  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "skinny_gemm"])  # 16 bits only
+# skinny_gemm takes 16 bits only; these models keep no states.
+OTHERS = "skinny_gemm", *RECURRENT_KERNELS
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k not in OTHERS])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text/w9"])
 def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
     """Prompts in chunks, decodes beside them, in splits, and behind a shared prefix."""

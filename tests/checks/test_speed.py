@@ -15,14 +15,17 @@ from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.checks.run import run
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, Rotation
 
 measure = speed.measure
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 SHAPES = SHAPE, replace(SHAPE, window=9, softcap=2.0, sinks=True), replace(SHAPE, kv_bits=8)
-USE = KernelUse(SHAPES, 16, (Rotation(32, eps=1e-5), Rotation(16, True, None)), (64,))
+USE = KernelUse(
+    SHAPES, 16, (Rotation(32, eps=1e-5), Rotation(16, True, None)), (64,),
+    recurrences=(GatedNormShape(32, 3, mx.float32),),
+)  # fmt: skip
 TIMED = ("paged_decode", "merge_partitions", "shared_prefix", "varlen_prefill", "gather_rows",
-         "rope_write", "fused_decode", "add_rms_norm")  # fmt: skip
+         "rope_write", "fused_decode", "add_rms_norm", "gated_rms_norm")  # fmt: skip
 
 
 @pytest.fixture

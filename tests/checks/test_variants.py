@@ -8,7 +8,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.run import run
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+from vllm_metal_lite.specs import AttentionShape, ConvShape, KernelUse, RecurrenceShape, Rotation
 
 FULL = AttentionShape(16, 8, 128, 128, mx.bfloat16)
 QWEN3 = KernelUse((FULL,), 16, (Rotation(128, base=1e6, eps=1e-6),), (1024,))
@@ -16,6 +16,13 @@ GEMMA3_SHAPE = AttentionShape(8, 4, 256, 256, mx.bfloat16)
 GEMMA3 = KernelUse(
     (replace(GEMMA3_SHAPE, window=1024), GEMMA3_SHAPE), 16,
     (Rotation(256, base=1e4, eps=1e-6), Rotation(256, base=1e6, eps=1e-6)), (2560,),
+)  # fmt: skip
+QWEN35 = KernelUse(
+    (), 16,
+    recurrences=(
+        ConvShape(8192, 4, False, True, mx.bfloat16),
+        RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
+    ),
 )  # fmt: skip
 
 
@@ -41,8 +48,9 @@ def variants(monkeypatch):
         (replace(QWEN3, shares_prefix=False), 12),
         (replace(QWEN3, shapes=(replace(FULL, kv_bits=8),)), 7),
         (GEMMA3, 22),
+        (QWEN35, 5),
     ],
-    ids=["qwen3 in 4 bits", "qwen3", "not sharing", "KV in 8 bits", "gemma3"],
+    ids=["qwen3 in 4 bits", "qwen3", "not sharing", "KV in 8 bits", "gemma3", "recurrent"],
 )
 def test_checks_compile_few_variants(variants, use, most):
     for check in checks_for(use):

@@ -13,7 +13,7 @@ from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.checks.verdicts import verify
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+from vllm_metal_lite.specs import AttentionShape, ConvShape, KernelUse, RecurrenceShape, Rotation
 
 SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 BFLOAT16 = replace(SHAPE, dtype=mx.bfloat16)
@@ -51,6 +51,10 @@ def kernels(use: KernelUse) -> list[str]:
 def test_only_what_a_model_uses_is_checked():
     attention = ["gather_rows", "kv_gather", "kv_write", "merge_partitions", "paged_decode"]
     assert kernels(replace(USE, shares_prefix=False)) == sorted([*attention, "varlen_prefill"])
+    conv = ConvShape(64, 4, True, True, mx.bfloat16)
+    assert kernels(KernelUse((), 16, recurrences=(conv,))) == ["causal_conv"]
+    state = RecurrenceShape(1, 4, 32, 32, mx.bfloat16, delta=False)
+    assert kernels(KernelUse((), 16, recurrences=(conv, state))) == ["causal_conv", "gated_delta"]
     window = replace(SHAPE, window=9)
     assert "shared_prefix" not in kernels(replace(USE, shapes=(window,)))
     assert "shared_prefix" in kernels(replace(USE, shapes=(window, SHAPE)))

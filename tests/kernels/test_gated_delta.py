@@ -53,7 +53,7 @@ class Case:
     ):
         rng = np.random.default_rng(segments.seed)
         (k_heads, v_heads), (k_dim, v_dim), rows = heads, dims, segments.num_rows
-        self.segments, self.dtype, self.joined = segments, dtype, False
+        self.segments, self.dtype, self.edge = segments, dtype, 0
         self.max_seqlen = segments.max_seqlen if chunks else 1
         q, k = rng.standard_normal((2, rows, k_heads, k_dim))
         norms = np.linalg.norm(k, axis=-1, keepdims=True)
@@ -73,9 +73,9 @@ class Case:
         states = mx.array(self.pool)
         rows, gates = self.inputs()[:3], self.inputs()[3:]
         columns = [Columns(a.reshape(len(a), -1), 0) for a in rows]
-        if self.joined:
-            starts = np.cumsum([8, *(c.array.shape[1] for c in columns)])
-            edge = mx.zeros((len(rows[0]), 8), self.dtype)
+        if self.edge:
+            starts = np.cumsum([self.edge, *(c.array.shape[1] for c in columns)])
+            edge = mx.zeros((len(rows[0]), self.edge), self.dtype)
             joined = mx.concatenate([edge, *(c.array for c in columns), edge], axis=1)
             columns = [Columns(joined[:, None], int(start)) for start in starts[:3]]
         y, token = gated_delta(
@@ -126,9 +126,12 @@ def test_heads_and_head_sizes(heads, dims, vector):
     Case(segments, heads, dims, vector=vector).check()
 
 
-def test_columns_of_one_array():
-    case = Case(Segments(**RAGGED))
-    case.joined = True
+@pytest.mark.parametrize("chunks", [False, True], ids=["rows", "chunks"])
+@pytest.mark.parametrize("edge", [8, 7])
+def test_columns_of_one_array(edge, chunks):
+    """Heads that begin at a multiple of four elements, and others."""
+    case = Case(Segments(**RAGGED), chunks=chunks, dtype=mx.bfloat16)
+    case.edge = edge
     case.check()
 
 

@@ -33,11 +33,23 @@ MISCOMPILED = {
     "add_rms_norm": ("square / float(DIM)", "square / float(TURNS * THREADS * VEC)"),
     # A sum that the last simdgroup is not in.
     "skinny_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
+    # The first row of a segment is not carried on; a gate is not applied to what a chunk leaves.
+    "causal_conv": ("from + j >= begin ?", "from + j > begin ?"),
+    "gated_delta": ("i = t + 1; i < CHUNK;", "i = t + 1; i < CHUNK - 1;"),
+    # A bias that is forgotten; the gate of another group.
+    "fused_recurrence": ("softplus(gate + bias)", "softplus(gate)"),
+    "gated_rms_norm": ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
 }
 KERNELS = tuple(MISCOMPILED)
+RECURRENT_KERNELS = ("causal_conv", "gated_delta", "fused_recurrence", "gated_rms_norm")
+# Forms of kernels that are checked by themselves: when they are launched.
+FORMS = {"fused_decode": "FUSED", "fused_recurrence": "GATE || NORM"}
 KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", "is slow")
 # Kernels without an alternative to compare with.
-_NOT_TIMED = ("kv_write", "kv_gather", "skinny_gemm")
+_NOT_TIMED = (
+    "kv_write", "kv_gather", "skinny_gemm", "causal_conv", "gated_delta", "fused_recurrence",
+)  # fmt: skip
+
 
 # 2^52 turns of a generator whose result decides something, so that no compiler can leave them out:
 # one with neither an effect nor a result may go.  Unsigned: to overflow is allowed.
@@ -95,12 +107,14 @@ def consequence(kernel: str, kind: str) -> dict[str, str]:
 
 def file_of(kernel: str) -> str:
     """The kernel's file in metal/."""
-    return {"fused_decode": "paged_decode"}.get(kernel, kernel)
+    return {"fused_decode": "paged_decode", "fused_recurrence": "gated_delta"}.get(kernel, kernel)
 
 
 def is_launched(kernel: str, launched: Kernel, template: dict) -> bool:
     if kernel in ("fused_decode", "paged_decode") and launched.name == "paged_decode":
         return bool(template["FUSED"]) == (kernel == "fused_decode")
+    if kernel in ("fused_recurrence", "gated_delta") and launched.name == "gated_delta":
+        return bool(template["GATE"] or template["NORM"]) == (kernel == "fused_recurrence")
     return launched.name == kernel
 
 
@@ -134,13 +148,14 @@ def at_launch(kernel: str, act: Callable[[], None]) -> None:
 def install(kernel: str, kind: str) -> None:
     """Make this process such a machine, for good."""
     if kind == "does not compile":
-        fused = 'static_assert(!FUSED, "seeded");'
-        line = fused if kernel == "fused_decode" else "#error seeded"
+        line = (
+            f'static_assert(!({FORMS[kernel]}), "seeded");' if kernel in FORMS else "#error seeded"
+        )
         source.read = edit(kernel, lambda t: t.replace(source.MARKER, f"{source.MARKER}{line}\n"))
     elif kind == "is wrong":
         source.read = edit(kernel, lambda t: t.replace(*MISCOMPILED[kernel]))
     elif kind == "hangs":
-        loop = _HANG % ("FUSED" if kernel == "fused_decode" else "true")
+        loop = _HANG % FORMS.get(kernel, "true")
         source.read = edit(kernel, lambda t: t.replace(source.MARKER, f"{source.MARKER}{loop}"))
     elif kind == "raises":
         at_launch(kernel, _raise)

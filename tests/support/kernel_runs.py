@@ -9,14 +9,16 @@ from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan
-from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, RowNorm, skinny_gemm
-from vllm_metal_lite.kernels.ssm import ssm_update
+from vllm_metal_lite.kernels.ssm import fused_ssm_update, ssm_update
 from vllm_metal_lite.kv.store import LayerSpec
 
 STORE = ("keys", "values", "states")
@@ -228,10 +230,45 @@ def ssm_update_rows(dtype):
     return [mx.nan_to_num(states), y]
 
 
+def fused_delta_rows(dtype):
+    """Logits of gates, and keys and queries that the kernel normalises."""
+    step, wide, states, _ = recurrent_rows(dtype, 4, 48)
+    a, b = (Columns(draw(step.num_rows, 12, seed=n, dtype=dtype), 4) for n in (23, 24))
+    gates = delta_gates(a, b, draw(4, seed=25), draw(4, seed=26, dtype=dtype), beta_scale=2)
+    y, _ = fused_gated_delta(
+        *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2,
+        max_seqlen=step.max_seqlen, norm=Norm(1e-3, 0.3),
+    )  # fmt: skip
+    mx.eval(y)
+    return [mx.nan_to_num(states), y]
+
+
+def fused_ssm_rows(dtype):
+    step, (c, b, x), states, _ = recurrent_rows(dtype, 4, 48)
+    dt, a_log, bias = Columns(draw(step.num_rows, 12, seed=23), 4), draw(4, seed=25), mx.ones(4)
+    y, _ = fused_ssm_update(
+        x, b, c, time_gates(dt, a_log, bias, (0.5, 2.0)), draw(4, seed=22), states,
+        mx.array(step.array), new_token(), num_groups=2, max_seqlen=step.max_seqlen,
+    )  # fmt: skip
+    mx.eval(y)
+    return [mx.nan_to_num(states), y]
+
+
+def gated_norm_rows(dtype, groups=5, dim=72):
+    """More groups than a threadgroup has, and columns past the end of the gate."""
+    x, z = (draw(3, groups * dim, seed=n, dtype=dtype) for n in (27, 28))
+    weight = draw(groups * dim, seed=29, dtype=dtype)
+    return [gated_rms_norm(x, Columns(z, 0), weight, 1e-5, dim=dim)]
+
+
 RUN = {
     "causal_conv": causal_conv_rows,
     "gated_delta": gated_delta_rows,
     "gated_delta/ssm": ssm_update_rows,
+    "gated_delta/fused": fused_delta_rows,
+    "gated_delta/fused_ssm": fused_ssm_rows,
+    "gated_rms_norm": gated_norm_rows,
+    "gated_rms_norm/long": lambda dtype: gated_norm_rows(dtype, 1, 900),
     "gather_rows": gathered_rows,
     "kv_write": kv_write,
     "kv_gather": kv_gather,

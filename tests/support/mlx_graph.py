@@ -84,8 +84,8 @@ class Node:
         return dict(zip((n for n in names if n not in asked), self.inputs, strict=True))
 
 
-# Kernels that write the store.  Only `paged_decode` has forms with and without a write.
-WRITERS = {"kv_write", "kv_write_quantised", "rope_write"}
+# Kernels that write the store or a pool of states.  Only `paged_decode` has forms with and without.
+WRITERS = {"kv_write", "kv_write_quantised", "rope_write", "causal_conv", "gated_delta"}
 WRITES_IF_FUSED = {"paged_decode"}
 READERS = {"kv_gather", "kv_gather_quantised", "shared_prefix", "varlen_prefill"}
 
@@ -95,7 +95,8 @@ def touched(node: Node) -> tuple[set[str], set[str]]:
     kernel = (node.kernel or "").removeprefix(OURS)
     if "token" not in node.parameters:
         return set(), set()
-    store = {node.parameters[name] for name in ("keys", "values")}
+    names = {"keys", "values", "states"} & node.parameters.keys()
+    store = {node.parameters[name] for name in names}
     assert kernel in WRITERS | WRITES_IF_FUSED | READERS, f"{kernel} is not in the lists above"
     late = kernel in WRITES_IF_FUSED and node.template["FUSED"] not in ("0", "false")
     return store, store if kernel in WRITERS or late else set()

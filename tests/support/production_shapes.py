@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from metal.host.texts import KernelText, recorded
+from tests.support import recurrent_shapes
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
@@ -198,7 +199,7 @@ def _cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
-CASES = _cases()
+CASES = _cases() | recurrent_shapes.CASES
 
 
 def texts_of(name: str) -> list[KernelText]:

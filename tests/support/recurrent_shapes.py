@@ -9,9 +9,11 @@ from functools import partial
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.causal_conv import causal_conv
 from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.ssm import ssm_update
+from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, time_gates
+from vllm_metal_lite.kernels.ssm import fused_ssm_update, ssm_update
 
 ROWS, SLOTS = 16, 20
 # Of k, of v; their sizes; a gate per column.
@@ -32,6 +34,12 @@ CONV = {
     "Qwen3-Next": (8192, 4, False, True),
     "Mamba 2": (5376, 4, True, True),
     "LFM2": (2048, 3, False, False),
+}
+# Size and number of groups; whether the gate comes first.
+NORMS = {
+    "Qwen3-Next": (128, 32, False),
+    "Nemotron-H": (1024, 8, True),
+    "Mamba 2": (5120, 1, True),
 }
 
 
@@ -66,6 +74,37 @@ def _ssm(
     )  # fmt: skip
 
 
+def _fused_delta(
+    k_heads: int, heads: int, k_dim: int, dim: int, dtype: mx.Dtype, max_seqlen: int
+) -> None:
+    logits, of_heads = _columns(heads, 1, dtype), mx.zeros(heads, dtype)
+    fused_gated_delta(
+        _columns(k_heads, k_dim, dtype), _columns(k_heads, k_dim, dtype),
+        _columns(heads, dim, dtype), delta_gates(logits, logits, mx.zeros(heads), of_heads),
+        mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token(), num_k_heads=k_heads,
+        max_seqlen=max_seqlen, norm=Norm(1e-6, k_dim**-0.5),
+    )  # fmt: skip
+
+
+def _fused_ssm(
+    groups: int, heads: int, state_dim: int, dim: int, dtype: mx.Dtype, max_seqlen: int
+) -> None:
+    of_heads = mx.zeros(heads, dtype)
+    gates = time_gates(_columns(heads, 1, dtype), mx.zeros(heads), of_heads, (0.0, 1.0))
+    fused_ssm_update(
+        _columns(heads, dim, dtype), _columns(groups, state_dim, dtype),
+        _columns(groups, state_dim, dtype), gates, of_heads,
+        mx.zeros((SLOTS, heads, dim, state_dim)), _segments(), new_token(), num_groups=groups,
+        max_seqlen=max_seqlen,
+    )  # fmt: skip
+
+
+def _norm(dim: int, groups: int, gate_first: bool, dtype: mx.Dtype) -> None:
+    x, z = mx.zeros((ROWS, groups, dim), dtype), _columns(groups, dim, dtype)
+    weight = mx.zeros(dim * groups if gate_first else dim, dtype)
+    gated_rms_norm(x, z, weight, 1e-6, dim=dim, gate_first=gate_first)
+
+
 def _conv(channels: int, size: int, bias: bool, silu: bool, dtype: mx.Dtype) -> None:
     causal_conv(
         Columns(mx.zeros((ROWS, channels), dtype), 0), mx.zeros((channels, size, 1), dtype),
@@ -81,12 +120,18 @@ def _cases() -> dict[str, Callable[[], None]]:
         name = str(dtype).removeprefix("mlx.core.")
         for model, shape in CONV.items():
             cases[f"causal_conv {model} {name}"] = partial(_conv, *shape, dtype)
+        for model, norm in NORMS.items():
+            cases[f"gated_rms_norm {model} {name}"] = partial(_norm, *norm, dtype)
         for form, rows in (("rows", 1), ("chunks", 512)):
             for model, shape in DELTA.items():
                 key = f"gated_delta {model} {name} {form}"
                 cases[key] = partial(_delta, *shape, dtype, rows)
+                if not shape[-1]:
+                    cases[f"{key} fused"] = partial(_fused_delta, *shape[:-1], dtype, rows)
             for model, shape in SSM.items():
-                cases[f"gated_delta {model} {name} {form}"] = partial(_ssm, *shape, dtype, rows)
+                key = f"gated_delta {model} {name} {form}"
+                cases[key] = partial(_ssm, *shape, dtype, rows)
+                cases[f"{key} fused"] = partial(_fused_ssm, *shape, dtype, rows)
     return cases
 
 

@@ -13,12 +13,14 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.common import unsupported
 from vllm_metal_lite.kv.store import PagedStore
-from vllm_metal_lite.specs import AttentionShape
+from vllm_metal_lite.recurrence.kernels import recurrence_unsupported
+from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 
 logger = logging.getLogger(__name__)
 
 # The next best way of each kernel, as a warning words it.  The reference attention stands in for
-# kv_write, and for a store that no kernel reads for prompts.
+# kv_write, for a store that no kernel reads for prompts, and for the kernels of recurrent layers:
+# no MLX operation may touch a pool of states that kernels write.
 _INSTEAD = {
     "paged_decode": "decodes are computed as prompts of one token",
     "merge_partitions": "contexts are not split",
@@ -30,9 +32,13 @@ _INSTEAD = {
     "fused_decode": "decodes use rope_write and paged_decode",
     "add_rms_norm": "MLX's sum and norm are used",
     "skinny_gemm": "MLX's product is used",
+    "fused_recurrence": "MLX's operations make gates and norms for gated_delta",
+    "gated_rms_norm": "MLX's norm and product are used",
 }
 _REFERENCE = "the reference attention is used, which is slower"
+_OPERATIONS = "attention and recurrent layers use MLX operations, which is slower"
 OPTIONAL_KERNELS = frozenset(_INSTEAD)
+_STATES = ("causal_conv", "gated_delta")
 _WRITES, _GATHERS = ("kv_write", "kv_write_quantised"), ("kv_gather", "kv_gather_quantised")
 
 
@@ -48,12 +54,16 @@ class Verdict:
 
 
 def no_kernels(
-    option: str, shapes: Sequence[AttentionShape], by_segment: str | None = None
+    option: str,
+    shapes: Sequence[AttentionShape],
+    by_segment: str | None = None,
+    recurrences: Sequence[RecurrentShape] = (),
 ) -> str | None:
     """Why the kernels cannot serve a model that attends with `shapes`; None: try them.
 
-    option: "reference", "kernels" or "auto", else ConfigError.  by_segment: why the model attends
-    one segment at a time; None if it does not.  Such a model reads K and V through MLX operations,
+    recurrences: of its recurrent layers, as far as they work on packed rows.  option: "reference",
+    "kernels" or "auto", else ConfigError.  by_segment: why the model attends one segment at a time;
+    None if it does not.  Such a model reads K and V through MLX operations,
     which must not touch a store that kernels write.  ConfigError if option is "kernels" and the
     kernels cannot serve the model.
     """
@@ -63,7 +73,7 @@ def no_kernels(
         by_segment = f"this model's attention runs a segment at a time: {by_segment}"
     if option == "reference":
         return "asked for" if by_segment is None else f"asked for; {by_segment}"
-    reason = by_segment or _unsupported(option, shapes)
+    reason = by_segment or _unsupported(option, shapes, recurrences)
     if reason is not None and option == "kernels":
         raise ConfigError(Option("attention"), f"='kernels' is not possible: {reason}")
     return reason
@@ -89,7 +99,9 @@ def select(
         )
     new = [kernel for kernel in failures if kernel not in known]
     for kernel in [fatal] if fatal in new else new:
-        instead = _INSTEAD[kernel.removesuffix("_quantised")] if fatal is None else _REFERENCE
+        instead = _OPERATIONS if kernel in _STATES else _REFERENCE
+        if fatal is None:
+            instead = _INSTEAD[kernel.removesuffix("_quantised")]
         logger.warning(
             f"a kernel does not suit this device: {failures[kernel]}; {instead}. Answers stay "
             "right. Please report what `vllm-metal-lite doctor` prints."
@@ -112,7 +124,7 @@ def select(
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
     """The way of prompts; and the failed kernel, if any, that no other kernel can stand in for."""
     failed = verdict.failures.keys()
-    fatal = next((kernel for kernel in _WRITES if kernel in failed), None)
+    fatal = next((kernel for kernel in (*_WRITES, *_STATES) if kernel in failed), None)
     if fatal is not None:
         return verdict.prefill, fatal
     gather = next((kernel for kernel in _GATHERS if kernel in failed), None)
@@ -123,9 +135,12 @@ def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, s
     return verdict.prefill if varlen else "gather", None
 
 
-def _unsupported(option: str, shapes: Sequence[AttentionShape]) -> str | None:
-    if not shapes:
-        return "no layer of this model attends"
+def _unsupported(
+    option: str, shapes: Sequence[AttentionShape], recurrences: Sequence[RecurrentShape]
+) -> str | None:
+    if not shapes and not recurrences:
+        return "no layer of this model has a kernel"
     if option == "auto" and backend.is_cpu():
         return "kernels need a GPU"
-    return next((reason for s in shapes if (reason := unsupported(s))), None)
+    reasons = (*map(unsupported, shapes), *map(recurrence_unsupported, recurrences))
+    return next((reason for reason in reasons if reason is not None), None)

@@ -4,23 +4,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.specs import AttentionShape, Rotation
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    ConvShape,
+    GatedNormShape,
+    RecurrenceShape,
+    RecurrentShape,
+    Rotation,
+)
 
 # A check also runs these kernels.  After one of them fails, its own result would say nothing.
 _NEEDS = {
     "merge_partitions": ("paged_decode",),
     "shared_prefix": ("paged_decode",),
     "fused_decode": ("paged_decode",),
+    "fused_recurrence": ("gated_delta",),
 }
+_RECURRENT = {kind.__name__: kind for kind in (ConvShape, RecurrenceShape, GatedNormShape)}
 
 
 @dataclass(frozen=True)
 class Check:
-    """kernel: as in metal/, or "fused_decode", which is `paged_decode` with NewRows.
+    """kernel: as in metal/; or "fused_decode", which is `paged_decode` with NewRows; or
+    "fused_recurrence", which is `gated_delta` with logits and keys as a layer's products are.
 
     block_size: 0 if blocks do not matter.  rotation: of the new rows; with `merge_partitions` and
     `shared_prefix` it selects the fused decode.  prefix: `merge_partitions` behind a shared prefix.
-    sizes: of a kernel without attention: (hidden size,) or (rows, outputs, depth).
+    sizes: of a kernel without attention: (hidden size,) or (rows, outputs, depth).  recurrence: of
+    a kernel of recurrent layers.  With either, only the type of `shape` matters.
     """
 
     kernel: str
@@ -29,8 +40,11 @@ class Check:
     rotation: Rotation | None = None
     prefix: bool = False
     sizes: tuple[int, ...] = ()
+    recurrence: RecurrentShape | None = None
 
     def __str__(self) -> str:
+        if self.recurrence is not None:
+            return f"{self.kernel} ({self.recurrence})"
         dtype = str(self.shape.dtype).removeprefix("mlx.core.")
         if self.sizes:
             return f"{self.kernel} ({' x '.join(map(str, self.sizes))} {dtype})"
@@ -52,23 +66,36 @@ class Check:
 
     def encode(self) -> dict[str, Any]:
         """The check as JSON."""
-        dtype = str(self.shape.dtype).removeprefix("mlx.core.")
         return {
             **vars(self),
-            "shape": {**vars(self.shape), "dtype": dtype},
+            "shape": _encode(self.shape),
             "rotation": self.rotation and vars(self.rotation),
+            "recurrence": self.recurrence
+            and {"kind": type(self.recurrence).__name__, **_encode(self.recurrence)},
         }
 
     @classmethod
     def decode(cls, fields: dict[str, Any]) -> "Check":
         """The check that `encode` was called on."""
-        shape = {**fields["shape"], "dtype": getattr(mx, fields["shape"]["dtype"])}
-        rotation = fields["rotation"]
+        rotation, recurrence = fields["rotation"], fields["recurrence"]
+        if recurrence is not None:
+            kind = _RECURRENT[recurrence["kind"]]
+            rest = {name: value for name, value in recurrence.items() if name != "kind"}
+            recurrence = kind(**_decode(rest))
         return cls(
             fields["kernel"],
-            AttentionShape(**shape),
+            AttentionShape(**_decode(fields["shape"])),
             fields["block_size"],
             None if rotation is None else Rotation(**rotation),
             fields["prefix"],
             tuple(fields["sizes"]),
+            recurrence,
         )
+
+
+def _encode(shape: AttentionShape | RecurrentShape) -> dict[str, Any]:
+    return {**vars(shape), "dtype": str(shape.dtype).removeprefix("mlx.core.")}
+
+
+def _decode(fields: dict[str, Any]) -> dict[str, Any]:
+    return {**fields, "dtype": getattr(mx, fields["dtype"])}

@@ -1,11 +1,18 @@
 """What the models that people run most ask of the kernels: the checks of `doctor` without a model.
 
 Together they cover heads of 64, 128 and 256, one to eight query heads a KV head, both 16-bit types,
-windows, softcaps, sinks, norms of heads, and stores of 8 and 4 bits.
+windows, softcaps, sinks, norms of heads, stores of 8 and 4 bits, and recurrent layers.
 """
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    ConvShape,
+    GatedNormShape,
+    KernelUse,
+    RecurrenceShape,
+    Rotation,
+)
 
 _BLOCK = 16
 
@@ -46,4 +53,16 @@ COMMON: dict[str, KernelUse] = {
     "Gemma 2 2B": _use((8, 4, 256), mx.bfloat16, softcap=50.0, hidden=(2304,)),
     "Gemma 3 1B": _use((4, 1, 256), mx.bfloat16, eps=1e-6, window=512),
     "gpt-oss 20B": _use((64, 8, 64), mx.bfloat16, base=1.5e5, window=128, sinks=True),
+    "recurrent layers of Qwen3.5 4B, LFM2 1.2B and Nemotron-H 8B": KernelUse(
+        (), _BLOCK,
+        recurrences=(
+            ConvShape(8192, 4, False, True, mx.bfloat16),
+            RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
+            GatedNormShape(128, 32, mx.bfloat16),
+            ConvShape(2048, 3, False, False, mx.bfloat16),
+            ConvShape(10240, 4, True, True, mx.bfloat16),
+            RecurrenceShape(8, 128, 128, 64, mx.bfloat16, delta=False, fused=True),
+            GatedNormShape(1024, 8, mx.bfloat16, gate_first=True),
+        ),
+    ),
 }  # fmt: skip

@@ -6,7 +6,14 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, unsupported
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    ConvShape,
+    GatedNormShape,
+    KernelUse,
+    RecurrentShape,
+    Rotation,
+)
 
 # Rows of products with the least and with the greatest depth.  The first do not fill their tile,
 # and take along what runs beside a product.
@@ -20,6 +27,8 @@ def checks_for(use: KernelUse) -> list[Check]:
         checks |= dict.fromkeys(_attention(shape, use))
     for shape, rotation in _pairs(use):
         checks |= dict.fromkeys(_new_rows(shape, rotation, use))
+    for recurrence in use.recurrences:
+        checks |= dict.fromkeys(_recurrence(recurrence))
     if not use.shapes:
         return list(checks)
     heads = heads_only(use.shapes[0])
@@ -30,6 +39,17 @@ def checks_for(use: KernelUse) -> list[Check]:
         for rows, weight in zip(PRODUCT_ROWS, (by_depth[0], by_depth[-1]), strict=True):
             checks[Check("skinny_gemm", heads, sizes=(rows, *weight))] = None
     return list(checks)
+
+
+def _recurrence(shape: RecurrentShape) -> list[Check]:
+    """The state space update is a form of gated_delta."""
+    of_type = AttentionShape(1, 1, 8, 8, shape.dtype)
+    if isinstance(shape, ConvShape):
+        return [Check("causal_conv", of_type, recurrence=shape)]
+    if isinstance(shape, GatedNormShape):
+        return [Check("gated_rms_norm", of_type, recurrence=shape)]
+    checks = [Check("gated_delta", of_type, recurrence=replace(shape, fused=False))]
+    return checks + [Check("fused_recurrence", of_type, recurrence=shape)] * shape.fused
 
 
 def heads_only(shape: AttentionShape) -> AttentionShape:

@@ -21,10 +21,12 @@ from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.cache_ops import kv_write
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
-from vllm_metal_lite.kernels.new_rows import HeadNorm
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.specs import GatedNormShape
 
 # Medians of _REPEATS times _CALLS calls.
 _REPEATS, _CALLS = 5, 4
@@ -141,6 +143,21 @@ def _normed_sum(check: Check) -> list[tuple[Way, Way]]:
     return [(lambda: add_rms_norm(x, x, weight, 1e-5), apart)]
 
 
+def _gated_norm(check: Check) -> list[tuple[Way, Way]]:
+    """As the layers of mlx-lm that normalise first; those that do not have as many launches."""
+    shape = check.recurrence
+    assert isinstance(shape, GatedNormShape)
+    x = mx.random.normal((_ROWS, shape.groups, shape.dim)).astype(shape.dtype)
+    weight, z = mx.ones(shape.dim, shape.dtype), Columns(x.reshape(_ROWS, -1), 0)
+    mx.eval(x, weight, z.array)
+
+    def apart() -> mx.array:
+        return mx.fast.rms_norm(x, weight, 1e-5) * (x * mx.sigmoid(x))
+
+    together = partial(gated_rms_norm, x, z, weight, 1e-5, dim=shape.dim)
+    return [(together, mx.compile(apart))]
+
+
 def _written(check: Check) -> list[tuple[Way, Way]]:
     """One launch for the new rows of prompts, and norm, rotation and kv_write apart."""
     assert check.rotation is not None
@@ -220,6 +237,7 @@ _WAYS: dict[str, Callable[[Check], list[tuple[Way, Way]]]] = {
     "rope_write": _written,
     "fused_decode": _fused,
     "add_rms_norm": _normed_sum,
+    "gated_rms_norm": _gated_norm,
 }
 # With a rotation or a prefix these are checked again, but timed once.
 _OF_ATTENTION = ("merge_partitions", "shared_prefix")

@@ -36,6 +36,7 @@ from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.common import COMMON
 from vllm_metal_lite.checks.fusedcheck import full_list as full_fused_list
 from vllm_metal_lite.checks.plan import checks_for
+from vllm_metal_lite.checks.recurrentcheck import full_list as full_recurrent_list
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.checks.selfcheck import full_list
 from vllm_metal_lite.cli import doctor_text, log, machine
@@ -216,7 +217,8 @@ def _check(
     """
     own = in_rounds(checks_for(use))
     first = dict.fromkeys(own + in_rounds([c for u in common[:1] for c in checks_for(u)], own))
-    rest = [*common[1:], *(full_list() + full_fused_list() if full else ())]
+    every = full_list() + full_fused_list() + full_recurrent_list() if full else []
+    rest = [*common[1:], *every]
     more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
     total, reached = len(first) + len(more), 0
 

@@ -1,20 +1,17 @@
 """The gated delta rule over packed rows, and the recurrence that Mamba 2 shares with it."""
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import head_size_problem, unused
+from vllm_metal_lite.kernels.common import TOKEN_SHAPE, head_size_problem, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.segments import (
-    MIN_ELEMENTS,
-    TOKEN_SHAPE,
-    check_pool,
-    columns_template,
-)
+from vllm_metal_lite.kernels.recurrence import Gates, Norm, given
+from vllm_metal_lite.kernels.segments import check_pool, columns_template
 
 _GATED_DELTA = Kernel(
     "gated_delta",
-    ["q", "k", "v", "gates", "beta", "skip", "segments", "states", "token"],
+    ["q", "k", "v", "gates", "beta", "a_log", "bias", "skip", "segments", "states", "token"],
     ["y", "next_token"],
+    forms={"GATE": "fused_recurrence", "NORM": "fused_recurrence"},
 )
 
 # Rows that are computed at once: a state after a multiple of so many rows of its segment does not
@@ -65,16 +62,29 @@ def gated_delta(
     and types that do not fit together.  Source: Yang, Kautz and Hatamizadeh (2024), Gated Delta
     Networks.
     """
+    made = given(gates, beta, len(v.array), states.shape[1], states.shape[-1])
     return linear_recurrence(
-        q, k, v, gates, beta, None, states, segments, token,
+        q, k, v, made, None, states, segments, token,
         num_k_heads=num_k_heads, max_seqlen=max_seqlen, delta=True,
     )  # fmt: skip
 
 
+def fused_gated_delta(
+    q: Columns, k: Columns, v: Columns, gates: Gates, states: mx.array, segments: mx.array,
+    token: mx.array, *, num_k_heads: int, max_seqlen: int, norm: Norm | None,
+) -> tuple[mx.array, mx.array]:  # fmt: skip
+    """As `gated_delta`, with gates as `recurrence.py` says, and with q and k as the convolution
+    gives them: norm is what happens to them first."""
+    return linear_recurrence(
+        q, k, v, gates, None, states, segments, token,
+        num_k_heads=num_k_heads, max_seqlen=max_seqlen, delta=True, norm=norm,
+    )  # fmt: skip
+
+
 def linear_recurrence(
-    q: Columns, k: Columns, v: Columns, gates: mx.array, beta: mx.array, skip: mx.array | None,
+    q: Columns, k: Columns, v: Columns, gates: Gates, skip: mx.array | None,
     states: mx.array, segments: mx.array, token: mx.array,
-    *, num_k_heads: int, max_seqlen: int, delta: bool,
+    *, num_k_heads: int, max_seqlen: int, delta: bool, norm: Norm | None = None,
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """The recurrence with the delta rule's correction or without; skip: (Hv,) float32 or None."""
     rows, dtype = len(v.array), v.array.dtype
@@ -85,30 +95,21 @@ def linear_recurrence(
             f"q of {len(q.array)} rows, k of {len(k.array)}, both of {num_k_heads} heads, and v of "
             f"{rows} rows of {v_heads} heads do not fit together"
         )
-    vector = gates.shape == (rows, v_heads, k_dim)
-    if not (vector or gates.shape == (rows, v_heads)) or gates.dtype != mx.float32:
-        raise ValueError(
-            f"gates {gates.shape} {gates.dtype} are not ({rows}, {v_heads}) or "
-            f"({rows}, {v_heads}, {k_dim}) float32"
-        )
-    if beta.shape != (rows, v_heads):
-        raise ValueError(f"beta {beta.shape} is not ({rows}, {v_heads})")
     if problem := recurrence_problem(k_dim, v_dim, dtype):
         raise ValueError(problem)
+    arrays, of_gates = gates.launch(rows, v_heads, k_dim)
     chunks = max_seqlen >= CHUNK
     simdgroups = min(_CHUNK_SIMDGROUPS if chunks else _ROW_SIMDGROUPS, v_dim // 8)
     template: Template = {
         **columns_template("q", q, num_k_heads * k_dim, dtype),
         **columns_template("k", k, num_k_heads * k_dim, dtype),
         **columns_template("v", v, v_heads * v_dim, dtype),
-        "T": dtype, "B": beta.dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads,
-        "K_DIM": k_dim, "V_DIM": v_dim, "DELTA": delta, "VECTOR": vector, "SKIP": skip is not None,
-        "CHUNKS": chunks, "SIMDGROUPS": simdgroups,
+        **of_gates, **Norm.template(norm),
+        "T": dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads, "K_DIM": k_dim, "V_DIM": v_dim,
+        "DELTA": delta, "SKIP": skip is not None, "CHUNKS": chunks, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
-    if gates.size < MIN_ELEMENTS:  # the kernel takes them in the usual address space only
-        gates = mx.concatenate([gates.reshape(-1), unused()])
     y, token = _GATED_DELTA(
-        [q.array, k.array, v.array, gates, beta, unused() if skip is None else skip,
+        [q.array, k.array, v.array, *arrays, unused() if skip is None else skip,
          segments, states, token],
         template, (-(-v_dim // (8 * simdgroups)), v_heads, segments.shape[0]), 32 * simdgroups,
         [(rows, v_heads, v_dim), TOKEN_SHAPE], [dtype, mx.float32],

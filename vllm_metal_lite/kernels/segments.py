@@ -11,12 +11,10 @@ from operator import itemgetter
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kernels.new_rows import Columns
 
-# MLX passes an array of fewer elements to a kernel in another address space, which is another text.
-MIN_ELEMENTS = 8
-TOKEN_SHAPE = (MIN_ELEMENTS,)
 # As an initial slot: start from zeros.  As a slot to write: none.
 EMPTY = -1
 # As an initial slot: rows of no request.  Their results are zeros.

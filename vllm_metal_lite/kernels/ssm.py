@@ -3,6 +3,7 @@
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.gated_delta import linear_recurrence
 from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import Gates, given
 
 
 def ssm_update(
@@ -36,7 +37,21 @@ def ssm_update(
     """
     if not a.shape == d.shape == states.shape[1:2]:
         raise ValueError(f"a {a.shape} and d {d.shape} are not ({states.shape[1]},)")
+    gates = given(mx.exp(dt * a), dt, len(x.array), *states.shape[1::2])
     return linear_recurrence(
-        c, b, x, mx.exp(dt * a), dt, d.astype(mx.float32), states, segments, token,
+        c, b, x, gates, d, states, segments, token,
+        num_k_heads=num_groups, max_seqlen=max_seqlen, delta=False,
+    )  # fmt: skip
+
+
+def fused_ssm_update(
+    x: Columns, b: Columns, c: Columns, gates: Gates, d: mx.array, states: mx.array,
+    segments: mx.array, token: mx.array, *, num_groups: int, max_seqlen: int,
+) -> tuple[mx.array, mx.array]:  # fmt: skip
+    """As `ssm_update`, with `time_gates` (recurrence.py) in the place of dt and a."""
+    if d.shape != states.shape[1:2]:
+        raise ValueError(f"d {d.shape} is not ({states.shape[1]},)")
+    return linear_recurrence(
+        c, b, x, gates, d, states, segments, token,
         num_k_heads=num_groups, max_seqlen=max_seqlen, delta=False,
     )  # fmt: skip

@@ -1,23 +1,64 @@
 """The interface of recurrent layers over packed rows, and what mlx-lm's layers ask of it.
 
-Rows are those of a packed step, (N, ...).  Each segment continues its own state, which `key` names
-in the store's pool.
+Rows are those of a packed step, in mlx-lm's shapes: (N, 1, ...).  Each segment continues its own
+state, which `key` names in the store's pool.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
-from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
+from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g, normalize_qk
 from mlx_lm.models.ssm import compute_dt
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kv.states import Key
-from vllm_metal_lite.specs import ConvShape, LinearRecurrenceShape
+from vllm_metal_lite.specs import ConvShape, RecurrenceShape
+
+
+class ColumnsOf(mx.array):
+    """Rows (N, 1, ...) that are columns of a wider array, which kernels read instead of a copy.
+
+    The array has its value like any other.  Views of it that keep its rows whole know their columns
+    too.
+    """
+
+    columns: Columns
+
+    @staticmethod
+    def make(value: mx.array, columns: Columns) -> "ColumnsOf":
+        rows = ColumnsOf(value)
+        _assign(rows, slice(None), value)  # the constructor copies
+        rows.columns = columns
+        return rows
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
+        value = super().reshape(*shape, **kwargs)
+        return ColumnsOf.make(value, self.columns) if value.shape[:2] == self.shape[:2] else value
+
+    def __getitem__(self, index: Any) -> mx.array:
+        value = super().__getitem__(index)
+        if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and self.ndim == 3:
+            last = index[1]
+            if isinstance(last, slice) and last.step is None:
+                start, _, _ = last.indices(self.shape[-1])
+                array, first, *rest = self.columns
+                return ColumnsOf.make(value, Columns(array, first + start, *rest))
+        return value
+
+
+_assign = mx.array.__setitem__
+
+
+def columns_of(rows: mx.array) -> Columns:
+    """Rows (N, 1, ...) as columns of an array."""
+    known = getattr(rows, "columns", None)
+    return known or Columns(rows.reshape(len(rows), -1), 0)
 
 
 @dataclass(frozen=True)
 class CausalConv:
-    """A depthwise causal convolution.  x: (N, C).  weight: (C, K, 1).  bias: (C,) or None.
+    """A depthwise causal convolution.  x: (N, 1, C).  weight: (C, K, 1).  bias: (C,) or None.
 
     silu: apply SiLU to the result.
     """
@@ -30,15 +71,23 @@ class CausalConv:
     @property
     def shape(self) -> ConvShape:
         channels, size, _ = self.weight.shape
-        return ConvShape(channels, size, self.x.dtype, self.bias is not None, self.silu)
+        return ConvShape(channels, size, self.bias is not None, self.silu, self.x.dtype)
+
+
+class HeadNorm(NamedTuple):
+    """The arguments of mlx-lm's `normalize_qk`."""
+
+    inv_scale: float
+    eps: float
 
 
 @dataclass(frozen=True)
 class GatedDelta:
     """The gated delta rule, with the arguments of mlx-lm's `gated_delta_update`.
 
-    q, k: (N, Hk, Dk), normalised.  v: (N, Hv, Dv).  a: (N, Hv), or (N, Hv, Dk) for a gate per
-    column of the state.  b: (N, Hv).  A_log, dt_bias: as a, without N; A_log may broadcast.
+    q, k: (N, 1, Hk, Dk), before `norm`, if there is one.  v: (N, 1, Hv, Dv).  a: (N, 1, Hv), or
+    (N, 1, Hv, Dk) for a gate per column of the state.  b: (N, 1, Hv).  A_log, dt_bias: as a,
+    without rows; A_log may broadcast.
     """
 
     q: mx.array
@@ -50,12 +99,26 @@ class GatedDelta:
     dt_bias: mx.array
     lower_bound: float | None = None
     allow_neg_eigval: bool = False
+    norm: HeadNorm | None = None
 
     @property
-    def shape(self) -> LinearRecurrenceShape:
-        (_, k_heads, k_dim), (_, v_heads, v_dim) = self.k.shape, self.v.shape
-        vector = self.a.ndim == 3
-        return LinearRecurrenceShape(k_heads, v_heads, k_dim, v_dim, self.v.dtype, vector=vector)
+    def is_vector(self) -> bool:
+        return self.a.ndim == 4
+
+    @property
+    def shape(self) -> RecurrenceShape:
+        (k_heads, k_dim), (v_heads, v_dim) = self.k.shape[2:], self.v.shape[2:]
+        return RecurrenceShape(
+            k_heads, v_heads, k_dim, v_dim, self.v.dtype, vector=self.is_vector, fused=True
+        )
+
+    @property
+    def normalized(self) -> tuple[mx.array, mx.array]:
+        """q and k behind their norm."""
+        if self.norm is None:
+            return self.q, self.k
+        inv_scale, eps = self.norm
+        return normalize_qk(self.q, self.k, inv_scale=inv_scale, eps=eps)
 
     @property
     def gates(self) -> mx.array:
@@ -68,7 +131,7 @@ class GatedDelta:
 
     @property
     def beta(self) -> mx.array:
-        """How much of each row goes into the state, (N, Hv)."""
+        """How much of each row goes into the state, (N, 1, Hv)."""
         beta = mx.sigmoid(self.b)
         return beta * 2.0 if self.allow_neg_eigval else beta
 
@@ -77,7 +140,7 @@ class GatedDelta:
 class StateSpace:
     """Mamba 2's state space update, with the arguments of mlx-lm's `ssm_update`.
 
-    x: (N, H, P).  b, c: (N, G, D).  dt: (N, H), before its bias.  A_log, d, dt_bias: (H,).
+    x: (N, 1, H, P).  b, c: (N, 1, G, D).  dt: (N, 1, H), before its bias.  A_log, d, dt_bias: (H,).
     """
 
     x: mx.array
@@ -90,13 +153,13 @@ class StateSpace:
     time_step_limit: tuple[float, float] = (0.001, 100.0)
 
     @property
-    def shape(self) -> LinearRecurrenceShape:
-        (_, groups, k_dim), (_, heads, v_dim) = self.b.shape, self.x.shape
-        return LinearRecurrenceShape(groups, heads, k_dim, v_dim, self.x.dtype, delta=False)
+    def shape(self) -> RecurrenceShape:
+        (groups, k_dim), (heads, v_dim) = self.b.shape[2:], self.x.shape[2:]
+        return RecurrenceShape(groups, heads, k_dim, v_dim, self.x.dtype, delta=False, fused=True)
 
     @property
     def time_steps(self) -> mx.array:
-        """dt after its bias, softplus and limits, (N, H) float32."""
+        """dt after its bias, softplus and limits, (N, 1, H) float32."""
         return compute_dt(self.dt, self.dt_bias, self.time_step_limit)
 
 

@@ -6,13 +6,34 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
-from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.gated_delta import CHUNK, gated_delta
-from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS
+from vllm_metal_lite.kernels.gated_delta import CHUNK, fused_gated_delta, recurrence_problem
+from vllm_metal_lite.kernels.recurrence import (
+    Gates,
+    Norm,
+    column_gates,
+    delta_gates,
+    given,
+    time_gates,
+)
 from vllm_metal_lite.kernels.segments import plan_segments
-from vllm_metal_lite.kernels.ssm import ssm_update
+from vllm_metal_lite.kernels.ssm import fused_ssm_update
 from vllm_metal_lite.kv.states import Key, StatePool
-from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, columns_of
+from vllm_metal_lite.specs import ConvShape, RecurrenceShape, RecurrentShape
+
+
+def recurrence_unsupported(shape: RecurrentShape) -> str | None:
+    """Why the kernels cannot serve a recurrent layer of this shape, or None if they can."""
+    if isinstance(shape, RecurrenceShape):
+        return recurrence_problem(shape.k_dim, shape.v_dim, shape.dtype)
+    if isinstance(shape, ConvShape):
+        if shape.dtype not in (mx.float32, mx.float16, mx.bfloat16):
+            return f"there are no kernels for {shape.dtype}"
+        if not 2 <= shape.kernel_size <= MAX_KERNEL_SIZE or shape.channels < MIN_ELEMENTS:
+            return f"there is no kernel for a {shape}"
+    return None
 
 
 class SegmentPlan(NamedTuple):
@@ -65,36 +86,60 @@ class Ordered(Protocol):
 
 
 class KernelRecurrence:
-    """See StepRecurrence.  order: whose token orders these launches too."""
+    """See StepRecurrence.
 
-    def __init__(self, pool: StatePool, plan: SegmentPlan, order: Ordered) -> None:
-        self.pool, self.plan, self.order = pool, plan, order
+    order: whose token orders these launches too.  fused: gates and norms are made in the kernel.
+    """
+
+    def __init__(
+        self, pool: StatePool, plan: SegmentPlan, order: Ordered, *, fused: bool = True
+    ) -> None:
+        self.pool, self.plan, self.order, self.fused = pool, plan, order, fused
 
     def causal_conv(self, key: Key, conv: CausalConv) -> mx.array:
         y, self.order.token = causal_conv(
-            Columns(conv.x, 0), conv.weight, conv.bias, self.pool[key], self.plan.segments,
+            columns_of(conv.x), conv.weight, conv.bias, self.pool[key], self.plan.segments,
             self.plan.tiles, self.order.token, silu=conv.silu,
         )  # fmt: skip
         return y
 
     def gated_delta(self, key: Key, delta: GatedDelta) -> mx.array:
-        y, self.order.token = gated_delta(
-            _columns(delta.q), _columns(delta.k), _columns(delta.v), delta.gates, delta.beta,
+        if self.fused or delta.norm is None:
+            q, k, norm = delta.q, delta.k, delta.norm
+        else:
+            (q, k), norm = delta.normalized, None
+        y, self.order.token = fused_gated_delta(
+            columns_of(q), columns_of(k), columns_of(delta.v), self._gates(delta),
             self.pool[key], self.plan.segments, self.order.token,
-            num_k_heads=delta.q.shape[1], max_seqlen=self.plan.max_seqlen,
+            num_k_heads=q.shape[-2], max_seqlen=self.plan.max_seqlen,
+            norm=norm and Norm(norm.eps, norm.inv_scale),
         )  # fmt: skip
         return y
+
+    def _gates(self, delta: GatedDelta) -> Gates:
+        (rows, _, heads, _), k_dim = delta.v.shape, delta.k.shape[-1]
+        if not self.fused:
+            return given(delta.gates.squeeze(1), delta.beta.squeeze(1), rows, heads, k_dim)
+        b, scale = columns_of(delta.b), 2 if delta.allow_neg_eigval else 1
+        if delta.is_vector:
+            return column_gates(delta.gates.squeeze(1), b, beta_scale=scale)
+        return delta_gates(
+            columns_of(delta.a), b, delta.A_log.reshape(-1), delta.dt_bias.reshape(-1),
+            lower_bound=delta.lower_bound, beta_scale=scale,
+        )  # fmt: skip
 
     def state_space(self, key: Key, update: StateSpace) -> mx.array:
-        y, self.order.token = ssm_update(
-            _columns(update.x), _columns(update.b), _columns(update.c), update.time_steps,
-            -mx.exp(update.A_log.astype(mx.float32)), update.d, self.pool[key],
-            self.plan.segments, self.order.token,
-            num_groups=update.b.shape[1], max_seqlen=self.plan.max_seqlen,
+        rows, _, heads, _ = update.x.shape
+        if self.fused:
+            limits = update.time_step_limit
+            gates = time_gates(columns_of(update.dt), update.A_log, update.dt_bias, limits)
+        else:
+            steps = update.time_steps.squeeze(1)
+            decays = mx.exp(steps * -mx.exp(update.A_log.astype(mx.float32)))
+            gates = given(decays, steps, rows, heads, update.b.shape[-1])
+        y, self.order.token = fused_ssm_update(
+            columns_of(update.x), columns_of(update.b), columns_of(update.c), gates, update.d,
+            self.pool[key], self.plan.segments, self.order.token,
+            num_groups=update.b.shape[-2], max_seqlen=self.plan.max_seqlen,
         )  # fmt: skip
         return y
-
-
-def _columns(heads: mx.array) -> Columns:
-    """Heads (N, H, D) side by side."""
-    return Columns(heads.reshape(len(heads), -1), 0)

@@ -59,7 +59,8 @@ class ReferenceRecurrence:
                 lower_bound=d.lower_bound, allow_neg_eigval=d.allow_neg_eigval,
             )  # fmt: skip
 
-        return self._scan(key, advance, d.q, d.k, d.v, d.a, d.b)
+        q, k = d.normalized
+        return self._scan(key, advance, q, k, d.v, d.a, d.b)
 
     def state_space(self, key: Key, update: StateSpace) -> mx.array:
         self.shapes[update.shape] = None
@@ -74,7 +75,8 @@ class ReferenceRecurrence:
         return self._scan(key, advance, u.x, u.b, u.c, u.dt)
 
     def _scan(self, key: Key, advance: Advance, *rows: mx.array) -> mx.array:
-        """Packed rows (N, ...) through all runs, in order, each with its states."""
+        """Packed rows (N, 1, ...) through all runs, in order, each with its states -> (N, ...)."""
+        rows = tuple(x.squeeze(1) for x in rows)
         runs, packed = self._plan
         states, parts = RunStates(self.pool), []
         for run in runs:

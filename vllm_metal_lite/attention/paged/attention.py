@@ -169,7 +169,8 @@ class KernelStepAttention:
     @property
     def recurrence(self) -> KernelRecurrence:
         assert self.plan.recurrent is not None, "a step without recurrent states"
-        return KernelRecurrence(self.store.states, self.plan.recurrent, self)
+        fused = "fused_recurrence" not in self.attention.without
+        return KernelRecurrence(self.store.states, self.plan.recurrent, self, fused=fused)
 
     @property
     def state(self) -> list[mx.array]:

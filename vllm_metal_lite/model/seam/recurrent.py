@@ -19,9 +19,20 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.sequences.recurrent import StateHandle
-from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
+from vllm_metal_lite.recurrence.base import (
+    CausalConv,
+    ColumnsOf,
+    GatedDelta,
+    HeadNorm,
+    StateSpace,
+    columns_of,
+)
+
+_Pair = tuple[mx.array, mx.array]
+_Normalized = tuple[_Pair, _Pair, HeadNorm]  # q and k behind the norm, before the norm, the norm
 
 
 class ConvInput(mx.array):
@@ -62,8 +73,9 @@ class ShortConv(nn.Conv1d):
         plain = (self.stride, self.padding, self.dilation, self.groups) == (1, 0, 1, channels)
         if not plain or x.rows.shape[1] != 1:
             raise NotImplementedError("a convolution that is not depthwise, causal and dense")
-        conv = CausalConv(x.rows.squeeze(1), weight, self.get("bias"), self.silu)
-        y = x.state.recurrence.causal_conv(x.state.key, conv)[:, None]
+        conv = CausalConv(x.rows, weight, self.get("bias"), self.silu)
+        rows = x.state.recurrence.causal_conv(x.state.key, conv)
+        y = ColumnsOf.make(rows[:, None], Columns(rows, 0))
         if self.silu:
             x.activated.append(y)
         return y
@@ -93,23 +105,29 @@ class RecurrentHooks:
     """The functions of mlx-lm that a packed forward replaces.  They depend on the model only."""
 
     def __init__(self, model: nn.Module) -> None:
-        replaced = (
-            (gated_delta.gated_delta_update, _gated_delta),
-            (ssm.ssm_update, _state_space),
-        )
-        self._by_name: list[Hook] = [
-            (module, original.__name__, function(original))
-            for original, function in replaced
-            for module in namespaces(model, original)
-        ]
+        named: tuple[Callable, ...] = (
+            gated_delta.gated_delta_update, gated_delta.normalize_qk, ssm.ssm_update,
+        )  # fmt: skip
+        self._namespaces = {function: namespaces(model, function) for function in named}
 
     def __call__(self) -> Sequence[Hook]:
         """The hooks of one forward."""
         activated: list[mx.array] = []
+        normalized: list[_Normalized] = []
+        replaced: dict[Callable, Callable] = {
+            gated_delta.normalize_qk: _normalize_qk(normalized),
+            gated_delta.gated_delta_update: _gated_delta(normalized),
+            ssm.ssm_update: _state_space(ssm.ssm_update),
+        }
         return [
             (mx, "concatenate", _concatenate(mx.concatenate, activated)),
+            (mx, "split", _split(mx.split)),
             (nn, "silu", _silu(nn.silu, activated)),
-            *self._by_name,
+            *(
+                (module, original.__name__, function)
+                for original, function in replaced.items()
+                for module in self._namespaces[original]
+            ),
         ]
 
 
@@ -124,6 +142,24 @@ def _concatenate(original: Callable, activated: list[mx.array]) -> Callable:
     return concatenate
 
 
+def _split(original: Callable) -> Callable:
+    """Parts of packed rows (N, 1, C) know their columns."""
+
+    def split(
+        x: mx.array, indices_or_sections: Any, axis: int = 0, **kwargs: Any
+    ) -> list[mx.array]:
+        parts = original(x, indices_or_sections, axis, **kwargs)
+        if x.ndim != 3 or x.shape[1] != 1 or axis not in (-1, 2):
+            return parts
+        array, start, *rest = columns_of(x)
+        for i, part in enumerate(parts):
+            parts[i] = ColumnsOf.make(part, Columns(array, start, *rest))
+            start += part.shape[-1]
+        return parts
+
+    return split
+
+
 def _silu(original: Callable, activated: list[mx.array]) -> Callable:
     def silu(x: mx.array) -> mx.array:
         return x if any(x is y for y in activated) else original(x)
@@ -131,7 +167,22 @@ def _silu(original: Callable, activated: list[mx.array]) -> Callable:
     return silu
 
 
-def _gated_delta(original: Callable) -> Callable:
+def _normalize_qk(normalized: list[_Normalized]) -> Callable:
+    """As mlx-lm's; notes queries and keys before the norm, for a kernel that normalises them."""
+
+    def normalize_qk(
+        q: mx.array, k: mx.array, *, inv_scale: float, eps: float
+    ) -> tuple[mx.array, mx.array]:
+        qk = gated_delta.normalize_qk(q, k, inv_scale=inv_scale, eps=eps)
+        normalized[:] = [(qk, (q, k), HeadNorm(inv_scale, eps))]
+        return qk
+
+    return normalize_qk
+
+
+def _gated_delta(normalized: list[_Normalized]) -> Callable:
+    original = gated_delta.gated_delta_update
+
     def gated_delta_update(
         q: mx.array,
         k: mx.array,
@@ -147,8 +198,12 @@ def _gated_delta(original: Callable) -> Callable:
         if type(state) is not StateHandle:
             return original(q, k, v, a, b, A_log, dt_bias, state, mask, **how)
         how.pop("use_kernel", None)
-        q, k, v, a, b = (x.squeeze(1) for x in (q, k, v, a, b))
-        delta = GatedDelta(q, k, v, a, b, A_log, dt_bias, **how)
+        norm = None
+        for qk, raw, of_raw in normalized:
+            if q is qk[0] and k is qk[1]:
+                (q, k), norm = raw, of_raw
+                break
+        delta = GatedDelta(q, k, v, a, b, A_log, dt_bias, norm=norm, **how)
         return state.recurrence.gated_delta(state.key, delta)[:, None], state
 
     return gated_delta_update
@@ -172,9 +227,8 @@ def _state_space(original: Callable) -> Callable:
             return original(
                 hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
             )
-        x, b, c, dt = (rows.squeeze(1) for rows in (hidden_states, B, C, dt))
         low, high = time_step_limit
-        update = StateSpace(x, A_log, b, c, D, dt, dt_bias, (low, high))
+        update = StateSpace(hidden_states, A_log, B, C, D, dt, dt_bias, (low, high))
         return state.recurrence.state_space(state.key, update)[:, None], state
 
     return ssm_update

@@ -1,0 +1,60 @@
+"""The norm behind a recurrence and its gate, in one launch."""
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits
+from vllm_metal_lite.kernels.launch import Kernel, Template
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.segments import columns_template
+
+_GATED_RMS_NORM = Kernel("gated_rms_norm", ["x", "z", "weight"], ["y"])
+
+# Threads of a threadgroup, at most: of one group, and of several groups of a simdgroup each.
+_THREADS, _PACKED_THREADS = 1024, 128
+# The longest group that one simdgroup serves.
+_SIMDGROUP_DIM = 512
+
+
+def gated_rms_norm(
+    x: mx.array,
+    z: Columns,
+    weight: mx.array,
+    eps: float,
+    *,
+    dim: int,
+    gate_first: bool = False,
+    sigmoid: bool = False,
+) -> mx.array:
+    """rms_norm(x) * weight * silu(z) for rows of x, normalised in groups of dim -> like x.
+
+    x: (N, ...) of one row each.  z: the gate, as many columns as x has.  weight: (dim,), or one
+    for all elements of a row.  gate_first: rms_norm(x * silu(z)) * weight instead.  sigmoid: in the
+    place of SiLU.  metal/gated_rms_norm.metal says what is rounded.  Raises ValueError for other
+    shapes, and unless x, z and weight are of one type.
+    """
+    rows, width, dtype = len(x), x.size // max(len(x), 1), x.dtype
+    columns = columns_template("z", z, width, dtype)
+    if dim < MIN_ELEMENTS or width % dim or len(z.array) != rows:
+        raise ValueError(
+            f"x {x.shape} and a gate of {len(z.array)} rows do not fit groups of {dim} elements, "
+            f"of which there must be {MIN_ELEMENTS}"
+        )
+    if weight.shape not in ((dim,), (width,)) or weight.dtype != dtype:
+        raise ValueError(
+            f"weight {weight.shape} {weight.dtype} is not ({dim},) or ({width},) {dtype}"
+        )
+    apart = dim, z.start, z.array.shape[-1]
+    vector = 4 if all(n % 4 == 0 for n in apart) else 1  # elements that a thread reads at once
+    groups, threads = width // dim, min(_THREADS, -(-dim // (32 * vector)) * 32)
+    pack = 1
+    if dim <= _SIMDGROUP_DIM:
+        threads, pack = 32, min(groups, _PACKED_THREADS // 32)
+    template: Template = {
+        **columns, "T": dtype, "DIM": dim, "GROUPS": groups, "VEC": vector, "THREADS": threads,
+        "PACK": pack, "WIDE": weight.size > dim, "GATE_FIRST": gate_first, "SIGMOID": sigmoid,
+        "EPS": bits(eps),
+    }  # fmt: skip
+    (y,) = _GATED_RMS_NORM(
+        [x, z.array, weight], template, (-(-groups // pack), rows, 1), threads * pack,
+        [x.shape], [dtype],
+    )  # fmt: skip
+    return y

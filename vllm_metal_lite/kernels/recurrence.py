@@ -1,0 +1,130 @@
+"""What a recurrent layer gives to `gated_delta` in the place of gates, keys and queries.
+
+Gates may be given, or what the layer's projection returns for them; then the kernel makes them of
+it, in float32.
+"""
+
+from typing import NamedTuple
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, unused
+from vllm_metal_lite.kernels.launch import Template
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.segments import columns_template
+
+_GIVEN, _SOFTPLUS, _BOUNDED, _TIME = range(4)  # as in metal/recurrence.h
+_LARGEST = 3e38  # for limits that are infinite: a compiler may assume that nothing is
+
+
+class Norm(NamedTuple):
+    """q and k of a head become q_scale * q / sqrt(sum(q^2) + eps) and k / sqrt(sum(k^2) + eps), as
+    by `normalize_qk` of mlx-lm with inv_scale = q_scale = head size^-0.5."""
+
+    eps: float
+    q_scale: float
+
+    @staticmethod
+    def template(norm: "Norm | None") -> Template:
+        eps, scale = norm or (0.0, 1.0)
+        return {"NORM": norm is not None, "EPS": bits(eps), "Q_SCALE": bits(scale)}
+
+
+class Gates(NamedTuple):
+    """The gate and beta of each row and head, or what they are made of.
+
+    gates: V columns, or V * K for a gate per column of the state (vector).  beta: V columns, or
+    None if kind makes it.  a_log, bias: (V,), if the gate is made.  beta_scale: 0 if beta is given;
+    else beta is a logit, and its sigmoid counts so often.  low, high: see the functions below.
+    """
+
+    gates: Columns
+    beta: Columns | None
+    vector: bool = False
+    kind: int = _GIVEN
+    a_log: mx.array | None = None
+    bias: mx.array | None = None
+    beta_scale: int = 0
+    low: float = 0.0
+    high: float = 0.0
+
+    def launch(self, rows: int, v_heads: int, k_dim: int) -> tuple[list[mx.array], Template]:
+        """The inputs gates, beta, a_log and bias, and the template values of all.
+
+        Raises ValueError if they do not fit `rows` rows of these heads.
+        """
+        width = v_heads * k_dim if self.vector else v_heads
+        beta = self.beta or Columns(unused(), 0)
+        if len(self.gates.array) != rows or (self.beta and len(beta.array) != rows):
+            raise ValueError(
+                f"gates of {len(self.gates.array)} and beta of {len(beta.array)} rows are not of "
+                f"{rows} rows"
+            )
+        for name, array in (("a_log", self.a_log), ("bias", self.bias)):
+            if self.kind != _GIVEN and (array is None or array.shape != (v_heads,)):
+                shape = None if array is None else array.shape
+                raise ValueError(f"{name} {shape} is not ({v_heads},)")
+        template: Template = {
+            **columns_template("g", self.gates, width, self.gates.array.dtype),
+            **columns_template("b", beta, v_heads if self.beta else 0, beta.array.dtype),
+            "G": self.gates.array.dtype, "B": beta.array.dtype, "VECTOR": self.vector,
+            "GATE": self.kind, "BETA": self.beta_scale, "LOW": bits(self.low),
+            "HIGH": bits(self.high),
+        }  # fmt: skip
+        rest = (unused() if a is None else a for a in (self.a_log, self.bias))
+        return [_long(self.gates.array), _long(beta.array), *rest], template
+
+
+def given(gates: mx.array, beta: mx.array, rows: int, v_heads: int, k_dim: int) -> Gates:
+    """gates: (rows, v_heads) float32, or (rows, v_heads, k_dim).  beta: (rows, v_heads).
+
+    Raises ValueError for others.
+    """
+    shape, vector = (rows, v_heads), gates.shape == (rows, v_heads, k_dim)
+    if not (vector or gates.shape == shape) or gates.dtype != mx.float32:
+        raise ValueError(
+            f"gates {gates.shape} {gates.dtype} are not {shape} or {(*shape, k_dim)} float32"
+        )
+    if beta.shape != shape:
+        raise ValueError(f"beta {beta.shape} is not {shape}")
+    return Gates(Columns(gates.reshape(rows, -1), 0), Columns(beta, 0), vector)
+
+
+def delta_gates(
+    a: Columns,
+    b: Columns,
+    a_log: mx.array,
+    dt_bias: mx.array,
+    *,
+    lower_bound: float | None = None,
+    beta_scale: int = 1,
+) -> Gates:
+    """gate = exp(-exp(a_log) * softplus(a + dt_bias)), beta = beta_scale * sigmoid(b).
+
+    lower_bound: gate = exp(lower_bound * sigmoid(exp(a_log) * (a + dt_bias))) instead.  Source:
+    `compute_g`, `compute_lower_bound_g` and `gated_delta_update` of mlx-lm.
+    """
+    kind = _SOFTPLUS if lower_bound is None else _BOUNDED
+    return Gates(a, b, False, kind, a_log, dt_bias, beta_scale, low=lower_bound or 0.0)
+
+
+def column_gates(gates: mx.array, b: Columns, *, beta_scale: int = 1) -> Gates:
+    """A gate (N, V, K) float32 for each column of the state, given; beta as in `delta_gates`."""
+    return Gates(Columns(gates.reshape(len(gates), -1), 0), b, True, beta_scale=beta_scale)
+
+
+def time_gates(
+    dt: Columns, a_log: mx.array, dt_bias: mx.array, limits: tuple[float, float]
+) -> Gates:
+    """beta = softplus(dt + dt_bias) within limits, gate = exp(-exp(a_log) * beta).
+
+    Source: `compute_dt` and `ssm_update` of mlx-lm.
+    """
+    low, high = (max(-_LARGEST, min(_LARGEST, limit)) for limit in limits)
+    return Gates(dt, None, False, _TIME, a_log, dt_bias, low=low, high=high)
+
+
+def _long(array: mx.array) -> mx.array:
+    """At least MIN_ELEMENTS: the kernel takes these inputs in the usual address space only."""
+    if array.size >= MIN_ELEMENTS:
+        return array
+    return mx.concatenate([array.reshape(-1), unused().astype(array.dtype)])
