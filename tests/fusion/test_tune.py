@@ -41,7 +41,7 @@ def model(name="qwen3", dtype=mx.bfloat16):
     for layer, spec in enumerate(specs):
         groups.setdefault(spec.window, []).append(layer)
     blocks = [KVGroup(tuple(layers), num_blocks=4) for layers in groups.values()]
-    store = PagedStore(specs, blocks, 8)
+    store = PagedStore(specs, blocks, 8, states=packed.state_pool(1))
     return packed, KernelAttention(store, "gather", ())
 
 
@@ -157,9 +157,9 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9"])
+@pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9", "qwen3_next"])
 def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
-    """Rows that attention would write, and such as kv_write would; two KV groups."""
+    """Rows that attention would write, and such as kv_write would; two KV groups; states."""
     monkeypatch.setattr(tune, "_SIZES", (8,))
     monkeypatch.setattr(tune, "_ENOUGH", 0.0)
     rows, launch = Counter(), Kernel.__call__
@@ -174,13 +174,14 @@ def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     store, rng = attention.store, np.random.default_rng(0)
     for arrays in (store.keys, store.values):
         arrays[:] = [mx.array(rng.standard_normal(a.shape)).astype(a.dtype) for a in arrays]
-    held = store.arrays
+    held = [*store.arrays, *store.states.arrays]
     before = [np.array(a.astype(mx.float32)) for a in held]
     assert all(np.isfinite(a).all() for a in before)
     fusion = replace(fuse(packed.model, joins=True), skinny_rows=ALL_ROWS)
     with installed():
         tune.faster_rows(packed, attention, fusion)
-    assert all(a is b for a, b in zip(store.arrays, held, strict=True))
+    kept = [*store.arrays, *store.states.arrays]
+    assert all(a is b for a, b in zip(kept, held, strict=True))
     for array, expected in zip(held, before, strict=True):
         np.testing.assert_array_equal(np.array(array.astype(mx.float32)), expected)
     assert set(rows) == {1, 8}

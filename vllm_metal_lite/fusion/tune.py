@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import PAD_SLOT
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.fusion.fused import FusedLaunches
@@ -24,6 +24,7 @@ from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.usage import plain_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.scheduler.request import SegmentState
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +116,12 @@ class _Steps:
 
 
 def _padding(attention: Attention, num_rows: int) -> Step:
-    """A step of decodes that write no rows and see no keys."""
+    """A step of decodes that write no rows and no states, and see no keys."""
     store = attention.store
     inputs = InputBatch(num_rows, 1, store.block_size, len(store.num_blocks))
     rows = np.array([inputs.add([0], 1) for _ in range(num_rows)])
-    batch = inputs.pack(rows, np.zeros_like(rows), np.ones_like(rows))
+    no_states = [SegmentState(EMPTY_SLOT, EMPTY_SLOT)] * num_rows
+    batch = inputs.pack(rows, np.zeros_like(rows), np.ones_like(rows), no_states)
     step = attention.prepare(batch, num_rows)
     nowhere = tuple(mx.full(slots.shape, PAD_SLOT, mx.int32) for slots in step.slot_mapping)
     plan = step.plan

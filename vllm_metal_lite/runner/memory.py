@@ -20,6 +20,7 @@ from vllm_metal_lite.errors import ConfigError, Option, OutOfMemoryError, one_li
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
+from vllm_metal_lite.scheduler.request import SegmentState
 
 logger = logging.getLogger(__name__)
 
@@ -230,13 +231,15 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     lengths = np.ones(seats, np.int64)
     lengths[-1] = rows - seats + 1
     table_rows = np.array([inputs.add([0], 1) for _ in range(seats)])
-    store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_pool(seats))
+    # All segments share one slot: only the sizes matter.
+    store = PagedStore(model.kv_specs, 1, bs, states=model.packed.state_pool(1))
     attention = ReferenceAttention(store)
-    # Run one token first, so that recurrent layers have a state to continue from.
-    _run(model, attention, inputs.pack(table_rows[-1:], np.array([0]), np.array([1])))
     inputs.num_tokens[table_rows[-1]] = context
     batch = inputs.pack(
-        table_rows, np.where(np.arange(seats) == seats - 1, context - lengths, 0), lengths
+        table_rows,
+        np.where(np.arange(seats) == seats - 1, context - lengths, 0),
+        lengths,
+        [SegmentState(0, 0)] * seats,
     )
     mx.reset_peak_memory()
     before = mx.get_active_memory()
