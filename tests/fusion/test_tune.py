@@ -115,7 +115,7 @@ def test_weights_count_by_how_many_there_are(monkeypatch):
         ("qwen3", mx.bfloat16, ("skinny_gemm",)),
         ("qwen3", None, ()),  # float32
         ("llama/q4", mx.bfloat16, ()),
-        ("falcon_h1", mx.bfloat16, ()),  # runs uncompiled
+        ("jamba", mx.bfloat16, ()),  # runs uncompiled
     ],
 )
 def test_nothing_is_timed_where_the_kernel_cannot_help(monkeypatch, name, dtype, wrong):
