@@ -218,7 +218,7 @@ def test_states_are_counted_one_a_seat(monkeypatch):
     # Of each layer: 3 rows of what the convolution sees, and a state of heads x dim x state size.
     conv, ssm = 3 * (128 + 2 * 2 * 8), 8 * 16 * 8
     assert model.state_bytes == 3 * 4 * (conv + ssm)
-    (group,), length, slots = size_store(model, EngineConfig(max_num_seqs=8))
+    (group,), length, _ = size_store(model, EngineConfig(max_num_seqs=8))
     assert group.num_blocks * 16 == 8 * length
     too_many = EngineConfig(max_num_seqs=1 << 14)
     monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes << 14)
