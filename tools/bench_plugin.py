@@ -30,7 +30,8 @@ from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
 # isort: split
 from mlx.utils import tree_flatten
 from run_main import run_main
-from serving_loads import Load, Sizes, random_config, random_model, three_kinds
+from serving_loads import Load, Sizes, three_kinds
+from serving_models import random_config, random_model
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.loader import DEMO_PATH, LoadedModel, load
@@ -40,7 +41,7 @@ NUM_BLOCKS = 2048
 
 
 def write_random(shape: str, path: Path) -> Path:
-    """The random model of serving_loads as a folder, with the demo model's tokenizer."""
+    """The random model of serving_models as a folder, with the demo model's tokenizer."""
     weights = dict(tree_flatten(random_model(shape).packed.model.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     config = {**random_config(shape), "architectures": ["Qwen3ForCausalLM"]}

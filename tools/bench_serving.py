@@ -4,10 +4,12 @@
     python tools/bench_serving.py --load A --model qwen3-0.6b          a GPU
     python tools/bench_serving.py --load B --model qwen3-4b --bits 4
     python tools/bench_serving.py --load G --model demo                a CPU
+    python tools/bench_serving.py --load H U C N --model qwen3.5-4b --fair
     python tools/bench_serving.py --model qwen3-0.6b --growth --dispatches
     python tools/bench_serving.py --host
 
---model: qwen3-0.6b, qwen3-4b or HIDDENxLAYERS with random weights, or what the engine can load.
+--model: a key of SHAPES in serving_models.py or HIDDENxLAYERS, with random weights; or what the
+engine can load.
 Greedy, end of sequence ignored.  The first runs of each engine are warm-ups, as is the sweep over
 mlx-lm's settings, whose best by tokens/s and by time to first token are then timed (and, where it
 can be used in several ways, such as with prompt caches, the best of each).  Ratios are to its best,
@@ -15,43 +17,25 @@ number by number; above 1 means that ours is better.  Prints Markdown; progress 
 """
 
 import argparse
+import faulthandler
 import json
 import sys
-from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import serving_probes as probes
 from run_main import run_main
-from serving_engines import Engine, MlxLm, MlxLmSingle, Ours, Run, Settings, drive
-from serving_loads import LOADS, Load, Sizes, get_model
+from serving_engines import Engine, Ours, Run, drive
+from serving_fair import Fair, fair_kernels, loops_over_tokens
+from serving_loads import LOADS, Load, Sizes
 from serving_metrics import Metrics, agree, measure, median_of
+from serving_mlx_lm import MlxLm, MlxLmSingle, Settings
+from serving_models import get_model
+from serving_tables import COLUMNS, NEWCOMER, print_load, print_summary, ratios
 
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.model.loader import LoadedModel
 
-# (metric, heading, factor, format, whether more is better; None: no ratio)
-Columns = Sequence[tuple[str, str, float, str, bool | None]]
-
-COLUMNS: Columns = (
-    ("output_tokens_per_s", "output tokens/s", 1, ",.0f", True),
-    ("requests_per_s", "requests/s", 1, ".2f", True),
-    ("ttft_median", "TTFT ms, median", 1e3, ",.1f", False),
-    ("ttft_p95", "p95", 1e3, ",.1f", False),
-    ("gap_median", "gap ms, median", 1e3, ".2f", False),
-    ("gap_worst", "worst", 1e3, ",.1f", False),
-    ("steady_tokens_per_s", "steady tokens/s", 1, ",.0f", True),
-    ("steady_step_median", "ms a step", 1e3, ".2f", False),
-    ("cached_tokens", "cached tokens", 1, ",.0f", None),
-    ("peak_gib", "GiB beside weights", 1, ".2f", False),
-)
-NEWCOMER: Columns = (
-    ("newcomer_ttft", "newcomer's TTFT ms", 1e3, ",.1f", None),
-    ("newcomer_tokens_per_s", "its tokens/s", 1, ",.1f", None),
-    ("others_tokens_per_s", "decodes' tokens/s meanwhile", 1, ",.1f", None),
-    ("idle_gap_median", "idle gap ms", 1e3, ".2f", None),
-    ("busy_gap_median", "gap meanwhile, median", 1e3, ".2f", None),
-    ("busy_gap_worst", "worst", 1e3, ".2f", None),
-)
 STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
 
 
@@ -62,7 +46,10 @@ def peers(letter: str, load: Load, model: LoadedModel, quick: bool) -> list[Engi
         return [MlxLmSingle(model)] if quick else [MlxLmSingle(model), MlxLm(model, Settings(1, 1))]
     if letter == "C":
         return [MlxLm(model, Settings(n, n))]
-    if load.prefix_length:
+    if letter == "U":
+        ways = [(n // 3, "server"), (1, "server"), (n // 3, "once")]
+        settings = [Settings(size, n, prefix=how) for size, how in ways]
+    elif load.prefix_length:
         sizes = (n,) if letter == "G" else (n // 4, n)
         settings = [Settings(s, n, prefix=how) for how in ("once", "server") for s in sizes]
     elif letter == "G":
@@ -103,11 +90,15 @@ class Bench:
 
 def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
     """One load on ours and on mlx-lm at its best."""
-    bench = Bench(load, f"{letter} {load.name}")
+    bench, more = Bench(load, f"{letter} {load.name}"), {}
     ours = Ours(model, load, args.ours)
     candidates = peers(letter, load, model, args.quick)
     if args.settings:
         candidates = [MlxLm(model, s) for s in args.settings]
+    as_it_is = candidates[0]
+    fair = args.fair and loops_over_tokens(model)
+    if fair:
+        candidates = [Fair(e) for e in candidates]
     for _ in range(2):  # what comes a second time is compiled
         bench.run(ours, "warm-up")
     bench.run(candidates[0], "warm-up")
@@ -117,15 +108,23 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
         finalists = best_of(candidates, sweep)
     values, last = bench.turns([ours, *finalists], args.repeats)
     medians = {name: median_of(v) for name, v in values.items()}
-    agreement = agree(model, load, last["ours"], last[finalists[0].name])
+    found = ratios(medians)
+    if letter == "C":
+        add_roofline(model, load, medians)
+    with fair_kernels() if fair else nullcontext():
+        agreement = agree(model, last["ours"], last[finalists[0].name])
+    if fair and args.fair == "both":  # a single run: it can take minutes on CUDA
+        slow, _ = bench.run(as_it_is, "once")
+        more["as it is"] = ratios({"ours": medians["ours"], "": slow})
+        medians[f"{as_it_is.name}, as it is"] = slow
     return {
         "load": letter,
         "name": load.name,
         "requests": len(load.prompts),
-        "tokens_in": sum(map(len, load.prompts)),
+        "tokens_in": sum(map(len, last["ours"].prompts)),
         "tokens_out": sum(load.max_tokens),
         "engines": medians,
-        "ratios": ratios(medians),
+        "ratios": {"": found, **more},
         "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
         "summary": str(agreement),
         "sweep": sweep,
@@ -141,16 +140,15 @@ def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]
     return [e for e in ranked if e in best or e is earliest]
 
 
-def ratios(medians: dict[str, Metrics]) -> Metrics:
-    """Ours to the best of the others, metric by metric."""
-    found = {}
-    for key, _, _, _, more in COLUMNS:
-        others = [m[key] for name, m in medians.items() if name != "ours" and key in m]
-        mine = medians["ours"].get(key)
-        if more is None or mine is None or not others or not min(mine, *others):
-            continue
-        found[key] = mine / max(others) if more else min(others) / mine
-    return found
+def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) -> None:
+    """The share of a step that moving `step_bytes` takes at the bandwidth of a copy."""
+    contexts = [len(p) + n / 2 for p, n in zip(load.prompts, load.max_tokens, strict=True)]
+    size = probes.step_bytes(model, len(contexts), sum(contexts) / len(contexts))
+    bandwidth = probes.measured_bandwidth()
+    print(f"\nA step moves {size / 2**30:.2f} GiB at least; a copy, {bandwidth / 1e9:,.0f} GB/s.")
+    for metrics in medians.values():
+        if step := metrics.get("steady_step_median"):
+            metrics["roofline"] = size / bandwidth / step
 
 
 def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
@@ -174,7 +172,7 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
             bench.run(engine, "warm-up")
     values, last = bench.turns(engines, args.repeats)
     first, theirs = last[engines[0].name], last[engines[-1].name]
-    agreement = agree(model, load, first, theirs)
+    agreement = agree(model, first, theirs)
     return {
         "load": letter,
         "name": load.name,
@@ -186,22 +184,32 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
     }
 
 
-def print_load(result: dict, columns: Columns) -> None:
-    medians = result["engines"]
-    shown = [c for c in columns if any(c[0] in m for m in medians.values())]
-    title = f"\n### {result['load']}: {result['name']}"
-    if "tokens_in" in result:
-        sizes = [result[k] for k in ("requests", "tokens_in", "tokens_out")]
-        title += ", {:,} requests, {:,} / {:,} tokens in / out".format(*sizes)
-    print(f"{title}\n\nTokens: {result['summary']}.\n")
-    probes.table_head(["engine", *(c[1] for c in shown)])
-    for name, m in medians.items():
-        cells = [f"{m[c[0]] * c[2]:{c[3]}}" if c[0] in m else "" for c in shown]
-        print(f"| {name} | " + " | ".join(cells) + " |")
-    if found := result.get("ratios"):
-        cells = [f"**{found[c[0]]:.2f}**" if c[0] in found else "" for c in shown]
-        print("| ratio | " + " | ".join(cells) + " |")
-    sys.stdout.flush()
+def cache_cost(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
+    """Ours with the prefix cache beside ours without, where nothing is ever shared."""
+    ways = {"ours": True, "ours, no prefix cache": False}
+    engines = [
+        Ours(model, load, {**args.ours, "enable_prefix_caching": on}, name=name)
+        for name, on in ways.items()
+    ]
+    bench = Bench(load, f"{letter} {load.name}")
+    for engine in [*engines, *engines]:
+        bench.run(engine, "warm-up")
+    values, last = bench.turns(engines, max(args.repeats, 5))  # the cost is a few percent
+    medians = {name: median_of(v) for name, v in values.items()}
+    agreement = agree(model, *last.values())
+    return {
+        "load": letter,
+        "name": load.name,
+        "engines": medians,
+        "ratios": {"": ratios(medians)},
+        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
+        "summary": str(agreement),
+        "turns": values,
+    }
+
+
+# Loads that are not run on ours and on mlx-lm at its best.
+_OTHERS = {"F": (newcomer, NEWCOMER), "N": (cache_cost, COLUMNS)}
 
 
 def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
@@ -213,9 +221,9 @@ def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
                     f"load {letter} has requests of {load.longest} tokens, and {model.name} a "
                     f"context of {model.max_position}: lower --scale"
                 )
-            how, columns = (newcomer, NEWCOMER) if letter == "F" else (compare, COLUMNS)
+            how, columns = _OTHERS.get(letter, (compare, COLUMNS))
             results.append(how(letter, load, model, args))
-            print_load(results[-1], columns)
+            print_load(results[-1], columns, digits=3 if letter == "N" else 2)
     return results
 
 
@@ -255,6 +263,10 @@ def main() -> int:
         "--ours", nargs="+", type=_option, default=[], metavar="NAME=VALUE",
         help="fields of EngineConfig",
     )  # fmt: skip
+    parser.add_argument(
+        "--fair", nargs="?", const="both", choices=("both", "only"),
+        help="mlx-lm gets our kernels of recurrent layers; both: one run of it as it is beside",
+    )  # fmt: skip
     parser.add_argument("--growth", action="store_true", help="a step by batch and context")
     parser.add_argument(
         "--growth-tokens", type=int, default=1 << 19, help="most batch x context (default 524,288)"
@@ -262,6 +274,10 @@ def main() -> int:
     parser.add_argument("--plot", metavar="FILE", help="of --growth; needs matplotlib")
     parser.add_argument("--host", action="store_true", help="host work of a step, no model")
     parser.add_argument("--dispatches", action="store_true", help="launches and bytes a layer")
+    parser.add_argument("--summary", action="store_true", help="at the end, a line a load")
+    parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="then say where it is, and exit with 1"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write everything there")
     args = parser.parse_args()
     args.ours = dict(args.ours)
@@ -269,6 +285,8 @@ def main() -> int:
     if not (args.load or args.growth or args.host or args.dispatches):
         parser.error("nothing to do: give --load, --growth, --host or --dispatches")
 
+    if args.deadline:
+        faulthandler.dump_traceback_later(args.deadline, exit=True)
     report: dict[str, Any] = {"device": backend.describe(), "arguments": sys.argv[1:]}
     print(f"## {backend.describe()}", flush=True)
     if args.load or args.growth:
@@ -285,6 +303,8 @@ def main() -> int:
         report["dispatches"] = probes.dispatches(args.model, args.dtype, args.bits, args.ours)
     if args.host:
         report["host"] = probes.host()
+    if args.summary:
+        print_summary(report.get("loads", []))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)

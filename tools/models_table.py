@@ -29,25 +29,38 @@ are compared with those of mlx-lm, which runs each request by itself.
 | --- | --- |
 | architecture | its name in mlx-lm, then a variant; q4, q6, q8, mxfp4: quantised weights |
 | keeps | what its layers keep: KV, a window or chunk of it, and latents in blocks; recurrent \
-states by request |
+states in slots |
 | attention | packed, or by segment: the module has to see one request at a time, which \
 is slower, because it computes scores by hand or keeps a state beside K and V |
+| recurrent | packed: one launch for all requests of a step; by runs: mlx-lm's own module, once \
+for each length of segments, because it computes with its states in a way that no kernel knows |
 | packed | whole prompts in one step, then decodes together |
 | chunked | prompts in chunks, across the edges of blocks and windows |
 | mixed | whole prompts, chunks and decodes in one step |
 | preempted | a request loses its blocks during decoding and starts again in others |
 | engine | all requests at once, with too few blocks; greedy tokens are mlx-lm's |
-| prefix cache | a request begins behind blocks that another one computed, earlier or in the same \
-step.  off: blocks do not hold all that the model keeps of a prefix |
+| prefix cache | a request begins behind blocks that another one computed, and from a checkpoint \
+of its recurrent states; where all is packed and nothing recurrent, in the same step too.  off: \
+see below |
 | error | the largest difference of logits, relative to their scale; {tolerance:g} is allowed |
 
-Slots that hold nothing, or what lies behind a window, hold NaN.  Windows have 17 tokens, or 9 in
-/w9.  Each configuration also has a control that must fail: a decode over another request's context.
+Slots that hold nothing, or what lies behind a window, hold NaN, and so do state slots that nobody
+needs.  Windows have 17 tokens, or 9 in /w9.  Each configuration also has a control that must fail:
+a decode over another request's context.
 """
 
 
 _MODES = ("packed", "chunked", "mixed", "preempted")
-_COLUMNS = ("architecture", "keeps", "attention", *_MODES, "engine", "prefix cache", "error")
+_COLUMNS = (
+    "architecture",
+    "keeps",
+    "attention",
+    "recurrent",
+    *_MODES,
+    "engine",
+    "prefix cache",
+    "error",
+)
 
 
 def render(results: list[Result]) -> str:
@@ -73,8 +86,10 @@ def render(results: list[Result]) -> str:
     ]
     # The loader says "... is not supported: why".
     why_refused = {_module(r): r.reason.partition("not supported: ")[2] for r in refused}
+    why_off = {r.name: f"{r.no_prefix_cache}." for r in passed if r.no_prefix_cache}
     why_not = {m: CANNOT_RUN.get(m, r.reason) for r in cannot for m in [_module(r)]}
     for title, reasons in (
+        ("Without a prefix cache", why_off),
         ("Refused when loaded", why_refused),
         ("What mlx-lm itself cannot run on the CPU", why_not),
     ):
@@ -90,9 +105,10 @@ def without_errors(page: str) -> str:
 
 def _row(r: Result) -> str:
     works = {mode for mode, error in r.errors.items() if error < TOLERANCE}
-    prefix = "yes" if works >= HITS else "no" if HITS & set(r.errors) else "off"
+    hits = HITS & set(r.errors)
+    prefix = "off" if not hits else "yes" if works >= hits else "no"
     marks = ["yes" if mode in works else "no" for mode in (*_MODES, "engine")]
-    cells = [r.name, r.state, r.attention, *marks, prefix, f"{r.worst:.0e}"]
+    cells = [r.name, r.state, r.attention, r.recurrent, *marks, prefix, f"{r.worst:.0e}"]
     return f"| {' | '.join(cells)} |"
 
 

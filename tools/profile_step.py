@@ -4,7 +4,7 @@
     python tools/profile_step.py --model qwen3-0.6b --bits 4 --batch 1 --context 512
     python tools/profile_step.py --model qwen3-0.6b --kernels      CUDA only; needs torch
 
-Greedy, random weights (serving_loads.py).  "execute" is the runner's part of a step: "forward"
+Greedy, random weights (serving_models.py).  "execute" is the runner's part of a step: "forward"
 builds the graph, "submit" hands it to MLX, which launches it.  In steps that are not one ahead of
 each other ("alone") the host waits for the device, so nothing overlaps.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from run_main import run_main
-from serving_loads import get_model
+from serving_models import get_model
 from serving_probes import timed
 
 from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams

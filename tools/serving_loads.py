@@ -1,109 +1,28 @@
-"""What the serving benchmarks run: loads, and models with random weights at real sizes."""
+"""The loads of the serving benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_metal_lite import MetalLiteError, backend
-from vllm_metal_lite.model.loader import LoadedModel, from_model, load
-
-# isort: split
-import mlx.nn as nn
-from mlx.utils import tree_map
-from mlx_lm.models import qwen3
-
-mx = backend.mx
-
-_QWEN3 = {
-    "model_type": "qwen3",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
-
-
-def _shape(
-    hidden: int, layers: int, inner: int, heads: int, kv: int, dim: int, vocab: int, context: int
-) -> dict:
-    return {
-        **_QWEN3,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": dim,
-        "vocab_size": vocab,
-        "max_position_embeddings": context,
-    }
-
-
-SHAPES = {
-    "qwen3-0.6b": _shape(1024, 28, 3072, 16, 8, 128, 151936, 40960),
-    "qwen3-4b": _shape(2560, 36, 9728, 32, 8, 128, 151936, 40960),
-}
-
-
-def random_config(name: str) -> dict:
-    """A key of SHAPES, or HIDDENxLAYERS: heads of 64, two a KV head, vocabulary 8,192."""
-    if name in SHAPES:
-        return SHAPES[name]
-    hidden, layers = map(int, name.split("x"))
-    return _shape(
-        hidden, layers, 3 * hidden, hidden // 64, max(hidden // 128, 1), 64, 8192, 8192
-    )  # fmt: skip
-
-
-def random_model(
-    name: str, dtype: mx.Dtype = mx.float32, bits: int | None = None, **changes: int
-) -> LoadedModel:
-    """`random_config` with random weights, made in memory; changes: other values of the config.
-
-    Matrices are normal with variance 1 / inputs and norms 1, so that context and order move the
-    logits by about their own spread.  bits: quantised, 64 weights a scale.
-    """
-    config = {**random_config(name), **changes}
-    model: nn.Module = qwen3.Model(qwen3.ModelArgs.from_dict(config))
-    mx.random.seed(0)
-
-    def fill(w: mx.array) -> mx.array:
-        if w.ndim < 2:
-            return mx.ones(w.shape, dtype)
-        return (mx.random.normal(w.shape) * w.shape[-1] ** -0.5).astype(dtype)
-
-    model.update(tree_map(fill, model.parameters()))
-    if bits:
-        nn.quantize(model, group_size=64, bits=bits)
-    mx.eval(model.parameters())
-    suffix = f", {bits} bit" if bits else ""
-    return from_model(model, None, config, name=f"{name} {str(dtype).split('.')[-1]}{suffix}")
-
-
-def get_model(name: str, dtype: str = "auto", bits: int | None = None) -> LoadedModel:
-    """Random weights for what `random_config` knows; anything else is loaded by name."""
-    is_shape = name in SHAPES or name.replace("x", "", 1).isdigit()
-    if not is_shape:
-        if bits:
-            raise MetalLiteError(f"--bits {bits} is for random weights, and {name!r} is a model")
-        return load(name, dtype)
-    if dtype == "auto":
-        dtype = "float32" if backend.is_cpu() else "bfloat16"
-    return random_model(name, getattr(mx, dtype), bits)
-
 
 @dataclass(frozen=True)
 class Wave:
-    """Requests that arrive together, once each of the wave before has `after` tokens."""
+    """Requests that arrive together, once each of the wave before has `after` tokens.
+
+    follows: or, of a conversation: request i arrives when request follows[i] of the load is
+    done, and its prompt goes behind that request's prompt and answer.
+    """
 
     prompts: list[list[int]]
     max_tokens: list[int]
     after: int = 0
+    follows: list[int] | None = None
 
 
 @dataclass(frozen=True)
 class Load:
-    """waves: in order of arrival.
+    """waves: in order of arrival; turns of conversations come last.
 
     prefix_length: tokens that all prompts share; engines whose API must be told are told.
     ends_with_last_wave: the run ends when the last wave is done, whoever else is still running.
@@ -123,8 +42,20 @@ class Load:
         return [n for w in self.waves for n in w.max_tokens]
 
     @property
+    def follows(self) -> list[int | None]:
+        return [f for w in self.waves for f in w.follows or [None] * len(w.prompts)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each request in the end, with those of the turns before."""
+        sizes: list[int] = []
+        for prompt, n, before in zip(self.prompts, self.max_tokens, self.follows, strict=True):
+            sizes.append(len(prompt) + n + (0 if before is None else sizes[before]))
+        return sizes
+
+    @property
     def longest(self) -> int:
-        return max(len(p) + n for p, n in zip(self.prompts, self.max_tokens, strict=True))
+        return max(self.sizes)
 
 
 class Sizes:
@@ -209,6 +140,37 @@ def three_kinds(s: Sizes, count: int = 16) -> list[Load]:
     ]
 
 
+def many(s: Sizes) -> list[Load]:
+    """H: 32 requests, prompts lognormal around 400 tokens, 40 to 220 out, all at once."""
+    count = s(32, 4)
+    lengths = np.clip(s.rng.lognormal(np.log(400), 0.8, count), 32, 2048)
+    prompts = [s.tokens(s(n, 8)) for n in lengths]
+    return [_at_once("lognormal lengths", prompts, s.between(s(40, 9), s(220, 12), count))]
+
+
+def strangers(s: Sizes) -> list[Load]:
+    """N: the requests of H and four of 5,000 tokens, 64 out; nobody shares anything."""
+    (load,) = many(s)
+    prompts = load.prompts + [s.tokens(s(5000, 40)) for _ in range(4)]
+    return [_at_once("nothing shared", prompts, load.max_tokens + [s(64, 9)] * 4)]
+
+
+def users(s: Sizes, count: int = 6, turns: int = 3) -> list[Load]:
+    """U: 6 users behind 3,000 shared tokens; each asks 3 times 100 tokens and gets 120.
+
+    One user comes first, the others when that one has a token.  A turn follows the answer.
+    """
+    own, out, prefix = s(100, 4), s(120, 10), s.tokens(s(3000, 64))
+    waves = [
+        Wave([prefix + s.tokens(own) for _ in range(n)], [out] * n, after)
+        for n, after in ((1, 0), (count - 1, 1))
+    ]
+    for turn in range(1, turns):
+        before = list(range((turn - 1) * count, turn * count))
+        waves.append(Wave([s.tokens(own) for _ in before], [out] * count, follows=before))
+    return [Load(f"{count} users, {turns} turns", waves, len(prefix))]
+
+
 LOADS: dict[str, Callable[[Sizes], list[Load]]] = {
     "A": mixed_lengths,
     "B": mixed_lengths,
@@ -217,4 +179,7 @@ LOADS: dict[str, Callable[[Sizes], list[Load]]] = {
     "E": agents,
     "F": newcomer,
     "G": three_kinds,
+    "H": many,
+    "N": strangers,
+    "U": users,
 }

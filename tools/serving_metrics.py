@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from serving_engines import Run, native
+from serving_engines import Run
 from serving_loads import Load
+from serving_mlx_lm import native
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.model.loader import LoadedModel
@@ -35,6 +36,7 @@ def measure(load: Load, run: Run) -> Metrics:
         "gap_median": statistics.median(between),
         "gap_worst": max(between),
         "cached_tokens": run.cached_tokens,
+        **({"cached_share": run.cached_tokens / n} if (n := run.reusable_tokens) > 0 else {}),
         "peak_gib": run.peak_bytes / 2**30,
         "seconds": run.seconds,
     }
@@ -110,11 +112,14 @@ class Agreement:
         return text
 
 
-def agree(model: LoadedModel, load: Load, ours: Run, theirs: Run, most: int = 8) -> Agreement:
-    """Compare greedy tokens; at most `most` differences are looked into, each by one forward of the
-    unmodified model without a cache."""
+def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreement:
+    """Compare greedy tokens of equal prompts; at most `most` differences are looked into, each by
+    one forward of the unmodified model without a cache."""
     equal, shares, ties = 0, [], []
-    for prompt, a, b in zip(load.prompts, ours.tokens, theirs.tokens, strict=True):
+    prompts = zip(ours.prompts, theirs.prompts, strict=True)
+    for (prompt, other), a, b in zip(prompts, ours.tokens, theirs.tokens, strict=True):
+        if prompt != other:  # the turns before parted
+            continue
         n = min(len(a), len(b))  # runs that are cut short end at unlike lengths
         at = next((i for i in range(n) if a[i] != b[i]), n)
         equal += at == n

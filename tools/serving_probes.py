@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serving_engines import Engine, MlxLm, Ours, Settings, drive
-from serving_loads import SHAPES, Load, Wave, random_config, random_model
+from serving_engines import Engine, Ours, drive
+from serving_loads import Load, Wave
 from serving_metrics import measure
+from serving_mlx_lm import MlxLm, Settings
+from serving_models import SHAPES, random_config, random_model
+from serving_tables import table_head
 
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
+from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams, backend
 from vllm_metal_lite.checks.measure import copy_bandwidth
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.result import StepResult
 
 # isort: split
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 mx = backend.mx
@@ -37,17 +41,30 @@ _VIEWS = {
 }  # fmt: skip
 
 
-def table_head(cells: Sequence[str]) -> None:
-    print("| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
-
-
 # Growth
+
+
+def step_bytes(model: LoadedModel, batch: int, context: float) -> float:
+    """Bytes that a decode step moves at least: weights and K/V once, recurrent states in and out.
+
+    The embedding counts only where it is the head's weight too.
+    """
+    net = model.packed.model
+    head = [m for path, m in net.named_modules() if path.endswith("lm_head")]
+    embedding = [m for _, m in net.named_modules() if isinstance(m, nn.Embedding)] if head else []
+    rows = sum(a.nbytes for m in embedding for a in backend.leaves(m.parameters()))
+    each = context * model.kv_bytes_per_token + 2 * model.state_bytes
+    return model.weight_bytes - rows + batch * each
+
+
+def measured_bandwidth() -> float:
+    return copy_bandwidth(1 << (27 if backend.is_cpu() else 30))
 
 
 def growth(model: LoadedModel, most: int, options: dict[str, Any], plot: str | None) -> list[dict]:
     """Median milliseconds of a decode step of ours by batch and context, up to `most` tokens in
-    all, beside the time that reading weights and K/V takes at the bandwidth of a copy."""
-    bandwidth = copy_bandwidth(1 << (27 if backend.is_cpu() else 30))
+    all, beside the time that `step_bytes` takes at the bandwidth of a copy."""
+    bandwidth = measured_bandwidth()
     cells = [
         (batch, context)
         for context in _CONTEXTS
@@ -80,8 +97,7 @@ def growth(model: LoadedModel, most: int, options: dict[str, Any], plot: str | N
         drive(ours, load_of(batch, context, 1))  # so that then all decode from the start
         load_ = load_of(batch, context)
         step = measure(load_, drive(ours, load_))["steady_step_median"]
-        size = model.weight_bytes + batch * context * model.kv_bytes_per_token
-        bound = size / bandwidth
+        bound = step_bytes(model, batch, context) / bandwidth
         rows.append(
             {"batch": batch, "context": context, "ms": 1e3 * step, "roofline_ms": 1e3 * bound}
         )
@@ -248,6 +264,8 @@ def dispatches(name: str, dtype: str, bits: int | None, options: dict[str, Any])
     """Primitives of one decode step, as MLX gets them, from models of 2 and of 4 layers (whose
     vocabulary is small: it does not change the count), and the bytes of a layer by formula."""
     name = name if name in SHAPES or name[0].isdigit() else "qwen3-0.6b"
+    if random_config(name)["model_type"] != "qwen3":
+        raise MetalLiteError(f"--dispatches is for qwen3, not {name}: see count_recurrent.py")
     batch, context = (8, 64) if backend.is_cpu() else (64, 700)
     if dtype == "auto":
         dtype = "float32" if backend.is_cpu() else "bfloat16"

@@ -69,7 +69,9 @@ def test_what_is_refused_for_mlx_lms_own_fault_shows_it(name):
     assert conformance.check(name).drift > 100 * conformance.TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "hits"), [("llama", True), ("mamba", False)])
+@pytest.mark.parametrize(
+    ("name", "hits"), [("llama", True), ("mamba", True), ("baichuan_m1", False)]
+)
 def test_the_engine_preempts_and_hits_while_it_serves(name, hits):
     tokens, metrics = conformance.serve(tiny.packed(name))
     assert [len(t) for t in tokens] == [conformance.GENERATED] * 4

@@ -1,162 +1,200 @@
-"""Recurrent layers: states by seat, modules that see sequences, engines over hybrid models."""
+"""Recurrent layers through the seam, and engines over models that have them."""
 
-import numpy as np
+import mlx.nn as nn
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
-from vllm_metal_lite.attention.base import Step, make_step
-from vllm_metal_lite.attention.sdpa.reference import ReferencePlan, ReferenceStepAttention
+from tests.support.kernel_faults import FailingKernels
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
+from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import OutOfMemoryError
-from vllm_metal_lite.kv.recurrent_state import SeatStates
-from vllm_metal_lite.model.sequences.runs import SequenceStep, plan_runs
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kv.states import StatePool, StateSpec
+from vllm_metal_lite.model.packed import NO_FUSION
+from vllm_metal_lite.model.seam.hooks import building
+from vllm_metal_lite.model.seam.recurrent import ConvInput, ShortConv
+from vllm_metal_lite.model.sequences.recurrent import StateCache
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.sampling_params import SamplingParams
 
-HYBRIDS = ("qwen3_next", "lfm2", "granitemoehybrid", "mamba", "rwkv7", "longcat_flash_ngram")
-SEATS = 6
-KEY = (0, 0)
+# A model whose recurrent layers work on packed rows: whether SiLU follows its convolutions; None if
+# it has none.
+PACKED = {
+    "bailing_moe_v3": True, "falcon_h1": True, "gear": False, "granitemoehybrid": True,
+    "kimi_k3": True, "kimi_linear": True, "lfm2": False, "lfm2-vl": False, "lfm2_moe": False,
+    "mamba2": True, "nemotron_h": True, "olmo_hybrid": True, "plamo2": True, "qwen3_5": True,
+    "qwen3_5_moe": True, "qwen3_next": True, "qwen3_next/q4": True, "prism_hadamard_qwen35": True,
+}  # fmt: skip
+# Recurrences that no kernel computes.
+BY_RUNS = {
+    "bailing_hybrid", "bailing_moe_linear", "baichuan_m1", "gear/softcap", "jamba",
+    "longcat_flash_ngram", "mamba", "recurrent_gemma", "rwkv7",
+}  # fmt: skip
 
-
-# States by seat
-
-
-def advance(states: SeatStates, runs: list[tuple[tuple[int, ...], bool]], stamp: int) -> list:
-    """One step that appends `stamp` to what each seat remembers; what the runs began with."""
-    step = states.begin(runs)
-    before = [step.get(i, KEY) for i in range(len(runs))]
-    for i, (seats, _) in enumerate(runs):
-        old = before[i] if before[i] is not None else mx.zeros((len(seats), 1), mx.int32)
-        step.set(i, KEY, old * 10 + stamp)
-    step.commit()
-    mx.eval(states.arrays)
-    return before
-
-
-@given(st.lists(st.permutations(range(SEATS)), min_size=1, max_size=12), st.data())
-def test_each_seat_keeps_its_own_state_whoever_runs_beside_it(orders, data):
-    states, memory = SeatStates(), {}
-    for stamp, order in enumerate(orders, 1):
-        chosen = order[: data.draw(st.integers(1, SEATS))]
-        fresh = {s: s not in memory or data.draw(st.booleans()) for s in chosen}
-        cut = data.draw(st.integers(1, len(chosen)))
-        runs = [
-            (tuple(s for s in part if fresh[s] is new), new)
-            for part in (chosen[:cut], chosen[cut:])
-            for new in (True, False)
-        ]
-        runs = [run for run in runs if run[0]]
-        advance(states, runs, stamp % 10)
-        for s in chosen:
-            memory[s] = (0 if fresh[s] else memory[s]) * 10 + stamp % 10
-        assert states.num_rows == len(memory)
-        for seat, value in memory.items():
-            step = states.begin([((seat,), False)])
-            assert step.get(0, KEY).item() == np.int32(value)
-
-
-def test_while_the_same_seats_run_their_array_is_taken_as_it_is():
-    states = SeatStates()
-    advance(states, [((2, 0, 1), True)], 1)
-    (array,) = states.arrays
-    assert advance(states, [((2, 0, 1), False)], 2)[0] is array
-    (array,) = states.arrays
-    assert advance(states, [((0, 2, 1), False)], 3)[0] is not array
-
-
-def test_a_step_that_breaks_off_changes_nothing():
-    states = SeatStates()
-    advance(states, [((0, 1), True)], 1)
-    before = [a.tolist() for a in states.arrays]
-    step = states.begin([((1,), False)])
-    step.set(0, KEY, step.get(0, KEY) + 5)
-    assert [a.tolist() for a in states.arrays] == before
-
-
-def test_going_on_without_a_state_is_refused():
-    with pytest.raises(ValueError, match="seat 3"):
-        SeatStates().begin([((3,), False)])
-
-
-# Rows and sequences
-
-
-def pack(spans: list[tuple[int, int]]) -> Step:
-    """A step of segments (tokens before, tokens now), with two rows of padding."""
-    inputs = InputBatch(len(spans), 64, 8)
-    rows = np.array([inputs.add([0] * 40, 40) for _ in spans])[::-1]
-    for row in rows:
-        inputs.append_blocks(row, list(range(8)))
-    batch = inputs.pack(rows, *(np.array(x) for x in zip(*spans, strict=True)))
-    return make_step(batch, batch.num_tokens + 2, ReferencePlan(()))
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), min_size=1, max_size=6),
-    st.booleans(),
-    st.sampled_from([(5,), (3, 5), (1, 5)]),
-    st.booleans(),
-)
-def test_rows_become_sequences_and_sequences_rows(spans, alone, inner, heads_first):
-    step = pack(sorted(spans, key=lambda s: s[1]))
-    sequences = SequenceStep(step, SeatStates_with(range(len(spans))), alone)
-    covered = np.concatenate([r.rows.ravel() for r in sequences.runs])
-    assert sorted(covered.tolist()) == list(range(step.batch.num_tokens))
-    assert len(sequences.runs) == len(spans) or not alone
-    x = mx.random.normal((step.num_rows, 1, *inner))
-    if heads_first and len(inner) == 2:
-        x = x.swapaxes(1, 2)
-    parts = []
-    for run in sequences.runs:
-        part = sequences.to_sequences(x, run)
-        assert len(part) == len(run.seats)
-        length_axis = 2 if part.ndim == 4 and heads_first and inner[0] != 1 else 1
-        assert part.shape[length_axis] == run.length
-        parts.append(part)
-    back = sequences.to_rows(parts)
-    n = step.batch.num_tokens
-    np.testing.assert_array_equal(np.array(back.reshape(x.shape)[:n]), np.array(x[:n]))
-
-
-def SeatStates_with(seats) -> SeatStates:
-    states = SeatStates()
-    advance(states, [(tuple(seats), True)], 1)
-    return states
-
-
-def test_decodes_are_one_run_and_prompts_of_one_length_too():
-    step = pack([(20, 1), (9, 1), (31, 1), (0, 4), (0, 4), (3, 4)])
-    runs = plan_runs(step.batch, alone=False)
-    assert [len(r.seats) for r in runs] == [3, 2, 1]
-    assert [r.fresh for r in runs] == [False, True, False]
-
-
-# Engines over hybrid models
+HYBRIDS = (
+    "qwen3_next", "kimi_linear", "lfm2", "granitemoehybrid", "mamba", "rwkv7",
+    "longcat_flash_ngram",
+)  # fmt: skip
 
 
 def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens)
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def assert_as_alone(name, done, prompts, max_tokens, which=None):
+    """The engine's tokens are those of mlx-lm, which runs each request by itself."""
+    for i in range(len(prompts)) if which is None else which:
+        expected = tiny.alone(tiny.native(name), prompts[i], max_tokens)
+        assert done[str(i)].outputs[0].token_ids == expected, i
+
+
+# The seam
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_recurrent_layers_work_on_packed_rows(name):
+    """A release of mlx-lm that computes a recurrence in another way fails here."""
+    packed = tiny.packed(name).packed
+    assert packed.in_sequences is None
+    assert packed.no_prefix_cache is None
+    convs = [m for _, m in packed.model.named_modules() if isinstance(m, ShortConv)]
+    assert convs
+    assert {conv.silu for conv in convs} == {PACKED[name]}
+
+
+@pytest.mark.parametrize("name", sorted(BY_RUNS))
+def test_other_recurrent_layers_see_sequences_and_say_why(name):
+    packed = tiny.packed(name).packed
+    assert packed.in_sequences
+    assert "\n" not in packed.in_sequences
+
+
+class Unused:
+    """A recurrence that must not be asked."""
+
+
+UNFORESEEN = {
+    "a sum": lambda state, rows: state + rows,
+    "a product": lambda state, rows: state * 0.5,
+    "a matrix product": lambda state, rows: rows @ state,
+    "a slice": lambda state, rows: mx.concatenate([state[:, 1:], rows], axis=1),
+    "rows before the state": lambda state, rows: mx.concatenate([rows, state], axis=1),
+    "three parts": lambda state, rows: mx.concatenate([state, rows, rows], axis=1),
+}
+
+
+@pytest.mark.parametrize("use", UNFORESEEN)
+def test_a_state_fails_in_any_use_that_nobody_foresaw(use):
+    packed = tiny.packed("qwen3_next").packed
+    state = StateCache(0, 2, Unused(), None)[0]
+    rows = mx.ones((3, 1, 8))
+    with pytest.raises((ValueError, TypeError)):
+        _in_forward(packed, lambda: mx.eval(UNFORESEEN[use](state, rows) + rows))
+
+
+def _in_forward(packed, use):
+    with building(packed._hooks()):
+        return use()
+
+
+@pytest.mark.parametrize("how", [
+    {"groups": 1}, {"padding": 3, "groups": 8}, {"stride": 2, "groups": 8},
+    {"dilation": 2, "groups": 8},
+])  # fmt: skip
+def test_a_convolution_of_another_kind_is_refused(how):
+    conv = nn.Conv1d(8, 8, 4, **how)
+    conv.__class__ = ShortConv
+    state = StateCache(0, 2, Unused(), None)[0]
+    with pytest.raises(NotImplementedError, match="depthwise"):
+        conv(ConvInput(state, mx.ones((3, 1, 8)), []))
+
+
+def test_a_cache_has_as_many_states_as_the_layer():
+    cache = StateCache(0, 2, Unused(), None)
+    assert [state.key for state in cache] == [(0, 0), (0, 1)]
+    with pytest.raises(IndexError):
+        cache[2]
+
+
+def test_states_outside_of_the_modules_that_see_sequences_are_refused():
+    with pytest.raises(NotImplementedError, match="outside the modules"):
+        StateCache(0, 1, None, None)[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
+def test_projections_around_a_recurrence_run_once_a_step(name, monkeypatch):
+    """Not once for each length: all rows of prompts, chunks and decodes go through together."""
+    engine = tiny.engine(name, max_num_batched_tokens=64, enable_prefix_caching=False)
+    engine.async_scheduling = False
+    engine.add_request("0", tiny.prompts(1, 8, 8, seed=7)[0], greedy(6))
+    engine.step()
+    for i, length in enumerate((3, 9, 17), 1):
+        engine.add_request(str(i), tiny.prompts(1, length, length, seed=i)[0], greedy(6))
+    users = engine.model.packed.layout.state_users.values()
+    inside = {id(m) for user in users for _, m in user.named_modules() if isinstance(m, nn.Linear)}
+    original, calls = nn.Linear.__call__, []
+
+    def spy(self, x):
+        if id(self) in inside:
+            calls.append((id(self), len(x)))
+        return original(self, x)
+
+    monkeypatch.setattr(nn.Linear, "__call__", spy)
+    engine.step()
+    assert {module for module, _ in calls} == inside
+    assert len(calls) == len(inside)
+    assert all(rows >= 1 + 3 + 9 + 17 for _, rows in calls)
+
+
+# Engines
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_chunks_preemptions_and_neighbours_change_no_token(name, caching):
+    prompts = tiny.prompts(6, 10, 30, seed=5)
+    engine = tiny.engine(
+        name, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=24,
+        enable_prefix_caching=caching,
+    )  # fmt: skip
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(24))
+    assert_as_alone(name, tiny.run(engine), prompts, 24)
+    metrics = engine.metrics()
+    assert metrics["preemptions"] > 0
+    assert metrics["state_slots_total"] == engine.runner.attention.store.states.num_slots
+    assert metrics["state_slots_total"] == (8 if caching else 4)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_chunks_preemptions_and_neighbours_change_no_token(name):
-    prompts = tiny.prompts(6, 10, 30, seed=5)
-    engine = tiny.engine(name, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=24)
+def test_turns_of_a_conversation_go_on_from_checkpoints(name):
+    engine, prompt = tiny.engine(name), tiny.prompts(1, 40, 40)[0]
+    for turn, cached in enumerate((0, 48, 64)):
+        engine.add_request(str(turn), prompt, greedy(12))
+        output = tiny.run(engine)[str(turn)]
+        assert output.num_cached_tokens == cached
+        assert output.outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 12)
+        prompt = [*prompt, *output.outputs[0].token_ids, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_requests_fork_behind_a_position_that_the_caller_names(name):
+    shared = tiny.prompts(1, 24, 24, seed=2)[0]
+    prompts = [[*shared, *rest] for rest in tiny.prompts(4, 3, 20, seed=3)]
+    engine, done = tiny.engine(name, max_num_batched_tokens=32), {}
     for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy(24))
-    rows, done = [], {}
-    while engine.has_unfinished_requests():
-        done |= {o.request_id: o for o in engine.step() if o.finished}
-        rows.append(engine.runner.attention.store.states.num_rows)
-    for i, prompt in enumerate(prompts):
-        assert done[str(i)].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 24)
-    assert engine.metrics()["preemptions"] > 0
-    assert max(rows) <= 4, "one row a seat"
+        engine.add_request(str(i), prompt, greedy(8), checkpoints=[len(shared)])
+        if i == 0:
+            done |= tiny.run(engine)
+    done |= tiny.run(engine)
+    assert_as_alone(name, done, prompts, 8)
+    assert [done[str(i)].num_cached_tokens for i in range(4)] == [0, 24, 24, 24]
 
 
 def test_an_abort_and_a_step_that_fails_leave_the_others_states_alone(monkeypatch):
@@ -177,61 +215,85 @@ def test_an_abort_and_a_step_that_fails_leave_the_others_states_alone(monkeypatc
         m.setattr(ReferenceStepAttention, "attend", fail_in_the_second_layer)
         with pytest.raises(ZeroDivisionError):
             engine.step()
-    done = tiny.run(engine)
-    for i in (0, 2, 3):
-        assert done[str(i)].outputs[0].token_ids == tiny.alone(tiny.native(name), prompts[i], 16)
+    assert_as_alone(name, tiny.run(engine), prompts, 16, (0, 2, 3))
 
 
-def test_decodes_go_through_a_recurrent_module_as_one_batch(monkeypatch):
-    engine = tiny.engine("qwen3_next", max_num_batched_tokens=64)
-    engine.async_scheduling = False  # a step at a time
-    for i, prompt in enumerate(tiny.prompts(3, 8, 15, seed=7)):
-        engine.add_request(str(i), prompt, greedy(6))
-    engine.step()
-    module = engine.model.packed.model.model.layers[0].linear_attn
-    base, shapes = type(module).__mro__[1], []
-    original = base.__call__
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("how", ["call", "eval", "submit"])
+@pytest.mark.parametrize(("name", "kernel"), [
+    ("qwen3_next", "gated_delta"), ("qwen3_next", "causal_conv"), ("nemotron_h", "gated_delta"),
+    ("lfm2", "causal_conv"), ("lfm2", "paged_decode"),
+])  # fmt: skip
+def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkeypatch):
+    """The requests of the step start again, from a checkpoint or from their first token."""
+    prompts = tiny.prompts(3, 10, 20, seed=6)
+    with installed(writable_inputs=["states"]):
+        engine = _engine_with_kernels(name)
+        assert engine.runner.attention.name == "kernels"
+        lost, launch = [], engine.runner._give_way
+        monkeypatch.setattr(
+            engine.runner, "_give_way", lambda e, *args: lost.append(e) or launch(e, *args)
+        )
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, greedy(10))
+        for _ in range(4):
+            engine.step()
+        fault = FailingKernels(monkeypatch, kernel, how=how)
+        fault.armed = True
+        done = tiny.run(engine)
+    assert fault.failed > 0
+    assert lost
+    assert_as_alone(name, done, prompts, 10)
 
-    def spy(self, x, *args, **kwargs):
-        shapes.append(x.shape)
-        return original(self, x, *args, **kwargs)
 
-    monkeypatch.setattr(base, "__call__", spy)
-    engine.step()
-    assert len(shapes) == engine.model.packed.layout.num_states
-    assert {s[:2] for s in shapes} == {(3, 1)}
+def _engine_with_kernels(name: str) -> LLMEngine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "is_cpu", lambda: False)
+        patch.setattr(backend, "memory_limit", lambda: 1 << 30)
+        patch.setattr(verdicts, "verify", lambda *_: Verdict({}, "gather"))
+        patch.setattr(decide, "decide", lambda *_: (NO_FUSION, ""))
+        return tiny.engine(name, max_num_batched_tokens=24)
 
 
-def test_prefixes_are_not_cached_for_a_model_with_states():
-    engine = tiny.engine("lfm2", enable_prefix_caching=True)
-    assert "recurrent" in engine.model.packed.no_prefix_cache
-    prompt = tiny.prompts(1, 40, 40)[0]
+def test_states_that_grow_may_be_in_one_batch():
+    """An n-gram's context has one token after the first, two after the second, ..."""
+    name, prompts = "longcat_flash_ngram", [[5], [7, 9], [3, 1, 4], [2, 7, 1, 8, 2], [6] * 12]
+    engine = tiny.engine(name)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(8))
+    assert_as_alone(name, tiny.run(engine), prompts, 8)
+
+
+def test_prefixes_are_not_cached_where_attention_by_segment_meets_states():
+    engine, prompt = tiny.engine("baichuan_m1"), tiny.prompts(1, 40, 40)[0]
+    assert "states" in engine.model.packed.no_prefix_cache
     for i in range(2):
         engine.add_request(str(i), prompt, greedy(3))
         tiny.run(engine)
     assert engine.metrics()["prefix_cache_hit_tokens"] == 0
 
 
-def test_states_are_counted_one_a_seat(monkeypatch):
+# Memory
+
+
+def test_states_are_counted_one_a_slot(monkeypatch):
     model = tiny.packed("mamba2")
     assert model.kv_bytes_per_token == 0
     # Of each layer: 3 rows of what the convolution sees, and a state of heads x dim x state size.
-    conv, ssm = 3 * (128 + 2 * 2 * 8), 8 * 16 * 8
+    conv, ssm = 3 * (128 + 2 * 2 * 16), 8 * 16 * 16
     assert model.state_bytes == 3 * 4 * (conv + ssm)
-    (group,), length, _ = size_store(model, EngineConfig(max_num_seqs=8))
+    assert model.packed.state_pool(5).nbytes == 5 * model.state_bytes
+    (group,), length, slots = size_store(model, EngineConfig(max_num_seqs=8))
     assert group.num_blocks * 16 == 8 * length
+    assert slots == 16
     too_many = EngineConfig(max_num_seqs=1 << 14)
     monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes << 14)
     with pytest.raises(OutOfMemoryError, match=r"recurrent states of 16384 requests.*max_num_seqs"):
         LLMEngine(model, too_many)
 
 
-def test_states_that_still_grow_are_not_put_in_one_batch():
-    """An n-gram's context has one token after the first, two after the second, ..."""
-    name, prompts = "longcat_flash_ngram", [[5], [7, 9], [3, 1, 4], [2, 7, 1, 8, 2], [6] * 12]
-    engine = tiny.engine(name)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy(8))
-    done = tiny.run(engine)
-    for i, prompt in enumerate(prompts):
-        assert done[str(i)].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 8)
+def test_a_pool_without_states_has_no_slots():
+    assert StatePool((), 8).num_slots == 0
+    pool = StatePool([StateSpec((0, 0), (2, 3), mx.float16)], 8)
+    assert pool.num_slots == 8
+    assert pool.nbytes == 8 * 2 * 3 * 2

@@ -49,9 +49,9 @@ _DELTA = {  # Gated DeltaNet
     "full_attention_interval": 2,
 }  # fmt: skip
 _MAMBA = {
-    "mamba_d_conv": 4, "mamba_d_state": 8, "mamba_expand": 2, "mamba_n_heads": 8,
+    "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_heads": 8,
     "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_ssm": 128, "mamba_num_heads": 8,
-    "mamba_head_dim": 16, "ssm_state_size": 8, "state_size": 8, "conv_kernel": 4, "n_groups": 2,
+    "mamba_head_dim": 16, "ssm_state_size": 16, "state_size": 16, "conv_kernel": 4, "n_groups": 2,
     "mamba_proj_bias": False, "mamba_conv_bias": True, "use_conv_bias": True,
     "time_step_rank": 8, "num_heads": 8, "time_step_limit": [0.001, 10.0],
 }  # fmt: skip

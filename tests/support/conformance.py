@@ -3,9 +3,9 @@
 The requests are of fixed tokens, generated ones included, so that every step's logits have a
 counterpart: mlx-lm's own path, the prompt in one go and then token by token, with its own caches.
 At the end the engine serves all of them over too few blocks; its greedy tokens must be mlx-lm's.
-Steps go through the runner with rows of padding, over blocks in random order, and every slot of the
-store that holds nothing, or what is behind a window, holds NaN.  Errors are relative to the scale
-of the logits.
+Steps go through the runner with rows of padding, over blocks and state slots in random order.  NaN
+is in every slot of the store that holds nothing, or what is behind a window, and in every state
+slot that nobody needs.  Errors are relative to the scale of the logits.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,11 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.support import tiny_models as tiny
-from tests.support.poison import poison, poison_free_blocks
+from tests.support.poison import poison, poison_free_blocks, poison_states
+from tests.support.recurrent_steps import Slots
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -30,6 +32,7 @@ from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.layout import Node, StateLayer
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.runner import runner
 from vllm_metal_lite.runner.path import Path
 from vllm_metal_lite.sampling.sampler import SamplerOutput
@@ -38,6 +41,7 @@ from vllm_metal_lite.scheduler.kv_groups import kv_groups
 
 TOLERANCE = 1e-4
 BLOCKS, BLOCK_SIZE = 32, 8
+STATE_SLOTS = 8
 PADDING = 3
 
 # Three ragged requests, and one that begins like the last of them for two blocks.
@@ -59,7 +63,7 @@ class Bench:
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
         self.groups = [replace(g, num_blocks=BLOCKS) for g in kv_groups(model.kv_specs)]
         self.store = PagedStore(
-            model.kv_specs, self.groups, BLOCK_SIZE, states=model.packed.state_pool(6)
+            model.kv_specs, self.groups, BLOCK_SIZE, states=model.packed.state_pool(STATE_SLOTS)
         )
         self.runner = runner.ModelRunner(model.packed, Path(ReferenceAttention(self.store)), self)
         self.inputs = InputBatch(6, 64, BLOCK_SIZE, len(self.groups))
@@ -68,9 +72,13 @@ class Bench:
         self.seats: dict[int, int] = {}
         self.blocks: dict[int, list[list[int]]] = {}  # of each KV group
         self.computed: dict[int, int] = {}
+        self.free_slots = rng.permutation(STATE_SLOTS).tolist()
+        self.slots: dict[int, int] = {}  # each request's own state
+        self.checkpoints: dict[int, int] = {}  # its state after SHARED tokens
 
     def admit(self, request: int, computed: int = 0, donor: int | None = None) -> None:
-        """Give a request a seat, and blocks for all it will ever be behind those it shares."""
+        """Give a request a seat, a state slot, and blocks for all it will ever be behind those it
+        shares."""
         sequence, shared = SEQUENCES[request], computed // BLOCK_SIZE
         self.seats[request] = seat = self.inputs.add(sequence, PROMPT_LENGTHS[request])
         missing = -(-len(sequence) // BLOCK_SIZE) - shared
@@ -83,25 +91,34 @@ class Bench:
         ]
         self.inputs.append_blocks(seat, *self.blocks[request])
         self.computed[request] = computed
+        self.slots[request] = self.free_slots.pop()
 
     def preempt(self, request: int) -> None:
         """Take everything back; the blocks are the next to be given away."""
         self.inputs.remove(self.seats.pop(request))
         for free, blocks in zip(self.free, self.blocks.pop(request), strict=True):
             free += blocks
+        self.free_slots.append(self.slots.pop(request))
         del self.computed[request]
 
-    def step(self, *segments: tuple[int, int], known: int = 0) -> dict[tuple[int, int], np.ndarray]:
+    def step(
+        self, *segments: tuple[int, int], known: int = 0, checkpoint: bool = False
+    ) -> dict[tuple[int, int], np.ndarray]:
         """Compute so many tokens of each request, in this order; logits by (request, tokens).
 
         known: tokens that each request has at least; a segment that ends before reports nothing.
+        checkpoint: the donor leaves its state after SHARED tokens.
         """
         requests, counts = (np.array(x) for x in zip(*segments, strict=True))
         rows = np.array([self.seats[r] for r in requests])
         start = np.array([self.computed[r] for r in requests])
         self.inputs.num_tokens[rows] = np.maximum(start + counts, known)
-        batch = self.inputs.pack(rows, start, counts)
         self._poison()
+        if checkpoint:
+            self.checkpoints[DONOR] = self.free_slots.pop()
+        states = [self._slots_of(request, count) for request, count in segments]
+        has_states = self.store.states.num_slots > 0
+        batch = self.inputs.pack(rows, start, counts, states if has_states else None)
         with patch.object(runner, "bucket", lambda rows: rows + PADDING):
             self.logits = None
             self.runner.execute(batch, rows[batch.sample_segments])
@@ -110,6 +127,16 @@ class Bench:
         terminal = [int(requests[i]) for i in batch.sample_segments]
         logits = [] if self.logits is None else np.array(self.logits.astype(mx.float32))
         return {(r, self.computed[r]): x for r, x in zip(terminal, logits, strict=True)}
+
+    def _slots_of(self, request: int, count: int) -> Slots:
+        """The slots of a request's next segment.  The heir starts from the donor's checkpoint."""
+        own, start = self.slots[request], self.computed[request]
+        initial = own if start else EMPTY_SLOT
+        if request == HEIR and start == SHARED:
+            initial = self.checkpoints.get(DONOR, own)
+        inside = request == DONOR and start < SHARED < start + count
+        taken = ((SHARED, self.checkpoints[DONOR]),) if inside and self.checkpoints else ()
+        return Slots(initial, own, taken)
 
     def __call__(self, logits: mx.array, *_: object) -> SamplerOutput:
         """As the runner's sampler: greedy, and notes the logits."""
@@ -129,6 +156,8 @@ class Bench:
                      + at % BLOCK_SIZE] = True  # fmt: skip
             keep.append(full)
         poison(self.store, keep)
+        started = {self.slots[request] for request, count in self.computed.items() if count}
+        poison_states(self.store.states, started | {*self.checkpoints.values()})
 
 
 Logits = dict[tuple[int, int], np.ndarray]
@@ -182,9 +211,9 @@ def preempted(bench: Bench) -> Logits:
 
 
 def prefix_hit(bench: Bench) -> Logits:
-    """A request begins behind two blocks that another has computed."""
+    """A request begins behind two blocks, and from the state there, that another has computed."""
     bench.admit(DONOR)
-    out = bench.step((DONOR, 30))
+    out = bench.step((DONOR, 30), checkpoint=True)
     bench.admit(HEIR, SHARED, DONOR)
     out |= bench.step((DONOR, 1), (HEIR, 6))
     out |= bench.step((DONOR, 1), (HEIR, 1))
@@ -192,7 +221,8 @@ def prefix_hit(bench: Bench) -> Logits:
 
 
 def same_step_hit(bench: Bench) -> Logits:
-    """The same, in the step that computes the blocks, as vLLM grants it."""
+    """The same, in the step that computes the blocks, as vLLM grants it.  Not for states, nor for
+    attention by segment: both are read before they are written."""
     bench.admit(DONOR)
     bench.admit(HEIR, SHARED, DONOR)
     out = bench.step((HEIR, 6), (DONOR, 30))
@@ -206,6 +236,7 @@ def wrong_seat(bench: Bench) -> Logits:
         bench.admit(r)
     bench.step((1, 13), (2, 30))
     bench.seats[1], bench.blocks[1] = bench.seats[2], bench.blocks[2]
+    bench.slots[1] = bench.slots[2]
     bench.inputs.token_ids[bench.seats[1], : len(SEQUENCES[1])] = SEQUENCES[1]
     return bench.step((1, 1))
 
@@ -216,6 +247,15 @@ MODES: dict[str, Callable[[Bench], Logits]] = {
 HITS = {"prefix_hit", "same_step_hit"}
 
 
+def modes_of(packed: PackedModel) -> set[str]:
+    """The modes that a model can have."""
+    if packed.no_prefix_cache:
+        return MODES.keys() - HITS
+    if packed.layout.states or packed.reads_store:
+        return MODES.keys() - {"same_step_hit"}
+    return {*MODES}
+
+
 def serve(model: LoadedModel, kv_bits: int | None = None) -> tuple[list[list[int]], dict[str, int]]:
     """The engine's greedy tokens of each prompt, over too few blocks for all; its counters."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
@@ -224,7 +264,8 @@ def serve(model: LoadedModel, kv_bits: int | None = None) -> tuple[list[list[int
     poison_free_blocks(engine)
     params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), prompt, params)
+        named = [SHARED] if len(prompt) > SHARED else []
+        engine.add_request(str(i), prompt, params, checkpoints=named)
     done = tiny.run(engine)
     return [done[str(i)].outputs[0].token_ids for i in range(len(PROMPTS))], engine.metrics()
 
@@ -235,6 +276,8 @@ class Result:
 
     status: "passed", "failed", "refused" (by us, when loading), or "cannot run" (mlx-lm by itself).
     state: what its layers keep.  attention: "packed", or "by segment", which is slower.
+    recurrent: "packed", "by runs", which is slower, or "-" without recurrent layers.
+    no_prefix_cache: why prefixes are not cached, or "".
     errors: the largest of each mode, relative; inf: it raised; of "engine", 1 if a token differs.
     control: the error of `wrong_seat`.
     early, order: how far, in standard deviations of the last logits, they move when the first half
@@ -247,6 +290,8 @@ class Result:
     reason: str = ""
     state: str = ""
     attention: str = "packed"
+    recurrent: str = "-"
+    no_prefix_cache: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     control: float = 0.0
     early: float = 0.0
@@ -282,11 +327,14 @@ def check(name: str) -> Result:
     result.state = _state(loaded, config)
     if loaded.packed.reads_store:
         result.attention = "by segment"
+    if loaded.packed.layout.states:
+        result.recurrent = "by runs" if loaded.packed.in_sequences else "packed"
+    result.no_prefix_cache = loaded.packed.no_prefix_cache or ""
     scale = float(np.abs(np.concatenate(expected)).max())
     runs = {
         mode: lambda run=run: _error(run(Bench(loaded)), expected, scale)
         for mode, run in MODES.items()
-        if not (mode in HITS and loaded.packed.no_prefix_cache)
+        if mode in modes_of(loaded.packed)
     }
     runs["engine"] = lambda: float(serve(loaded)[0] != greedy)
     for mode, run in runs.items():

@@ -86,7 +86,7 @@ def record(
     with steps.noted():
         arguments = [*given.values(), *(a for _, a in parameters)]
         mx.export_function(events.append, run, *arguments)
-    _fill(graph, events)
+    fill(graph, events)
     inputs = next(e["inputs"] for e in events if e["type"] == "inputs")
     given_names = [*names, *(f"weight {path}" for path, _ in parameters)]
     graph.arguments = dict(zip(given_names, (n for n, *_ in inputs), strict=True))
@@ -96,7 +96,7 @@ def record(
     return graph
 
 
-def _fill(graph: Graph, events: Sequence[dict[str, Any]]) -> None:
+def fill(graph: Graph, events: Sequence[dict[str, Any]]) -> None:
     for event in events:
         for kind in ("inputs", "outputs"):
             for name, dims, dtype in event.get(kind, ()):
@@ -121,7 +121,7 @@ class _Steps:
     def noted(self) -> Iterator[None]:
         unused()  # remembered by the process: not to be made of tracers
         with pytest.MonkeyPatch.context() as patch:
-            _as_on_metal(patch)
+            as_on_metal(patch)
             self._evaluate = mx.eval
             patch.setattr(mx, "eval", self._eval)
             patch.setattr(mx, "async_eval", self._async_eval)
@@ -194,7 +194,7 @@ def _reported(result: StepResult) -> np.ndarray:
     return np.full(0 if sampled is None else len(result._req_indices), TOKEN, np.int32)
 
 
-def _as_on_metal(patch: pytest.MonkeyPatch) -> None:
+def as_on_metal(patch: pytest.MonkeyPatch) -> None:
     """Plans are Metal's; MLX's fused functions are one launch each, and kernels get names."""
     patch.setattr(backend, "name", lambda: "metal")
     for name in ("rms_norm", "layer_norm", "rope"):
@@ -208,7 +208,7 @@ def _as_on_metal(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_launch(name: str) -> Callable[..., mx.array]:
-    kernel = _stand_in(name)
+    kernel = stand_in(name)
 
     def call(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         others = [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
@@ -218,7 +218,7 @@ def _one_launch(name: str) -> Callable[..., mx.array]:
 
 
 def _sdpa() -> Callable[..., mx.array]:
-    kernel = _stand_in("scaled_dot_product_attention")
+    kernel = stand_in("scaled_dot_product_attention")
 
     def call(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
         others = [a for a in kwargs.values() if isinstance(a, mx.array)]
@@ -227,7 +227,7 @@ def _sdpa() -> Callable[..., mx.array]:
     return call
 
 
-def _stand_in(name: str) -> Callable[..., mx.array]:
+def stand_in(name: str) -> Callable[..., mx.array]:
     kernels: dict[int, Any] = {}
 
     def launch(inputs: Sequence[mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

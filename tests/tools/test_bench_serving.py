@@ -1,18 +1,32 @@
 """The serving benchmark measures what it says: its clock, its engines, its comparison of tokens."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from mlx_lm.models import gated_delta
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bench_kernels
+import bench_serving
 import serving_engines as engines
-from serving_loads import Load, Sizes, Wave, agents, newcomer, random_model
+import serving_fair
+from serving_fair import Fair, fair_kernels, loops_over_tokens
+from serving_loads import Load, Sizes, Wave, agents, many, newcomer, users
 from serving_metrics import agree, measure
+from serving_mlx_lm import MlxLm, MlxLmSingle, Settings
+from serving_models import random_model
+from serving_probes import step_bytes
 
+from metal.host import compiler_available
 from vllm_metal_lite import MetalLiteError, backend
+
+mx = backend.mx
+PREFIX = ("once", "server")
+HYBRIDS = ("qwen3.5-tiny", "nemotron-h-tiny", "lfm2-tiny")
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +55,9 @@ def test_waves_come_when_the_one_before_has_half_its_answer(shared, expected):
 
 @pytest.mark.parametrize("prefix", ["none", "once", "server"])
 def test_mlx_lm_with_and_without_caches_of_the_prefix(model, shared, expected, prefix):
-    settings = engines.Settings(2, 8, prefix=prefix)
-    run = engines.drive(engines.MlxLm(model, settings), shared)
-    agreement = agree(model, shared, expected, run)
+    settings = Settings(2, 8, prefix=prefix)
+    run = engines.drive(MlxLm(model, settings), shared)
+    agreement = agree(model, expected, run)
     assert agreement.within_ties
     late = len(shared.prompts) - len(shared.waves[0].prompts)
     least = {"none": 0, "once": late, "server": late}[prefix] * shared.prefix_length
@@ -59,14 +73,15 @@ def test_runs_are_alike_because_the_prefix_is_forgotten_between_them(model, shar
 
 def test_one_request_alone(model):
     load = Load("one", [Wave([list(range(9))], [6])])
-    runs = [engines.drive(e, load) for e in (engines.Ours(model, load), engines.MlxLmSingle(model))]
-    assert agree(model, load, *runs).within_ties
+    runs = [engines.drive(e, load) for e in (engines.Ours(model, load), MlxLmSingle(model))]
+    assert agree(model, *runs).within_ties
     assert [len(r.tokens[0]) for r in runs] == [6, 6]
 
 
 def test_a_wrong_token_is_not_a_tie(model, shared, expected):
-    wrong = engines.Run(tokens=[[*t[:3], (t[3] + 1) % 8192, *t[4:]] for t in expected.tokens])
-    agreement = agree(model, shared, expected, wrong)
+    tokens = [[*t[:3], (t[3] + 1) % 8192, *t[4:]] for t in expected.tokens]
+    wrong = replace(expected, tokens=tokens)
+    agreement = agree(model, expected, wrong)
     assert agreement.equal == 0
     assert not agreement.within_ties
 
@@ -75,7 +90,7 @@ def test_paces_of_a_run():
     """Two requests, a token every 10 ms from 0.1 s on; the second is 5 ms late once."""
     times = [[0.1 + 0.01 * i for i in range(20)] for _ in range(2)]
     times[1][12:] = [t + 0.005 for t in times[1][12:]]
-    run = engines.Run([0.0, 0.05], times, [[0] * 20] * 2, 0.4, peak_bytes=1 << 30)
+    run = engines.Run([0.0, 0.05], times, [[0] * 20] * 2, seconds=0.4, peak_bytes=1 << 30)
     values = measure(Load("", [Wave([[1]] * 2, [20] * 2)]), run)
     assert values["output_tokens_per_s"] == pytest.approx(100)
     assert values["ttft_median"] == pytest.approx(0.075)
@@ -89,7 +104,7 @@ def test_paces_of_a_run():
 def test_gaps_around_a_newcomer():
     """One request decodes every 10 ms; while the newcomer is computed (0.2 to 0.26), every 30."""
     times = [0.01 * i for i in range(1, 21)] + [0.23, 0.26, 0.27]
-    run = engines.Run([0.0, 0.2], [times, [0.26, 0.27]], [[0] * 23, [0] * 2], 0.27)
+    run = engines.Run([0.0, 0.2], [times, [0.26, 0.27]], [[0] * 23, [0] * 2], seconds=0.27)
     (load,) = newcomer(Sizes(100, 0.01))
     values = measure(load, run)
     assert values["newcomer_ttft"] == pytest.approx(0.06)
@@ -98,6 +113,102 @@ def test_gaps_around_a_newcomer():
     assert values["busy_gap_median"] == pytest.approx(0.03)
     assert values["busy_gap_worst"] == pytest.approx(0.03)
     assert values["others_tokens_per_s"] == pytest.approx(2 / 0.06)
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def hybrid(request):
+    return random_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def conversations() -> Load:
+    (load,) = users(Sizes(512, 0.02), count=3, turns=2)
+    return load
+
+
+def test_states_of_random_weights_stay_finite_and_remember(hybrid):
+    model = hybrid.packed.model
+    tokens = mx.random.randint(0, 512, (1, 2000))
+    other = mx.concatenate([(tokens[:, :1] + 1) % 512, tokens[:, 1:]], axis=1)
+    first, second = (model(t)[0] for t in (tokens, other))
+    assert mx.isfinite(first).all()
+    assert mx.abs(first - second)[30].max() / first.std() > 0.01
+
+
+def test_a_turn_follows_its_own_answer(model, conversations):
+    run = engines.drive(engines.Ours(model, conversations), conversations)
+    for i, before in enumerate(conversations.follows):
+        if before is not None:
+            said = run.prompts[before] + run.tokens[before]
+            assert run.prompts[i][: len(said)] == said
+            assert run.arrived[i] >= run.times[before][-1]
+    sizes = [len(p) + len(t) for p, t in zip(run.prompts, run.tokens, strict=True)]
+    assert sizes == conversations.sizes
+
+
+@pytest.mark.parametrize("prefix", ["once", "server"])
+def test_mlx_lm_keeps_caches_with_states(hybrid, conversations, prefix):
+    ours = engines.drive(engines.Ours(hybrid, conversations), conversations)
+    settings = Settings(3, 8, prefix=prefix)
+    run = engines.drive(MlxLm(hybrid, settings), conversations)
+    assert agree(hybrid, ours, run).within_ties
+    shared = conversations.prefix_length * (len(conversations.prompts) - 1)
+    assert run.cached_tokens == {"once": shared, "server": run.reusable_tokens}[prefix]
+
+
+FAIR = [
+    *((many, Settings(size, 4)) for size in (1, 3)),
+    *((users, Settings(size, 8, prefix=how)) for size in (1, 3) for how in PREFIX),
+]
+
+
+@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["qwen3.5-tiny", "nemotron-h-tiny"])
+@pytest.mark.parametrize(("make", "settings"), FAIR, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_mlx_lm_with_fair_kernels_gives_its_own_tokens(name, make, settings):
+    """Its own: one request at a time, since its Nemotron-H loses states beside longer prompts."""
+    model = random_model(name)
+    (load,) = make(Sizes(512, 0.05))
+    alone = engines.drive(MlxLm(model, Settings(1, 8)), load)
+    fair = engines.drive(Fair(MlxLm(model, settings)), load)
+    assert fair.tokens == alone.tokens
+
+
+@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
+def test_fair_kernels_are_used_while_open_and_not_after():
+    model = random_model("qwen3.5-tiny")
+    assert loops_over_tokens(model)
+    assert not loops_over_tokens(random_model("lfm2-tiny"))
+    tokens, originals = mx.array([[1, 2, 3]]), dict(vars(gated_delta))
+    broken = patch.object(serving_fair, "gated_delta", side_effect=ZeroDivisionError)
+    with fair_kernels(), broken, pytest.raises(ZeroDivisionError):
+        model.packed.model(tokens)
+    model.packed.model(tokens)
+    assert dict(vars(gated_delta)) == originals
+
+
+def test_bytes_of_a_decode_step():
+    model = random_model("nemotron-h-tiny")
+    embedding = 512 * 64 * 4
+    state = 8 * 16 * 16 * 4 + 3 * (8 * 16 + 2 * 2 * 16) * 4  # of each of three layers
+    keys_and_values = 2 * 2 * 16 * 4
+    assert step_bytes(model, 3, 10) == (
+        model.weight_bytes - embedding + 3 * (10 * keys_and_values + 2 * 3 * state)
+    )
+
+
+@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
+def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
+    arguments = "--model nemotron-h-tiny --load C N --scale 0.03 --quick --fair --summary"
+    monkeypatch.setattr(sys, "argv", ["bench_serving.py", *arguments.split()])
+    assert bench_serving.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = lines.index("### Ours, in brackets the ratios to mlx-lm: at its best, as it is") + 2
+    columns, _, *rows = (line.split(" | ") for line in lines[heading : heading + 4])
+    decode, nothing_shared = (dict(zip(columns, row, strict=True)) for row in rows)
+    assert decode["of roofline"].endswith("%")
+    assert len(decode["output tokens/s"].split("(")[1].split(",")) == 2  # fair kernel, as it is
+    assert nothing_shared["output tokens/s"].count("(") == 1
 
 
 @pytest.mark.skipif(not backend.is_cpu(), reason="there is a GPU")

@@ -173,6 +173,8 @@ class ForwardBatch:
         if ((starts == 0) != (initial == EMPTY_SLOT)).any():
             raise ValueError("a segment must start without a state exactly at position 0")
         segments, rows, slots = self.checkpoints.T
+        if len(segments) and not 0 <= segments.min() <= segments.max() < self.num_segments:
+            raise ValueError(f"a checkpoint is of none of the {self.num_segments} segments")
         written = np.concatenate([self.final_slots, slots])
         used = np.concatenate([initial, written])
         if used.min() < EMPTY_SLOT or written.min() < 0 or used.max() >= num_slots:

@@ -84,31 +84,34 @@ class RunStates:
 
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool
-        self._new: dict[Key, list[tuple[Run, mx.array]]] = {}
+        # By the run's index.  A module may carry on a state that another module then changes.
+        self._new: dict[Key, dict[int, tuple[Run, mx.array]]] = {}
 
     def get(self, run: Run, key: Key) -> mx.array | None:
-        """The states (B, ...) before a run; None: zeros."""
+        """The states (B, ...) before a run; None: zeros, or states that a later module sets."""
         if run.initial_slots is None:
             return None
         if run.part == 0:
             return self._pool[key][mx.array(run.initial_slots)]
         at = {
             slot: state[i : i + 1]
-            for earlier, state in self._new.get(key, ())
+            for earlier, state in self._new.get(key, {}).values()
             for i, slot in enumerate(earlier.final_slots.tolist())
         }
-        if not at:  # a state of the same layer that a later module uses
+        slots = run.initial_slots.tolist()
+        if not at.keys() >= set(slots):  # of the same layer, and a later module's
             return None
-        return mx.concatenate([at[slot] for slot in run.initial_slots.tolist()])
+        return mx.concatenate([at[slot] for slot in slots])
 
     def has(self, run: Run, key: Key) -> bool:
         """Whether the states after a run are known."""
-        return any(known is run for known, _ in self._new.get(key, ()))
+        return run.index in self._new.get(key, ())
 
     def set(self, run: Run, key: Key, state: mx.array) -> None:
-        """Keep the states (B, ...) after a run."""
+        """Keep the states (B, ...) after a run, in place of those kept before."""
         missing = self._pool[key].shape[1:] != state.shape[1:]
-        self._new.setdefault(key, []).append((run, self._grown(key, state) if missing else state))
+        state = self._grown(key, state) if missing else state
+        self._new.setdefault(key, {})[run.index] = run, state
 
     def _grown(self, key: Key, state: mx.array) -> mx.array:
         """A state with zeros in front: an n-gram's context grows with a request's first tokens."""
@@ -118,7 +121,8 @@ class RunStates:
 
     def commit(self) -> None:
         """Write the new states to the pool, once for each state, behind all that reads it."""
-        for key, parts in self._new.items():
+        for key, of_runs in self._new.items():
+            parts = of_runs.values()
             slots = np.concatenate([run.final_slots for run, _ in parts]).astype(np.int32)
             self._pool.write(key, mx.array(slots), joined([state for _, state in parts]))
         self._new = {}

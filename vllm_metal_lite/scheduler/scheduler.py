@@ -410,6 +410,9 @@ class Scheduler:
                 if position < end:
                     state.checkpoints.append((position, slot))
                 out.checkpoints.append(Checkpoint(request, slot, position, disposable))
+        if end == request.num_tokens and end % self._block_size == 0 and self.kv.enable_caching:
+            # The next turn starts behind the whole prompt, unless the answer completes a block.
+            out.checkpoints.append(Checkpoint(request, state.final, end, rolling=True))
         return state
 
     def _follows(self, request: Request, start: int, out: SchedulerOutput) -> bool:

@@ -1,0 +1,117 @@
+"""The state slots of a step: as `InputBatch.pack` numbers them, and what `validate` refuses."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.support.recurrent_steps import Slots, Span, pack, packed_spans
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
+from vllm_metal_lite.batch.input_batch import InputBatch
+
+BLOCKS, NUM_SLOTS = 12, 8
+
+
+@given(step=packed_spans())
+def test_pack_equals_a_plain_loop(step):
+    batch, row, checkpoints = step.batch, 0, []
+    for segment, (start, length, slots) in enumerate(step.spans):
+        assert batch.initial_slots[segment] == slots.initial
+        assert batch.final_slots[segment] == slots.final
+        checkpoints += [[segment, row + at - start, slot] for at, slot in slots.checkpoints]
+        row += length
+    assert batch.checkpoints.tolist() == checkpoints
+    assert batch.checkpoints.shape == (len(checkpoints), 3)
+    for array in (batch.initial_slots, batch.final_slots, batch.checkpoints):
+        assert array.dtype == np.int32
+
+
+def test_without_slots_a_requests_slot_is_its_row():
+    inputs = InputBatch(3, 32, 8)
+    rows = np.array([inputs.add([5] * 9, 9) for _ in range(3)])[::-1]
+    for row in rows:
+        inputs.append_blocks(row, [int(row), int(row) + 3])
+    batch = inputs.pack(rows, np.array([8, 0, 3]), np.array([1, 4, 6]))
+    assert batch.final_slots.tolist() == rows.tolist() == [2, 1, 0]
+    assert batch.initial_slots.tolist() == [2, EMPTY_SLOT, 0]
+    assert batch.checkpoints.shape == (0, 3)
+    batch.validate(6, num_state_slots=3)
+    assert batch.initial_slots.dtype == batch.final_slots.dtype == np.int32
+
+
+def good_batch() -> ForwardBatch:
+    """A decode; a prompt with two checkpoints; a chunk behind a checkpoint that stays."""
+    batch = pack([
+        Span(8, 1, Slots(0, 0)),
+        Span(0, 10, Slots(EMPTY_SLOT, 1, ((4, 2), (9, 3)))),
+        Span(7, 5, Slots(5, 4)),
+    ])  # fmt: skip
+    batch.validate(BLOCKS, num_state_slots=NUM_SLOTS)
+    return batch
+
+
+def _with(array: np.ndarray, index: object, value: int) -> np.ndarray:
+    array = array.copy()
+    array[index] = value
+    return array
+
+
+# What is wrong, the change, and the message.
+BAD = {
+    "no final slots": (lambda b: {"final_slots": b.final_slots[:2]}, "3 initial and 2 final"),
+    "no initial slots": (lambda b: {"initial_slots": b.initial_slots[:0]}, "0 initial and 3 final"),
+    "a prompt with a state": (
+        lambda b: {"initial_slots": _with(b.initial_slots, 1, 6)}, "exactly at position 0"),
+    "a decode without a state": (
+        lambda b: {"initial_slots": _with(b.initial_slots, 0, EMPTY_SLOT)},
+        "exactly at position 0"),
+    "an initial slot before the pool": (
+        lambda b: {"initial_slots": _with(b.initial_slots, 0, -2)}, "outside the pool of 8"),
+    "an initial slot behind the pool": (
+        lambda b: {"initial_slots": _with(b.initial_slots, 2, 8)}, "outside the pool of 8"),
+    "nothing takes the state": (
+        lambda b: {"final_slots": _with(b.final_slots, 0, EMPTY_SLOT)}, "outside the pool of 8"),
+    "a final slot behind the pool": (
+        lambda b: {"final_slots": _with(b.final_slots, 2, 8)}, "outside the pool of 8"),
+    "a checkpoint behind the pool": (
+        lambda b: {"checkpoints": _with(b.checkpoints, (1, 2), 8)}, "outside the pool of 8"),
+    "a checkpoint before the pool": (
+        lambda b: {"checkpoints": _with(b.checkpoints, (1, 2), -1)}, "outside the pool of 8"),
+    "one final slot for two": (
+        lambda b: {"final_slots": _with(b.final_slots, 2, 1)}, "two states"),
+    "a checkpoint in a final slot": (
+        lambda b: {"checkpoints": _with(b.checkpoints, (0, 2), 1)}, "two states"),
+    "two checkpoints in one slot": (
+        lambda b: {"checkpoints": _with(b.checkpoints, (0, 2), 3)}, "two states"),
+    "another's final slot is read": (
+        lambda b: {"initial_slots": _with(b.initial_slots, 2, 1)}, "another segment writes"),
+    "another's checkpoint is read": (
+        lambda b: {"initial_slots": _with(b.initial_slots, 2, 3)}, "another segment writes"),
+    "a checkpoint before the first row": (
+        lambda b: {"checkpoints": _with(b.checkpoints, (0, 1), 1)}, "outside its segment"),
+    "a checkpoint behind the last row": (
+        lambda b: {"checkpoints": _with(b.checkpoints, (1, 1), 11)}, "outside its segment"),
+    "a checkpoint of no segment": (
+        lambda b: {"checkpoints": _with(b.checkpoints, (1, 0), 3)}, "none of the 3 segments"),
+    "a checkpoint of a segment before the first": (
+        lambda b: {"checkpoints": _with(b.checkpoints, (1, 0), -1)}, "none of the 3 segments"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_bad_slots_are_refused_before_anything_is_computed(fault):
+    change, message = BAD[fault]
+    batch = good_batch()
+    with pytest.raises(ValueError, match=message):
+        replace(batch, **change(batch)).validate(BLOCKS, num_state_slots=NUM_SLOTS)
+
+
+def test_two_segments_may_start_from_one_checkpoint():
+    spans = [Span(8, 2, Slots(5, 0)), Span(8, 3, Slots(5, 1))]
+    pack(spans).validate(BLOCKS, num_state_slots=NUM_SLOTS)
+
+
+def test_a_model_without_states_has_no_slots_to_be_wrong():
+    batch = replace(good_batch(), final_slots=np.full(3, 99, np.int32))
+    batch.validate(BLOCKS)
