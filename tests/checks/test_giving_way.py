@@ -127,7 +127,7 @@ OTHERS = "skinny_gemm", *RECURRENT_KERNELS
 PAIRS = [(name, k) for name in ("qwen3", "gemma3_text/w9") for k in KERNELS if k not in OTHERS]
 # gated_delta is launched in its other form.
 NOT_USED += [("qwen3_next", "gated_delta")]
-PAIRS += [("qwen3_next", k) for k in ("causal_conv", "gated_delta", "fused_recurrence")]
+PAIRS += [("qwen3_next", k) for k in RECURRENT_KERNELS]
 
 
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)

@@ -90,6 +90,13 @@ class Traced(mx.array):
         _assign(self, slice(None), value)
         self.origin, self.rows = origin, rows
 
+    @property
+    def columns(self) -> Columns | None:
+        """The columns of a product that the rows are, for recurrent layers (recurrence/base.py)."""
+        if isinstance(self.origin, Heads) and self.origin.norm is None and self.origin.rope is None:
+            return self.origin.columns
+        return self.origin if isinstance(self.origin, Columns) else None
+
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
         value, origin = super().reshape(*shape, **kwargs), self.origin
         if isinstance(origin, Columns) and value.ndim == 4 and value.shape[:2] == (len(self), 1):
