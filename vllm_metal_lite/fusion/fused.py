@@ -26,20 +26,22 @@ class FusedLaunches:
 
     joined: the model's joined projections.  activations: the Python modules of the model that hold
     mlx-lm's `swiglu` under that name.  skinny_rows: the row counts that use `skinny_gemm`.
-    adds_norms: `add_rms_norm` may be used.
+    adds_norms: `add_rms_norm` may be used.  gated_norms: the modules that hold `precise_swiglu`,
+    which `gated_rms_norm` replaces behind a norm of heads.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
     activations: tuple[ModuleType, ...] = ()
     skinny_rows: range = range(0)
     adds_norms: bool = True
+    gated_norms: tuple[ModuleType, ...] = ()
 
     layer_cache = FusedLayerCache
 
     @contextmanager
     def building(self, step: Step) -> Iterator[None]:
         functions = fused_functions(
-            step.positions, self.activations, self.skinny_rows, self.adds_norms
+            step.positions, self.activations, self.skinny_rows, self.adds_norms, self.gated_norms
         )
         try:
             with hooked(functions), linear.fusing(self.skinny_rows):
@@ -54,6 +56,7 @@ class FusedLaunches:
             self,
             skinny_rows=range(0) if "skinny_gemm" in failed else self.skinny_rows,
             adds_norms=self.adds_norms and "add_rms_norm" not in failed,
+            gated_norms=() if "gated_rms_norm" in failed else self.gated_norms,
         )
 
 
@@ -66,5 +69,7 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
         join_projections(model)
     linear.fuse_linears(model)
     return FusedLaunches(
-        tuple(joined_projections(model)), tuple(namespaces(model, activations.swiglu))
+        tuple(joined_projections(model)),
+        tuple(namespaces(model, activations.swiglu)),
+        gated_norms=tuple(namespaces(model, activations.precise_swiglu)),
     )

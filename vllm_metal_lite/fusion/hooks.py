@@ -2,7 +2,7 @@
 
 Many classes call `mx.fast.rms_norm` and `mx.fast.rope`, so the functions are replaced, not the
 modules.  A residual sum runs with the norm that follows, or with the product on one side of the
-sum.  SwiGLU runs with the product before it.
+sum.  SwiGLU runs with the product before it.  The norm behind a recurrence runs with its gate.
 """
 
 from collections.abc import Callable, Collection
@@ -15,6 +15,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.traced import (
     Multiplied,
     Normed,
+    NormedHeads,
     Sum,
     Traced,
     as_view,
@@ -24,6 +25,7 @@ from vllm_metal_lite.fusion.traced import (
     up_to_date,
 )
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
 from vllm_metal_lite.kernels.skinny_gemm import RowNorm
 from vllm_metal_lite.model.seam.hooks import Hook
@@ -36,18 +38,22 @@ def fused_functions(
     activations: Collection[ModuleType],
     skinny_rows: range,
     adds_norms: bool,
+    gated_norms: Collection[ModuleType] = (),
 ) -> list[Hook]:
     """positions: of the step's rows.  For the other arguments see FusedLaunches."""
     fast = mx.fast
     functions: list[Hook] = [
-        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows, adds_norms)),
+        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows, adds_norms, bool(gated_norms))),
         (fast, "rope", _rope(fast.rope, positions)),
     ]
     functions += [(module, "swiglu", _swiglu(module.swiglu)) for module in activations]
+    functions += [(m, "precise_swiglu", _gated_norm(m.precise_swiglu)) for m in gated_norms]
     return functions
 
 
-def _rms_norm(original: Function, skinny_rows: range, adds_norms: bool) -> Function:
+def _rms_norm(
+    original: Function, skinny_rows: range, adds_norms: bool, gated_norms: bool
+) -> Function:
     def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
         origin, shape = origin_of(x), x.shape[:-1]
         rows = x.size // x.shape[-1]
@@ -68,6 +74,8 @@ def _rms_norm(original: Function, skinny_rows: range, adds_norms: bool) -> Funct
             return out if heads is None else Traced(out, heads)
         if few and x.ndim == 3 and weight is not None and weight.dtype == x.dtype:
             return Traced(out, Normed(rows_of(x), RowNorm(weight, eps)))
+        if gated_norms and x.ndim == 4 and weight is not None and weight.dtype == x.dtype:
+            return Traced(out, NormedHeads(x, weight, eps))
         return out
 
     return rms_norm
@@ -102,6 +110,23 @@ def _rope(original: Function, positions: mx.array) -> Function:
         return out if heads is None else Traced(out, heads)
 
     return rope
+
+
+def _gated_norm(original: Function) -> Function:
+    def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+        """silu(gate) * x, where x is a norm of h."""
+        origin = origin_of(x)
+        if not isinstance(origin, NormedHeads) or origin.x is not h or gate.shape != h.shape:
+            return original(h, gate, x)
+        known = origin_of(gate)
+        plain = isinstance(known, Heads) and known.norm is None and known.rope is None
+        z = known.columns if plain else Columns(gate.reshape(len(gate), -1), 0)
+        if z.array.dtype != h.dtype:
+            return original(h, gate, x)
+        rows = h.reshape(len(h), -1)
+        return gated_rms_norm(rows, z, origin.weight, origin.eps, dim=h.shape[-1]).reshape(h.shape)
+
+    return precise_swiglu
 
 
 def _swiglu(original: Function) -> Function:

@@ -41,6 +41,15 @@ class Normed:
 
 
 @dataclass(frozen=True, slots=True)
+class NormedHeads:
+    """The RMS norm of each head of x (N, 1, heads, dim), by a weight (dim,)."""
+
+    x: mx.array
+    weight: mx.array
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Multiplied:
     """A `skinny_gemm` product of normed rows and a weight (outputs, K)."""
 
@@ -67,8 +76,8 @@ _assign = mx.array.__setitem__
 
 
 class Traced(mx.array):
-    """An array and its origin: Columns (of a product), Heads, Attended, Normed, Multiplied,
-    Sum or None.
+    """An array and its origin: Columns (of a product), Heads, Attended, Normed, NormedHeads,
+    Multiplied, Sum or None.
 
     Heads and Attended arrays are (N, 1, num_heads, head_dim) or (N, num_heads, 1, head_dim): the
     same memory layout.
@@ -80,6 +89,13 @@ class Traced(mx.array):
         # The constructor copies: a graph node, and a launch if `value` has other users.
         _assign(self, slice(None), value)
         self.origin, self.rows = origin, rows
+
+    @property
+    def columns(self) -> Columns | None:
+        """The columns of a product that the rows are, for recurrent layers (recurrence/base.py)."""
+        if isinstance(self.origin, Heads) and self.origin.norm is None and self.origin.rope is None:
+            return self.origin.columns
+        return self.origin if isinstance(self.origin, Columns) else None
 
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
         value, origin = super().reshape(*shape, **kwargs), self.origin

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+from mlx_lm.models import activations
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
@@ -33,8 +34,15 @@ from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.fit import fit
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.usage import Usage, plain_weights
-from vllm_metal_lite.specs import AttentionShape, KernelUse, RecurrentShape
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    GatedNormShape,
+    KernelUse,
+    RecurrenceShape,
+    RecurrentShape,
+)
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
 
@@ -98,6 +106,13 @@ class LoadedModel:
     def kernel_use(self, block_size: int) -> KernelUse:
         """What the model asks of the kernels, over a store with blocks of block_size tokens."""
         weights = {w.shape: None for w in plain_weights(self.packed.model)}
+        # Behind the gated delta rule, where mlx-lm gates a norm by this function.
+        gated = namespaces(self.packed.model, activations.precise_swiglu)
+        norms = [
+            GatedNormShape(shape.v_dim, shape.v_heads, shape.dtype)
+            for shape in self.recurrences
+            if gated and isinstance(shape, RecurrenceShape) and shape.delta
+        ]
         return KernelUse(
             tuple(self.attention_shapes),
             block_size,
@@ -105,7 +120,7 @@ class LoadedModel:
             tuple(self.usage.hidden_sizes),
             tuple((outputs, depth) for outputs, depth in weights),
             self.packed.no_prefix_cache is None,
-            tuple(self.recurrences),
+            (*self.recurrences, *norms),
         )
 
     @property
