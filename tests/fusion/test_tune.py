@@ -115,7 +115,7 @@ def test_weights_count_by_how_many_there_are(monkeypatch):
         ("qwen3", mx.bfloat16, ("skinny_gemm",)),
         ("qwen3", None, ()),  # float32
         ("llama/q4", mx.bfloat16, ()),
-        ("jamba", mx.bfloat16, ()),  # runs uncompiled
+        ("recurrent_gemma", mx.bfloat16, ()),  # runs uncompiled
     ],
 )
 def test_nothing_is_timed_where_the_kernel_cannot_help(monkeypatch, name, dtype, wrong):
@@ -157,7 +157,7 @@ def test_products_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3", "hunyuan_v1_dense", "gemma3_text/w9", "lfm2"])
 def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     """Rows that attention would write, and such as kv_write would; two KV groups; states."""
     monkeypatch.setattr(tune, "_SIZES", (8,))
