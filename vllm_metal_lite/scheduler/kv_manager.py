@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
-from vllm_metal_lite.scheduler.checkpoints import last_position
+from vllm_metal_lite.scheduler.checkpoints import last_position, plan_checkpoints
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
 from vllm_metal_lite.scheduler.request import Request
@@ -99,7 +99,8 @@ class KVCacheManager:
     # Allocate and release
 
     def admit(self, request: Request, hit: PrefixHit, num_running: int) -> None:
-        """Start a request's block tables, and its state, from a hit of `find_prefix`.
+        """Start a request's block tables and its state from a hit of `find_prefix`, and plan its
+        checkpoints.
 
         num_running: with this request.
         """
@@ -108,6 +109,13 @@ class KVCacheManager:
         request.block_tables = list(hit.tables)
         if self.states is not None:
             self.states.admit(request, hit.state, num_running)
+        if self.enable_caching:
+            planned = plan_checkpoints(
+                request.num_tokens, hit.num_tokens, self.block_size,
+                max(hit.num_in_blocks, hit.num_tokens), request.checkpoint_positions,
+            )  # fmt: skip
+            request.kept_positions = [p.position for p in planned if not p.disposable]
+            request.planned = [] if self.states is None else planned
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
         """Release blocks behind the windows, then allocate for tokens [start, end) in every group;

@@ -17,12 +17,11 @@ from operator import attrgetter, le, sub
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
 from vllm_metal_lite.errors import Option, RequestError, show
-from vllm_metal_lite.scheduler.checkpoints import last_position, plan_also, plan_checkpoints
-from vllm_metal_lite.scheduler.following import MAX_FOLLOWED, find_leader, is_ahead
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
-from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks, PrefixHit
-from vllm_metal_lite.scheduler.request import Request, RequestStatus, SegmentState
-from vllm_metal_lite.scheduler.scheduler_output import Checkpoint, SchedulerOutput, Segment
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks
+from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
+from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 
 _RANK = attrgetter("rank")
@@ -54,6 +53,7 @@ class Scheduler:
         if num_state_slots:
             states = StateSlots(num_state_slots, config.max_num_seqs, caching)
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
+        self._states = None if states is None else StateScheduler(self.kv, states)
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.prefix_hit_tokens = 0
@@ -141,8 +141,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step.  It is empty only if every request ends with the step in flight."""
         out = SchedulerOutput()
-        if self.kv.states is not None:
-            self.kv.states.begin_step()
+        if self._states is not None:
+            self._states.begin_step()
         if self.config.prefill_policy == "mixed":
             self._schedule_decodes(out)
             self._schedule_prefills(out)
@@ -183,7 +183,10 @@ class Scheduler:
         requests that reach max_length with this step.  They release their seats and blocks; the
         next step may reuse the blocks, since the device runs steps in order.
         """
-        self._name(output)
+        if self._states is not None:
+            self._states.name(output)
+        if not self.shares_in_step:
+            self._publish(output)
         num_decodes, running = output.num_decodes, RequestStatus.RUNNING
         terminal = [s.request for s in output.segments[:num_decodes]]
         for request in terminal:
@@ -241,8 +244,8 @@ class Scheduler:
         self._unnamed.clear()
         for output in reversed(outputs):
             self.kv.unpublish(output.published)
-            if self.kv.states is not None:
-                self.kv.states.unname(output.named_states)
+            if self._states is not None:
+                self._states.unname(output)
             for segment in output.segments:
                 if segment.request.status is RequestStatus.RUNNING:
                     segment.request.num_computed_tokens = segment.num_computed
@@ -257,7 +260,7 @@ class Scheduler:
 
     def _schedule_decodes(self, out: SchedulerOutput) -> None:
         budget, block_size = self.config.max_num_batched_tokens, self._block_size
-        states = self.kv.states
+        states, state = self._states, None
         # Preemption removes only the last request of this list, so the iteration stays valid.
         for request in self._decodes:
             if len(out.segments) == budget:
@@ -270,25 +273,15 @@ class Scheduler:
                         break
             if new_blocks is None:
                 break
-            if states is not None and (start % block_size == 0 or not request.in_place):
-                states.go_on(request, self.num_running)
-            out.segments.append(Segment(request, start, 1, new_blocks, request.state))
-            if (start + 1) % block_size == 0:
-                self._end_block(request, start, out)
+            if states is not None:
+                state = states.decode(request, start, out, self.num_running)
+            out.segments.append(Segment(request, start, 1, new_blocks, state))
+            if (start + 1) % block_size == 0 and self.shares_in_step:
+                if request.token_ids[-1] == UNKNOWN_TOKEN:
+                    self._unnamed.append((out, request))
+                else:
+                    out.published += self.kv.publish(request, start, start + 1)
         out.num_decodes = out.total_num_scheduled_tokens = len(out.segments)
-
-    def _end_block(self, request: Request, start: int, out: SchedulerOutput) -> None:
-        """A decode completes a block: name it, and keep the state behind it."""
-        if self.kv.states is not None and self.kv.enable_caching:
-            assert request.state is not None, "a running request has a state"
-            slot = request.state.final
-            out.checkpoints.append(Checkpoint(request, slot, start + 1, rolling=True))
-        if not self.shares_in_step:
-            return
-        if request.token_ids[-1] == UNKNOWN_TOKEN:
-            self._unnamed.append((out, request))
-        else:
-            out.published += self.kv.publish(request, start, start + 1)
 
     def _schedule_prefills(self, out: SchedulerOutput) -> None:
         starting = not self._partials
@@ -350,7 +343,6 @@ class Scheduler:
                     out.prefix_queried_tokens += request.num_prompt_tokens
                     out.prefix_lost_tokens += hit.num_in_blocks - start
             self.kv.admit(request, hit, self.num_running)
-            self._plan(request, hit)
             out.admitted.append(request)
             segment = self._schedule_chunk(request, min(chunk, self.kv.room(request)), out)
             segment.new_block_ids = [list(t.block_ids) for t in request.block_tables]
@@ -378,104 +370,23 @@ class Scheduler:
         out.num_recomputed_tokens += max(again, 0)
         if self.shares_in_step:
             out.published += self.kv.publish(request, start, start + chunk)
-        states, state = self.kv.states, None
-        if states is not None:
-            if request not in out.admitted:
-                states.go_on(request, self.num_running)
-            state = self._leave_checkpoints(request, start + chunk, out)
+        state = None
+        if self._states is not None:
+            state = self._states.chunk(request, start + chunk, out, self.num_running)
         return Segment(request, start, chunk, blocks, state)
 
-    # Recurrent states (state_slots.py, checkpoints.py, following.py)
-
-    def _plan(self, request: Request, hit: PrefixHit) -> None:
-        """Plan the checkpoints of an admitted request's known tokens."""
-        if not self.kv.enable_caching:
-            return
-        planned = plan_checkpoints(
-            request.num_tokens, hit.num_tokens, self._block_size,
-            max(hit.num_in_blocks, hit.num_tokens), request.checkpoint_positions,
-        )  # fmt: skip
-        request.kept_positions = [p.position for p in planned if not p.disposable]
-        request.planned = planned if self.kv.states is not None else []
-
-    def _leave_checkpoints(self, request: Request, end: int, out: SchedulerOutput) -> SegmentState:
-        """The state slots of a segment that ends at `end`, with its planned checkpoints."""
-        states, state = self.kv.states, request.state
-        assert states is not None, "the model keeps states"
-        assert state is not None, "a running request has a state"
-        while request.planned and request.planned[0].position <= end:
-            position, disposable = request.planned.pop(0)
-            slot = state.final if position == end else states.reserve(self.num_running)
-            if slot is not None:
-                if position < end:
-                    state.checkpoints.append((position, slot))
-                out.checkpoints.append(Checkpoint(request, slot, position, disposable))
-        if end == request.num_tokens and end % self._block_size == 0 and self.kv.enable_caching:
-            # The next turn starts behind the whole prompt, unless the answer completes a block.
-            out.checkpoints.append(Checkpoint(request, state.final, end, rolling=True))
-        return state
-
     def _follows(self, request: Request, start: int, out: SchedulerOutput) -> bool:
-        """Whether a request waits for a checkpoint that another one is about to leave."""
-        if self.kv.states is None or not self.kv.enable_caching or request.skip_prefix_cache_read:
+        """Whether a request waits for another one's state, see following.py."""
+        if self._states is None or not self._partials or request.atomic:
             return False
-        if request.leader is not None and is_ahead(*request.leader):
-            return self._ask(*request.leader, out)
-        request.leader = None
-        if request.num_followed == MAX_FOLLOWED:
-            return False
-        for leader in self._partials:
-            self.kv.block_names(leader, leader.num_tokens)
-        end = last_position(request.num_tokens, self._block_size)
-        request.leader = find_leader(request, start, end, self._block_size, self._partials)
-        if request.leader is None or not self._ask(*request.leader, out):
-            return False
-        request.num_followed += 1
-        return True
+        return self._states.follows(request, start, out, self._partials, self.num_running)
 
-    def _ask(self, leader: Request, position: int, out: SchedulerOutput) -> bool:
-        """Have a prompt leave a checkpoint at a position ahead of it; False if it has no slot."""
-        states = self.kv.states
-        assert states is not None, "the model keeps states"
-        segment = next((s for s in out.segments if s.request is leader), None)
-        if segment is None or segment.end < position:
-            plan_also(leader.planned, position)
-            return True
-        if any(c.request is leader and c.position == position for c in out.checkpoints):
-            return True
-        assert segment.state is not None, "a segment of a model with states"
-        slot = segment.state.final
-        if position < segment.end:
-            spare = states.reserve(self.num_running)
-            if spare is None:
-                return False
-            slot = spare
-            segment.state.checkpoints.append((position, slot))
-        out.checkpoints.append(Checkpoint(leader, slot, position))
-        return True
-
-    def _name(self, output: SchedulerOutput) -> None:
-        """Name what a step in flight leaves: states, and blocks that it does not share."""
-        states = self.kv.states
-        for checkpoint in output.checkpoints:
-            assert states is not None, "the model keeps states"
-            request, position = checkpoint.request, checkpoint.position
-            if position > request.num_tokens:  # aborted before its token was known
-                continue
-            name = self.kv.block_names(request, position)[position // self._block_size - 1]
-            is_new = states.name(checkpoint.slot, name, checkpoint.disposable)
-            if is_new:
-                output.named_states.append(checkpoint.slot)
-            if checkpoint.rolling:
-                if request.rolling is not None:
-                    states.replace(request.rolling)
-                # A checkpoint that another request left is not this one's to replace.
-                request.rolling = name if is_new else None
-        if not self.shares_in_step:
-            for segment in output.segments:
-                if segment.request.status is RequestStatus.RUNNING:
-                    start, end = segment.num_computed, segment.end
-                    output.published += self.kv.publish(segment.request, start, end)
+    def _publish(self, output: SchedulerOutput) -> None:
+        """Name the blocks of a step in flight, where they are not shared within it."""
+        for segment in output.segments:
+            if segment.request.status is RequestStatus.RUNNING:
+                start, end = segment.num_computed, segment.end
+                output.published += self.kv.publish(segment.request, start, end)
 
     def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:
         """How many tokens from `start` on the request may compute in this step; 0: none."""

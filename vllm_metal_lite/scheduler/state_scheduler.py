@@ -1,0 +1,130 @@
+"""What the scheduler decides for recurrent layers: the slots of each segment, which states are
+kept, and who waits for a state that another request is about to leave.
+"""
+
+from collections.abc import Sequence
+
+from vllm_metal_lite.scheduler.checkpoints import last_position, plan_also
+from vllm_metal_lite.scheduler.following import MAX_FOLLOWED, find_leader, is_ahead
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
+from vllm_metal_lite.scheduler.request import Request, SegmentState
+from vllm_metal_lite.scheduler.scheduler_output import Checkpoint, SchedulerOutput
+from vllm_metal_lite.scheduler.state_slots import StateSlots
+
+
+class StateScheduler:
+    """The states of all requests.  num_running, in every method: requests that have a seat."""
+
+    def __init__(self, kv: KVCacheManager, states: StateSlots) -> None:
+        self.kv, self.states = kv, states
+
+    def begin_step(self) -> None:
+        self.states.begin_step()
+
+    # Segments
+
+    def decode(
+        self, request: Request, start: int, out: SchedulerOutput, num_running: int
+    ) -> SegmentState | None:
+        """The state slots of a decode.  The state at a block's end is kept: the next turn of a
+        conversation starts there, if the answer ends before another block does."""
+        size = self.kv.block_size
+        if start % size == 0 or not request.in_place:
+            self.states.go_on(request, num_running)
+        state = request.state
+        if (start + 1) % size == 0 and self.kv.enable_caching and state is not None:
+            out.checkpoints.append(Checkpoint(request, state.final, start + 1, rolling=True))
+        return state
+
+    def chunk(
+        self, request: Request, end: int, out: SchedulerOutput, num_running: int
+    ) -> SegmentState:
+        """The state slots of a chunk that ends at `end`, with its planned checkpoints."""
+        if request not in out.admitted:
+            self.states.go_on(request, num_running)
+        state = request.state
+        assert state is not None, "a running request has a state"
+        while request.planned and request.planned[0].position <= end:
+            position, disposable = request.planned.pop(0)
+            slot = state.final if position == end else self.states.reserve(num_running)
+            if slot is not None:
+                if position < end:
+                    state.checkpoints.append((position, slot))
+                out.checkpoints.append(Checkpoint(request, slot, position, disposable))
+        if end == request.num_tokens and end % self.kv.block_size == 0 and self.kv.enable_caching:
+            # The next turn starts behind the whole prompt, unless the answer completes a block.
+            out.checkpoints.append(Checkpoint(request, state.final, end, rolling=True))
+        return state
+
+    # Followers (following.py)
+
+    def follows(
+        self,
+        request: Request,
+        start: int,
+        out: SchedulerOutput,
+        partials: Sequence[Request],
+        num_running: int,
+    ) -> bool:
+        """Whether a waiting request waits for a checkpoint that one of `partials` is to leave.
+
+        start: where the request could start in this step.
+        """
+        if not self.kv.enable_caching or request.skip_prefix_cache_read:
+            return False
+        if request.leader is not None and is_ahead(*request.leader):
+            return self._ask(*request.leader, out, num_running)
+        request.leader = None
+        if request.num_followed == MAX_FOLLOWED:
+            return False
+        for leader in partials:
+            self.kv.block_names(leader, leader.num_tokens)
+        size = self.kv.block_size
+        end = last_position(request.num_tokens, size)
+        request.leader = find_leader(request, start, end, size, partials)
+        if request.leader is None or not self._ask(*request.leader, out, num_running):
+            return False
+        request.num_followed += 1
+        return True
+
+    def _ask(self, leader: Request, position: int, out: SchedulerOutput, num_running: int) -> bool:
+        """Have a prompt leave a checkpoint at a position ahead of it; False if it has no slot."""
+        segment = next((s for s in out.segments if s.request is leader), None)
+        if segment is None or segment.end < position:
+            plan_also(leader.planned, position)
+            return True
+        if any(c.request is leader and c.position == position for c in out.checkpoints):
+            return True
+        assert segment.state is not None, "a segment of a model with states"
+        slot = segment.state.final
+        if position < segment.end:
+            spare = self.states.reserve(num_running)
+            if spare is None:
+                return False
+            slot = spare
+            segment.state.checkpoints.append((position, slot))
+        out.checkpoints.append(Checkpoint(leader, slot, position))
+        return True
+
+    # Names
+
+    def name(self, output: SchedulerOutput) -> None:
+        """Name the states that a step in flight leaves: requests of later steps may start there."""
+        for checkpoint in output.checkpoints:
+            request, position = checkpoint.request, checkpoint.position
+            if position > request.num_tokens:  # aborted before its token was known
+                continue
+            names = self.kv.block_names(request, position)
+            name = names[position // self.kv.block_size - 1]
+            is_new = self.states.name(checkpoint.slot, name, checkpoint.disposable)
+            if is_new:
+                output.named_states.append(checkpoint.slot)
+            if checkpoint.rolling:
+                if request.rolling is not None:
+                    self.states.replace(request.rolling)
+                # A checkpoint that another request left is not this one's to replace.
+                request.rolling = name if is_new else None
+
+    def unname(self, output: SchedulerOutput) -> None:
+        """Take back the names of a step that failed."""
+        self.states.unname(output.named_states)
