@@ -164,13 +164,16 @@ class Ours:
         mx.set_cache_limit(self._limit)
         if not self.keep_prefixes:
             self.engine.reset_prefix_cache()
+        self._shared = load.prefix_length
         self._cached: dict[int, int] = {}
         self._seen: dict[str, int] = {}
 
     def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
         for i, (prompt, n) in enumerate(zip(prompts, max_tokens, strict=True), first):
             params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
-            self.engine.add_request(str(i), prompt, params)
+            # As mlx-lm's server is told where the system prompt ends.
+            named = [self._shared] if 0 < self._shared <= len(prompt) else []
+            self.engine.add_request(str(i), prompt, params, checkpoints=named)
             self._seen[str(i)] = 0
 
     def step(self) -> Tokens:
