@@ -14,6 +14,7 @@ from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.skinny_gemm import RowNorm, skinny_gemm
+from vllm_metal_lite.recurrence.columns import IN_PLACE
 
 
 def heads_of(x: mx.array) -> Heads:
@@ -167,6 +168,5 @@ def _forgetting(name: str) -> Callable:
 
 
 # In-place operations invalidate the origin.
-for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
-              "iand", "ior", "ixor", "ilshift", "irshift"):  # fmt: skip
-    setattr(Traced, f"__{_name}__", _forgetting(f"__{_name}__"))
+for _name in IN_PLACE:
+    setattr(Traced, _name, _forgetting(_name))

@@ -5,55 +5,14 @@ state, which `key` names in the store's pool.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g, normalize_qk
 from mlx_lm.models.ssm import compute_dt
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kv.states import Key
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape
-
-
-class ColumnsOf(mx.array):
-    """Rows (N, 1, ...) that are columns of a wider array, which kernels read instead of a copy.
-
-    The array has its value like any other.  Views of it that keep its rows whole know their columns
-    too.
-    """
-
-    columns: Columns
-
-    @staticmethod
-    def make(value: mx.array, columns: Columns) -> "ColumnsOf":
-        rows = ColumnsOf(value)
-        _assign(rows, slice(None), value)  # the constructor copies
-        rows.columns = columns
-        return rows
-
-    def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
-        value = super().reshape(*shape, **kwargs)
-        return ColumnsOf.make(value, self.columns) if value.shape[:2] == self.shape[:2] else value
-
-    def __getitem__(self, index: Any) -> mx.array:
-        value = super().__getitem__(index)
-        if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and self.ndim == 3:
-            last = index[1]
-            if isinstance(last, slice) and last.step is None:
-                start, _, _ = last.indices(self.shape[-1])
-                array, first, *rest = self.columns
-                return ColumnsOf.make(value, Columns(array, first + start, *rest))
-        return value
-
-
-_assign = mx.array.__setitem__
-
-
-def columns_of(rows: mx.array) -> Columns:
-    """Rows (N, 1, ...) as columns of an array."""
-    known = getattr(rows, "columns", None)
-    return known or Columns(rows.reshape(len(rows), -1), 0)
 
 
 @dataclass(frozen=True)

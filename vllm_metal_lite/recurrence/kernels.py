@@ -20,7 +20,8 @@ from vllm_metal_lite.kernels.recurrence import (
 from vllm_metal_lite.kernels.segments import plan_segments
 from vllm_metal_lite.kernels.ssm import fused_ssm_update
 from vllm_metal_lite.kv.states import Key, StatePool
-from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace, columns_of
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
+from vllm_metal_lite.recurrence.columns import columns_of
 from vllm_metal_lite.specs import ConvShape, RecurrenceShape, RecurrentShape
 
 

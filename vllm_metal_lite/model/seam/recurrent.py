@@ -24,12 +24,11 @@ from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.sequences.recurrent import StateHandle
 from vllm_metal_lite.recurrence.base import (
     CausalConv,
-    ColumnsOf,
     GatedDelta,
     HeadNorm,
     StateSpace,
-    columns_of,
 )
+from vllm_metal_lite.recurrence.columns import ColumnsOf, columns_of
 
 _Pair = tuple[mx.array, mx.array]
 _Normalized = tuple[_Pair, _Pair, HeadNorm]  # q and k behind the norm, before the norm, the norm

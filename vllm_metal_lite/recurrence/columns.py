@@ -1,0 +1,72 @@
+"""Packed rows that are columns of a wider array, which kernels read in place of a copy."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.new_rows import Columns
+
+# Operations after which an array is no longer what it was made as.
+IN_PLACE = tuple(
+    f"__{name}__"
+    for name in (
+        "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
+        "iand", "ior", "ixor", "ilshift", "irshift",
+    )
+)  # fmt: skip
+_assign = mx.array.__setitem__
+
+
+class ColumnsOf(mx.array):
+    """Rows (N, 1, ...) with a value like any other, and their columns.
+
+    Views that keep the rows whole know their columns too.  columns: None after a change in place.
+    """
+
+    columns: Columns | None
+
+    @staticmethod
+    def make(value: mx.array, columns: Columns) -> "ColumnsOf":
+        rows = ColumnsOf(value)
+        _assign(rows, slice(None), value)  # the constructor copies
+        rows.columns = columns
+        return rows
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
+        value, columns = super().reshape(*shape, **kwargs), self.columns
+        if columns is None or value.shape[:2] != self.shape[:2]:
+            return value
+        return ColumnsOf.make(value, columns)
+
+    def __getitem__(self, index: Any) -> mx.array:
+        value, columns = super().__getitem__(index), self.columns
+        if columns is None or self.ndim != 3 or not isinstance(index, tuple) or len(index) != 2:
+            return value
+        rows, last = index
+        if rows is not Ellipsis or not isinstance(last, slice) or last.step not in (None, 1):
+            return value
+        array, first, *rest = columns
+        start, _, _ = last.indices(self.shape[-1])
+        return ColumnsOf.make(value, Columns(array, first + start, *rest))
+
+
+def _forgetting(name: str) -> Callable:
+    original = getattr(mx.array, name)
+
+    @wraps(original)
+    def method(self: ColumnsOf, *args: Any) -> Any:
+        self.columns = None
+        return original(self, *args)
+
+    return method
+
+
+for _name in IN_PLACE:
+    setattr(ColumnsOf, _name, _forgetting(_name))
+
+
+def columns_of(rows: mx.array) -> Columns:
+    """Rows (N, 1, ...) as columns of an array: of the one that they came from, if that is known."""
+    known = getattr(rows, "columns", None)
+    return known or Columns(rows.reshape(len(rows), -1), 0)
