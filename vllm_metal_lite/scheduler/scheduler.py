@@ -133,7 +133,8 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests keep their blocks."""
+        """Forget all cached prefixes.  Running requests keep their blocks, but what they compute is
+        found by nobody, the step in flight included."""
         self.kv.reset()
 
     # Steps
@@ -424,10 +425,11 @@ class Scheduler:
         request.leader = None
         if request.num_followed == MAX_FOLLOWED:
             return False
-        for leader in self._partials:
+        leaders = [leader for leader in self._partials if self.kv.may_name(leader)]
+        for leader in leaders:
             self.kv.block_names(leader, leader.num_tokens)
         end = last_position(request.num_tokens, self._block_size)
-        request.leader = find_leader(request, start, end, self._block_size, self._partials)
+        request.leader = find_leader(request, start, end, self._block_size, leaders)
         if request.leader is None or not self._ask(*request.leader, out):
             return False
         request.num_followed += 1
@@ -461,6 +463,8 @@ class Scheduler:
             assert states is not None, "the model keeps states"
             request, position = checkpoint.request, checkpoint.position
             if position > request.num_tokens:  # aborted before its token was known
+                continue
+            if not self.kv.may_name(request):
                 continue
             name = self.kv.block_names(request, position)[position // self._block_size - 1]
             is_new = states.name(checkpoint.slot, name, checkpoint.disposable)
