@@ -79,8 +79,9 @@ class LLM:
 
         prompts: text, token ids, a dict with "prompt" or "prompt_token_ids", or a list of these.
         sampling_params: one for all, or one per prompt.  checkpoints: numbers of tokens after which
-        later prompts may go on differently, for all or a list per prompt (`add_request`).  If a prompt can never be served, raises
-        RequestError with its index before computing anything.
+        later prompts may go on differently (see `LLMEngine.add_request`), for all prompts, or a
+        list per prompt.  If a prompt can never be served, raises RequestError with its index before
+        computing anything.
         """
         if not (isinstance(prompts, (str, Mapping)) or is_list(prompts)):
             raise RequestError(f"prompts must be a prompt or a list of them, got {show(prompts)}")
@@ -90,7 +91,9 @@ class LLM:
         params = _one_each(sampling_params, len(batch), "sampling_params")
         priorities = _one_each(priority, len(batch), "priority")
         is_nested = is_list(checkpoints) and any(is_list(positions) for positions in checkpoints)
-        kept = _one_each(checkpoints if is_nested else (checkpoints,) * len(batch), len(batch), "checkpoints")
+        kept = _one_each(
+            checkpoints if is_nested else (checkpoints,) * len(batch), len(batch), "checkpoints"
+        )
         ids = []
         try:
             each = zip(batch, params, priorities, kept, strict=True)

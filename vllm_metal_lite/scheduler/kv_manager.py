@@ -201,8 +201,8 @@ class KVCacheManager:
         return length
 
     def may_name(self, request: Request) -> bool:
-        """Whether later requests may find what a request computes: not if `reset` was called since it
-        was admitted."""
+        """Whether later requests may find what a request computes: not after a `reset` since its
+        admission."""
         return self.enable_caching and request.num_resets == self.num_resets
 
     def publish(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
