@@ -42,7 +42,7 @@ def test_answers_are_the_engines_and_in_order(generate, capsys):
     jobs = [
         {"prompt": "abc"},
         {"prompt": "abc", "id": "mine", "max_tokens": 60},
-        {"prompt_token_ids": [5, 6, 7], "max_tokens": 1, "priority": -1},
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 1, "priority": -1, "checkpoints": [1, 3]},
         {"messages": CHAT},
         *({"prompt": f"number {i} " * (i % 7 + 1), "max_tokens": i % 5 + 1} for i in range(20)),
     ]
@@ -88,6 +88,9 @@ def test_bad_lines_hurt_nobody_else(generate, capsys):
         {"prompt": "x", "logit_bias": [1]},
         {"prompt": "x", "logit_bias": {"x": 1}},
         {"prompt": "x", "priority": "high"},
+        {"prompt": "x", "checkpoints": 1},
+        {"prompt": "x", "checkpoints": [True]},
+        {"prompt": "x", "checkpoints": [100]},
         {"prompt": "x" * CONTEXT},
         '{"prompt": "\\ud800"}',
     ]

@@ -294,3 +294,16 @@ asyncio.run(main())
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_stream_leaves_checkpoints_where_it_is_asked_to():
+    shared = tiny.prompts(1, 24, 24, seed=2)[0]
+
+    async def test(engine):
+        await collect(engine, [*shared, 1, 2, 3, 4, 5, 6, 7, 8, 9], greedy(2), checkpoints=[24])
+        async for output in engine.generate([*shared, 9], greedy(1)):
+            assert output.num_cached_tokens == 24
+        with pytest.raises(RequestError, match="checkpoint 9 is outside"):
+            await collect(engine, [1, 2], greedy(1), checkpoints=[9])
+
+    serve(test, name="qwen3_next")

@@ -312,3 +312,39 @@ def test_tokens_outside_the_tokenizer_are_silent(llm):
     out = one(llm, "abc", greedy(3, logit_bias=bias, logprobs=2, stop="zz"))
     assert out.token_ids == [tiny.VOCAB - 1] * 3
     assert out.text == ""
+
+
+# Checkpoints
+
+
+def test_prompts_fork_at_checkpoints_that_the_caller_names(tmp_path):
+    llm = LLM(str(tiny.write_folder(tmp_path / "hybrid", "qwen3_next")), **OPTIONS)
+    stem, other = "A system prompt; ", "Nothing in common"
+    forks = [stem + text for text in ("one thing", "another", "and a third")]
+    llm.generate(forks[0], greedy(2), checkpoints=[16])
+    llm.generate([other, forks[1]], greedy(2), checkpoints=[[], [16]])
+    assert llm.generate(forks[2], greedy(2))[0].num_cached_tokens == 16
+    llm.reset_prefix_cache()
+    assert llm.generate(forks[2], greedy(2))[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("checkpoints", "message"), [
+    (5, "must be a list of numbers of tokens, got 5"),
+    ("ab", "must be a list of numbers of tokens, got 'ab'"),
+    ([True], "must be integers, got True"),
+    (["1"], "must be integers, got '1'"),
+    ([0], "checkpoint 0 is outside the prompt of 2 tokens"),
+    ([1, 3], "checkpoint 3 is outside the prompt of 2 tokens"),
+    ([[1], [-1]], "prompt 1: checkpoint -1 is outside the prompt of 3 tokens"),
+    ([[1], 2], "prompt 1: checkpoints must be a list"),
+    ([[1]], "1 checkpoints for 2 prompts"),
+])  # fmt: skip
+def test_bad_checkpoints_are_refused(llm, checkpoints, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate(["ab", "abc"], greedy(1), checkpoints=checkpoints)
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_checkpoints_in_any_order_or_twice_are_fine(llm):
+    llm.generate("abc", greedy(1), checkpoints=[3, 1, 3])
+    llm.generate("abc", greedy(1), checkpoints=(np.int64(2),))

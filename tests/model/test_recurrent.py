@@ -5,18 +5,14 @@ import pytest
 
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
+from tests.support.kernel_engine import engine_with_kernels
 from tests.support.kernel_faults import FailingKernels
-from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
-from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import OutOfMemoryError
-from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kv.states import StatePool, StateSpec
-from vllm_metal_lite.model.packed import NO_FUSION
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.recurrent import ConvInput, ShortConv
 from vllm_metal_lite.model.sequences.recurrent import StateCache
@@ -228,7 +224,7 @@ def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkey
     """The requests of the step start again, from a checkpoint or from their first token."""
     prompts = tiny.prompts(3, 10, 20, seed=6)
     with installed(writable_inputs=["states"]):
-        engine = _engine_with_kernels(name)
+        engine = engine_with_kernels(name, max_num_batched_tokens=24)
         assert engine.runner.attention.name == "kernels"
         lost, launch = [], engine.runner._give_way
         monkeypatch.setattr(
@@ -244,15 +240,6 @@ def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkey
     assert fault.failed > 0
     assert lost
     assert_as_alone(name, done, prompts, 10)
-
-
-def _engine_with_kernels(name: str) -> LLMEngine:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "is_cpu", lambda: False)
-        patch.setattr(backend, "memory_limit", lambda: 1 << 30)
-        patch.setattr(verdicts, "verify", lambda *_: Verdict({}, "gather"))
-        patch.setattr(decide, "decide", lambda *_: (NO_FUSION, ""))
-        return tiny.engine(name, max_num_batched_tokens=24)
 
 
 def test_states_that_grow_may_be_in_one_batch():
@@ -297,3 +284,22 @@ def test_a_pool_without_states_has_no_slots():
     pool = StatePool([StateSpec((0, 0), (2, 3), mx.float16)], 8)
     assert pool.num_slots == 8
     assert pool.nbytes == 8 * 2 * 3 * 2
+
+
+@pytest.mark.parametrize(("gib", "slots"), [(0, 8), (1e-4, 8 + 9), (1e308, 8 + 64)])
+def test_checkpoints_have_the_memory_that_they_are_given(gib, slots):
+    """But there is none that no block leads to."""
+    model = tiny.packed("qwen3_next")
+    assert int(1e-4 * 2**30 / model.state_bytes) == 9
+    config = EngineConfig(max_num_seqs=8, num_blocks=64, state_cache_gib=gib, max_model_len=128)
+    assert size_store(model, config).num_state_slots == slots
+
+
+def test_checkpoints_that_do_not_fit_are_counted_in_the_error(monkeypatch):
+    model = tiny.packed("qwen3_next")
+    config = EngineConfig(max_num_seqs=8, state_cache_gib=1)
+    monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes * 100)
+    with pytest.raises(
+        OutOfMemoryError, match=r"of 8 requests and \d+ checkpoints .*state_cache_gib"
+    ):
+        LLMEngine(model, config)

@@ -160,3 +160,33 @@ def test_a_windows_blocks_before_a_checkpoint_outlive_those_in_the_middle(num_bl
         step(scheduler)
     scheduler.finish(request)
     assert hit(scheduler, [*prompt[:8], 90, 91]) == 8
+
+
+def test_a_reset_forgets_what_the_step_in_flight_leaves():
+    """States get their names only once their step is in flight."""
+    scheduler, prompt = make(8), list(range(9))
+    first = add(scheduler, "first", prompt)
+    aborted = add(scheduler, "aborted", [9, *prompt])
+    out = scheduler.schedule()
+    scheduler.finish(aborted)
+    scheduler.reset_prefix_cache()
+    scheduler.advance(out)
+    scheduler.update(out, [7, 7])
+    assert states(scheduler).num_taken == 0
+    # Nor does it leave any later, even behind blocks that another request computes.
+    add(scheduler, "second", prompt, max_tokens=1)
+    step(scheduler)
+    step(scheduler)
+    step(scheduler)
+    assert first.num_computed_tokens == 12
+    assert hit(scheduler, first.token_ids) == hit(scheduler, [*prompt, 7]) == 8
+
+
+def test_a_request_that_starts_again_after_a_reset_leaves_checkpoints():
+    scheduler, prompt = make(8), list(range(9))
+    add(scheduler, "first", prompt)
+    out = scheduler.schedule()
+    scheduler.reset_prefix_cache()
+    scheduler.rollback(out)
+    step(scheduler)
+    assert hit(scheduler, prompt) == 8

@@ -98,7 +98,9 @@ class Batch:
         prompt = job.prompt
         if job.is_chat:
             prompt = {"prompt_token_ids": self._engine.render_chat(prompt)}
-        self._engine.add_request(request_id, prompt, job.params, priority=job.priority)
+        self._engine.add_request(
+            request_id, prompt, job.params, priority=job.priority, checkpoints=job.checkpoints
+        )
 
     def _refuse(self, position: int, job_id: Any, message: str) -> None:
         self._count_error(message)

@@ -16,7 +16,7 @@ _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True)
 class Job:
-    """One valid line.  The engine checks the prompt and the priority.
+    """One valid line.  The engine checks the prompt, the priority and the checkpoints.
 
     prompt: a dict with "prompt" or "prompt_token_ids", or (is_chat) a conversation's messages.
     """
@@ -26,6 +26,7 @@ class Job:
     is_chat: bool
     params: SamplingParams
     priority: Any
+    checkpoints: Any
 
 
 class BadLine(RequestError):
@@ -45,7 +46,7 @@ def parse_line(line: bytes, number: int, defaults: Mapping[str, Any]) -> Job:
     try:
         entry = _load(line)
         job_id = _id(entry.pop("id", None), number)
-        priority = entry.pop("priority", 0)
+        priority, checkpoints = entry.pop("priority", 0), entry.pop("checkpoints", ())
         named = [name for name in _PROMPTS if name in entry]
         if len(named) != 1:
             raise RequestError(f"there must be exactly one of {', '.join(_PROMPTS)}")
@@ -56,7 +57,8 @@ def parse_line(line: bytes, number: int, defaults: Mapping[str, Any]) -> Job:
         if unknown:
             raise RequestError(f"unknown field {show(min(unknown))}")
         params = _params({**defaults, **entry})
-        return Job(job_id, prompt if is_chat else {name: prompt}, is_chat, params, priority)
+        prompt = prompt if is_chat else {name: prompt}
+        return Job(job_id, prompt, is_chat, params, priority, checkpoints)
     except MetalLiteError as e:
         raise BadLine(str(e), job_id) from None
 

@@ -36,8 +36,9 @@ Each line of the input is a JSON object with one of
   "prompt_token_ids": [IDS]
   "messages": [{"role": "user", "content": TEXT}, ...]
 and, where wanted, "id" (else the line's number), "priority" (lower goes
-first) and any sampling parameter ("temperature", "max_tokens", "seed",
-"stop", "n", ...), which overrides its flag.
+first), "checkpoints" (numbers of prompt tokens after which later prompts may
+go on differently) and any sampling parameter ("temperature", "max_tokens",
+"seed", "stop", "n", ...), which overrides its flag.
 
 Each line of the output, in the order of the input, is an object with id,
 text, token_ids, finish_reason, num_prompt_tokens and num_cached_tokens; with

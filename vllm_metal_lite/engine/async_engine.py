@@ -9,7 +9,7 @@ import atexit
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -80,17 +80,22 @@ class AsyncEngine:
         *,
         priority: int = 0,
         atomic: bool = False,
+        checkpoints: Sequence[int] = (),
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's state (all output so far) whenever it grows.
 
         The yielded object is updated in place.  Leaving the loop early aborts the request.
+        The arguments are those of `LLMEngine.add_request`.
         Raises RequestError or SamplingError if the engine refuses the request.
         """
         request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
         stream = _Stream()
 
         def add() -> None:
-            self._engine.add_request(request_id, prompt, params, priority=priority, atomic=atomic)
+            self._engine.add_request(
+                request_id, prompt, params,
+                priority=priority, atomic=atomic, checkpoints=checkpoints,
+            )  # fmt: skip
             self._streams[request_id] = stream
 
         adding = self._submit(add)

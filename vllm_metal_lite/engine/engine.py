@@ -12,7 +12,7 @@ import numpy as np
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.prompts import check_text, text_or_ids
+from vllm_metal_lite.engine.prompts import check_text, is_list, text_or_ids
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -193,6 +193,10 @@ class LLMEngine:
         validate(params, self.model.vocab_size)
         bad_words = self._bad_words(params)
         text, token_ids = self.tokenize(prompt)
+        if not is_list(checkpoints):
+            raise RequestError(
+                f"checkpoints must be a list of numbers of tokens, got {show(checkpoints)}"
+            )
         for position in checkpoints:
             if isinstance(position, bool) or not isinstance(position, Integral):
                 raise RequestError(f"checkpoints must be integers, got {show(position)}")
@@ -404,7 +408,7 @@ class LLMEngine:
         self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes; nobody finds what running requests compute."""
         self.scheduler.reset_prefix_cache()
 
     def metrics(self) -> dict[str, int]:

@@ -72,13 +72,16 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         atomic: bool = False,
+        checkpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete the prompts; returns one RequestOutput per prompt, in order.
 
         prompts: text, token ids, a dict with "prompt" or "prompt_token_ids", or a list of these.
-        sampling_params: one for all, or one per prompt.  If a prompt can never be served, raises
-        RequestError with its index before computing anything.
+        sampling_params: one for all, or one per prompt.  checkpoints: numbers of tokens after which
+        later prompts may go on differently (see `LLMEngine.add_request`), for all prompts, or a
+        list per prompt.  If a prompt can never be served, raises RequestError with its index before
+        computing anything.
         """
         if not (isinstance(prompts, (str, Mapping)) or is_list(prompts)):
             raise RequestError(f"prompts must be a prompt or a list of them, got {show(prompts)}")
@@ -87,12 +90,20 @@ class LLM:
             batch = [batch]
         params = _one_each(sampling_params, len(batch), "sampling_params")
         priorities = _one_each(priority, len(batch), "priority")
+        is_nested = is_list(checkpoints) and any(is_list(positions) for positions in checkpoints)
+        kept = _one_each(
+            checkpoints if is_nested else (checkpoints,) * len(batch), len(batch), "checkpoints"
+        )
         ids = []
         try:
-            for i, (prompt, p, rank) in enumerate(zip(batch, params, priorities, strict=True)):
+            each = zip(batch, params, priorities, kept, strict=True)
+            for i, (prompt, p, rank, positions) in enumerate(each):
                 request_id = str(next(self._ids))
                 try:
-                    self.engine.add_request(request_id, prompt, p, priority=rank, atomic=atomic)
+                    self.engine.add_request(
+                        request_id, prompt, p,
+                        priority=rank, atomic=atomic, checkpoints=positions,
+                    )  # fmt: skip
                 except RequestError as e:
                     where = f"prompt {i}: " if len(batch) > 1 else ""
                     raise RequestError(where, *e.parts) from None

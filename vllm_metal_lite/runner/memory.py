@@ -77,7 +77,7 @@ def size_store(model: LoadedModel, config: EngineConfig) -> StoreSize:
             groups.append(replace(group, num_blocks=most))
         need = model.weight_bytes + state_bytes(model, config)
         need += store_bytes(model, groups, config.block_size)
-        slots = state_slots(model, config, limit - need)
+        slots = state_slots(model, config, limit - need, config.num_blocks)
         need += _beside_seats(slots, config) * model.state_bytes
         if need > limit:
             raise OutOfMemoryError(
@@ -99,10 +99,11 @@ def size_store(model: LoadedModel, config: EngineConfig) -> StoreSize:
     return StoreSize(groups, max_model_len, slots)
 
 
-def state_slots(model: LoadedModel, config: EngineConfig, left: float) -> int:
+def state_slots(model: LoadedModel, config: EngineConfig, left: float, num_blocks: int) -> int:
     """Slots of recurrent states: one per seat, and those of checkpoints.
 
-    left: bytes beside weights, seats' states, and a step.  Checkpoints are few and large, and a
+    left: bytes beside weights, seats' states, and a step.  num_blocks: the most of the first group;
+    checkpoints are no more, since each is at the end of a block.  They are few and large, and a
     prefix needs its checkpoint as well as its blocks: they get _CHECKPOINT_SHARE of `left`, and no
     more slots than there are seats unless state_cache_gib says so.
     """
@@ -112,8 +113,8 @@ def state_slots(model: LoadedModel, config: EngineConfig, left: float) -> int:
     if not config.enable_prefix_caching or model.packed.no_prefix_cache is not None:
         return seats
     if config.state_cache_gib is not None:
-        return seats + int(config.state_cache_gib * 2**30 / size)
-    return seats + min(seats, max(int(left * _CHECKPOINT_SHARE / size), 0))
+        return seats + int(min(config.state_cache_gib * 2**30 / size, num_blocks))
+    return seats + min(seats, num_blocks, max(int(left * _CHECKPOINT_SHARE / size), 0))
 
 
 def _beside_seats(num_slots: int, config: EngineConfig) -> int:
@@ -178,7 +179,7 @@ def _fitting_groups(
     fraction = config.memory_fraction or profile().memory_fraction
     peak = step_peak_bytes(model, config, max_model_len)
     left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
-    slots = state_slots(model, config, left)
+    slots = state_slots(model, config, left, _most_owned(first, config, max_model_len))
     left -= _beside_seats(slots, config) * model.state_bytes
     if left < size(1):
         fewer: tuple = (" or ", Option("max_num_seqs")) if slots else ()

@@ -47,6 +47,7 @@ class KVCacheManager:
     ) -> None:
         self.groups, self.block_size, self.enable_caching = groups, block_size, enable_caching
         self.states = states
+        self.num_resets = 0
         self.pools = [BlockPool(g.num_blocks, enable_caching) for g in groups]
         self._windowed = [
             (g, group, pool)
@@ -107,6 +108,7 @@ class KVCacheManager:
         for pool, table in zip(self.pools, hit.tables, strict=True):
             pool.touch(table.owned)
         request.block_tables = list(hit.tables)
+        request.num_resets = self.num_resets
         if self.states is not None:
             self.states.admit(request, hit.state, num_running)
         if self.enable_caching:
@@ -206,6 +208,11 @@ class KVCacheManager:
                 length = next(missing, length)
         return length
 
+    def may_name(self, request: Request) -> bool:
+        """Whether later requests may find what a request computes: not after a `reset` since its
+        admission."""
+        return self.enable_caching and request.num_resets == self.num_resets
+
     def publish(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
         """Name the blocks that tokens [start, end) complete; returns the new (group, block) pairs.
 
@@ -213,7 +220,7 @@ class KVCacheManager:
         so requests of the same step may share them.
         """
         first, last = start // self.block_size, end // self.block_size
-        if last == first or not self.enable_caching:
+        if last == first or not self.may_name(request):
             return []
         self._hash(request, last)
         return [
@@ -229,7 +236,8 @@ class KVCacheManager:
             self.pools[group].unpublish([block])
 
     def reset(self) -> None:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes, and what running requests would add to them."""
+        self.num_resets += 1
         for pool in self.pools:
             pool.reset()
         if self.states is not None:

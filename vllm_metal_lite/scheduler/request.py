@@ -62,6 +62,8 @@ class Request:
     num_computed_before: int = field(init=False, default=0)
     # One per KV group, all of the same length; empty while the request has no seat.
     block_tables: list[BlockTable] = field(init=False, default_factory=list, repr=False)
+    # KVCacheManager.num_resets when it was admitted: what it computes is named only until the next.
+    num_resets: int = field(init=False, default=0)
     # Names of the first full blocks; valid after preemption too, since the tokens stay the same.
     block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
     # Of a model with recurrent layers: the slots of the last segment, while the request has a seat.

@@ -133,7 +133,8 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests keep their blocks."""
+        """Forget all cached prefixes.  Running requests keep their blocks, but what they compute is
+        found by nobody, the step in flight included."""
         self.kv.reset()
 
     # Steps

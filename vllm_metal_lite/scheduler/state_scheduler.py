@@ -77,11 +77,12 @@ class StateScheduler:
         request.leader = None
         if request.num_followed == MAX_FOLLOWED:
             return False
-        for leader in partials:
+        leaders = [leader for leader in partials if self.kv.may_name(leader)]
+        for leader in leaders:
             self.kv.block_names(leader, leader.num_tokens)
         size = self.kv.block_size
         end = last_position(request.num_tokens, size)
-        request.leader = find_leader(request, start, end, size, partials)
+        request.leader = find_leader(request, start, end, size, leaders)
         if request.leader is None or not self._ask(*request.leader, out, num_running):
             return False
         request.num_followed += 1
@@ -113,6 +114,8 @@ class StateScheduler:
         for checkpoint in output.checkpoints:
             request, position = checkpoint.request, checkpoint.position
             if position > request.num_tokens:  # aborted before its token was known
+                continue
+            if not self.kv.may_name(request):
                 continue
             names = self.kv.block_names(request, position)
             name = names[position // self.kv.block_size - 1]

@@ -1,0 +1,24 @@
+"""An engine that launches kernels, on a machine without a GPU: see metal/host."""
+
+from typing import Any
+
+import pytest
+
+from tests.support import tiny_models as tiny
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.model.packed import NO_FUSION
+
+
+def engine_with_kernels(name: str, **options: Any) -> LLMEngine:
+    """The engine over the tiny model `name`, within `metal.host.installed`: no kernel is checked,
+    and nothing is fused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "is_cpu", lambda: False)
+        patch.setattr(backend, "memory_limit", lambda: 1 << 30)
+        patch.setattr(verdicts, "verify", lambda *_: Verdict({}, "gather"))
+        patch.setattr(decide, "decide", lambda *_: (NO_FUSION, ""))
+        return tiny.engine(name, **options)
