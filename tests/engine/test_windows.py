@@ -146,7 +146,7 @@ def manager(*windows, num_blocks=40) -> KVCacheManager:
 def stored(kv: KVCacheManager, num_tokens: int) -> Request:
     """A request whose tokens were all computed in chunks of 4."""
     request = Request("a", list(range(num_tokens)), 1)
-    kv.admit(request, kv.find_prefix(request))
+    kv.admit(request, kv.find_prefix(request), 1)
     for start in range(0, num_tokens, 4):
         kv.allocate(request, start, start + 4)
         kv.publish(request, start, start + 4)
@@ -157,11 +157,12 @@ def test_a_hit_owns_of_a_windowed_group_what_its_next_token_sees():
     kv = manager(None, 6, 1)
     kv.free(stored(kv, 40))
     request = Request("b", [*range(30), 99], 1)
-    full, window, own = kv.find_prefix(request)
+    hit = kv.find_prefix(request)
+    full, window, own = hit.tables
     assert (len(full.block_ids), full.num_given_back) == (7, 0)  # 28 tokens
     assert (len(window.block_ids), window.num_given_back) == (7, 5)  # tokens 23 to 27
     assert (len(own.block_ids), own.num_given_back) == (7, 7)
-    kv.admit(request, [full, window, own])
+    kv.admit(request, hit, 2)
     assert [pool.num_owned for pool in kv.pools] == [7, 2, 0]
     kv.check([request])
 
@@ -189,7 +190,7 @@ def test_the_longest_prefix_that_all_groups_hold_is_found(evicted, first, second
         )
 
     expected = max(length for length in range(11) if holds(length))
-    tables = kv.find_prefix(Request("b", [*range(40), 99], 1))
+    tables = kv.find_prefix(Request("b", [*range(40), 99], 1)).tables
     assert {len(t.block_ids) for t in tables} == {expected}
 
 
