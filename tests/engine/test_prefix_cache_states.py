@@ -16,6 +16,7 @@ from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.kernel_engine import engine_with_kernels
 from tests.support.poison import poison_states
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -78,7 +79,8 @@ CHATS = st.builds(
 
 @dataclass
 class Trouble:
-    """Steps that fail before or after their launch, and steps before which the cache is reset."""
+    """Steps that fail before their launch, or while they are waited for, with their states lost;
+    and steps before which the cache is reset."""
 
     before: set[int] = field(default_factory=set)
     after: set[int] = field(default_factory=set)
@@ -102,22 +104,33 @@ class StepFailed(Exception):
 
 def with_trouble(engine: LLMEngine, trouble: Trouble, poisoned: bool) -> None:
     """Make steps fail; poisoned: state slots that nobody needs hold NaN when a step begins."""
-    execute, pool, count = engine.runner.execute, engine.runner.attention.store.states, 0
+    execute, finish = engine.runner.execute, engine.pipeline.finish
+    pool, count, fails = engine.runner.attention.store.states, 0, False
 
-    def execute_or_fail(*args: Any) -> Any:
-        nonlocal count
+    def execute_or_fail(batch: ForwardBatch, *args: Any) -> Any:
+        nonlocal count, fails
         count += 1
         if poisoned and pool.num_slots:
             free = engine.scheduler.kv.states.pool._free
             poison_states(pool, set(range(pool.num_slots)) - set(free))
         if count in trouble.before:
             raise StepFailed
-        result = execute(*args)
+        result = execute(batch, *args)
         if count in trouble.after:
-            raise StepFailed
+            fails = True
+            if poisoned and pool.num_slots:
+                written = {*batch.final_slots.tolist(), *batch.checkpoints[:, 2].tolist()}
+                poison_states(pool, set(range(pool.num_slots)) - written)
         return result
 
-    engine.runner.execute = execute_or_fail
+    def finish_or_fail() -> Any:
+        nonlocal fails
+        if fails:
+            fails = False
+            raise StepFailed
+        return finish()
+
+    engine.runner.execute, engine.pipeline.finish = execute_or_fail, finish_or_fail
 
 
 def serve(engine: LLMEngine, name: str, chats: list[Chat], trouble: Trouble) -> None:
@@ -174,10 +187,10 @@ def cache_gib(name: str, checkpoints: int) -> float:
 happened = {"hits": 0, "preemptions": 0, "evicted": 0, "lost": 0}
 
 
-def talker(stem: int, **more: Any) -> Chat:
-    """A short prompt, a long answer, and a second turn."""
+def talker(stem: int, head: int = 5, **more: Any) -> Chat:
+    """A prompt, a long answer, and a second turn."""
     usual = {"arrival": 0, "named": [], "priority": 0, "atomic": False, "n": 1, "leaves": None}
-    return Chat(stem, 5, [([stem], 30), ([6], 4)], **{**usual, **more})
+    return Chat(stem, head, [([stem], 30), ([6], 4)], **{**usual, **more})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -187,6 +200,12 @@ def talker(stem: int, **more: Any) -> Chat:
     trouble=Trouble(after={9}),
     options={"num_blocks": 9, "max_num_seqs": 6, "max_num_batched_tokens": 24},
     checkpoints=3,
+)
+@example(  # the step that leaves the prompt's checkpoint fails
+    chats=[talker(0, 32), talker(0, 32, arrival=4)],
+    trouble=Trouble(after={1}),
+    options={"num_blocks": 60, "max_num_seqs": 6, "max_num_batched_tokens": 64},
+    checkpoints=40,
 )
 @given(
     chats=st.lists(CHATS, min_size=2, max_size=6), trouble=TROUBLES, options=OPTIONS,
