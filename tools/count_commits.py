@@ -46,7 +46,7 @@ def model_of(bits: int | None) -> LoadedModel:
               for s in layout.specs]  # fmt: skip
     return LoadedModel(
         "Qwen3-0.6B's shape", "qwen3", PackedModel(model, layout), None, 151936, 40960, (), 0, 0,
-        mx.bfloat16, {}, shapes, list(layout.specs), Usage(),
+        mx.bfloat16, {}, shapes, list(layout.specs), [], Usage(),
     )  # fmt: skip
 
 

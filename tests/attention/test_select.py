@@ -42,7 +42,7 @@ def test_shapes_that_kernels_may_serve():
     [
         ([replace(SHAPE, k_head_dim=36, v_head_dim=36)], None,
          "head size 36 is not a multiple of 8 up to 576"),
-        ([], None, "no layer of this model attends"),
+        ([], None, "no layer of this model has a kernel"),
         ([SHAPE], "an indexer", "this model's attention runs a segment at a time: an indexer"),
     ],
 )  # fmt: skip
