@@ -192,9 +192,20 @@ def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut, vector):
     )
 
 
+@pytest.mark.skipif(not backend.is_cpu(), reason="compilers may join a product and a sum")
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
+def test_tiles_give_the_bits_of_rows_alone(vector):
+    """So tokens that are decoded leave the state of a prompt with these tokens."""
+    segments = Segments(**RAGGED)
+    tiles, alone = (Case(segments, vector=vector, tiles=is_so) for is_so in (True, False))
+    for got, wanted in zip(tiles.run(), alone.run(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
 def test_a_checkpoint_changes_nothing():
     plain, kept = (
-        Case(Segments([21], fresh={0}, checkpoints=rows)) for rows in ([], [(0, 3), (0, 8), (0, 20)])
+        Case(Segments([21], fresh={0}, checkpoints=rows))
+        for rows in ([], [(0, 3), (0, 8), (0, 20)])
     )
     results = [plain.run(), kept.run()]
     np.testing.assert_array_equal(results[0][0], results[1][0])

@@ -49,9 +49,7 @@ def on_host():
 class Case:
     """Heads and groups, rows of `dims` (of x, of b and c), as a layer gives them to mlx-lm."""
 
-    def __init__(
-        self, segments, heads=4, groups=2, dims=(16, 32), *, dtype=mx.float32, tiles=True
-    ):
+    def __init__(self, segments, heads=4, groups=2, dims=(16, 32), *, dtype=mx.float32, tiles=True):
         rng = np.random.default_rng(segments.seed)
         rows, (head_dim, state_dim) = segments.num_rows, dims
         self.segments, self.dtype = segments, dtype

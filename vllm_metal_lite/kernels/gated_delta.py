@@ -51,8 +51,9 @@ def gated_delta(
     q, k: num_k_heads heads of Dk, normalised and scaled by the caller; num_k_heads divides Hv.
     v: Hv heads of Dv.  gates: float32, (N, Hv), or (N, Hv, Dk) for a gate per column of S (Kimi).
     beta: (N, Hv).  states: the pool (slots, Hv, Dv, Dk) float32, written in place.  segments: from
-    `plan_segments`.  max_seqlen: rows of the longest segment; a step of single rows loads
-    no tiles of rows.  Results do not depend on max_seqlen, nor on how a prompt is cut.  Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
+    `plan_segments`.  max_seqlen: rows of the longest segment; a step of single rows loads no tiles.
+    Neither max_seqlen nor how a prompt is cut changes the sums.  Sums are in float32, y is rounded
+    once, to the type of v.  Rows of padding give zeros.
 
     Raises ValueError unless Dk is a multiple of 16 up to 256 and Dv of 8 up to 1024, and for shapes
     and types that do not fit together.  Source: Yang, Kautz and Hatamizadeh (2024), Gated Delta
