@@ -40,7 +40,8 @@
 //
 // Why it is correct.
 //   - Every row goes through advance_row, in one order of sums.  So neither y nor a state depends on where
-//     a prompt is cut, on checkpoints, or on what else is in the step.
+//     a prompt is cut, on checkpoints, or on what else is in the step (but for products and sums that a
+//     compiler joins in one of the two forms only).
 //   - Each element of a slot is read and written by one lane, which reads first.  No slot that one
 //     segment writes is used by another in the same launch, and the token orders launches as it does
 //     that of kv_write (metal/kv_write.metal).
