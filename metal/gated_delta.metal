@@ -26,34 +26,42 @@
 // Layout.  Grid: x: SIMDGROUPS * 8 rows of a state, y: head of v, z: segment.  A simdgroup owns 8 rows of
 // the state of one head (8 elements of v) and goes through the whole segment with them in registers:
 //
-//   segment  |chunk of 8|chunk of 8|chunk of 8|row|row|row|     CHUNKS; otherwise row by row
-//   state    slot -> registers ------------------------> slot
-//                             \ slot                              a checkpoint: chunks begin anew behind it
+//   segment  |tile of 8 rows|tile of 8 rows|rows|     TILES; a segment of one row needs none
+//   state    slot -> registers ---------------> slot
+//                                \ slot                a checkpoint: tiles begin anew behind it
 //
-// Rows of the state do not depend on each other, so simdgroups share nothing but what chunks prepare:
-// each prepares one row of the chunk in threadgroup memory.
+// Rows of the state do not depend on each other: simdgroups share nothing but the tile, q, k and gates of
+// up to 8 rows in threadgroup memory.
+//
+//   barrier | registers -> tile | barrier | ask for the next tile | row | row | ... | row |
+//                                           device memory -> registers
+//
+// Gates, beta, v and the numbers of measure_row are made for 8 rows at once, one in each row of lanes.
 //
 // Why it is correct.
-//   - Where chunks begin depends on the segment's first row and its checkpoints.  So a prompt that is
-//     cut at multiples of 8 rows gives, bit for bit, what it gives at once.
+//   - Every row goes through advance_row, in one order of sums.  So neither y nor a state depends on where
+//     a prompt is cut, on checkpoints, or on what else is in the step (but for products and sums that a
+//     compiler joins in one of the two forms only).
 //   - Each element of a slot is read and written by one lane, which reads first.  No slot that one
 //     segment writes is used by another in the same launch, and the token orders launches as it does
 //     that of kv_write (metal/kv_write.metal).
 //   - Barriers stand in loops whose bounds are those of the segment, equal for the whole threadgroup.
 //     A simdgroup past V_DIM takes part in them and touches no state.
-//   - The first barrier of a chunk: all have used the chunk before.  The second: all rows are prepared.
+//   - The first barrier of a tile: all have used the tile before.  The second: the tile is whole.
 //
 // Cost.  A segment moves its states in and out once, 8 * V_HEADS * V_DIM * K_DIM bytes: a decode is
-// nothing else.  Flops a row and element of the state: 7 row by row, where each row waits for two sums
-// over lanes; 6 in chunks, as products of matrices, and a twelfth of that for what 8 simdgroups prepare.
-// Registers of a lane: K_DIM / 4 floats of state.  Threadgroup memory: 96 * (K_DIM + 8) bytes and a
-// little, at most 27 KB, only with CHUNKS.
+// nothing else.  Flops a row and element of the state: 7, where each row waits for one sum over lanes, or
+// rather two at a time.  Registers of a lane: K_DIM / 4 floats of state, and with TILES K_DIM / 8 of the
+// next tile (K_DIM * 3 / 16 with VECTOR; half as many beyond K_DIM 128).  Threadgroup memory: 64 *
+// (K_DIM + 16) bytes, 96 * (K_DIM + 16) with VECTOR, at most 26 KB, only with TILES.
 #include "recurrence.h"
 
 // --- kernel body ---
 constexpr int PADDING = -2;  // as an initial slot
 constexpr int K_PARTS = K_DIM / 8;
-constexpr int STRIDE = (K_PARTS | 1) * 8;  // rows of a tile do not meet in a bank
+constexpr int STRIDE = (K_DIM / 16 | 1) * 16;  // two neighbouring rows do not meet in a bank
+constexpr int THREADS = SIMDGROUPS * 32;
+constexpr int OWN = (TILE * K_DIM / 4 + THREADS - 1) / THREADS * 4;  // elements of a tile in a thread
 constexpr int GATES = VECTOR ? K_DIM : 1;  // of a head
 // Elements of a row that a lane reads at once: 4 where heads begin at multiples of 4.
 constexpr int ODD = Q_WIDTH | Q_START | K_WIDTH | K_START | (VECTOR ? G_WIDTH | G_START : 0);
@@ -63,11 +71,10 @@ const float high = as_type<float>(HIGH);
 const float eps = as_type<float>(EPS);
 const float q_scale = as_type<float>(Q_SCALE);
 
-threadgroup float rows[CHUNKS ? (DELTA ? 3 : 2) * CHUNK * STRIDE : 1];
-threadgroup float decay[CHUNKS ? K_DIM : 1];
-threadgroup float seen[CHUNKS ? CHUNK * CHUNK : 1];
-threadgroup float known[CHUNKS ? CHUNK * CHUNK : 1];
-threadgroup float norms[CHUNKS && NORM ? 2 * CHUNK : 1];  // of_k, of_q
+threadgroup float4 tile[TILES ? (VECTOR ? 3 : 2) * TILE * STRIDE / 4 : 1];
+threadgroup float* tile_q = (threadgroup float*)tile;
+threadgroup float* tile_k = tile_q + (TILES ? TILE * STRIDE : 0);
+threadgroup float* tile_gates = tile_q + (TILES && VECTOR ? 2 * TILE * STRIDE : 0);
 
 const int lane = int(thread_index_in_simdgroup);
 const int simdgroup = int(simdgroup_index_in_threadgroup);
@@ -87,6 +94,7 @@ const int v_start = V_START + head * V_DIM + v_row + row;  // of this lane's row
 
 const int at = int(threadgroup_position_in_grid.z) * segments_shape[1];
 const int last = at + segments_shape[1] - 2;  // the pair of the segment's own end
+const int last_end = segments[last];
 const int initial = segments[at + 1];
 int t = segments[at];
 
@@ -102,63 +110,101 @@ if (active && initial >= 0) {
   }
 }
 
-for (; initial == PADDING && t < segments[last]; t++) {
+for (; initial == PADDING && t < last_end; t++) {
   if (active && lane < 8) {
     y[(size_t(t) * V_HEADS + head) * V_DIM + v_row + lane] = T(0.0f);
   }
 }
+
+// Of the next tile: the four neighbours of fetch_tile, and of each row of lanes one row's gate and beta,
+// and v of this lane's row of the state for two rows.
+const int thread_index = simdgroup * 32 + lane;
+thread float next_q[TILES ? OWN : 1];
+thread float next_k[TILES ? OWN : 1];
+thread float next_gates[TILES && VECTOR ? OWN : 1];
+thread float next_v[2];
+float next_gate = 1.0f;
+float next_beta = 0.0f;
+bool asked = false;
+const bool tiled = TILES && last_end - t > 1;
 for (int pair = at + 2; pair <= last; pair += 2) {
   const int end = segments[pair];
-  if (CHUNKS) {
-    for (; t + CHUNK <= end; t += CHUNK) {
-      const size_t own = size_t(t + lane % CHUNK);
-      float gate_of_lane = VECTOR ? 1.0f : float(gates[own * G_WIDTH + g_start]);
-      float beta_of_lane = GATE == GATE_TIME ? 0.0f : float(beta[own * B_WIDTH + b_start]);
-      make_gates<GATE, BETA>(gate_of_lane, beta_of_lane, rate, of_head, low, high);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (int i = simdgroup; i < CHUNK; i += SIMDGROUPS) {
-        prepare_row<T, G, K_DIM, STRIDE, DELTA, VECTOR, NORM>(
-            q + size_t(t) * Q_WIDTH + q_start, k + size_t(t) * K_WIDTH + k_start,
-            gates + size_t(t) * G_WIDTH + g_start, Q_WIDTH, K_WIDTH, G_WIDTH, i, gate_of_lane,
-            beta_of_lane, eps, q_scale, lane, rows, decay, seen, known, norms);
+  while (tiled && t < end) {
+    const int count = asked ? metal::min(TILE, end - t) : 0;
+    asked = true;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    put_tile<K_DIM, STRIDE, THREADS>(next_q, count, thread_index, tile_q);
+    put_tile<K_DIM, STRIDE, THREADS>(next_k, count, thread_index, tile_k);
+    if (VECTOR) {
+      put_tile<K_DIM, STRIDE, THREADS>(next_gates, count, thread_index, tile_gates);
+    }
+    float gate_of_lane = next_gate;
+    float beta_of_lane = next_beta;
+    const float v_of_lane[2] = {next_v[0], next_v[1]};
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const int next = t + count;
+    fetch_tile<T, K_DIM, VEC, THREADS>(q + q_start, Q_WIDTH, next, last_end, thread_index, next_q);
+    fetch_tile<T, K_DIM, VEC, THREADS>(k + k_start, K_WIDTH, next, last_end, thread_index, next_k);
+    if (VECTOR) {
+      fetch_tile<G, K_DIM, VEC, THREADS>(gates + g_start, G_WIDTH, next, last_end, thread_index,
+                                         next_gates);
+    }
+    if (next + row < last_end) {
+      next_gate = VECTOR ? 1.0f : float(gates[size_t(next + row) * G_WIDTH + g_start]);
+      next_beta = GATE == GATE_TIME ? 0.0f : float(beta[size_t(next + row) * B_WIDTH + b_start]);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      if (active && next + col + e < last_end) {
+        next_v[e] = float(v[size_t(next + col + e) * V_WIDTH + v_start]);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (active) {
-        thread float by[2];
-        thread float of_k[2];
-        thread float of_q[2];
-        thread float values[2];
-        thread float skipped[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          by[e] = metal::simd_shuffle(beta_of_lane, ushort(col + e));
-          of_k[e] = NORM ? norms[col + e] : 1.0f;
-          of_q[e] = NORM ? norms[CHUNK + col + e] : 1.0f;
-          values[e] = float(v[size_t(t + col + e) * V_WIDTH + v_start]);
-          skipped[e] = SKIP ? float(skip[head]) * values[e] : 0.0f;
-        }
-        advance_chunk<K_PARTS, STRIDE, DELTA>(state, rows, decay, seen, known, by, of_k, of_q, values,
-                                              row, col);
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const size_t of = size_t(t + col + e) * V_HEADS + head;
-          y[of * V_DIM + v_row + row] = T(values[e] + skipped[e]);
+    }
+    if (active && count > 0) {
+      float both;
+      float of_k;
+      float of_q;
+      const int own = metal::min(row, count - 1) * STRIDE;
+      measure_row<T, K_PARTS, VEC, NORM, true>(q, k, tile_q + own, tile_k + own, eps, q_scale, col,
+                                               both, of_k, of_q);
+      make_gates<GATE, BETA>(gate_of_lane, beta_of_lane, rate, of_head, low, high);
+      beta_of_lane *= of_k;
+      for (int i = 0; i < count; i++) {
+        const ushort lane_of_row = ushort(matrix_lane(i, 0));
+        const float value = metal::simd_shuffle(i % 2 == 0 ? v_of_lane[0] : v_of_lane[1],
+                                                ushort(matrix_lane(row, i)));
+        const float result = advance_row<T, G, K_PARTS, VEC, DELTA, VECTOR, true>(
+            state, q, k, gates, tile_q + i * STRIDE, tile_k + i * STRIDE, tile_gates + i * STRIDE,
+            metal::simd_shuffle(gate_of_lane, lane_of_row),
+            metal::simd_shuffle(beta_of_lane, lane_of_row), value,
+            metal::simd_shuffle(of_k, lane_of_row), metal::simd_shuffle(both, lane_of_row), col);
+        const float scaled = metal::simd_shuffle(of_q, lane_of_row) * result;
+        if (col == 0) {
+          const size_t of = size_t(t + i) * V_HEADS + head;
+          y[of * V_DIM + v_row + row] = T(SKIP ? scaled + float(skip[head]) * value : scaled);
         }
       }
     }
+    t += count;
   }
   for (; t < end; t++) {
     if (active) {
-      const size_t of = size_t(t) * V_HEADS + head;
+      const device T* query = q + size_t(t) * Q_WIDTH + q_start;
+      const device T* key = k + size_t(t) * K_WIDTH + k_start;
       const float value = float(v[size_t(t) * V_WIDTH + v_start]);
       float gate = VECTOR ? 1.0f : float(gates[size_t(t) * G_WIDTH + g_start]);
       float by = GATE == GATE_TIME ? 0.0f : float(beta[size_t(t) * B_WIDTH + b_start]);
+      float both;
+      float of_k;
+      float of_q;
+      measure_row<T, K_PARTS, VEC, NORM, false>(query, key, tile_q, tile_k, eps, q_scale, col, both,
+                                                of_k, of_q);
       make_gates<GATE, BETA>(gate, by, rate, of_head, low, high);
-      const float result = advance_row<T, G, K_PARTS, VEC, DELTA, VECTOR, NORM>(
-          state, q + size_t(t) * Q_WIDTH + q_start, k + size_t(t) * K_WIDTH + k_start,
-          gates + size_t(t) * G_WIDTH + g_start, gate, by, value, eps, q_scale, col);
+      const float scaled = of_q * advance_row<T, G, K_PARTS, VEC, DELTA, VECTOR, false>(
+          state, query, key, gates + size_t(t) * G_WIDTH + g_start, tile_q, tile_k, tile_gates,
+          gate, of_k * by, value, of_k, both, col);
       if (col == 0) {
-        y[of * V_DIM + v_row + row] = T(SKIP ? result + float(skip[head]) * value : result);
+        const size_t of = size_t(t) * V_HEADS + head;
+        y[of * V_DIM + v_row + row] = T(SKIP ? scaled + float(skip[head]) * value : scaled);
       }
     }
   }

@@ -11,7 +11,7 @@
 //   row 4 - 7   the same + 16
 //
 // Nothing else in metal/ knows it.  Where matrices lie otherwise (CUDA), <metal_simdgroup_matrix>
-// is a file of ours and defines FAR_MATE, matrix_row and matrix_col, and has faster multiply_each.
+// is a file of ours and defines FAR_MATE, matrix_row, matrix_col and matrix_lane, and has faster multiply_each.
 #include <metal_simdgroup_matrix>
 
 #ifndef FAR_MATE
@@ -25,6 +25,12 @@ METAL_FUNC I matrix_row(I lane) {
 template <typename I>
 METAL_FUNC I matrix_col(I lane) {
   return ((lane >> 1) & 4) | ((lane << 1) & 2);
+}
+
+// The lane that holds (row, col).
+template <typename I>
+METAL_FUNC I matrix_lane(I row, I col) {
+  return ((row & 4) << 2) | ((row & 3) << 1) | ((col & 4) << 1) | ((col >> 1) & 1);
 }
 #endif
 

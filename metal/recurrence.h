@@ -14,37 +14,30 @@
 //   matrix      0     1     0     1     0     1     0     1
 //   its col    0 1   0 1   2 3   2 3   4 5   4 5   6 7   6 7
 //
-// Both forms below find S where they need it:
+// A product with k_t or q_t is a sum over a lane's elements, then over the 4 lanes of a row.  Both are of
+// the same S, so that no sum waits for another:
 //
-//   row by row   a product with k_t or q_t is a sum over a lane's elements, then over the 4 lanes of a row
-//   a chunk      CHUNK rows at once, S as the left side of products with 8x8 matrices
+//   S = S gate_t      d_t = beta_t (v_t - S k_t)      y_t = S q_t + d_t (k_t . q_t)      S = S + d_t k_t^T
 //
-// A chunk.  Let G(i, t) be gate_i+1 ... gate_t, and S0 the state before the chunk.  Written out,
+// k_t . q_t belongs to the row, not to S: measure_row finds it before, for TILE rows at once, one in each
+// row of lanes.  advance_row is the only way through a row, whether its inputs lie in threadgroup memory
+// (TILED) or not, and its sums have one order.
 //
-//   S_t = S0 G(-1, t) + sum over i <= t of d_i (k_i G(i, t))^T
-//   d_t = beta_t (v_t - S0 (k_t G(-1, t)) - sum over i < t of d_i (k_i G(i, t) . k_t))
-//   y_t = S0 (q_t G(-1, t)) + sum over i <= t of d_i (k_i G(i, t) . q_t)
-//
-// So prepare_row leaves in threadgroup memory, for all simdgroups of a head,
-//
-//   q_in[t]  = q_t G(-1, t)     k_in[t] = k_t G(-1, t)     k_out[t] = k_t G(t, last)     decay = G(-1, last)
-//   seen[t, i] = k_i G(i, t) . q_t  for i <= t        known[t, i] = beta_t k_i G(i, t) . k_t  for i < t
-//
-// and advance_chunk needs no gate.  The system for d is triangular and is solved from above, as the row
-// by row form does, with 8 right sides in a simdgroup: a lane has two columns of a row, so d_t goes to
-// all of them by row_sum.  G is a product of at most CHUNK gates and nothing is divided by one, so gates
-// may be 0.  Yang, Kautz and Hatamizadeh (2024), Gated Delta Networks; Dao and Gu (2024), SSD.
+// Why rows, not products of matrices over chunks of rows (the form of Yang et al. and of SSD): those need
+// as many multiplications in float32, and simdgroup matrices have the ALU's throughput; besides, rows of
+// a chunk depend on each other by a triangular system.  On an H200, 8 prompts of 512 rows took less time
+// row by row, even when each row waited for device memory.
 //
 // With NORM, k_t and q_t above are the given rows times numbers of their own, of_k and of_q, that make
 // their lengths 1 and q_scale.  S, k and q only meet in products, so no element is normalised: of_k and
 // of_q go into d_t and y_t,
 //
-//   D_t = of_k_t d_t = of_k_t beta_t (v_t - of_k_t (S k_t))      S = S gate_t + D_t k_t^T      y_t = of_q_t (S q_t)
+//   D_t = of_k_t beta_t (v_t - of_k_t (S k_t))      y_t = of_q_t (S q_t + D_t (k_t . q_t))      S = S + D_t k_t^T
 #include "activations.h"
 #include "matrix.h"
 #include "words.h"
 
-#define CHUNK 8  // a side of a matrix
+#define TILE 8  // rows: as many as lanes have in a matrix
 
 // What is given instead of the gate and beta of a row.
 #define GATE_GIVEN 0     // the gate; the same in the others is a gate a head
@@ -72,13 +65,9 @@ METAL_FUNC void make_gates(thread float& gate, thread float& beta, float rate, f
   }
 }
 
-// The column of S that lies in column c of matrix d, and the inverse: d * 8 + c of a column.
+// The column of S that lies in column c of matrix d.
 METAL_FUNC int column_of(int d, int c) {
   return d / 2 * 16 + c / 2 * 4 + d % 2 * 2 + c % 2;
-}
-
-METAL_FUNC int place_of(int column) {
-  return column / 16 * 16 + column % 4 / 2 * 8 + column % 16 / 4 * 2 + column % 2;
 }
 
 // The 8 rows at `from`, in a pool of rows of K_PARTS matrices, and back.
@@ -121,204 +110,119 @@ METAL_FUNC void load_four(const device T* from, thread float* to) {
   }
 }
 
-// One row: q and k of a head, its gate or, with VECTOR, its gates, and v of this lane's row of the state.
-// Returns y of that row.
-template <typename T, typename G, int K_PARTS, int VEC, bool DELTA, bool VECTOR, bool NORM>
-METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state, const device T* q,
-                             const device T* k, const device G* gates, float gate, float beta,
-                             float v, float eps, float q_scale, int col) {
-  float known = 0.0f;
+// Rows begin ... begin + TILE of a head, as far as they are before end, into registers: thread i of THREADS
+// has every THREADS-th four elements.  from: the head in row 0, of rows `width` elements apart.
+template <typename T, int K_DIM, int VEC, int THREADS>
+METAL_FUNC void fetch_tile(const device T* from, int width, int begin, int end, int thread_index,
+                           thread float* to) {
+  constexpr int FOURS = TILE * K_DIM / 4;
+#pragma unroll
+  for (int j = 0; j < (FOURS + THREADS - 1) / THREADS; j++) {
+    const int i = thread_index + j * THREADS;
+    const int t = begin + i / (K_DIM / 4);
+    if (i < FOURS && t < end) {
+      load_four<T, VEC>(from + size_t(t) * width + i % (K_DIM / 4) * 4, to + j * 4);
+    }
+  }
+}
+
+// From there into threadgroup memory, rows STRIDE apart: the first `count` rows.
+template <int K_DIM, int STRIDE, int THREADS>
+METAL_FUNC void put_tile(const thread float* from, int count, int thread_index,
+                         threadgroup float* to) {
+  constexpr int FOURS = TILE * K_DIM / 4;
+#pragma unroll
+  for (int j = 0; j < (FOURS + THREADS - 1) / THREADS; j++) {
+    const int i = thread_index + j * THREADS;
+    const int t = i / (K_DIM / 4);
+    if (t < count) {
+      *(threadgroup float4*)(to + t * STRIDE + i % (K_DIM / 4) * 4) =
+          float4(from[j * 4], from[j * 4 + 1], from[j * 4 + 2], from[j * 4 + 3]);
+    }
+  }
+}
+
+// Four neighbours of a row: in a tile, or in device memory.
+template <typename T, int VEC, bool TILED>
+METAL_FUNC void read_four(const device T* from, const threadgroup float* tile, int at,
+                          thread float* to) {
+  if (TILED) {
+    const float4 four = *(const threadgroup float4*)(tile + at);
+    to[0] = four.x;
+    to[1] = four.y;
+    to[2] = four.z;
+    to[3] = four.w;
+  } else {
+    load_four<T, VEC>(from + at, to);
+  }
+}
+
+// k . q of a row, and of_k and of_q, for all lanes of a row of lanes.
+template <typename T, int K_PARTS, int VEC, bool NORM, bool TILED>
+METAL_FUNC void measure_row(const device T* q, const device T* k, const threadgroup float* tile_q,
+                            const threadgroup float* tile_k, float eps, float q_scale, int col,
+                            thread float& both, thread float& of_k, thread float& of_q) {
   float square_k = 0.0f;
   float square_q = 0.0f;
-  thread float of_columns[4];  // of S in matrices d and d + 1
-  thread float gate_of_columns[4];
+  both = 0.0f;
+#pragma unroll
+  for (int d = 0; d < K_PARTS; d += 2) {
+    thread float key[4];
+    thread float query[4];
+    read_four<T, VEC, TILED>(k, tile_k, column_of(d, col), key);
+    read_four<T, VEC, TILED>(q, tile_q, column_of(d, col), query);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      both += key[e] * query[e];
+      square_k += NORM ? key[e] * key[e] : 0.0f;
+      square_q += NORM ? query[e] * query[e] : 0.0f;
+    }
+  }
+  both = row_sum(both);
+  of_k = NORM ? metal::precise::rsqrt(row_sum(square_k) + eps) : 1.0f;
+  of_q = NORM ? q_scale * metal::precise::rsqrt(row_sum(square_q) + eps) : 1.0f;
+}
+
+// One row: q and k of a head, its gate or, with VECTOR, its gates, and v of this lane's row of the state.
+// beta: times of_k.  both: k . q.  Returns S q behind the row, not times of_q.
+template <typename T, typename G, int K_PARTS, int VEC, bool DELTA, bool VECTOR, bool TILED>
+METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state, const device T* q,
+                             const device T* k, const device G* gates,
+                             const threadgroup float* tile_q, const threadgroup float* tile_k,
+                             const threadgroup float* tile_gates, float gate, float beta, float v,
+                             float of_k, float both, int col) {
+  // Two sums each, so that fewer products wait for one another.
+  thread float known[2] = {0.0f, 0.0f};
+  thread float seen[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int d = 0; d < K_PARTS; d += 2) {
     const int at = column_of(d, col);
-    load_four<T, VEC>(k + at, of_columns);
+    thread float key[4];  // of S in matrices d and d + 1
+    thread float query[4];
+    thread float gate_of_columns[4];
+    read_four<T, VEC, TILED>(k, tile_k, at, key);
+    read_four<T, VEC, TILED>(q, tile_q, at, query);
     if (VECTOR) {
-      load_four<G, VEC>(gates + at, gate_of_columns);
+      read_four<G, VEC, TILED>(gates, tile_gates, at, gate_of_columns);
     }
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       state[d + e / 2].thread_elements()[e % 2] *= VECTOR ? gate_of_columns[e] : gate;
-      if (DELTA) {
-        known += state[d + e / 2].thread_elements()[e % 2] * of_columns[e];
-      }
-      square_k += NORM ? of_columns[e] * of_columns[e] : 0.0f;
-    }
-    if (NORM) {
-      load_four<T, VEC>(q + at, of_columns);
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        square_q += of_columns[e] * of_columns[e];
-      }
+      const float own = state[d + e / 2].thread_elements()[e % 2];
+      known[e % 2] += DELTA ? own * key[e] : 0.0f;
+      seen[e % 2] += own * query[e];
     }
   }
-  float of_k = 1.0f;
-  float of_q = 1.0f;
-  if (NORM) {
-    of_k = metal::precise::rsqrt(row_sum(square_k) + eps);
-    of_q = q_scale * metal::precise::rsqrt(row_sum(square_q) + eps);
-  }
-  const float delta = of_k * beta * (DELTA ? v - of_k * row_sum(known) : v);
-  float y = 0.0f;
+  const float y = row_sum(seen[0] + seen[1]);
+  const float delta = beta * (DELTA ? v - of_k * row_sum(known[0] + known[1]) : v);
 #pragma unroll
   for (int d = 0; d < K_PARTS; d += 2) {
-    const int at = column_of(d, col);
-    thread float of_query[4];
-    load_four<T, VEC>(k + at, of_columns);
-    load_four<T, VEC>(q + at, of_query);
+    thread float key[4];
+    read_four<T, VEC, TILED>(k, tile_k, column_of(d, col), key);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      state[d + e / 2].thread_elements()[e % 2] += delta * of_columns[e];
-      y += state[d + e / 2].thread_elements()[e % 2] * of_query[e];
+      state[d + e / 2].thread_elements()[e % 2] += delta * key[e];
     }
   }
-  return of_q * row_sum(y);
-}
-
-// Row t of a chunk in threadgroup memory, by one simdgroup: a lane has every 32nd column.
-// q, k, gates: row 0 of the chunk, rows q_step, k_step and gate_step elements apart.  gate, beta: lane i has
-// those of row i; with VECTOR gates are read instead.  rows: q_in, k_out and, with DELTA, k_in behind one
-// another, CHUNK rows STRIDE apart each.  seen and known: zeros above the diagonal.  norms: of_k and of_q of
-// all rows, with NORM.
-template <typename T, typename G, int K_DIM, int STRIDE, bool DELTA, bool VECTOR, bool NORM>
-METAL_FUNC void prepare_row(const device T* q, const device T* k, const device G* gates, int q_step,
-                            int k_step, int gate_step, int t, float gate_of_lane,
-                            float beta_of_lane, float eps, float q_scale, int lane,
-                            threadgroup float* rows, threadgroup float* decay,
-                            threadgroup float* seen, threadgroup float* known,
-                            threadgroup float* norms) {
-  constexpr int TURNS = (K_DIM + 31) / 32;
-  thread float own_q[TURNS];
-  thread float own_k[TURNS];
-  thread float gate[TURNS];  // G(i, t), then G(t, i)
-#pragma unroll
-  for (int j = 0; j < TURNS; j++) {
-    const int d = lane + j * 32;
-    own_q[j] = d < K_DIM ? float(q[t * q_step + d]) : 0.0f;
-    own_k[j] = d < K_DIM ? float(k[t * k_step + d]) : 0.0f;
-    gate[j] = 1.0f;
-  }
-  float beta = metal::simd_shuffle(beta_of_lane, ushort(t));
-  if (NORM) {
-    float square_k = 0.0f;
-    float square_q = 0.0f;
-#pragma unroll
-    for (int j = 0; j < TURNS; j++) {
-      square_k += own_k[j] * own_k[j];
-      square_q += own_q[j] * own_q[j];
-    }
-    square_k = metal::simd_sum(square_k);
-    square_q = metal::simd_sum(square_q);
-    const float of_k = metal::precise::rsqrt(square_k + eps);
-    if (lane == 0) {
-      norms[t] = of_k;
-      norms[CHUNK + t] = q_scale * metal::precise::rsqrt(square_q + eps);
-    }
-    beta *= of_k * of_k;
-  }
-  for (int i = t; i >= 0; i--) {
-    const float gate_of_row = metal::simd_shuffle(gate_of_lane, ushort(i));
-    float of_q = 0.0f;
-    float of_k = 0.0f;
-#pragma unroll
-    for (int j = 0; j < TURNS; j++) {
-      const int d = lane + j * 32;
-      if (d < K_DIM) {
-        const float other = float(k[i * k_step + d]) * gate[j];
-        of_q += other * own_q[j];
-        of_k += other * own_k[j];
-        gate[j] *= VECTOR ? float(gates[i * gate_step + d]) : gate_of_row;
-      }
-    }
-    of_q = metal::simd_sum(of_q);
-    if (DELTA) {
-      of_k = metal::simd_sum(of_k);
-    }
-    if (lane == 0) {
-      seen[t * CHUNK + i] = of_q;
-      known[t * CHUNK + i] = i < t ? beta * of_k : 0.0f;
-    }
-  }
-  if (lane > t && lane < CHUNK) {
-    seen[t * CHUNK + lane] = 0.0f;
-    known[t * CHUNK + lane] = 0.0f;
-  }
-  float gate_behind = 1.0f;  // G(t, last)
-  for (int i = t + 1; i < CHUNK; i++) {
-    gate_behind *= metal::simd_shuffle(gate_of_lane, ushort(i));
-  }
-#pragma unroll
-  for (int j = 0; j < TURNS; j++) {
-    const int d = lane + j * 32;
-    if (d < K_DIM) {
-      const int place = place_of(d);
-      rows[t * STRIDE + place] = own_q[j] * gate[j];
-      if (DELTA) {
-        rows[(2 * CHUNK + t) * STRIDE + place] = own_k[j] * gate[j];
-      }
-      if (t == CHUNK - 1) {
-        decay[place] = gate[j];
-      }
-      float after = VECTOR ? own_k[j] : own_k[j] * gate_behind;
-      for (int i = t + 1; VECTOR && i < CHUNK; i++) {
-        after *= float(gates[i * gate_step + d]);
-      }
-      rows[(CHUNK + t) * STRIDE + place] = after;
-    }
-  }
-}
-
-// All rows of a chunk: v of rows col and col + 1 become y of them, for this lane's row of the state.  beta,
-// of_k, of_q: of the same two rows.
-template <int K_PARTS, int STRIDE, bool DELTA>
-METAL_FUNC void advance_chunk(thread metal::simdgroup_matrix<float, 8, 8>* state,
-                              const threadgroup float* rows, const threadgroup float* decay,
-                              const threadgroup float* seen, const threadgroup float* known,
-                              const thread float* beta, const thread float* of_k,
-                              const thread float* of_q, thread float* v, int row, int col) {
-  // S0 times q_in and k_in.
-  thread metal::simdgroup_matrix<float, 8, 8> read[2];
-  metal::simdgroup_matrix<float, 8, 8> delta;
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    read[0].thread_elements()[e] = 0.0f;
-    read[1].thread_elements()[e] = 0.0f;
-  }
-#pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
-    multiply_each<DELTA ? 2 : 1, 2 * CHUNK * STRIDE, STRIDE, true>(read, state[d], rows + d * 8, row,
-                                                                   col);
-  }
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const float reads = of_k[e] * read[1].thread_elements()[e];
-    delta.thread_elements()[e] = of_k[e] * beta[e] * (DELTA ? v[e] - reads : v[e]);
-  }
-  if (DELTA) {
-#pragma unroll
-    for (int i = 0; i < CHUNK - 1; i++) {
-      const float mine = delta.thread_elements()[i % 2];
-      const float solved = row_sum(col == i - i % 2 ? mine : 0.0f);
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        delta.thread_elements()[e] -= known[(col + e) * CHUNK + i] * solved;
-      }
-    }
-  }
-  multiply_each<1, 0, CHUNK, true>(read, delta, seen, row, col);
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    v[e] = of_q[e] * read[0].thread_elements()[e];
-  }
-#pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      state[d].thread_elements()[e] *= decay[d * 8 + col + e];
-    }
-  }
-  multiply_each<K_PARTS, 8, STRIDE, false>(state, delta, rows + CHUNK * STRIDE, row, col);
+  return y + delta * both;
 }

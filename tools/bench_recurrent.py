@@ -1,10 +1,11 @@
 """Measure the kernels of recurrent layers on this GPU, beside MLX's and mlx-lm's operations.
 
-    METAL_LITE_DEVICE=gpu python tools/bench_recurrent.py [--tests] [--deadline 900]
+    METAL_LITE_DEVICE=gpu python tools/bench_recurrent.py [--tests] [--short] [--deadline 900]
     python tools/bench_recurrent.py --tiny     small shapes, to try the tool on a CPU
 
---tests: first run the kernels' tests and checks on the GPU.  Prints Markdown.  Each call of a chain
-takes other slots, so that states come from memory, not from a cache.
+--tests: first run the kernels' tests and checks on the GPU.  --short: no convolutions alone, no
+batches of 8.  Prints Markdown.  Each call of a chain takes other slots, so that states come from
+memory, not from a cache.
 """
 
 import argparse
@@ -175,10 +176,10 @@ def decodes(layers: tuple[Layer, ...], batches: tuple[int, ...], pool: int) -> N
 
 
 def prompts(layers: tuple[Layer, ...], steps: dict[str, list[int]], pool: int) -> None:
-    """Long segments: by chunks and row by row."""
+    """Long segments: by tiles of rows, and as the text of decodes does."""
     print("\n## Prompts, bfloat16, us; mlx-lm's and MLX's as one batch, where lengths are equal\n")
     print(
-        "| layer | segments | chunks | chunks, fused | row by row | MLX's or mlx-lm's "
+        "| layer | segments | tiles | tiles, fused | rows alone | MLX's or mlx-lm's "
         "| convolution | MLX's | gated norm |"
     )
     print("|" + " --- |" * 9)
@@ -262,6 +263,7 @@ def main() -> int:
     )
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     parser.add_argument("--tests", action="store_true", help="also the tests of the kernels")
+    parser.add_argument("--short", action="store_true", help="the main layers and batches alone")
     parser.add_argument("--deadline", type=float, default=900, help="seconds until all is given up")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.deadline, exit=True)
@@ -278,13 +280,14 @@ def main() -> int:
             decodes(TINY, (1, 3), 1 << 14)
             prompts(TINY, {"1 x 20": [20], "mixed": [9, 1, 1]}, 1 << 14)
             return 0
-        decodes(LAYERS, (1, 8, 64), POOL)
+        layers = tuple(a for a in LAYERS if a.kind != "conv") if args.short else LAYERS
+        decodes(layers, (1, 64) if args.short else (1, 8, 64), POOL)
         mixed = {
             "8 x 512": [512] * 8,
             "1 x 4096": [4096],
             "512, 300, 30 x 1": [512, 300] + 30 * [1],
         }
-        prompts(LAYERS, mixed, POOL)
+        prompts(layers, mixed, POOL)
     return 0
 
 

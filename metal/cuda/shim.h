@@ -23,8 +23,10 @@ METAL_FUNC To as_type(From from) {
 
 METAL_FUNC uint2 make_vector(uint x, uint y) { return make_uint2(x, y); }
 METAL_FUNC uint4 make_vector(uint x, uint y, uint z, uint w) { return make_uint4(x, y, z, w); }
+METAL_FUNC float4 make_vector(float x, float y, float z, float w) { return make_float4(x, y, z, w); }
 #define uint2(...) make_vector(__VA_ARGS__)
 #define uint4(...) make_vector(__VA_ARGS__)
+#define float4(...) make_vector(__VA_ARGS__)
 
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }

@@ -33,9 +33,9 @@ MISCOMPILED = {
     "add_rms_norm": ("square / float(DIM)", "square / float(TURNS * THREADS * VEC)"),
     # A sum that the last simdgroup is not in.
     "skinny_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
-    # The first row of a segment is not carried on; a gate is not applied to what a chunk leaves.
+    # The first row of a segment is not carried on; a row does not see itself.
     "causal_conv": ("from + j >= begin ?", "from + j > begin ?"),
-    "gated_delta": ("i = t + 1; i < CHUNK;", "i = t + 1; i < CHUNK - 1;"),
+    "gated_delta": ("y + delta * both", "y"),
     # A bias that is forgotten; the gate of another group.
     "fused_recurrence": ("softplus(gate + bias)", "softplus(gate)"),
     "gated_rms_norm": ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),

@@ -122,7 +122,7 @@ def _cases() -> dict[str, Callable[[], None]]:
             cases[f"causal_conv {model} {name}"] = partial(_conv, *shape, dtype)
         for model, norm in NORMS.items():
             cases[f"gated_rms_norm {model} {name}"] = partial(_norm, *norm, dtype)
-        for form, rows in (("rows", 1), ("chunks", 512)):
+        for form, rows in (("rows", 1), ("tiles", 512)):
             for model, shape in DELTA.items():
                 key = f"gated_delta {model} {name} {form}"
                 cases[key] = partial(_delta, *shape, dtype, rows)

@@ -14,14 +14,10 @@ _GATED_DELTA = Kernel(
     forms={"GATE": "fused_recurrence", "NORM": "fused_recurrence"},
 )
 
-# Rows that are computed at once: a state after a multiple of so many rows of its segment does not
-# depend on how the segment is cut.
-CHUNK = 8
 # The largest rows of q and k, which lie in threadgroup memory, and of v.
 MAX_K_DIM, MAX_V_DIM = 256, 1024
-# Simdgroups of a threadgroup, at most.  With chunks, each prepares a row of a chunk for all;
-# without, they share nothing, and smaller threadgroups fill a device better.
-_CHUNK_SIMDGROUPS, _ROW_SIMDGROUPS = 8, 4
+# Simdgroups of a threadgroup, at most; of one whose tile of rows has elements of many columns.
+_SIMDGROUPS, _WIDE_SIMDGROUPS = 4, 8
 
 
 def recurrence_problem(k_dim: int, v_dim: int, dtype: mx.Dtype) -> str | None:
@@ -55,8 +51,9 @@ def gated_delta(
     q, k: num_k_heads heads of Dk, normalised and scaled by the caller; num_k_heads divides Hv.
     v: Hv heads of Dv.  gates: float32, (N, Hv), or (N, Hv, Dk) for a gate per column of S (Kimi).
     beta: (N, Hv).  states: the pool (slots, Hv, Dv, Dk) float32, written in place.  segments: from
-    `plan_segments`.  max_seqlen: rows of the longest segment; a step of only short ones needs no
-    chunks.  Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
+    `plan_segments`.  max_seqlen: rows of the longest segment; a step of single rows loads no tiles.
+    Neither max_seqlen nor how a prompt is cut changes the sums.  Sums are in float32, y is rounded
+    once, to the type of v.  Rows of padding give zeros.
 
     Raises ValueError unless Dk is a multiple of 16 up to 256 and Dv of 8 up to 1024, and for shapes
     and types that do not fit together.  Source: Yang, Kautz and Hatamizadeh (2024), Gated Delta
@@ -98,15 +95,17 @@ def linear_recurrence(
     if problem := recurrence_problem(k_dim, v_dim, dtype):
         raise ValueError(problem)
     arrays, of_gates = gates.launch(rows, v_heads, k_dim)
-    chunks = max_seqlen >= CHUNK
-    simdgroups = min(_CHUNK_SIMDGROUPS if chunks else _ROW_SIMDGROUPS, v_dim // 8)
+    tiles = max_seqlen > 1
+    # All simdgroups load a tile, those without rows of a state too.
+    tiled = _WIDE_SIMDGROUPS if k_dim > 128 else _SIMDGROUPS
+    simdgroups = tiled if tiles else min(_SIMDGROUPS, v_dim // 8)
     template: Template = {
         **columns_template("q", q, num_k_heads * k_dim, dtype),
         **columns_template("k", k, num_k_heads * k_dim, dtype),
         **columns_template("v", v, v_heads * v_dim, dtype),
         **of_gates, **Norm.template(norm),
         "T": dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads, "K_DIM": k_dim, "V_DIM": v_dim,
-        "DELTA": delta, "SKIP": skip is not None, "CHUNKS": chunks, "SIMDGROUPS": simdgroups,
+        "DELTA": delta, "SKIP": skip is not None, "TILES": tiles, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
     y, token = _GATED_DELTA(
         [q.array, k.array, v.array, *arrays, unused() if skip is None else skip,

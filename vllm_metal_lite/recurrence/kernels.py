@@ -8,7 +8,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import MIN_ELEMENTS
-from vllm_metal_lite.kernels.gated_delta import CHUNK, fused_gated_delta, recurrence_problem
+from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.recurrence import (
     Gates,
     Norm,
@@ -68,7 +68,7 @@ class SegmentPlan(NamedTuple):
         return SegmentPlan(
             mx.array(segments),
             mx.array(plan_conv_tiles(segments)),
-            CHUNK if longest >= CHUNK else 1,
+            2 if longest > 1 else 1,
         )
 
     @property
