@@ -37,7 +37,7 @@ def test_who_needs_it_and_what_follows(name, monkeypatch):
     model = tiny.packed(name)
     packed = model.packed
     assert packed.by_segment
-    assert (packed.no_prefix_cache is not None) == (name == "baichuan_m1")  # it keeps states too
+    assert (packed.no_prefix_cache is None) == (not packed.layout.states)
     store = PagedStore(packed.attention_specs, 4, 8)
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
     path = choose_attention(model, store, "auto")
