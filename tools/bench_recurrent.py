@@ -142,6 +142,7 @@ class Step:
     def norm(self) -> Launch:
         """Chained by its result."""
         z = Columns(self.v.reshape(self.rows, -1), 0)
+        mx.eval(z.array)  # a compiled function may capture only what is there
         return lambda x: gated_rms_norm(x, z, self.ones, 1e-5, dim=self.layer.v_dim)
 
 
