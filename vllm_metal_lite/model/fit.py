@@ -104,6 +104,6 @@ def _warn_by_segment(reason: str, model_type: str, is_unexpected: bool | None) -
         advice = "Its answers are right. docs/models.md lists the architectures that run packed."
     logger.warning(
         f"SLOW: attention of this {model_type} runs a segment at a time. Each step copies the "
-        "context of every request, kernels and the prefix cache are off, and even one request can "
+        "context of every request, kernels are off, and even one request can "
         f"run at half the speed of mlx-lm alone. Reason: {reason}. {advice}"
     )
