@@ -117,12 +117,13 @@ def logits_alone(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
     return np.array(logits.astype(mx.float32))
 
 
-_alone: dict[tuple, list[int]] = {}
+# By the model's id, which nothing else gets while the model is kept here.
+_alone: dict[tuple, tuple[nn.Module, list[int]]] = {}
 
 
 def alone(model: nn.Module, prompt: Sequence[int], n: int) -> list[int]:
     """n greedy tokens by mlx-lm generating this request alone; remembered."""
-    known = _alone.setdefault((id(model), *prompt), [])
+    _, known = _alone.setdefault((id(model), *prompt), (model, []))
     if len(known) < n:
         known[:] = [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=n)]
     return known[:n]

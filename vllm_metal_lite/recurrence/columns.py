@@ -7,7 +7,7 @@ from typing import Any
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
 
-# Operations after which an array is no longer what it was made as.
+# Operations that change an array in place.
 IN_PLACE = tuple(
     f"__{name}__"
     for name in (

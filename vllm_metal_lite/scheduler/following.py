@@ -30,8 +30,8 @@ def find_leader(
 ) -> tuple[Request, int] | None:
     """(leader, position) of the longest common prefix that is worth waiting for, or None.
 
-    start: where the request could start now.  end: the last position it can start from.  leaders:
-    prompts that are being computed, with the names of all their full blocks.
+    start: where the request could start in this step.  end: the last position it can start from.
+    leaders: prompts that are being computed, with the names of all their full blocks.
     """
     best, at = None, start + WORTH_WAITING - 1
     for leader in leaders:

@@ -106,7 +106,9 @@ class StateSlots:
             return False
         self.num_taken += 1
         self._found.discard(slot)
-        (self._disposable.add if disposable else self._disposable.discard)(slot)
+        self._disposable.discard(slot)
+        if disposable:
+            self._disposable.add(slot)
         return True
 
     def replace(self, name: bytes) -> None:
@@ -133,7 +135,7 @@ class StateSlots:
         return new[0]
 
     def unname(self, slots: Iterable[int]) -> None:
-        """These are no checkpoints any more."""
+        """Take the names of checkpoints away."""
         for slot in slots:
             self.pool.unpublish([slot])
             self._disposable.discard(slot)
