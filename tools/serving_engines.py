@@ -76,7 +76,7 @@ class _Arrivals:
         self._latest = range(0)  # requests of the last wave that came
 
     def due(self) -> Iterator[range]:
-        """Numbers of requests that arrive together, by what has been answered."""
+        """The groups of requests that arrive together, as numbers, given the answers so far."""
         run = self.run
         if self.waves and all(len(run.tokens[i]) >= self.waves[0].after for i in self._latest):
             first = self._latest.stop

@@ -42,7 +42,7 @@ def floats(array):
 
 
 def check(rows, groups, dim, dtype, *, wide=False, gate_first=False, sigmoid=False, seed=0):
-    """Within the roundings of the definition, three to the type, and float32's own."""
+    """The error is at most three roundings to the type, and those of float32 sums."""
     rng, width = np.random.default_rng(seed), groups * dim
     x = draw(rng, rows, groups, dim, dtype=dtype)
     joined = draw(rng, rows, width + 12, dtype=dtype)

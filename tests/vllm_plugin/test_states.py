@@ -19,6 +19,7 @@ from tests.vllm_plugin.test_greedy import (
     check,
 )
 from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.vllm_plugin import state_slots, worker
 from vllm_metal_lite.vllm_plugin.translate import segment_slots
@@ -52,7 +53,7 @@ def few_slots(monkeypatch, num_slots):
 )
 def test_a_segment_finds_its_slots_in_the_blocks_of_vllm(start, end, expected):
     blocks = [5, 7, 8, 9] if end < 30 or start == 0 else [5, 0, 8, 9]
-    assert segment_slots(blocks, start, end, 8) == expected
+    assert segment_slots(blocks, start, end, 8) == SegmentState(*expected)
 
 
 @own_pool

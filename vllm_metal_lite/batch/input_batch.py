@@ -2,30 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.segment_state import SegmentState
 
 _NONE = np.zeros(0, np.int32)
 _NO_CHECKPOINTS = np.zeros((0, 3), np.int32)
 _NEVER = np.iinfo(np.int32).max
-
-
-class SegmentSlots(Protocol):
-    """The state slots of a segment: that it starts from, or EMPTY_SLOT; that takes its last state;
-    and (position, slot) pairs: `slot` takes the state after the request's first `position` tokens.
-    """
-
-    @property
-    def initial(self) -> int: ...
-
-    @property
-    def final(self) -> int: ...
-
-    @property
-    def checkpoints(self) -> Sequence[tuple[int, int]]: ...
 
 
 class InputBatch:
@@ -101,7 +86,7 @@ class InputBatch:
         req_indices: np.ndarray,
         num_computed: np.ndarray,
         num_scheduled: np.ndarray,
-        states: Sequence[SegmentSlots] | None = None,
+        states: Sequence[SegmentState] | None = None,
     ) -> ForwardBatch:
         """Gather a step from the table.
 
@@ -165,7 +150,7 @@ class InputBatch:
 
 
 def _slots(
-    states: Sequence[SegmentSlots], cu_seqlens: np.ndarray, num_computed: np.ndarray
+    states: Sequence[SegmentState], cu_seqlens: np.ndarray, num_computed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """initial_slots, final_slots and checkpoints of a ForwardBatch."""
     initial = np.array([state.initial for state in states], np.int32)

@@ -41,7 +41,7 @@ _MOST_OUTPUTS = 256
 
 
 def full_list() -> list[KernelUse]:
-    """Uses that vary each dimension in turn, far more than one model has."""
+    """Uses that vary each dimension in turn: many more than a model has."""
     shapes = []
     for dtype in TOLERANCE:
         shapes += [AttentionShape(*h, 64, 64, dtype) for h in ((4, 4), (5, 1), (16, 8), (71, 1))]

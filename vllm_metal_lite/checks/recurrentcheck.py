@@ -65,7 +65,7 @@ _GIVEN = (0, 1, 2)  # the slots that hold a state at the start; others are NaN
 
 
 def full_list() -> list[KernelUse]:
-    """Uses that vary each dimension in turn, far more than one model has."""
+    """Uses that vary each dimension in turn: many more than a model has."""
     uses = []
     for dtype in TOLERANCE:
         uses += [

@@ -31,7 +31,7 @@ Found = tuple[float, float]
 
 
 def full_list() -> list[KernelUse]:
-    """Uses that vary each dimension in turn, far more than one model has."""
+    """Uses that vary each dimension in turn: many more than a model has."""
     heads = ((4, 4), (8, 2), (5, 1), (16, 8), (24, 2), (71, 1))
     dims = ((32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128),
             (192, 192), (256, 256))  # fmt: skip

@@ -408,7 +408,7 @@ class LLMEngine:
         self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; nobody finds what running requests compute."""
+        """Forget all cached prefixes, and those that running requests would leave."""
         self.scheduler.reset_prefix_cache()
 
     def metrics(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.fusion.fused import FusedLaunches
 from vllm_metal_lite.kernels.remembered import Remembered
@@ -24,7 +25,6 @@ from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.usage import plain_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
-from vllm_metal_lite.scheduler.request import SegmentState
 
 logger = logging.getLogger(__name__)
 

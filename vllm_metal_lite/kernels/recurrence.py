@@ -1,7 +1,7 @@
-"""What a recurrent layer gives to `gated_delta` in the place of gates, keys and queries.
+"""The inputs of `gated_delta` for gates, keys and queries.
 
-Gates may be given, or what the layer's projection returns for them; then the kernel makes them of
-it, in float32.
+A layer gives gates, or the columns of its projection that gates are made of.  From columns the
+kernel makes gates in float32.
 """
 
 from typing import NamedTuple
@@ -30,11 +30,12 @@ class Norm(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gate and beta of each row and head, or what they are made of.
+    """The gate and beta of each row and head, or the columns that the kernel makes them of.
 
     gates: V columns, or V * K for a gate per column of the state (vector).  beta: V columns, or
-    None if kind makes it.  a_log, bias: (V,), if the gate is made.  beta_scale: 0 if beta is given;
-    else beta is a logit, and its sigmoid counts so often.  low, high: see the functions below.
+    None if the kernel makes beta too.  a_log, bias: (V,), if the gate is made.  beta_scale: 0 if
+    beta is given; else beta is a logit, and its sigmoid counts so often.  low, high: see the
+    functions below.
     """
 
     gates: Columns

@@ -11,12 +11,13 @@ from operator import itemgetter
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kernels.new_rows import Columns
 
 # As an initial slot: start from zeros.  As a slot to write: none.
-EMPTY = -1
+EMPTY = EMPTY_SLOT
 # As an initial slot: rows of no request.  Their results are zeros.
 PADDING = -2
 

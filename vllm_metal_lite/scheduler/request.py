@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockTable
 from vllm_metal_lite.scheduler.checkpoints import Planned
 
@@ -14,19 +15,6 @@ class RequestStatus(Enum):
     RUNNING = auto()  # has a seat
     PREEMPTED = auto()  # waits to be computed again
     FINISHED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentState:
-    """The state slots of a segment.
-
-    initial: read at its start, or EMPTY_SLOT.  final: written at its end.  checkpoints: (position,
-    slot) pairs; `slot` takes the state after the request's first `position` tokens.
-    """
-
-    initial: int
-    final: int
-    checkpoints: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.kv_manager import NewBlocks
-from vllm_metal_lite.scheduler.request import Request, RequestStatus, SegmentState
+from vllm_metal_lite.scheduler.request import Request, RequestStatus
 
 
 @dataclass(slots=True)

@@ -4,10 +4,11 @@ kept, and who waits for a state that another request is about to leave.
 
 from collections.abc import Sequence
 
+from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.checkpoints import last_position, plan_also
 from vllm_metal_lite.scheduler.following import MAX_FOLLOWED, find_leader, is_ahead
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
-from vllm_metal_lite.scheduler.request import Request, SegmentState
+from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler_output import Checkpoint, SchedulerOutput
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 

@@ -15,8 +15,9 @@ may be read or written by another.
 from collections.abc import Iterable
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
+from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockPool
-from vllm_metal_lite.scheduler.request import Request, SegmentState
+from vllm_metal_lite.scheduler.request import Request
 
 
 class StateSlots:

@@ -7,8 +7,8 @@ import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.runner.runner import ModelRunner
-from vllm_metal_lite.vllm_plugin.translate import SegmentSlots
 
 
 def recompute_states(
@@ -24,6 +24,6 @@ def recompute_states(
         slot, row = int(batch.final_slots[segment]), batch.req_indices[segment : segment + 1]
         for done in range(0, int(starts[segment]), max_tokens):
             count = min(max_tokens, int(starts[segment]) - done)
-            slots = SegmentSlots(slot if done else EMPTY_SLOT, slot, [])
+            slots = SegmentState(slot if done else EMPTY_SLOT, slot)
             chunk = inputs.pack(row, np.array([done]), np.array([count]), [slots])
             runner.execute(chunk, np.zeros(0, np.int32))

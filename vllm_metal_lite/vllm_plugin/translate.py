@@ -6,12 +6,13 @@ the InputBatch and the sampler, and keeps their tokens, which vLLM does not send
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -63,15 +64,7 @@ class Step:
         return max((p.k for p in self.prompt_logprobs.values()), default=0)
 
 
-class SegmentSlots(NamedTuple):
-    """The state slots of one segment, as `InputBatch.pack` takes them."""
-
-    initial: int
-    final: int
-    checkpoints: list[tuple[int, int]]
-
-
-def segment_slots(blocks: Sequence[int], start: int, end: int, block_size: int) -> SegmentSlots:
+def segment_slots(blocks: Sequence[int], start: int, end: int, block_size: int) -> SegmentState:
     """The slots of a segment of the tokens [start, end).
 
     blocks: the request's state blocks so far, 0 for a null block.  Block b is slot b - 1.  The i-th
@@ -79,7 +72,7 @@ def segment_slots(blocks: Sequence[int], start: int, end: int, block_size: int) 
     of fewer.
     """
     first, last = (start - 1) // block_size, (end - 1) // block_size
-    return SegmentSlots(
+    return SegmentState(
         blocks[first] - 1 if start else EMPTY_SLOT,
         blocks[last] - 1,
         [((i + 1) * block_size, blocks[i] - 1) for i in range(first + 1, last) if blocks[i]],
