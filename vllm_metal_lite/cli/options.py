@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
-from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.sampling_params import SamplingParams, generation_defaults
 
 # Limits of the numbers that `bench` takes.
 _MOST, _LONGEST = 1_000_000, 86_400
@@ -92,8 +92,6 @@ _SAMPLING = (
     ("presence_penalty", "X", "-2 to 2, for tokens in the answer so far"),
     ("frequency_penalty", "X", "-2 to 2, times how often they are in it"),
 )
-# The sampling fields used from a model's generation_config.json.
-_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
@@ -199,16 +197,8 @@ def sampling_fields(
 ) -> dict[str, Any]:
     """SamplingParams fields: the user's, else the model's, else ours; SamplingError if the model's
     are out of range."""
-    fields: dict[str, Any] = {"temperature": _TEMPERATURE, "max_tokens": max_tokens}
-    own = {k: generation_config[k] for k in _GENERATION_CONFIG if k in generation_config}
-    fields |= {k: v for k, v in own.items() if v is not None}
-    if generation_config.get("do_sample") is False:
-        fields["temperature"] = 0.0
-    try:
-        SamplingParams(**fields)
-    except SamplingError as e:
-        raise SamplingError("the model's generation_config.json: ", *e.parts) from None
-    return fields | dict(given)
+    fields = generation_defaults(generation_config, temperature=_TEMPERATURE)
+    return fields | {"max_tokens": max_tokens} | dict(given)
 
 
 def engine_flag(field: str) -> str:

@@ -32,8 +32,7 @@ def start_engine(
     """
     say(f"Loading {name} ...")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from vllm_metal_lite import backend
-    from vllm_metal_lite.devices import profile
+    from vllm_metal_lite.engine.describe import describe
     from vllm_metal_lite.engine.engine import LLMEngine
     from vllm_metal_lite.model.loader import load
 
@@ -42,50 +41,8 @@ def start_engine(
         if configure is not None:
             config = configure(model, config)
         engine = LLMEngine(model, config)
-    model = engine.model
-    dtype = str(model.dtype).removeprefix("mlx.core.")
-    first, size = engine.kv_groups[0], config.block_size
-    store = _size(engine.runner.attention.store.nbytes)
-    if config.kv_bits is not None:
-        store += f", {config.kv_bits} bits a value"
-    say(
-        f"Model:     {name}: {model.model_type}, {_count(model.num_parameters)} parameters, "
-        f"{_size(model.weight_bytes)}, computes in {dtype}"
-    )
-    day = profile().tuned
-    say(f"Device:    {backend.describe()}{f', tuned on {day}' if day else ''}")
-    say(
-        f"Context:   {engine.max_model_len:,} tokens; the KV store holds "
-        f"{first.num_blocks * size:,} ({first.num_blocks:,} blocks of {size}, {store})"
-    )
-    for group in engine.kv_groups:
-        if group.window is not None:
-            say(
-                f"Windows:   {len(group.layers)} layers see {group.window:,} tokens; "
-                f"for them the store holds {group.num_blocks * size:,}"
-            )
-    if slots := engine.num_state_slots:
-        seats = config.max_num_seqs
-        say(
-            f"States:    {_size(slots * model.state_bytes)} of recurrent layers: {seats} requests, "
-            f"{slots - seats} checkpoints"
-        )
-    if config.enable_prefix_caching and model.packed.no_prefix_cache:
-        say(f"Prefixes:  not cached for this model: {model.packed.no_prefix_cache}")
-    say(f"Attention: {engine.runner.attention.name} ({engine.attention_reason})")
-    reason = engine.runner.compiled.reason
-    say("Decoding:  compiled" if reason is None else f"Decoding:  not compiled ({reason})")
+    for line in describe(engine):
+        say(line)
     if name == "demo":
         say(_DEMO.format(name_after))
     return engine
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

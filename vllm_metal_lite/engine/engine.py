@@ -1,8 +1,9 @@
 """The synchronous engine: queues requests, runs steps, reports outputs."""
 
 import itertools
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.prompts import check_text, is_list, text_or_ids
+from vllm_metal_lite.engine.prompts import Prompt, is_list, render_chat, tokenize
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -27,8 +28,6 @@ from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
-
-Prompt = str | list[int] | Mapping[str, Any]
 
 # Limits memory: prompt log-probabilities need (rows, vocab_size) float32 logits per chunk.
 _PROMPT_LOGPROBS_CHUNK = 256
@@ -71,6 +70,8 @@ class LLMEngine:
         self._arrivals = itertools.count()
         self._counts = dict.fromkeys(_COUNTS, 0)
         self.async_scheduling = True
+        # Called after each completed step, by those who watch the engine.
+        self.on_step: Callable[[SchedulerOutput], None] | None = None
         # Of the steps in flight, oldest first; at most two.
         self._outputs: deque[SchedulerOutput] = deque()
 
@@ -92,31 +93,8 @@ class LLMEngine:
     # Requests
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids"
-        or "prompt".  Raises RequestError for other types and for ids outside the vocabulary."""
-        text, prompt = None, text_or_ids(prompt)
-        if isinstance(prompt, str):
-            text, prompt = prompt, self._encode(prompt) if prompt else []
-        if len(prompt) == 0:
-            raise RequestError("the prompt is empty: it must have at least one token")
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-                raise RequestError(f"token ids must be integers, got {show(token)}")
-            if not 0 <= token < self.model.vocab_size:
-                raise RequestError(
-                    f"token id {show(token)} is outside the vocabulary of {self.model.vocab_size}"
-                )
-        return text, [int(t) for t in prompt]
-
-    def _encode(self, text: str) -> list[int]:
-        check_text("the prompt", text)
-        tokenizer = self.model.tokenizer
-        if tokenizer is None:
-            raise RequestError("this model was loaded without a tokenizer: give token ids")
-        try:
-            return tokenizer.encode(text)
-        except Exception as e:
-            raise RequestError(f"the tokenizer refuses the prompt: {one_line(e)}") from e
+        """(text, token ids) of a prompt, see `prompts.tokenize`."""
+        return tokenize(prompt, self.model.tokenizer, self.model.vocab_size)
 
     def render_chat(
         self,
@@ -127,40 +105,8 @@ class LLMEngine:
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template."""
-        if not isinstance(messages, (list, tuple)) or not all(
-            isinstance(message, Mapping) and isinstance(message.get("role"), str)
-            for message in messages
-        ):
-            raise RequestError(
-                f"messages must be a list of dicts with role and content, got {show(messages)}"
-            )
-        if not messages:
-            raise RequestError("messages is empty: a conversation has at least one message")
-        if not isinstance(add_generation_prompt, bool):
-            raise RequestError(
-                f"add_generation_prompt must be true or false, got {show(add_generation_prompt)}"
-            )
-        tokenizer = self.model.tokenizer
-        if tokenizer is None or not tokenizer.has_chat_template:
-            raise RequestError(
-                f"{self.model.name} has no chat template, so it takes no messages: "
-                "give it a prompt (text or token ids)"
-            )
-        try:
-            check_text("messages", messages)
-            token_ids = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, **kwargs
-            )
-        except RequestError:
-            raise
-        except Exception as e:  # templates raise any error, as for unknown roles
-            raise RequestError(f"the chat template refuses these messages: {one_line(e)}") from e
-        if not isinstance(token_ids, list):
-            raise RequestError(
-                f"the chat template gives {show(token_ids)} instead of token ids, asked with "
-                f"{show(kwargs)}"
-            )
-        return token_ids
+        options = {"add_generation_prompt": add_generation_prompt, **kwargs}
+        return render_chat(self.model.tokenizer, self.model.name, messages, **options)
 
     def add_request(
         self,
@@ -299,6 +245,7 @@ class LLMEngine:
             self._unseat(request)
         if output.is_empty:
             return
+        output.launched_at = time.monotonic()
         self._outputs.append(output)
         self._seat(output)
         batch = self.inputs.pack(
@@ -357,6 +304,8 @@ class LLMEngine:
             if ended:
                 self._end(answer)
             reports[answer.result.request_id] = answer.result
+        if self.on_step is not None:
+            self.on_step(output)
         return list(reports.values())
 
     def _seat(self, output: SchedulerOutput) -> None:

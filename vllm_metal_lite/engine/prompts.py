@@ -1,12 +1,95 @@
-"""Accepted prompts: text, token ids, or a dict with one of them."""
+"""Prompts to token ids: text, ids, a dict with one of them, or a conversation.
+
+Servers make token ids outside of the engine, so these functions need a tokenizer and no engine.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.errors import RequestError, show
+from vllm_metal_lite.errors import RequestError, one_line, show
+
+Prompt = str | list[int] | Mapping[str, Any]
+
+
+def tokenize(
+    prompt: Prompt, tokenizer: TokenizerWrapper | None, vocab_size: int
+) -> tuple[str | None, list[int]]:
+    """(text, token ids) of a prompt: a string, token ids, or a dict with "prompt_token_ids" or
+    "prompt".  Raises RequestError for other types and for ids outside the vocabulary."""
+    text, prompt = None, text_or_ids(prompt)
+    if isinstance(prompt, str):
+        text, prompt = prompt, encode(prompt, tokenizer) if prompt else []
+    if len(prompt) == 0:
+        raise RequestError("the prompt is empty: it must have at least one token")
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+            raise RequestError(f"token ids must be integers, got {show(token)}")
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"token id {show(token)} is outside the vocabulary of {vocab_size}")
+    return text, [int(t) for t in prompt]
+
+
+def encode(text: str, tokenizer: TokenizerWrapper | None) -> list[int]:
+    """Token ids of a text, with the special tokens that the tokenizer adds."""
+    check_text("the prompt", text)
+    if tokenizer is None:
+        raise RequestError("this model was loaded without a tokenizer: give token ids")
+    try:
+        return tokenizer.encode(text)
+    except Exception as e:
+        raise RequestError(f"the tokenizer refuses the prompt: {one_line(e)}") from e
+
+
+def render_chat(
+    tokenizer: TokenizerWrapper | None,
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    /,
+    *,
+    add_generation_prompt: bool = True,
+    **kwargs: Any,
+) -> list[int]:
+    """Token ids of a conversation under the chat template of `tokenizer`, that of `model`.
+
+    kwargs: more variables for the template.  Raises RequestError, with the template's own words.
+    """
+    if not isinstance(messages, (list, tuple)) or not all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        for message in messages
+    ):
+        raise RequestError(
+            f"messages must be a list of dicts with role and content, got {show(messages)}"
+        )
+    if not messages:
+        raise RequestError("messages is empty: a conversation has at least one message")
+    if not isinstance(add_generation_prompt, bool):
+        raise RequestError(
+            f"add_generation_prompt must be true or false, got {show(add_generation_prompt)}"
+        )
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise RequestError(
+            f"{model} has no chat template, so it takes no messages: "
+            "give it a prompt (text or token ids)"
+        )
+    try:
+        check_text("messages", messages)
+        token_ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=add_generation_prompt, **kwargs
+        )
+    except RequestError:
+        raise
+    except Exception as e:  # templates raise any error, as for unknown roles
+        raise RequestError(f"the chat template refuses these messages: {one_line(e)}") from e
+    if not isinstance(token_ids, list):
+        raise RequestError(
+            f"the chat template gives {show(token_ids)} instead of token ids, asked with "
+            f"{show(kwargs)}"
+        )
+    return token_ids
 
 
 def text_or_ids(prompt: Any) -> Any:

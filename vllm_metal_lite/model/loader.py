@@ -157,6 +157,17 @@ def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> Loa
         raise ModelLoadError(f"{name}: cannot load this model: {one_line(e)}") from e
 
 
+def load_tokenizer_only(name: str, trust_remote_code: bool = False) -> TokenizerWrapper:
+    """The tokenizer of a model, without its weights; every failure is a ModelLoadError."""
+    path, name = find(name), str(name)
+    try:
+        return _load_tokenizer(name, path, _read_config(path), trust_remote_code)
+    except ModelLoadError:
+        raise
+    except (Exception, SystemExit) as e:
+        raise ModelLoadError(f"{name}: cannot load its tokenizer: {one_line(e)}") from e
+
+
 def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) -> TokenizerWrapper:
     # Never None: transformers would ask on stdin.
     options = {"trust_remote_code": trust}
