@@ -46,6 +46,8 @@ class CompletionOutput:
     "length" (max_tokens or the context is reached), "abort" or "error".
     error: why no further token could be sampled, in one line; None unless finish_reason is "error".
     stop_reason: the stop string or the stop token id that ended it, None for end of sequence.
+    num_shown_tokens: leading tokens that the text shows, once it is finished; None before, and
+    where a stop string cut the text within a token.
     """
 
     index: int
@@ -56,6 +58,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    num_shown_tokens: int | None = None
 
     @property
     def finished(self) -> bool:

@@ -78,6 +78,7 @@ class Answer:
         return self._finish("length")
 
     def _end_text(self, num_tokens: int) -> None:
+        self.output.num_shown_tokens = num_tokens
         if self._detokenizer:
             self._detokenizer.end_at(num_tokens)
             self.output.text = self._detokenizer.text

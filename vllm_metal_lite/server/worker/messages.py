@@ -1,0 +1,171 @@
+"""What the server and an engine's process say to each other, over a pipe.
+
+Every time is in seconds of `time.monotonic`, which all processes of a machine share.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm_metal_lite.outputs import Logprob
+from vllm_metal_lite.sampling_params import SamplingParams
+
+# From the server
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Queue a request.  The engine's process answers Added or Refused."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    checkpoints: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request; unknown ids are ignored.  A request that runs ends with an Update."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Ask for something by name (`process.CALLS`).  The answer is Returned."""
+
+    call_id: int
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process after the current step."""
+
+
+# From the engine's process
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A record of the package's log.  transient: what is done now, not for keeping."""
+
+    level: int
+    message: str
+    transient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the server knows of a model, once it is loaded.
+
+    has_states: the model has recurrent layers, so checkpoints are of use.
+    num_blocks: of the first KV group.  description: lines for the user.
+    """
+
+    name: str
+    model_type: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation_config: dict[str, Any]
+    has_states: bool
+    caches_prefixes: bool
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    attention: str
+    attention_reason: str
+    weight_bytes: int
+    store_bytes: int
+    description: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    facts: ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine could not start: a message of one line."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine refused a request: a message of one line."""
+
+    request_id: str
+    message: str
+
+
+class AnswerUpdate(NamedTuple):
+    """What is new in one of a request's answers.
+
+    text: what is new in the text, of a request with stop strings; None for others, whose text the
+    server makes from the tokens.
+    num_shown_tokens: of a finished answer, leading tokens (of all) that the text shows; None: see
+    `text`.
+    logprobs: one entry for each of token_ids, if asked for.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_shown_tokens: int | None = None
+    error: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+class Update(NamedTuple):
+    """What is new in a request after a step.
+
+    scheduled_at: when its first step was launched; None in later updates, as num_cached_tokens.
+    prompt_logprobs: complete, in the first update.
+    """
+
+    request_id: str
+    answers: list[AnswerUpdate]
+    finished: bool
+    scheduled_at: float | None = None
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What a step brought.  metrics: LLMEngine.metrics(), from time to time."""
+
+    updates: list[Update]
+    metrics: dict[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A step failed, and with it all requests that ran or waited."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    call_id: int
+    value: Any
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the engine did, for those who watch (`watch.py`): JSON."""
+
+    text: str

@@ -1,0 +1,223 @@
+"""The engine's process: reads messages between steps, runs steps, reports what is new.
+
+The process ends when the server says so, or when the server's end of the pipe closes.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.engine.describe import describe
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.errors import MetalLiteError, one_line
+from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.server.worker.messages import (
+    Abort,
+    Add,
+    Added,
+    AnswerUpdate,
+    Call,
+    Failed,
+    Log,
+    Lost,
+    ModelFacts,
+    Ready,
+    Refused,
+    Returned,
+    Stepped,
+    Stop,
+    Update,
+)
+
+_METRICS_SECONDS = 0.5  # between metrics, while steps run
+
+
+def main(pipe: Connection, name: str, config: EngineConfig) -> None:
+    """Build the engine of a model, and serve until the pipe closes."""
+    # Ctrl-C in a terminal reaches every process; the server decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    package = logging.getLogger("vllm_metal_lite")
+    package.addHandler(_ToServer(pipe))
+    package.setLevel(logging.INFO)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the server is gone
+        try:
+            engine = LLMEngine.from_name(name, config)
+        except MetalLiteError as e:
+            pipe.send(Failed(str(e)))
+            return
+        except Exception as e:
+            pipe.send(Failed(f"{name}: the engine does not start: {one_line(e)}"))
+            return
+        pipe.send(Ready(facts_of(engine)))
+        Worker(engine, pipe).run()
+
+
+class Worker:
+    """Runs an engine for the server at the other end of a pipe."""
+
+    def __init__(self, engine: LLMEngine, pipe: Connection) -> None:
+        self._engine, self._pipe = engine, pipe
+        self._progress: dict[str, _Progress] = {}  # unfinished, by request id
+        self._metrics_at = 0.0
+        engine.on_step = self._see
+
+    def run(self) -> None:
+        """Serve until Stop; EOFError if the server is gone."""
+        engine = self._engine
+        while True:
+            while not engine.has_unfinished_requests() or self._pipe.poll():
+                message = self._pipe.recv()
+                if isinstance(message, Stop):
+                    return
+                self._take(message)
+            try:
+                outputs = engine.step()
+            except Exception as e:
+                # The same step would fail again; the engine stays.
+                engine.abort(list(self._progress))
+                self._progress.clear()
+                self._pipe.send(Lost(f"a step of the engine failed: {one_line(e)}"))
+                continue
+            self._report(outputs)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Add):
+            self._add(message)
+        elif isinstance(message, Abort):
+            self._report(self._engine.abort(message.request_id))
+        elif isinstance(message, Call):
+            try:
+                value = CALLS[message.name](self._engine, *message.arguments)
+                self._pipe.send(Returned(message.call_id, value))
+            except Exception as e:
+                self._pipe.send(Returned(message.call_id, None, one_line(e)))
+
+    def _add(self, message: Add) -> None:
+        try:
+            self._engine.add_request(
+                message.request_id,
+                {"prompt_token_ids": message.prompt_token_ids},
+                message.params,
+                priority=message.priority,
+                checkpoints=message.checkpoints,
+            )
+        except MetalLiteError as e:
+            self._pipe.send(Refused(message.request_id, str(e)))
+        else:
+            self._progress[message.request_id] = _Progress(bool(message.params.stop_strings))
+            self._pipe.send(Added(message.request_id))
+
+    def _see(self, output: SchedulerOutput) -> None:
+        for request in output.admitted:
+            progress = self._progress.get(request.request_id.partition("#")[0])
+            if progress is not None and progress.scheduled_at is None:
+                progress.scheduled_at = output.launched_at
+
+    def _report(self, outputs: list[RequestOutput]) -> None:
+        updates = []
+        for output in outputs:
+            updates.append(self._progress[output.request_id].news(output))
+            if output.finished:
+                del self._progress[output.request_id]
+        metrics, now = None, time.monotonic()
+        if now - self._metrics_at > _METRICS_SECONDS or not self._progress:
+            metrics, self._metrics_at = self._engine.metrics(), now
+        if updates or metrics:
+            self._pipe.send(Stepped(updates, metrics))
+
+
+class _Progress:
+    """How much of a request the server knows."""
+
+    def __init__(self, sends_text: bool) -> None:
+        self.scheduled_at: float | None = None
+        self._sends_text = sends_text
+        self._is_first = True
+        self._num_tokens: dict[int, int] = {}  # by index of the answer
+        self._num_characters: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    def news(self, output: RequestOutput) -> Update:
+        """What is new since the last call."""
+        answers = []
+        for answer in output.outputs:
+            index, known = answer.index, self._num_tokens.get(answer.index, 0)
+            if index in self._ended or (len(answer.token_ids) == known and not answer.finished):
+                continue
+            text = None
+            if self._sends_text:
+                whole = answer.text
+                text = whole[self._num_characters.get(index, 0) :]
+                self._num_characters[index] = len(whole)
+            self._num_tokens[index] = len(answer.token_ids)
+            if answer.finished:
+                self._ended.add(index)
+            answers.append(
+                AnswerUpdate(
+                    index,
+                    answer.token_ids[known:],
+                    text,
+                    answer.finish_reason,
+                    answer.stop_reason,
+                    answer.num_shown_tokens,
+                    answer.error,
+                    None if answer.logprobs is None else answer.logprobs[known:],
+                )
+            )
+        if not self._is_first:
+            return Update(output.request_id, answers, output.finished)
+        self._is_first = False
+        return Update(
+            output.request_id, answers, output.finished,
+            self.scheduled_at, output.num_cached_tokens, output.prompt_logprobs,
+        )  # fmt: skip
+
+
+class _ToServer(logging.Handler):
+    """Sends the package's log to the server, which shows it."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        transient = bool(getattr(record, "transient", False))
+        with suppress(OSError):
+            self._pipe.send(Log(record.levelno, record.getMessage(), transient))
+
+
+def facts_of(engine: LLMEngine) -> ModelFacts:
+    """What the server needs to know of an engine."""
+    model, config = engine.model, engine.config
+    return ModelFacts(
+        name=model.name,
+        model_type=model.model_type,
+        max_model_len=engine.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        generation_config=model.generation_config,
+        has_states=bool(engine.num_state_slots),
+        caches_prefixes=engine.scheduler.config.enable_prefix_caching,
+        block_size=config.block_size,
+        num_blocks=engine.kv_groups[0].num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        attention=engine.runner.attention.name,
+        attention_reason=engine.attention_reason,
+        weight_bytes=model.weight_bytes,
+        store_bytes=engine.runner.attention.store.nbytes,
+        description=tuple(describe(engine)),
+    )
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "metrics": LLMEngine.metrics,
+    "reset_prefix_cache": LLMEngine.reset_prefix_cache,
+}
