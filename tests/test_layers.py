@@ -30,7 +30,7 @@ LAYERS = (
     ("runner",),
     ("engine",),
     # Rooms on top of the core.
-    ("checks", "fusion"),
+    ("checks", "fusion", "server"),
     ("cli", "vllm_plugin"),
     # What the user imports and runs.
     ("__init__", "__main__"),

@@ -117,7 +117,7 @@ class AnswerUpdate(NamedTuple):
     logprobs: one entry for each of token_ids, if asked for.
     """
 
-    index: int
+    answer_index: int
     token_ids: list[int]
     text: str | None = None
     finish_reason: str | None = None

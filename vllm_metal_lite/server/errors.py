@@ -1,0 +1,100 @@
+"""Errors of requests, in the shape of each API.
+
+A handler raises ApiError, or lets a MetalLiteError of the engine through.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from vllm_metal_lite.errors import MetalLiteError, show
+from vllm_metal_lite.server.generation import EngineLost
+
+
+class ApiError(Exception):
+    """A request that is not served.
+
+    status: of HTTP.  param: the field at fault.  code: as OpenAI names the kind of the error.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+
+class ContextOverflow(ApiError):
+    """The prompt leaves no room in the context.  Each API has words that its clients look for."""
+
+    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {max_model_len} tokens. However, your "
+            f"request has {num_prompt_tokens} prompt tokens. Please reduce the length of the "
+            "prompt.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+        self.num_prompt_tokens, self.max_model_len = num_prompt_tokens, max_model_len
+
+
+def busy(message: str, retry_after: int = 1) -> ApiError:
+    """503: the request may be sent again after some seconds."""
+    headers = {"Retry-After": str(retry_after)}
+    return ApiError(503, message, code="server_busy", headers=headers)
+
+
+def api_error(e: Exception) -> ApiError | None:
+    """The ApiError that an exception stands for; None: the server itself is at fault."""
+    if isinstance(e, ApiError):
+        return e
+    if isinstance(e, MetalLiteError):
+        return ApiError(400, str(e))
+    if isinstance(e, ValidationError):
+        first = e.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = f"{first['msg']}, got {show(first['input'])}"
+        return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
+    if isinstance(e, EngineLost):
+        return ApiError(503, str(e), code="engine_lost", headers={"Retry-After": "5"})
+    return None
+
+
+Shape = Callable[[ApiError], dict[str, Any]]
+
+_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def openai_shape(e: ApiError) -> dict[str, Any]:
+    kind = "server_error" if e.status >= 500 else "invalid_request_error"
+    kind = _OPENAI_TYPES.get(e.status, kind)
+    return {"error": {"message": e.message, "type": kind, "param": e.param, "code": e.code}}
+
+
+def anthropic_shape(e: ApiError) -> dict[str, Any]:
+    kind = "api_error" if e.status >= 500 else "invalid_request_error"
+    kind, message = _ANTHROPIC_TYPES.get(e.status, kind), e.message
+    if isinstance(e, ContextOverflow):
+        message = f"prompt is too long: {e.num_prompt_tokens} tokens > {e.max_model_len} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_response(e: ApiError, shape: Shape) -> JSONResponse:
+    return JSONResponse(shape(e), e.status, e.headers)

@@ -1,0 +1,118 @@
+"""What all endpoints share: the models, admission, and the way a request goes."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.errors import (
+    ApiError,
+    ContextOverflow,
+    Shape,
+    api_error,
+    busy,
+    error_response,
+)
+from vllm_metal_lite.server.generation import Generation
+from vllm_metal_lite.server.models import Models
+from vllm_metal_lite.server.settings import ServerConfig
+from vllm_metal_lite.server.stream import ClientGone, until_gone
+from vllm_metal_lite.server.worker.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+
+class Body(BaseModel):
+    """Base of all bodies.  Unknown fields are ignored, with one line in the log for each name."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+B = TypeVar("B", bound=Body)
+
+
+class Server:
+    """The state of a running server."""
+
+    def __init__(self, config: ServerConfig, models: Models) -> None:
+        self.config, self.models = config, models
+        self.draining = False
+        self.generations: dict[str, Generation] = {}
+        self._unknown_fields: set[str] = set()
+
+    @asynccontextmanager
+    async def generate(
+        self,
+        engine: EngineClient,
+        prefix: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        checkpoints: Sequence[int] = (),
+    ) -> AsyncIterator[Generation]:
+        """A request that `engine` has accepted; leaving the block ends it.
+
+        prefix: of the request's id.  Raises ApiError or MetalLiteError.
+        """
+        if self.draining:
+            raise busy("the server is shutting down", retry_after=10)
+        limit = engine.facts.max_model_len
+        if len(prompt_token_ids) >= limit:
+            raise ContextOverflow(len(prompt_token_ids), limit)
+        running = sum(g.params.n for g in engine.generations.values())
+        if running >= engine.facts.max_num_seqs + self.config.max_waiting:
+            raise busy(
+                f"{running} requests run or wait, and max_waiting ({self.config.max_waiting}) "
+                "allows no more"
+            )
+        request_id = f"{prefix}{uuid.uuid4().hex}"
+        async with engine.generate(
+            request_id, prompt_token_ids, params, priority=priority, checkpoints=checkpoints
+        ) as generation:
+            self.generations[request_id] = generation
+            try:
+                yield generation
+            finally:
+                del self.generations[request_id]
+
+    def note_unknown(self, body: BaseModel) -> None:
+        """Log the fields of a body that no one reads, once for each name."""
+        for name in body.model_extra or ():
+            if name not in self._unknown_fields and len(self._unknown_fields) < 1000:
+                self._unknown_fields.add(name)
+                logger.info(f"requests have a field that is ignored: {name!r}")
+
+
+Handler = Callable[[Server, Request, B], Awaitable[Response]]
+
+
+def endpoint(
+    server: Server, body_type: type[B], handler: Handler[B], shape: Shape
+) -> Callable[[Request], Awaitable[Response]]:
+    """A Starlette endpoint: reads the body, ends the work when the client goes, shapes errors."""
+
+    async def serve(request: Request) -> Response:
+        try:
+            body = body_type.model_validate_json(await request.body())
+            server.note_unknown(body)
+            return await until_gone(request, handler(server, request, body))
+        except ClientGone:
+            return Response(status_code=499)
+        except asyncio.CancelledError:
+            raise
+        except Exception as e:
+            error = api_error(e)
+            if error is None:
+                logger.exception("a request failed")
+                error = ApiError(500, "internal error; the server's log says more")
+            return error_response(error, shape)
+
+    return serve

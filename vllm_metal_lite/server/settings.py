@@ -1,0 +1,52 @@
+"""Every option of the server, validated when it is made."""
+
+from dataclasses import dataclass
+
+from vllm_metal_lite.errors import ConfigError, Option, show
+from vllm_metal_lite.rules import apply_rules, integer, number
+
+SERVER_RULES = {
+    "port": integer(0, 65535),
+    "max_body_mib": number(0, above=True),
+    "max_waiting": integer(0),
+    "drain": number(0),
+    "keep_alive": number(0, above=True),
+    "memory_budget_gib": number(0, above=True, optional=True),
+}
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Options of the server; `ConfigError` names the value and the limit if one is out of range.
+
+    port 0: any that is free.  api_key None: no key is asked for; only loopback addresses may do
+    without.  allowed_hosts: names in the Host header that are accepted beside the address itself.
+    allowed_origins: of web pages that may call the server (CORS); "*": any.
+    max_body_mib: largest request.  max_waiting: requests that may wait for a seat in an engine.
+    drain: seconds that running requests get after SIGTERM.  keep_alive: seconds without a token
+    after which a stream gets a sign of life.  memory_budget_gib: for all models together; None:
+    what is safe on the device.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_body_mib: float = 32
+    max_waiting: int = 256
+    drain: float = 10
+    keep_alive: float = 5
+    memory_budget_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        apply_rules(self, SERVER_RULES, ConfigError)
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError(Option("api_key"), " must not be empty")
+        if self.host not in LOOPBACK and self.api_key is None:
+            raise ConfigError(
+                Option("host"), f" {show(self.host)} can be reached from other machines: set an ",
+                Option("api_key"),
+            )  # fmt: skip

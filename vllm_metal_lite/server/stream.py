@@ -1,0 +1,113 @@
+"""Streams of server-sent events, which end when the client goes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, suppress
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # proxies pass each event on at once
+}
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; cancels it and raises ClientGone when the client goes.
+
+    The body of the request must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for unfinished in task, gone:
+            unfinished.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come.
+
+    events: encoded events.  keep_alive: an event that the client's parser accepts and ignores;
+    sent after `seconds` without another.  resources: closed at the end, also if the client goes.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        keep_alive: bytes,
+        seconds: float,
+        resources: AsyncExitStack,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.status_code, self.background, self.body = 200, None, b""
+        self.init_headers({**_HEADERS, **(headers or {})})
+        del self.headers["content-length"]
+        self._events, self._resources = events, resources
+        self._keep_alive, self._seconds = keep_alive, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._resources:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            sending = asyncio.ensure_future(self._send(send))
+            gone = asyncio.ensure_future(_gone(receive))
+            try:
+                await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
+            finally:
+                for task in sending, gone:
+                    task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await sending
+
+    async def _send(self, send: Send) -> None:
+        self._sent_at = time.monotonic()
+        keeping = asyncio.ensure_future(self._keep(send))
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                self._sent_at = time.monotonic()
+        finally:
+            keeping.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep(self, send: Send) -> None:
+        while True:
+            left = self._sent_at + self._seconds - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
+            self._sent_at = time.monotonic()
+
+
+def sse(data: str, event: str | None = None) -> bytes:
+    """One event.  data: one line, such as JSON."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {data}\n\n".encode()
+
+
+COMMENT = b": keep-alive\n\n"  # ignored by every parser of events
