@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import MetalLiteError, show
-from vllm_metal_lite.server.generation import EngineLost
+from vllm_metal_lite.server.worker.generation import EngineLost
 
 
 class ApiError(Exception):

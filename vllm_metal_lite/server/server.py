@@ -20,11 +20,11 @@ from vllm_metal_lite.server.errors import (
     busy,
     error_response,
 )
-from vllm_metal_lite.server.generation import Generation
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import ClientGone, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.generation import Generation
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_metal_lite.server.generation import EngineLost, Generation
 from vllm_metal_lite.server.params import sampling_params
 from vllm_metal_lite.server.prompts import Conversation, render
 from vllm_metal_lite.server.server import Body, Server
 from vllm_metal_lite.server.stream import COMMENT, EventStream, sse
+from vllm_metal_lite.server.worker.generation import EngineLost, Generation
 
 
 class ChatCompletionRequest(Body):

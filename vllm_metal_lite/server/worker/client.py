@@ -20,8 +20,8 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.generation import EngineLost, Generation
 from vllm_metal_lite.server.worker import process
+from vllm_metal_lite.server.worker.generation import EngineLost, Generation
 from vllm_metal_lite.server.worker.messages import (
     Abort,
     Add,
