@@ -5,9 +5,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_metal_lite.server.errors import openai_shape
-from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest, chat_completions
-from vllm_metal_lite.server.server import Server, endpoint
+from vllm_metal_lite.server.openai_api import chat, completions, model_list, tokenize
+from vllm_metal_lite.server.server import Server
 
 
 def make_app(server: Server) -> Starlette:
@@ -16,12 +15,6 @@ def make_app(server: Server) -> Starlette:
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "draining" if server.draining else "ok"})
 
-    def post(path: str, body: type, handler: object, shape: object) -> Route:
-        return Route(path, endpoint(server, body, handler, shape), methods=["POST"])  # type: ignore
-
-    return Starlette(
-        routes=[
-            Route("/health", health),
-            post("/v1/chat/completions", ChatCompletionRequest, chat_completions, openai_shape),
-        ]
-    )
+    rooms = (chat, completions, model_list, tokenize)
+    routes = [route for room in rooms for route in room.routes(server)]
+    return Starlette(routes=[Route("/health", health), *routes])
