@@ -26,6 +26,14 @@ def _refuse(value: Any) -> None:
 Unsupported = Annotated[None, BeforeValidator(_refuse)]
 
 
+def allowing(plain: Any) -> BeforeValidator:
+    """For an Unsupported field: a value that asks for what this server does anyway."""
+    return BeforeValidator(lambda value: None if value == plain else value)
+
+
+ResponseFormat = Annotated[Unsupported, allowing({"type": "text"})]
+
+
 class SamplingFields(Body):
     """Fields under vLLM's names that every API takes; None: not given.
 

@@ -5,7 +5,6 @@ from contextlib import AsyncExitStack
 from json import dumps
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,16 +18,17 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     prompt_logprobs,
 )
 from vllm_metal_lite.server.openai_api.reply import Reply, StreamOptions, check_stream, ending
-from vllm_metal_lite.server.params import SamplingFields, Unsupported, sampling_params
+from vllm_metal_lite.server.params import (
+    ResponseFormat,
+    SamplingFields,
+    Unsupported,
+    allowing,
+    sampling_params,
+)
 from vllm_metal_lite.server.prompts import render
 from vllm_metal_lite.server.server import Server, endpoint
 from vllm_metal_lite.server.stream import COMMENT, EventStream
 from vllm_metal_lite.server.worker.generation import Generation, Positions
-
-
-def _default(plain: Any) -> BeforeValidator:
-    """Lets one value through that means what this server does anyway."""
-    return BeforeValidator(lambda value: None if value == plain else value)
 
 
 class ChatCompletionRequest(ConversationFields, SamplingFields):
@@ -44,8 +44,8 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     prompt_logprobs: Any = None
     echo: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: Annotated[Unsupported, _default({"type": "text"})] = None
-    modalities: Annotated[Unsupported, _default(["text"])] = None
+    response_format: ResponseFormat = None
+    modalities: Annotated[Unsupported, allowing(["text"])] = None
     audio: Unsupported = None
     web_search_options: Unsupported = None
     structured_outputs: Unsupported = None
@@ -134,12 +134,12 @@ async def _chunks(
         answer, text = delta.answer, delta.text
         if answer.index not in begun:
             begun.add(answer.index)
-            first = '"delta": {"role": "assistant", "content": ""}'
+            first = '"delta":{"role":"assistant","content":""}'
             yield reply.chunk(answer.index, first)
             text = echoed + text
         logprobs = scores.of(delta.token_ids, delta.logprobs)
         if reply.needs_chunk(text, answer, delta.token_ids and logprobs):
-            content = f'"delta": {{"content": {dumps(text)}}}'
+            content = f'"delta":{{"content":{dumps(text)}}}'
             yield reply.chunk(answer.index, content, answer, logprobs)
 
 

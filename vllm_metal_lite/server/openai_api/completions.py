@@ -1,7 +1,7 @@
 """`/v1/completions`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from json import dumps
 from typing import Any
@@ -20,7 +20,12 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     prompt_logprobs,
 )
 from vllm_metal_lite.server.openai_api.reply import Reply, StreamOptions, check_stream, ending
-from vllm_metal_lite.server.params import SamplingFields, Unsupported, sampling_params
+from vllm_metal_lite.server.params import (
+    ResponseFormat,
+    SamplingFields,
+    Unsupported,
+    sampling_params,
+)
 from vllm_metal_lite.server.server import Server, endpoint
 from vllm_metal_lite.server.stream import COMMENT, EventStream
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -44,7 +49,7 @@ class CompletionRequest(SamplingFields):
     return_tokens_as_token_ids: bool | None = None
     suffix: Unsupported = None
     prompt_embeds: Unsupported = None
-    response_format: Unsupported = None
+    response_format: ResponseFormat = None
     structured_outputs: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     use_beam_search: Unsupported = None
@@ -97,7 +102,9 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
         ]
         if body.stream:
             reply = Reply("text_completion", spec.name, generations, body.stream_options)
-            events = reply.stream(_chunks(reply, writers))
+            chunks = _chunks(reply, writers)
+            stack.push_async_callback(chunks.aclose)
+            events = reply.stream(chunks)
             return EventStream(events, COMMENT, server.config.keep_alive, stack.pop_all())
         choices = [choice for writer in writers for choice in await writer.choices()]
         return JSONResponse(Reply("text_completion", spec.name, generations).whole(choices))
@@ -140,7 +147,7 @@ def _token_ids(prompts: Sequence[Prompt], engine: EngineClient, special: bool) -
         raise ApiError(400, str(e), param="prompt") from None
 
 
-async def _all(*starts: Any) -> list[Generation]:
+async def _all(*starts: Coroutine[Any, Any, Generation]) -> list[Generation]:
     """The results, in order.  If one fails, none is left running."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -186,7 +193,7 @@ class _Writer:
         if not reply.needs_chunk(text, delta.answer, delta.token_ids and scores):
             return None
         index = self._first + delta.answer.index
-        return reply.chunk(index, f'"text": {dumps(text)}', delta.answer, scores)
+        return reply.chunk(index, f'"text":{dumps(text)}', delta.answer, scores)
 
     def _news(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
         """New text and its log-probabilities; an answer's first are those of an echoed prompt."""
@@ -212,7 +219,7 @@ class _Writer:
         return str(self._names.tokenizer.decode(self.generation.prompt_token_ids))
 
 
-async def _chunks(reply: Reply, writers: Sequence[_Writer]) -> AsyncIterator[bytes]:
+async def _chunks(reply: Reply, writers: Sequence[_Writer]) -> AsyncGenerator[bytes, None]:
     if len(writers) == 1:  # without the queue, which costs time at each token
         async for delta in writers[0].generation.deltas():
             if chunk := writers[0].chunk(delta, reply):

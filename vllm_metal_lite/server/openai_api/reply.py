@@ -15,6 +15,8 @@ from vllm_metal_lite.server.worker.generation import Answer, Generation
 
 logger = logging.getLogger(__name__)
 
+# A chunk's JSON has no spaces: it is sent once for each token.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _DONE = sse("[DONE]")
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 
@@ -52,8 +54,8 @@ class Reply:
         }
         self._with_usage = bool(options and options.include_usage)
         self._always = self._with_usage and bool(options and options.continuous_usage_stats)
-        self._head = json.dumps(self._common)[:-1] + ', "choices": [{"index": '
-        self._tail = ', "usage": null' if self._with_usage else ""
+        self._head = _encode(self._common)[:-1] + ',"choices":[{"index":'
+        self._tail = ',"usage":null' if self._with_usage else ""
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The JSON of a reply that is not streamed."""
@@ -71,12 +73,12 @@ class Reply:
         content: encoded fields of the choice.  answer: if its end may come with this chunk.
         The constant part of the JSON is made once, because there is a chunk for each token.
         """
-        scores = "null" if logprobs is None else json.dumps(logprobs)
-        end = '"finish_reason": null'
+        scores = "null" if logprobs is None else _encode(logprobs)
+        end = '"finish_reason":null'
         if answer is not None and answer.finish_reason is not None:
-            end = json.dumps(ending(answer))[1:-1]
-        usage = f', "usage": {json.dumps(self.usage())}' if self._always else self._tail
-        return sse(f'{self._head}{index}, {content}, "logprobs": {scores}, {end}}}]{usage}}}')
+            end = _encode(ending(answer))[1:-1]
+        usage = f',"usage":{_encode(self.usage())}' if self._always else self._tail
+        return sse(f'{self._head}{index},{content},"logprobs":{scores},{end}}}]{usage}}}')
 
     def needs_chunk(self, text: str, answer: Answer, logprobs: Any) -> bool:
         """Whether a client can see a Delta: special tokens and partial characters have no text."""
@@ -88,13 +90,13 @@ class Reply:
             async for chunk in chunks:
                 yield chunk
             if self._with_usage:
-                yield sse(json.dumps({**self._common, "choices": [], "usage": self.usage()}))
+                yield sse(_encode({**self._common, "choices": [], "usage": self.usage()}))
         except Exception as e:
             error = api_error(e)
             if error is None:
                 logger.exception("a stream failed")
                 error = ApiError(500, "internal error; the server's log says more")
-            yield sse(json.dumps(openai_shape(error)))
+            yield sse(_encode(openai_shape(error)))
         yield _DONE
 
     def usage(self) -> dict[str, Any]:
