@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vllm_metal_lite.errors import show
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import (
     ApiError,
@@ -24,7 +25,7 @@ from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import ClientGone, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.generation import EngineLost, Generation
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class Server:
         self.config, self.models = config, models
         self.draining = False
         self.generations: dict[str, Generation] = {}
+        # Called at the end of each request, also of one that is cut short.
+        self.on_end: Callable[[EngineClient, Generation], None] = lambda engine, generation: None
         self._unknown_fields: set[str] = set()
 
     @asynccontextmanager
@@ -82,13 +85,19 @@ class Server:
                 yield generation
             finally:
                 del self.generations[request_id]
+                self.on_end(engine, generation)
+
+    def end_all(self) -> None:
+        """End all requests, because the server stops."""
+        for generation in list(self.generations.values()):
+            generation.fail(EngineLost("the server is shutting down"))
 
     def note_unknown(self, body: BaseModel) -> None:
         """Log the fields of a body that no one reads, once for each name."""
         for name in body.model_extra or ():
             if name not in self._unknown_fields and len(self._unknown_fields) < 1000:
                 self._unknown_fields.add(name)
-                logger.info(f"requests have a field that is ignored: {name!r}")
+                logger.warning(f"requests have a field that is ignored: {show(name)}")
 
 
 Handler = Callable[[Server, Request, B], Awaitable[Response]]
