@@ -21,6 +21,7 @@ from vllm_metal_lite.server.errors import (
     error_response,
 )
 from vllm_metal_lite.server.models import Models
+from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import ClientGone, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -45,6 +46,7 @@ class Server:
         self.config, self.models = config, models
         self.draining = False
         self.generations: dict[str, Generation] = {}
+        self.metrics = Metrics(models)
         self._unknown_fields: set[str] = set()
 
     @asynccontextmanager
@@ -79,7 +81,8 @@ class Server:
         ) as generation:
             self.generations[request_id] = generation
             try:
-                yield generation
+                with self.metrics.counting(engine, generation):
+                    yield generation
             finally:
                 del self.generations[request_id]
 
