@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, OutOfMemoryError, one_line
 from vllm_metal_lite.model.loader import DEMO_PATH, LoadedModel, preview, read_config
@@ -137,10 +138,10 @@ def describe(found: FoundModel) -> ModelEntry:
     if path is not None:
         try:
             with _quiet():
-                facts["size_bytes"] = sum(f.stat().st_size for f in path.iterdir() if f.is_file())
+                facts["size_bytes"] = _size(path)
                 _read(found.name, path, facts)
         except (MetalLiteError, OSError) as e:
-            problem = _without_names(str(e), found.name, str(path))
+            problem = _reason(e, found.name, path)
         gc.collect()  # modules have circles, and hold open files
     return ModelEntry(
         found.name,
@@ -162,7 +163,6 @@ def _read(name: str, path: Path, facts: dict[str, Any]) -> None:
     _check_complete(path)
     options = EngineConfig()
     model = preview(path, name)
-    _check_tokenizer(path)
     packed = model.packed
     facts |= {
         "context": model.max_position,
@@ -185,9 +185,15 @@ def _memory(model: LoadedModel, options: EngineConfig) -> dict[str, Any]:
     try:
         store = size_store(model, options, estimated_step_peak)
     except OutOfMemoryError as e:
-        return {"max_model_len": 0, "num_tokens": 0, "memory_problem": str(e)}
+        problem = e.spelled(engine_flag).removeprefix(f"{model.name} does not fit: ")
+        return {"max_model_len": 0, "num_tokens": 0, "memory_problem": problem}
     num_tokens = store.groups[0].num_blocks * options.block_size
     return {"max_model_len": store.max_model_len, "num_tokens": num_tokens}
+
+
+def _size(path: Path) -> int:
+    """Bytes of all files; links count as what they lead to, as in the hub's cache."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _model_type(path: Path) -> str | None:
@@ -238,14 +244,9 @@ def _check_complete(path: Path) -> None:
         )
 
 
-def _check_tokenizer(path: Path) -> None:
-    names = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
-    if not any(next(path.glob(name), None) for name in names):
-        raise ModelLoadError("it has no tokenizer")
-
-
-def _without_names(message: str, name: str, path: str) -> str:
+def _reason(e: MetalLiteError | OSError, name: str, path: Path) -> str:
     """The reason alone: the name stands beside it."""
+    message = e.spelled(engine_flag) if isinstance(e, MetalLiteError) else one_line(e)
     for start in (f"{path}: ", f"{name}: ", "cannot load this model: ", f"{path}/"):
         message = message.removeprefix(start)
     return message

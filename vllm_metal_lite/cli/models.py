@@ -3,20 +3,24 @@
 import argparse
 import json
 import logging
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.cli import log
-from vllm_metal_lite.cli.model_list import ModelEntry, describe, find_models
 from vllm_metal_lite.cli.options import UsageError
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import shorten
+
+if TYPE_CHECKING:
+    from vllm_metal_lite.cli.model_list import ModelEntry
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,9 @@ fits     tokens of context, of all requests together, that fit into {memory}
 def run(args: argparse.Namespace) -> int:
     """Run the command `models`."""
     folders = [_folder(name) for name in args.folders]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from vllm_metal_lite.cli.model_list import describe, find_models
+
     entries = []
     with log.progress():
         logger.info("looking for models", extra={"transient": True})
@@ -73,7 +80,7 @@ def _fraction() -> float:
     return EngineConfig().memory_fraction or profile().memory_fraction
 
 
-def _report(entries: Sequence[ModelEntry]) -> dict[str, object]:
+def _report(entries: "Sequence[ModelEntry]") -> dict[str, object]:
     return {
         "backend": backend.name(),
         "memory_bytes": backend.memory_limit(),
@@ -82,7 +89,7 @@ def _report(entries: Sequence[ModelEntry]) -> dict[str, object]:
     }
 
 
-def table(entries: Sequence[ModelEntry], width: int | None) -> Iterator[str]:
+def table(entries: "Sequence[ModelEntry]", width: int | None) -> Iterator[str]:
     """Lines of at most `width` columns (None: any) but for long names.
 
     A name that is too long for its column has a line of its own.
@@ -112,7 +119,7 @@ def table(entries: Sequence[ModelEntry], width: int | None) -> Iterator[str]:
             yield from _indented(reason or "", width)
 
 
-def _with_type(entry: ModelEntry) -> str:
+def _with_type(entry: "ModelEntry") -> str:
     return f"{entry.name} ({entry.model_type})" if entry.model_type else entry.name
 
 
@@ -130,7 +137,7 @@ def _indented(text: str, width: int | None) -> list[str]:
     )
 
 
-def _cells(entry: ModelEntry) -> tuple[str, ...]:
+def _cells(entry: "ModelEntry") -> tuple[str, ...]:
     return (
         entry.model_type or "unknown",
         f"{_gib(entry.size_bytes or 0)}G",

@@ -141,30 +141,36 @@ def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> Loa
     """
     path, name = find(name), str(name)
     with _explained(name, path, trust_remote_code):
-        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
-        tokenizer = _load_tokenizer(name, path, config, trust_remote_code)
-        _convert(model, dtype)
+        model, tokenizer, config = _unevaluated(name, path, dtype, trust_remote_code)
         mx.eval(model.parameters())
-        if not len(tokenizer):
-            raise ModelLoadError("it has no tokenizer")
         return from_model(model, tokenizer, config, name=name, path=path)
 
 
 def preview(
     path: Path, name: str, dtype: str = "auto", trust_remote_code: bool = False
 ) -> LoadedModel:
-    """The model of a folder, without its weights and its tokenizer.  Raises as `load` does.
+    """The model of a folder, without its weights; raises as `load` does.
 
-    Weights are read as far as the headers of their files, which hold names, shapes and dtypes.
-    Zeros stand for them, which take no memory.  The form is `foresee`'s.
+    Of the files of weights, only the headers are read: names, shapes and dtypes.  Zeros that take
+    no memory stand for the weights.  The form is `foresee`'s.
     """
     with _explained(name, path, trust_remote_code):
-        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
-        _convert(model, dtype)
+        model, tokenizer, config = _unevaluated(name, path, dtype, trust_remote_code)
         model.update(
             tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())
         )
-        return from_model(model, None, config, name=name, path=path, fit=foresee)
+        return from_model(model, tokenizer, config, name=name, path=path, fit=foresee)
+
+
+def _unevaluated(
+    name: str, path: Path, dtype: str, trust_remote_code: bool
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+    tokenizer = _load_tokenizer(name, path, config, trust_remote_code)
+    if not len(tokenizer):
+        raise ModelLoadError("it has no tokenizer")
+    _convert(model, dtype)
+    return model, tokenizer, config
 
 
 @contextmanager
