@@ -67,6 +67,18 @@ examples:
 """
 
 
+_MODELS = (
+    "List the models in the Hugging Face cache (HF_HUB_CACHE) and in folders: whether each is "
+    "supported, how it would run, and how much context fits in this machine's memory.  Reads no "
+    "weights and downloads nothing."
+)
+_MODELS_EXAMPLES = """\
+examples:
+  vllm-metal-lite models
+  vllm-metal-lite models ~/models ~/.lmstudio/models
+  vllm-metal-lite models --json | jq '.models[] | select(.supported) | .name'
+"""
+
 _BENCH_NOTES = """\
 Prompts are random tokens; decoding is greedy, and the end of sequence is ignored.
   first token      from the arrival of all requests to the first token, median
@@ -192,6 +204,18 @@ def _parser() -> options.Parser:
     )
     options.add_bench_options(bench)
     options.add_engine_options(bench, max_num_seqs=32)
+
+    models = commands.add_parser(
+        "models",
+        help="list the models on this machine",
+        description=_MODELS,
+        epilog=_MODELS_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    models.add_argument(
+        "folders", nargs="*", metavar="FOLDER", help="also look in this folder, 3 levels deep"
+    )
+    models.add_argument("--json", action="store_true", help="print everything known, as JSON")
 
     doctor = commands.add_parser(
         "doctor",

@@ -22,6 +22,7 @@ from vllm_metal_lite.server.errors import (
     error_response,
 )
 from vllm_metal_lite.server.models import Models
+from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import ClientGone, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -48,6 +49,7 @@ class Server:
         self.generations: dict[str, Generation] = {}
         # Called at the end of each request, also of one that is cut short.
         self.on_end: Callable[[EngineClient, Generation], None] = lambda engine, generation: None
+        self.metrics = Metrics(models)
         self._unknown_fields: set[str] = set()
 
     @asynccontextmanager
@@ -82,7 +84,8 @@ class Server:
         ) as generation:
             self.generations[request_id] = generation
             try:
-                yield generation
+                with self.metrics.counting(engine, generation):
+                    yield generation
             finally:
                 del self.generations[request_id]
                 self.on_end(engine, generation)
