@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -90,6 +91,14 @@ class Server:
                 del self.generations[request_id]
                 self.on_end(engine, generation)
 
+    def log_requests(self) -> None:
+        """Print a line at the end of each request."""
+
+        def log(engine: EngineClient, generation: Generation) -> None:
+            print(summary(generation), flush=True)
+
+        self.on_end = log
+
     def end_all(self) -> None:
         """End all requests, because the server stops."""
         for generation in list(self.generations.values()):
@@ -101,6 +110,19 @@ class Server:
             if name not in self._unknown_fields and len(self._unknown_fields) < 1000:
                 self._unknown_fields.add(name)
                 logger.warning(f"requests have a field that is ignored: {show(name)}")
+
+
+def summary(generation: Generation) -> str:
+    """A request in one line, for the log."""
+    times, now = generation.times, time.monotonic()
+    reasons = [answer.finish_reason or "cut short" for answer in generation.answers]
+    parts = [
+        f"{len(generation.prompt_token_ids)} prompt tokens ({generation.num_cached_tokens} cached)",
+        f"{generation.num_tokens} new in {now - times.arrived:.2f} s",
+    ]
+    if times.first_token is not None:
+        parts.append(f"first after {times.first_token - times.arrived:.2f} s")
+    return f"{generation.request_id}: {', '.join([*parts, *dict.fromkeys(reasons)])}"
 
 
 Handler = Callable[[Server, Request, B], Awaitable[Response]]
