@@ -37,6 +37,7 @@ from vllm_metal_lite.server.worker.messages import (
     Seen,
     Stepped,
     Stop,
+    Watch,
 )
 
 logger = logging.getLogger("vllm_metal_lite")
@@ -48,7 +49,7 @@ class EngineClient:
     """An engine in a process of its own.  Use from one event loop.
 
     metrics: the latest `LLMEngine.metrics()`, at most about a second old while steps run.
-    on_seen: gets the JSON of `watch.py`, for those who watch.
+    on_seen: gets the JSON of `watch.py`, after `watch`.
     """
 
     facts: ModelFacts
@@ -128,6 +129,10 @@ class EngineClient:
             return await future
         finally:
             self._calls.pop(call_id, None)
+
+    def watch(self, seconds: float) -> None:
+        """Have `on_seen` called from time to time, for so many seconds from now on."""
+        self._outbox.put(Watch(seconds))
 
     async def stop(self) -> None:
         """End the process; requests that still run fail."""

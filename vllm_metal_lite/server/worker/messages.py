@@ -40,6 +40,13 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Send Seen from time to time, for so many seconds; a later Watch extends them."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the process after the current step."""
 

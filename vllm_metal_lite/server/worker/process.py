@@ -31,10 +31,13 @@ from vllm_metal_lite.server.worker.messages import (
     Ready,
     Refused,
     Returned,
+    Seen,
     Stepped,
     Stop,
     Update,
+    Watch,
 )
+from vllm_metal_lite.server.worker.watch import Watcher
 
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
 
@@ -67,6 +70,7 @@ class Worker:
         self._engine, self._pipe = engine, pipe
         self._progress: dict[str, _Progress] = {}  # unfinished, by request id
         self._metrics_at = 0.0
+        self._watcher = Watcher(engine)
         engine.on_step = self._see
 
     def run(self) -> None:
@@ -74,6 +78,8 @@ class Worker:
         engine = self._engine
         while True:
             while not engine.has_unfinished_requests() or self._pipe.poll():
+                while not self._pipe.poll(self._watcher.wait()):
+                    self._pipe.send(Seen(self._watcher.event()))
                 message = self._pipe.recv()
                 if isinstance(message, Stop):
                     return
@@ -87,12 +93,17 @@ class Worker:
                 self._pipe.send(Lost(f"a step of the engine failed: {one_line(e)}"))
                 continue
             self._report(outputs)
+            if self._watcher.wait() == 0:
+                self._pipe.send(Seen(self._watcher.event()))
 
     def _take(self, message: Any) -> None:
+        self._watcher.changed()
         if isinstance(message, Add):
             self._add(message)
         elif isinstance(message, Abort):
             self._report(self._engine.abort(message.request_id))
+        elif isinstance(message, Watch):
+            self._watcher.watch(message.seconds)
         elif isinstance(message, Call):
             try:
                 value = CALLS[message.name](self._engine, *message.arguments)
@@ -116,6 +127,7 @@ class Worker:
             self._pipe.send(Added(message.request_id))
 
     def _see(self, output: SchedulerOutput) -> None:
+        self._watcher.saw(output)
         for request in output.admitted:
             progress = self._progress.get(request.request_id.partition("#")[0])
             if progress is not None and progress.scheduled_at is None:
