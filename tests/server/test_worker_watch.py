@@ -68,8 +68,9 @@ def test_an_event_shows_steps_requests_and_blocks():
     assert [1, 1, 40] in event["steps"][1]["segments"]
     assert event["num_steps"] == len(event["steps"])
     states = {r["n"]: r for r in event["requests"]}
-    assert states[2]["id"] == "b" and states[2]["state"] == "running"
-    assert states[2]["prompt"] == 20 and 20 + states[2]["generated"] >= 22
+    assert (states[2]["id"], states[2]["state"]) == ("b", "running")
+    assert states[2]["prompt"] == 20
+    assert states[2]["generated"] > 2
     blocks = event["blocks"]
     assert (blocks["total"], blocks["size"], blocks["per_cell"]) == (64, 16, 1)
     assert sum(cells for _, cells in blocks["runs"]) == 64
@@ -135,7 +136,7 @@ def test_a_cell_of_a_large_pool_shows_its_highest_block(per_cell):
 
 
 def test_events_wait_two_hundred_times_their_cost():
-    engine, watcher, clock = watched(Clock(tick=0.005))
+    _, watcher, _ = watched(Clock(tick=0.005))
     watcher.watch(1e9)
     watcher.event()
     watcher.changed()

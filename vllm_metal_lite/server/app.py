@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_metal_lite.server import live
+from vllm_metal_lite.server import live, status
 from vllm_metal_lite.server.errors import openai_shape
 from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest, chat_completions
 from vllm_metal_lite.server.server import Server, endpoint
@@ -25,5 +25,6 @@ def make_app(server: Server) -> Starlette:
             Route("/health", health),
             post("/v1/chat/completions", ChatCompletionRequest, chat_completions, openai_shape),
             *live.routes(server),
+            *status.routes(server),
         ]
     )

@@ -96,9 +96,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine could not start: a message of one line."""
+    """The engine could not start: the parts of a MetalLiteError."""
 
-    message: str
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +159,10 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A step failed, and with it all requests that ran or waited."""
+    """A step failed, and with it all requests that the engine had."""
 
     message: str
+    request_ids: list[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,11 @@ class Watcher:
         return max(self._next_at - now, 0.0)
 
     def event(self) -> str:
-        """What is new, as JSON: see docs/server.md."""
+        """What is new, as JSON.
+
+        Times are in seconds since the watcher was made.  steps: since the last event, `t` is the
+        start of a step.  preempted: since the last event.  cost: seconds of all events so far.
+        """
         start = self._clock()
         text = json.dumps(self._snapshot(start), separators=(",", ":"))
         self._has_news = False
@@ -99,6 +103,7 @@ class Watcher:
             "time": round(now - self._started, 3),
             "steps": steps,
             "num_steps": metrics["steps"],
+            "cost": round(self.seconds, 4),
             "requests": [
                 *(_request(request, "running") for request in running),
                 *(_request(request, "waiting") for request in waiting[:_MAX_WAITING]),
@@ -109,11 +114,12 @@ class Watcher:
         }
 
     def _step(self, output: SchedulerOutput, start: float, end: float) -> dict[str, Any]:
+        segments = output.segments
         return {
             "t": round(start - self._started, 4),
             "ms": round(1e3 * (end - start), 2),
             "decodes": output.num_decodes,
-            "segments": [[number(s.request), s.num_scheduled, s.num_computed] for s in output.segments],
+            "segments": [[number(s.request), s.num_scheduled, s.num_computed] for s in segments],
         }
 
 
