@@ -7,13 +7,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from vllm_metal_lite.server import metrics
+from vllm_metal_lite.server import live, metrics, status
 from vllm_metal_lite.server.errors import ApiError, error_response, shape_for
 from vllm_metal_lite.server.openai_api import chat, completions, model_list, tokenize
 from vllm_metal_lite.server.security import secured
 from vllm_metal_lite.server.server import Server
 
-_ROOMS = (chat, completions, model_list, tokenize, metrics)
+_ROOMS = (chat, completions, model_list, tokenize, live, status, metrics)
 
 
 def make_app(server: Server) -> ASGIApp:
