@@ -8,7 +8,7 @@
 --model: "demo", or random weights: a key of SHAPES in serving_models.py, or HIDDENxLAYERS.
 Load: 32 clients at once, prompts lognormal around 500 tokens, 40 to 220 tokens out; every turn has
 prompts of its own, so no cache helps.  Each system runs in its own process, one after the other;
-the first turn warms up.  Over HTTP: streamed /v1/completions, prompts as text.
+the first turn warms up, and has the sizes of the others.  Over HTTP: streamed /v1/completions, prompts as text.
 Server CPU: user and system time of the HTTP process; of mlx-lm and vLLM, all of it in one process
 is not comparable and left out.
 /health: beside 64 streams and one prompt of 30,000 tokens (less, if the context is shorter).
@@ -60,11 +60,12 @@ def words_of(tokenizer: Any) -> list[int]:
 
 def make_turns(tokenizer: Any, count: int, scale: float, longest: int, turns: int) -> list[Turn]:
     rng, words = np.random.default_rng(0), words_of(tokenizer)
+    # The same sizes in every turn, so that the first one meets every shape.
+    sizes = np.clip(rng.lognormal(np.log(500), 0.8, count) * scale, 16, 0.6 * longest)
+    limits = [max(int(n * scale), 8) for n in rng.integers(40, 221, count)]
     made = []
     for _ in range(turns):
-        sizes = np.clip(rng.lognormal(np.log(500), 0.8, count) * scale, 16, 0.6 * longest)
         ids = [rng.choice(words, int(n)).tolist() for n in sizes]
-        limits = [max(int(n * scale), 8) for n in rng.integers(40, 221, count)]
         made.append(Turn([tokenizer.decode(one) for one in ids], ids, limits))
     return made
 
