@@ -6,9 +6,10 @@
     python tools/bench_server.py --model 512x4 --scale 0.3 --vllm .venv-vllm-0.33.0/bin/vllm
 
 --model: "demo", or random weights: a key of SHAPES in serving_models.py, or HIDDENxLAYERS.
-Load: 32 clients at once, prompts lognormal around 500 tokens, 40 to 220 tokens out; every turn has
-prompts of its own, so no cache helps.  Each system runs in its own process, one after the other;
-the first turn warms up, and has the sizes of the others.  Over HTTP: streamed /v1/completions, prompts as text.
+Load: 32 clients, each sends 4 requests, one behind the other; prompts lognormal around 500 tokens,
+40 to 220 tokens out; every turn has prompts of its own, so no cache helps.  Each system runs in its
+own process, one after the other; the first two turns warm up.  Over HTTP: streamed /v1/completions,
+prompts as text.
 Server CPU: user and system time of the HTTP process; of mlx-lm and vLLM, all of it in one process
 is not comparable and left out.
 /health: beside 64 streams and one prompt of 30,000 tokens (less, if the context is shorter).
@@ -36,12 +37,15 @@ from run_main import run_main
 
 ROOT = Path(__file__).parent.parent
 HERE = Path(__file__)
-CLIENTS = 32
+CLIENTS, PER_CLIENT, WARM_UPS = 32, 4, 2
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Prompts as text and as token ids, and how many tokens to generate behind each."""
+    """Prompts as text and as token ids, and how many tokens to generate behind each.
+
+    Client number i sends i, i + CLIENTS, ..., each when the one before has its answer.
+    """
 
     texts: list[str]
     token_ids: list[list[int]]
@@ -60,12 +64,11 @@ def words_of(tokenizer: Any) -> list[int]:
 
 def make_turns(tokenizer: Any, count: int, scale: float, longest: int, turns: int) -> list[Turn]:
     rng, words = np.random.default_rng(0), words_of(tokenizer)
-    # The same sizes in every turn, so that the first one meets every shape.
-    sizes = np.clip(rng.lognormal(np.log(500), 0.8, count) * scale, 16, 0.6 * longest)
-    limits = [max(int(n * scale), 8) for n in rng.integers(40, 221, count)]
     made = []
     for _ in range(turns):
+        sizes = np.clip(rng.lognormal(np.log(500), 0.8, count) * scale, 16, 0.6 * longest)
         ids = [rng.choice(words, int(n)).tolist() for n in sizes]
+        limits = [max(int(n * scale), 8) for n in rng.integers(40, 221, count)]
         made.append(Turn([tokenizer.decode(one) for one in ids], ids, limits))
     return made
 
@@ -88,17 +91,24 @@ def embedded(folder: str, config: dict[str, Any]) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         turn = json.loads(line)
-        started, firsts, tokens = time.perf_counter(), {}, 0
-        for i, (ids, n) in enumerate(zip(turn["token_ids"], turn["max_tokens"], strict=True)):
-            params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
-            engine.add_request(str(i), ids, params)
+        ids, limits = turn["token_ids"], turn["max_tokens"]
+        started, arrived, firsts = time.perf_counter(), {}, {}
+
+        def add(i: int, ids: Any = ids, limits: Any = limits, arrived: Any = arrived) -> None:
+            params = SamplingParams(temperature=0, max_tokens=limits[i], ignore_eos=True)
+            arrived[str(i)] = time.perf_counter()
+            engine.add_request(str(i), ids[i], params)
+
+        for i in range(CLIENTS):
+            add(i)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                firsts.setdefault(output.request_id, time.perf_counter() - started)
-                if output.finished:
-                    tokens += len(output.outputs[0].token_ids)
+                name = output.request_id
+                firsts.setdefault(name, time.perf_counter() - arrived[name])
+                if output.finished and int(name) + CLIENTS < len(ids):
+                    add(int(name) + CLIENTS)
         seconds = time.perf_counter() - started
-        print(json.dumps([seconds, tokens, list(firsts.values())]), flush=True)
+        print(json.dumps([seconds, sum(limits), list(firsts.values())]), flush=True)
 
 
 def free_port() -> int:
@@ -180,7 +190,7 @@ class Bench:
             process.stdin.flush()
             seconds, tokens, first = json.loads(process.stdout.readline())
             self.say(f"embedded, turn {number}: {tokens / seconds:,.0f} tokens/s")
-            if number:
+            if number >= WARM_UPS:
                 speeds.append(tokens / seconds)
                 firsts.append(statistics.median(first))
         process.stdin.close()
@@ -198,7 +208,10 @@ class Bench:
                     body(model, *one) for one in zip(turn.texts, turn.max_tokens, strict=True)
                 ]
                 before = cpu_seconds(pid)
-                job = {"path": "/v1/completions", "bodies": bodies}
+                job = {
+                    "path": "/v1/completions",
+                    "clients": [bodies[i::CLIENTS] for i in range(CLIENTS)],
+                }
                 done = clients(url, job, self.args.deadline)
                 cpu, requests = cpu_seconds(pid) - before, done["requests"]
                 tokens = sum(r["tokens"] for r in requests)
@@ -211,7 +224,7 @@ class Bench:
                     f"server {1e3 * cpu / tokens:.3f} ms a token, clients' CPU "
                     f"{done['client_cpu']:.2f} s of {seconds:.2f} s"
                 )
-                if number:
+                if number >= WARM_UPS:
                     speeds.append(tokens / seconds)
                     firsts.append(statistics.median(r["first"] for r in requests))
                     costs.append(1e3 * cpu / tokens)
@@ -223,7 +236,7 @@ class Bench:
     def run_health(self, url: str, model: str) -> None:
         """64 streams, and a long prompt among them."""
         turn, longest = self.turns[-1], int(0.9 * self.longest)
-        streams = [(text, 200) for text in turn.texts] * 2
+        streams = [(text, 200) for text in turn.texts[:64]]
         long = " ".join(turn.texts)
         while len(long) < 8 * longest:
             long += long
@@ -231,7 +244,7 @@ class Bench:
         self.say(f"/health beside 64 streams and a prompt of {len(long_ids):,} tokens")
         bodies = [body(model, text, n) for text, n in streams]
         bodies.append(body(model, self.tokenizer.decode(long_ids), 8))
-        job = {"path": "/v1/completions", "bodies": bodies, "health": True}
+        job = {"path": "/v1/completions", "clients": [[one] for one in bodies], "health": True}
         self.health = clients(url, job, self.args.deadline)["health"]
 
     tokenizer: Any
@@ -240,7 +253,10 @@ class Bench:
 
     def report(self) -> None:
         base = self.rows.get("embedded engine")
-        print(f"Model: {self.args.model}; {CLIENTS} clients, {len(self.turns) - 1} counted turns")
+        print(
+            f"Model: {self.args.model}; {CLIENTS} clients, "
+            f"{len(self.turns) - WARM_UPS} counted turns"
+        )
         print("| system | output tokens/s | ratio | median TTFT, ms | server CPU, ms a token |")
         print("| --- | --- | --- | --- | --- |")
         for name, row in self.rows.items():
@@ -287,7 +303,9 @@ def main() -> int:
         tokenizer = load_tokenizer_only(str(folder))
         config = json.loads((folder / "config.json").read_text())
         longest = args.max_model_len or config["max_position_embeddings"]
-        turns = make_turns(tokenizer, CLIENTS, args.scale, longest, args.repeats + 1)
+        turns = make_turns(
+            tokenizer, CLIENTS * PER_CLIENT, args.scale, longest, args.repeats + WARM_UPS
+        )
         bench = Bench(args, folder, turns)
         bench.tokenizer, bench.longest, bench.scratch = tokenizer, longest, Path(scratch)
         limits = ["--max-model-len", str(args.max_model_len)] if args.max_model_len else []

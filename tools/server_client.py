@@ -3,9 +3,10 @@
 
     python tools/server_client.py http://127.0.0.1:8000 < jobs.json
 
-jobs.json: {"path", "bodies": [JSON of a streamed completion], "health": bool}.  Prints one JSON
-object: seconds until each first token and until the end, tokens by the servers' usage, and, if
-asked for, seconds that each /health took beside the load.
+jobs.json: {"path", "clients": [[body, ...], ...], "health": bool}; a client sends its bodies, each
+a streamed completion, one behind the other.  Prints one JSON object: seconds from each request to its
+first token, seconds until its end, tokens by the server's usage, and, if asked for, seconds that
+each /health took beside the load.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ async def send(url: str, method: str, path: str, body: bytes = b"") -> Connectio
 
 
 async def stream(url: str, path: str, body: dict[str, Any], started: float) -> dict[str, Any]:
-    """One streamed completion: {"first", "end", "tokens", "chunks"}, in seconds since `started`."""
+    """One streamed completion: {"first", "end", "tokens", "chunks"}, in seconds: the end
+    since `started`."""
+    sent = time.perf_counter()
     reader, _writer = await send(url, "POST", path, json.dumps(body).encode())
     first, chunks, usage = None, 0, {}
     async for line in reader:
@@ -51,7 +54,7 @@ async def stream(url: str, path: str, body: dict[str, Any], started: float) -> d
         elif first is None:
             # Chat streams begin with the role, before any token.
             if b'"content":""' not in line.replace(b" ", b""):
-                first = time.perf_counter() - started
+                first = time.perf_counter() - sent
                 chunks = 1
         else:
             chunks += 1
@@ -72,13 +75,16 @@ async def main(url: str, job: dict[str, Any]) -> dict[str, Any]:
     health: list[float] = []
     asking = asyncio.ensure_future(ask_health(url, health)) if job.get("health") else None
     started = time.perf_counter()
-    streams = [stream(url, job["path"], body, started) for body in job["bodies"]]
-    done = await asyncio.gather(*streams)
+
+    async def client(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [await stream(url, job["path"], body, started) for body in bodies]
+
+    done = await asyncio.gather(*map(client, job["clients"]))
     if asking is not None:
         asking.cancel()
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = used.ru_utime + used.ru_stime
-    return {"requests": done, "health": health, "client_cpu": cpu}
+    return {"requests": [one for each in done for one in each], "health": health, "client_cpu": cpu}
 
 
 if __name__ == "__main__":
