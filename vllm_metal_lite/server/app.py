@@ -5,6 +5,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from vllm_metal_lite.server import page
 from vllm_metal_lite.server.errors import openai_shape
 from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest, chat_completions
 from vllm_metal_lite.server.server import Server, endpoint
@@ -23,5 +24,6 @@ def make_app(server: Server) -> Starlette:
         routes=[
             Route("/health", health),
             post("/v1/chat/completions", ChatCompletionRequest, chat_completions, openai_shape),
+            *page.routes(server),
         ]
     )

@@ -1,0 +1,89 @@
+// The map of the block pool: a cell for each block (or a few), in the order of their numbers.
+
+import { count } from "../dom.js";
+import { fit, point } from "./canvas.js";
+import { palette } from "./colours.js";
+
+const FREE = 0;
+const CACHED = -1;
+const SHARED = -2;
+const HIGHEST = 220;  // pixels
+const SIZES = [18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3];
+
+export class PoolMap {
+  /** hover(n): a request is pointed at; 0: none. */
+  constructor(canvas, hover) {
+    this.canvas = canvas;
+    this.cells = [];
+    point(canvas, (x, y) => {
+      const i = this.at(x, y);
+      const code = this.cells[i];
+      hover(code > 0 ? code : 0);
+      return code === undefined ? null : this.words(i, code);
+    }, () => hover(0));
+  }
+
+  draw(history, highlight) {
+    const { blocks } = history;
+    this.history = history;
+    this.cells = blocks ? blocks.runs.flatMap(([code, n]) => new Array(n).fill(code)) : [];
+    const width = this.canvas.clientWidth;
+    const number = this.cells.length;
+    this.size = SIZES.find((s) => Math.ceil(number / Math.floor(width / s)) * s <= HIGHEST) ?? 3;
+    this.columns = Math.max(1, Math.floor(width / this.size));
+    const rows = Math.max(1, Math.ceil(number / this.columns));
+    const context = fit(this.canvas, rows * this.size);
+    const colours = palette();
+    const inner = this.size - (this.size > 4 ? 1.5 : 0.5);
+    const round = this.size >= 9 ? 2.5 : 0;
+    this.cells.forEach((code, i) => {
+      const x = (i % this.columns) * this.size;
+      const y = Math.floor(i / this.columns) * this.size;
+      const faint = highlight && code !== highlight ? 0.22 : 1;
+      context.fillStyle = code > 0 ? colours.request(code, faint) : colours[NAMES[code]];
+      context.beginPath();
+      context.roundRect(x, y, inner, inner, round);
+      context.fill();
+      if (code === SHARED && inner >= 4) {  // a dot, so that shared blocks differ without colour
+        context.fillStyle = colours.back;
+        context.beginPath();
+        context.arc(x + inner / 2, y + inner / 2, Math.max(1, inner / 6), 0, 7);
+        context.fill();
+      }
+    });
+    const totals = this.totals();
+    this.canvas.setAttribute("aria-label",
+      number ? `${count(number)} cells: ${totals.map(([name, n]) => `${count(n)} ${name}`).join(", ")}.` : "No blocks yet");
+  }
+
+  /** [name, cells] of each kind. */
+  totals() {
+    const sums = { owned: 0, shared: 0, cached: 0, free: 0 };
+    for (const code of this.cells) sums[code > 0 ? "owned" : NAMES[code]]++;
+    return Object.entries(sums);
+  }
+
+  at(x, y) {
+    const column = Math.floor(x / this.size);
+    return column < this.columns ? Math.floor(y / this.size) * this.columns + column : -1;
+  }
+
+  words(i, code) {
+    const { per_cell: perCell, size } = this.history.blocks;
+    const where = perCell > 1
+      ? `Blocks ${count(i * perCell)} to ${count((i + 1) * perCell - 1)}`
+      : `Block ${count(i)}`;
+    const kinds = {
+      [FREE]: "free",
+      [CACHED]: "cached: kept for prompts that begin alike",
+      [SHARED]: "shared by two or more requests",
+    };
+    const request = this.history.known.get(code);
+    return [
+      `${where}: ${code > 0 ? `request ${code} alone` : kinds[code]}`,
+      request ? request.id : `room for ${count(size * perCell)} tokens`,
+    ];
+  }
+}
+
+const NAMES = { [FREE]: "free", [CACHED]: "cached", [SHARED]: "shared" };

@@ -1,0 +1,160 @@
+// The live view of the engines: figures, steps, blocks, requests.
+
+import { byId, count, make } from "../dom.js";
+import { Watcher } from "./events.js";
+import { History } from "./history.js";
+import { PoolMap } from "./pool.js";
+import { RequestList } from "./requests.js";
+import { Timeline } from "./timeline.js";
+
+const SMOOTH_MS = 300;  // over which the steps of an event come in
+
+export class EngineView {
+  constructor() {
+    this.histories = new Map();  // by model
+    this.history = null;
+    this.highlight = 0;
+    this.frame = 0;
+    this.drawnAt = 0;
+    this.calm = matchMedia("(prefers-reduced-motion: reduce)");
+    const hover = (n) => {
+      if (n === this.highlight) return;
+      this.highlight = n;
+      this.draw();
+    };
+    this.timeline = new Timeline(byId("timeline"), hover);
+    this.pool = new PoolMap(byId("pool"), hover);
+    this.requests = new RequestList(byId("requests"), hover);
+    this.watcher = new Watcher((event) => this.take(event), (state, words) => this.showState(state, words));
+    byId("engine-pause").addEventListener("click", () => this.hold(!this.watcher.held));
+    document.addEventListener("theme", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe(byId("engine"));
+  }
+
+  setShown(shown) {
+    this.shown = shown;
+    this.watcher.setShown(shown);
+    if (shown) this.draw();
+  }
+
+  hold(held) {
+    this.watcher.setHeld(held);
+    const button = byId("engine-pause");
+    const label = held ? "Go on" : "Hold the view";
+    button.setAttribute("aria-pressed", String(held));
+    button.setAttribute("aria-label", label);
+    button.title = label;
+    button.querySelector("use").setAttribute("href", held ? "#i-play" : "#i-pause");
+  }
+
+  showState(state, words) {
+    byId("engine-state").textContent = words;
+    byId("engine").dataset.state = state;
+  }
+
+  take(event) {
+    let history = this.histories.get(event.model);
+    if (!history) {
+      history = new History(event.model);
+      this.histories.set(event.model, history);
+      this.drawModels();
+    }
+    history.take(event);
+    if (!this.history) this.choose(history);
+    if (history !== this.history) {
+      history.advance(Infinity);
+      return;
+    }
+    if (this.calm.matches || history.coming.length === 0) history.advance(Infinity);
+    this.drawFigures();
+    this.drawSlow();
+    this.step();
+  }
+
+  choose(history) {
+    this.history = history;
+    history.advance(Infinity);
+    this.drawModels();
+    this.draw();
+  }
+
+  /** With several models, a button for each. */
+  drawModels() {
+    const all = [...this.histories.values()];
+    byId("engine-models").replaceChildren(...(all.length < 2 ? [] : all.map((history) =>
+      make("button", {
+        type: "button", "aria-pressed": String(history === this.history), onclick: () => this.choose(history),
+      }, history.model))));
+  }
+
+  /** Let the steps that came move in, some in each frame. */
+  step() {
+    const { history } = this;
+    if (!history.coming.length) {
+      this.timeline.draw(history, this.highlight);
+      return;
+    }
+    if (this.frame) return;
+    this.drawnAt = performance.now();
+    let owed = 0;
+    const move = (now) => {
+      const rate = Math.max(this.history.coming.length, 8) / SMOOTH_MS;
+      owed += rate * Math.max(now - this.drawnAt, 0);
+      this.drawnAt = now;
+      const whole = Math.floor(owed);
+      owed -= whole;
+      if (whole) {
+        this.history.advance(whole);
+        this.timeline.draw(this.history, this.highlight);
+      }
+      this.frame = this.history.coming.length ? requestAnimationFrame(move) : 0;
+    };
+    this.frame = requestAnimationFrame(move);
+  }
+
+  draw() {
+    if (!this.shown || !this.history) return;
+    this.drawFigures();
+    this.drawSlow();
+    this.timeline.draw(this.history, this.highlight);
+  }
+
+  drawSlow() {
+    const { history } = this;
+    this.pool.draw(history, this.highlight);
+    this.drawLegend();
+    const { running, waiting, hidden } = this.requests.draw(history, this.highlight);
+    byId("requests-size").textContent = running + waiting
+      ? `${running} running, ${waiting} waiting${hidden ? `, ${hidden} not shown` : ""}`
+      : "";
+    byId("no-requests").hidden = running + waiting > 0;
+  }
+
+  drawLegend() {
+    const { blocks } = this.history;
+    if (!blocks) return;
+    const cell = blocks.per_cell > 1 ? `, ${blocks.per_cell} in a cell` : "";
+    byId("pool-size").textContent = `${count(blocks.total)} of ${blocks.size} tokens${cell}`;
+    const names = { owned: "of one request", shared: "shared", cached: "cached", free: "free" };
+    byId("legend").replaceChildren(...this.pool.totals().map(([kind, n]) =>
+      make("li", {}, make("i", { class: `cell ${kind}` }), `${names[kind]} `, make("b", {}, count(n * blocks.per_cell)))));
+  }
+
+  drawFigures() {
+    const { metrics: m } = this.history;
+    const rates = this.history.rates();
+    const queried = m.prefix_cache_queried_tokens;
+    const figures = [
+      ["Generated", `${count(rates.decode)}`, "tokens/s", "Tokens of answers a second, over the last 3 seconds"],
+      ["Prompts", `${count(rates.prefill)}`, "tokens/s", "Tokens of prompts computed a second, over the last 3 seconds"],
+      ["Step", rates.ms === null ? "–" : rates.ms.toFixed(1), "ms", "Median time of a step, over the last 3 seconds"],
+      ["Cache hits", queried ? ((100 * m.prefix_cache_hit_tokens) / queried).toFixed(0) : "–", "%",
+        "Share of all prompt tokens since the start that were found in the cache"],
+      ["Blocks in use", m.blocks_total ? ((100 * m.blocks_owned) / m.blocks_total).toFixed(0) : "–", "%",
+        "Share of the pool that requests own"],
+      ["Preempted", count(m.preemptions ?? 0), "×", "Requests that gave their blocks away to others, since the start"],
+    ];
+    byId("figures").replaceChildren(...figures.map(([name, value, unit, title]) =>
+      make("div", { title }, make("dt", {}, name), make("dd", {}, value, make("span", {}, unit)))));
+  }
+}
