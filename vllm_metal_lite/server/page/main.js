@@ -117,7 +117,9 @@ function followHash() {
   const alone = location.hash === "#engine";
   document.body.classList.toggle("engine-alone", alone);
   byId("engine-alone").setAttribute("href", alone ? "#" : "#engine");
-  byId("engine-alone").lastChild.textContent = alone ? "Show the chat" : "Show alone";
+  const label = alone ? "Show the chat too" : "Show the engine alone";
+  byId("engine-alone").setAttribute("aria-label", label);
+  byId("engine-alone").title = label;
   showEngine(alone || store.setting("engine", innerWidth > 1100));
 }
 

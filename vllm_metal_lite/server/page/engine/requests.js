@@ -72,5 +72,6 @@ export class RequestList {
     row.element.classList.toggle("queued", state !== "running");
     const what = state !== "running" ? "waits" : done < prompt ? "prompt" : "answers";
     row.state.textContent = preempted ? `${what}, preempted ${preempted}×` : what;
+    row.state.title = row.state.textContent;
   }
 }

@@ -7,9 +7,10 @@ import { palette } from "./colours.js";
 const COLUMN = 9;  // pixels, with a gap of 1
 const LEFT = 42;
 const TOP = 8;
-const HEIGHT = 196;  // of the columns
+const HEIGHT = 216;  // of the columns
 const GAP = 26;
 const STRIP = 34;  // of the milliseconds
+const LINEAR = 8;  // tokens up to which the scale is about linear
 const TICKS = [1, 4, 16, 64, 256, 1024, 4096, 16384, 65536];
 
 export class Timeline {
@@ -36,7 +37,7 @@ export class Timeline {
     const most = Math.max(16, ...sums);
     this.top = TICKS.find((tick) => tick >= most) ?? most;
     if (this.top > 1.6 * most) this.top = most;
-    const y = (tokens) => TOP + HEIGHT * (1 - Math.sqrt(tokens / this.top));
+    const y = (tokens) => TOP + HEIGHT * (1 - Math.log1p(tokens / LINEAR) / Math.log1p(this.top / LINEAR));
     this.axis(context, colours, width, y);
     this.columns = steps.map((step, i) => ({ step, sum: sums[i], x: width - (steps.length - i) * COLUMN }));
     for (const { step, x } of this.columns) {
@@ -46,7 +47,7 @@ export class Timeline {
         below += tokens;
         const top = y(below);
         const faint = highlight && n !== highlight ? 0.16 : 1;
-        const height = Math.max(bottom - top - 0.6, 0.6);
+        const height = Math.max(bottom - top - 0.5, 0.6);
         if (i < step.decodes) {
           context.fillStyle = colours.request(n, faint);
           context.fillRect(x, top, COLUMN - 1, height);
@@ -95,7 +96,7 @@ export class Timeline {
     context.rotate(-Math.PI / 2);
     context.textAlign = "center";
     context.fillStyle = colours.text;
-    context.fillText("tokens (square root scale)", 0, 0);
+    context.fillText("tokens (logarithmic)", 0, 0);
     context.restore();
   }
 
@@ -122,7 +123,7 @@ export class Timeline {
   at(x, y) {
     const column = this.columns.find((c) => x >= c.x && x < c.x + COLUMN);
     if (!column || y > TOP + HEIGHT + GAP + STRIP) return null;
-    const tokens = this.top * (1 - (y - TOP) / HEIGHT) ** 2;
+    const tokens = LINEAR * Math.expm1((1 - (y - TOP) / HEIGHT) * Math.log1p(this.top / LINEAR));
     let below = 0;
     for (const [i, segment] of column.step.segments.entries()) {
       if (y <= TOP + HEIGHT && tokens >= below && tokens < below + segment[1]) return { ...column, segment, i };

@@ -145,12 +145,12 @@ export class EngineView {
     const rates = this.history.rates();
     const queried = m.prefix_cache_queried_tokens;
     const figures = [
-      ["Generated", `${count(rates.decode)}`, "tokens/s", "Tokens of answers a second, over the last 3 seconds"],
-      ["Prompts", `${count(rates.prefill)}`, "tokens/s", "Tokens of prompts computed a second, over the last 3 seconds"],
+      ["Generated", count(rates.decode), "tok/s", "Tokens of answers a second, over the last 3 seconds"],
+      ["Prompts", count(rates.prefill), "tok/s", "Tokens of prompts computed a second, over the last 3 seconds"],
       ["Step", rates.ms === null ? "–" : rates.ms.toFixed(1), "ms", "Median time of a step, over the last 3 seconds"],
       ["Cache hits", queried ? ((100 * m.prefix_cache_hit_tokens) / queried).toFixed(0) : "–", "%",
         "Share of all prompt tokens since the start that were found in the cache"],
-      ["Blocks in use", m.blocks_total ? ((100 * m.blocks_owned) / m.blocks_total).toFixed(0) : "–", "%",
+      ["Blocks used", m.blocks_total ? ((100 * m.blocks_owned) / m.blocks_total).toFixed(0) : "–", "%",
         "Share of the pool that requests own"],
       ["Preempted", count(m.preemptions ?? 0), "×", "Requests that gave their blocks away to others, since the start"],
     ];
