@@ -27,6 +27,7 @@ const chat = new Chat(drawSidebar);
 const engine = new EngineView();
 
 function drawSidebar() {
+  conversations.sort((a, b) => b.updated - a.updated);
   if (!conversations.includes(chat.conversation) && chat.conversation?.messages.length) {
     conversations.unshift(chat.conversation);
   }

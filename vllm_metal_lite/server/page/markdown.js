@@ -12,15 +12,20 @@ const marked = new Marked({
     // An image would be fetched, which tells its host what is read here; a link is not.
     image: ({ href, text }) =>
       `<a href="${escaped(href)}">[image: ${escaped(text || href)}]</a>`,
+    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
+    // HTML is shown as it was written, except for breaks, which tables need.
+    html: ({ text, block }) => {
+      if (/^<br\s*\/?>$/i.test(text.trim())) return "<br>";
+      return block ? `<p>${escaped(text.trimEnd())}</p>` : escaped(text);
+    },
   },
 });
 const purify = window.DOMPurify;
 
 const ALLOWED = {
   ALLOWED_TAGS: [
-    "a", "b", "blockquote", "br", "code", "del", "details", "div", "em", "h1", "h2", "h3", "h4", "h5",
-    "h6", "hr", "i", "kbd", "li", "ol", "p", "pre", "s", "span", "strong", "sub", "summary", "sup",
-    "table", "tbody", "td", "th", "thead", "tr", "u", "ul",
+    "a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol",
+    "p", "pre", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
   ],
   ALLOWED_ATTR: ["align", "href", "class", "start", "title"],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,

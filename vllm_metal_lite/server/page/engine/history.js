@@ -15,14 +15,19 @@ export class History {
     this.preemptions = new Map();  // by number: when it was last seen preempted
     this.time = 0;
     this.numSteps = 0;
+    this.idle = false;  // nothing has run for a while
   }
 
   take(event) {
     if (event.time < this.time || event.num_steps < this.numSteps) this.restart();
     const first = event.num_steps - event.steps.length + 1;
-    event.steps.forEach((step, i) => this.coming.push({ ...step, number: first + i }));
+    event.steps.forEach((step, i) => {
+      // A stream that begins anew repeats its latest event.
+      if (first + i > this.numSteps) this.coming.push({ ...step, number: first + i });
+    });
     this.coming.splice(0, this.coming.length - KEPT);
     Object.assign(this, { time: event.time, numSteps: event.num_steps, requests: event.requests });
+    this.idle = false;
     this.blocks = event.blocks ?? this.blocks;
     this.metrics = event.metrics;
     for (const request of event.requests) {
@@ -42,6 +47,7 @@ export class History {
     this.coming = [];
     this.known.clear();
     this.preemptions.clear();
+    this.time = this.numSteps = 0;
   }
 
   /** Show the next `n` of the steps that came. */
@@ -52,7 +58,7 @@ export class History {
 
   /** Tokens a second of the last seconds, generated and of prompts; 0 when nothing runs. */
   rates() {
-    const all = [...this.steps, ...this.coming];
+    const all = this.idle ? [] : [...this.steps, ...this.coming];
     const recent = all.filter((step) => step.t > this.time - SECONDS);
     let decoded = 0;
     let prefilled = 0;
@@ -65,7 +71,7 @@ export class History {
       ms.push(step.ms);
     }
     ms.sort((a, b) => a - b);
-    const begin = recent.length ? recent[0].t - recent[0].ms / 1000 : this.time;
+    const begin = recent.length ? recent[0].t : this.time;
     // Not before the watcher came, and not before the last gap.
     const span = Math.max(this.time - begin, 0.25);
     return { decode: decoded / span, prefill: prefilled / span, ms: ms[ms.length >> 1] ?? null };

@@ -7,7 +7,7 @@ import { palette } from "./colours.js";
 const FREE = 0;
 const CACHED = -1;
 const SHARED = -2;
-const HIGHEST = 220;  // pixels
+const HIGHEST = 150;  // pixels
 const SIZES = [18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3];
 
 export class PoolMap {

@@ -7,7 +7,7 @@ import { palette } from "./colours.js";
 const COLUMN = 9;  // pixels, with a gap of 1
 const LEFT = 42;
 const TOP = 8;
-const HEIGHT = 216;  // of the columns
+const HEIGHT = 200;  // of the columns
 const GAP = 26;
 const STRIP = 34;  // of the milliseconds
 const LINEAR = 8;  // tokens up to which the scale is about linear

@@ -8,6 +8,7 @@ import { RequestList } from "./requests.js";
 import { Timeline } from "./timeline.js";
 
 const SMOOTH_MS = 300;  // over which the steps of an event come in
+const IDLE_MS = 1500;  // without an event, while no request is there
 
 export class EngineView {
   constructor() {
@@ -60,6 +61,13 @@ export class EngineView {
       this.drawModels();
     }
     history.take(event);
+    clearTimeout(history.timer);
+    if (!event.requests.length) {
+      history.timer = setTimeout(() => {
+        history.idle = true;
+        if (history === this.history) this.drawFigures();
+      }, IDLE_MS);
+    }
     if (!this.history) this.choose(history);
     if (history !== this.history) {
       history.advance(Infinity);
@@ -133,8 +141,8 @@ export class EngineView {
   drawLegend() {
     const { blocks } = this.history;
     if (!blocks) return;
-    const cell = blocks.per_cell > 1 ? `, ${blocks.per_cell} in a cell` : "";
-    byId("pool-size").textContent = `${count(blocks.total)} of ${blocks.size} tokens${cell}`;
+    const cell = blocks.per_cell > 1 ? `; ${blocks.per_cell} in a cell` : "";
+    byId("pool-size").textContent = `${count(blocks.total)}, each of ${blocks.size} tokens${cell}`;
     const names = { owned: "of one request", shared: "shared", cached: "cached", free: "free" };
     byId("legend").replaceChildren(...this.pool.totals().map(([kind, n]) =>
       make("li", {}, make("i", { class: `cell ${kind}` }), `${names[kind]} `, make("b", {}, count(n * blocks.per_cell)))));
