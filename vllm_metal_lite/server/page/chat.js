@@ -10,9 +10,13 @@ const NEAR = 48;  // pixels from the end at which the view still scrolls along
 const SAVE_MS = 1000;  // while an answer grows
 
 export class Chat {
-  /** changed: called after the conversation was saved.  models: the list of /v1/models. */
-  constructor(changed) {
+  /**
+   * changed: called after the conversation was saved.  readModels: reads `models`, those of
+   * /v1/models, again.
+   */
+  constructor(changed, readModels) {
     this.changed = changed;
+    this.readModels = readModels;
     this.conversation = null;
     this.running = new Map();  // of each conversation that is answered: its AbortController
     this.models = [];
@@ -38,6 +42,11 @@ export class Chat {
       this.follow();
       this.input.focus();
     });
+  }
+
+  /** What /v1/models says of the conversation's model. */
+  get model() {
+    return this.models.find((m) => m.id === this.conversation.model);
   }
 
   get busy() {
@@ -69,7 +78,7 @@ export class Chat {
 
   contextUse() {
     const last = tree.path(this.conversation).findLast((m) => m.usage);
-    const limit = this.models.find((m) => m.id === this.conversation.model)?.max_model_len;
+    const limit = this.model?.max_model_len;
     if (!last || !limit) return "";
     const used = last.usage.prompt_tokens + last.usage.completion_tokens;
     return `${count(used)} of ${count(limit)} tokens of context used`;
@@ -151,6 +160,11 @@ export class Chat {
     this.viewOf(message)?.update(conversation, this.actions);
     if (this.conversation === conversation) this.drawState();
     announce(endInWords(message));
+    // The context of a model is known once the model is loaded.
+    if (!this.model?.max_model_len && message.finish !== "error") {
+      await this.readModels();
+      this.drawState();
+    }
   }
 
   viewOf(message) {

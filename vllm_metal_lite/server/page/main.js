@@ -23,8 +23,8 @@ const EXAMPLES = {
 };
 
 let conversations = [];
-const chat = new Chat(drawSidebar);
-const engine = new EngineView();
+const chat = new Chat(drawSidebar, readModels);
+const engine = new EngineView(() => byId("model").value || null);
 
 function drawSidebar() {
   conversations.sort((a, b) => b.updated - a.updated);
@@ -106,10 +106,13 @@ function growInput() {
   input.style.height = `${Math.min(input.scrollHeight, 240)}px`;
 }
 
+const narrow = matchMedia("(max-width: 1100px)");  // as in base.css
+
 function showEngine(shown) {
   document.body.classList.toggle("show-engine", shown);
   byId("engine-toggle").setAttribute("aria-expanded", String(shown));
-  store.keepSetting("engine", shown);
+  if (!narrow.matches) store.keepSetting("engine", shown);
+  byId("chat").inert = shown && narrow.matches;  // the view covers the chat
   engine.setShown(shown);
 }
 
@@ -121,7 +124,7 @@ function followHash() {
   const label = alone ? "Show the chat too" : "Show the engine alone";
   byId("engine-alone").setAttribute("aria-label", label);
   byId("engine-alone").title = label;
-  showEngine(alone || store.setting("engine", innerWidth > 1100));
+  showEngine(alone || (!narrow.matches && store.setting("engine", true)));
 }
 
 function listen() {
@@ -166,11 +169,12 @@ function listen() {
   byId("engine-toggle").addEventListener("click", () =>
     showEngine(!document.body.classList.contains("show-engine")));
   byId("engine-close").addEventListener("click", () => {
-    if (location.hash === "#engine") location.hash = "";
     showEngine(false);
+    if (location.hash === "#engine") location.hash = "";
     byId("engine-toggle").focus();
   });
   addEventListener("hashchange", followHash);
+  narrow.addEventListener("change", followHash);
   byId("model").addEventListener("change", (event) => {
     const { conversation } = chat;
     conversation.model = event.target.value;

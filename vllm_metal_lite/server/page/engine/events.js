@@ -30,7 +30,7 @@ export class Watcher {
     if (!watch) {
       this.stopper?.abort();
       this.stopper = null;
-      if (this.held) this.state("held", "");
+      if (this.held) this.state("held", "The view is held.");
     } else if (!this.stopper) {
       this.stopper = new AbortController();
       this.watch(this.stopper.signal);

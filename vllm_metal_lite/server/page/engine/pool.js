@@ -7,7 +7,8 @@ import { palette } from "./colours.js";
 const FREE = 0;
 const CACHED = -1;
 const SHARED = -2;
-const HIGHEST = 150;  // pixels
+const HIGHEST = { few: 150, many: 220 };  // pixels
+const MANY = 1000;  // cells
 const SIZES = [18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3];
 
 export class PoolMap {
@@ -29,7 +30,8 @@ export class PoolMap {
     this.cells = blocks ? blocks.runs.flatMap(([code, n]) => new Array(n).fill(code)) : [];
     const width = this.canvas.clientWidth;
     const number = this.cells.length;
-    this.size = SIZES.find((s) => Math.ceil(number / Math.floor(width / s)) * s <= HIGHEST) ?? 3;
+    const highest = number > MANY ? HIGHEST.many : HIGHEST.few;
+    this.size = SIZES.find((s) => Math.ceil(number / Math.floor(width / s)) * s <= highest) ?? 3;
     this.columns = Math.max(1, Math.floor(width / this.size));
     const rows = Math.max(1, Math.ceil(number / this.columns));
     const context = fit(this.canvas, rows * this.size);

@@ -10,7 +10,7 @@ const TOP = 8;
 const HEIGHT = 200;  // of the columns
 const GAP = 26;
 const STRIP = 34;  // of the milliseconds
-const LINEAR = 8;  // tokens up to which the scale is about linear
+const LINEAR = 4;  // tokens up to which the scale is about linear
 const TICKS = [1, 4, 16, 64, 256, 1024, 4096, 16384, 65536];
 
 export class Timeline {
@@ -55,6 +55,11 @@ export class Timeline {
       });
     }
     this.strip(context, colours, steps, width);
+    if (!steps.length) {
+      context.textAlign = "center";
+      context.fillStyle = colours.text;
+      context.fillText("No step has run while this page was watching.", LEFT + (width - LEFT) / 2, TOP + HEIGHT / 2);
+    }
     canvas.setAttribute("aria-label", this.summary());
   }
 

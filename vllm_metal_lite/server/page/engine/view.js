@@ -5,15 +5,19 @@ import { Watcher } from "./events.js";
 import { History } from "./history.js";
 import { PoolMap } from "./pool.js";
 import { RequestList } from "./requests.js";
+import { sendSamples } from "./sample.js";
 import { Timeline } from "./timeline.js";
 
 const SMOOTH_MS = 300;  // over which the steps of an event come in
 const IDLE_MS = 1500;  // without an event, while no request is there
 
 export class EngineView {
-  constructor() {
+  /** model: gives the name of the model that samples are sent to. */
+  constructor(model) {
+    this.model = model;
+    this.samples = null;  // the AbortController of those that run
     this.histories = new Map();  // by model
-    this.history = null;
+    this.history = new History(null);  // until the first event
     this.highlight = 0;
     this.frame = 0;
     this.drawnAt = 0;
@@ -28,6 +32,7 @@ export class EngineView {
     this.requests = new RequestList(byId("requests"), hover);
     this.watcher = new Watcher((event) => this.take(event), (state, words) => this.showState(state, words));
     byId("engine-pause").addEventListener("click", () => this.hold(!this.watcher.held));
+    byId("samples").addEventListener("click", () => this.toggleSamples());
     document.addEventListener("theme", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(byId("engine"));
   }
@@ -46,6 +51,26 @@ export class EngineView {
     button.setAttribute("aria-label", label);
     button.title = label;
     button.querySelector("use").setAttribute("href", held ? "#i-play" : "#i-pause");
+  }
+
+  /** Send a load to look at, or end the one that runs. */
+  async toggleSamples() {
+    if (this.samples) {
+      this.samples.abort();
+      return;
+    }
+    const button = byId("samples");
+    const label = button.textContent;
+    this.samples = new AbortController();
+    button.textContent = "End the sample requests";
+    try {
+      await sendSamples(this.model(), this.samples.signal);
+    } catch (error) {
+      if (error.name !== "AbortError") byId("engine-state").textContent = error.message;
+      this.samples.abort();
+    }
+    this.samples = null;
+    button.textContent = label;
   }
 
   showState(state, words) {
@@ -68,7 +93,7 @@ export class EngineView {
         if (history === this.history) this.drawFigures();
       }, IDLE_MS);
     }
-    if (!this.history) this.choose(history);
+    if (this.history.model === null) this.choose(history);
     if (history !== this.history) {
       history.advance(Infinity);
       return;
@@ -121,7 +146,7 @@ export class EngineView {
   }
 
   draw() {
-    if (!this.shown || !this.history) return;
+    if (!this.shown) return;
     this.drawFigures();
     this.drawSlow();
     this.timeline.draw(this.history, this.highlight);
