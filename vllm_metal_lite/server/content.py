@@ -9,7 +9,7 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import ApiError
 
 # By type; those of OpenAI's chat, of Responses, and of Anthropic.
-_TEXT = ("text", "input_text", "output_text")
+_TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
 
 def text_of(content: Any, where: str) -> str:
@@ -24,7 +24,7 @@ def text_of(content: Any, where: str) -> str:
         return content
     if not isinstance(content, Iterable) or isinstance(content, Mapping):
         raise _bad(f"{where} must be a string or a list of parts, got {show(content)}", where)
-    return "\n".join(_part(part, f"{where}.{i}") for i, part in enumerate(content))
+    return "\n".join(part_text(part, f"{where}.{i}") for i, part in enumerate(content))
 
 
 def arguments_of(arguments: Any) -> Any:
@@ -46,7 +46,8 @@ def function_call(call_id: Any, name: Any, arguments: Any, where: str) -> dict[s
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _part(part: Any, where: str) -> str:
+def part_text(part: Any, where: str) -> str:
+    """The text of one part.  Raises ApiError (400)."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):

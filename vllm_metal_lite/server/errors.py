@@ -66,7 +66,9 @@ def api_error(e: Exception) -> ApiError | None:
     if isinstance(e, ValidationError):
         first = e.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        message = f"{first['msg']}, got {show(first['input'])}"
+        message = first["msg"]
+        if first["type"] != "missing":  # of which the input is the whole body
+            message += f", got {show(first['input'])}"
         return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
     if isinstance(e, EngineLost):
         return ApiError(503, str(e), code="engine_lost", headers={"Retry-After": "5"})

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.content import function_call, text_of
+from vllm_metal_lite.server.content import function_call, part_text, text_of
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.prompts import Conversation, Message, join_systems
 
@@ -60,7 +60,7 @@ def _assistant(blocks: Blocks, where: str, names: dict[Any, str]) -> Message:
         elif kind == "thinking":
             thoughts.append(text_of(block.get("thinking"), f"{at}.thinking"))
         elif kind != "redacted_thinking":  # which is no text
-            texts.append(text_of([block], at))
+            texts.append(part_text(block, at))
     message: Message = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)
@@ -75,7 +75,7 @@ def _user(role: str, blocks: Blocks, where: str, names: dict[Any, str]) -> Itera
     for i, block in enumerate(blocks):
         at = f"{where}.{i}"
         if _kind(block) != "tool_result":
-            texts.append(text_of([block], at))
+            texts.append(part_text(block, at))
             continue
         if texts:
             yield {"role": role, "content": "\n".join(texts)}
