@@ -11,6 +11,7 @@ from vllm_metal_lite.server.settings import ServerConfig
 
 ASK = "Tell me about a lantern in the rain."
 OPTIONS = {"_strict_response_validation": True, "max_retries": 0, "timeout": 60, "api_key": "x"}
+OWN = {"temperature", "top_k", "seed", "min_p", "ignore_eos"}
 LIMITS = {"model": "demo", "temperature": 0, "max_tokens": 12}
 
 
@@ -30,8 +31,15 @@ def user(content):
     return {"role": "user", "content": content}
 
 
+def request(*messages, **options):
+    """Arguments of the client, which sends what it has no argument for in `extra_body`."""
+    options = {**LIMITS, "messages": list(messages), **options}
+    sampling = {name: options.pop(name) for name in OWN.intersection(options)}
+    return {**options, "extra_body": sampling}
+
+
 def create(client, *messages, **options):
-    return client.messages.create(**{**LIMITS, "messages": list(messages), **options})
+    return client.messages.create(**request(*messages, **options))
 
 
 def chat(running, *messages, **options):
@@ -83,8 +91,7 @@ def test_the_raw_stream_has_a_ping(running):
 
 
 def test_the_clients_own_accumulator(client):
-    arguments = {**LIMITS, "max_tokens": 200, "messages": [user(ASK)]}
-    with client.messages.stream(**arguments) as stream:
+    with client.messages.stream(**request(user(ASK), max_tokens=200)) as stream:
         streamed = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text(final) == streamed == text(create(client, user(ASK), max_tokens=200))
@@ -122,7 +129,7 @@ def test_stop_sequences(client, stream):
     stop = whole.split()[3]
     options = {"stop_sequences": ["never said", stop], "max_tokens": 200}
     if stream:
-        with client.messages.stream(**{**LIMITS, **options, "messages": [user(ASK)]}) as events:
+        with client.messages.stream(**request(user(ASK), **options)) as events:
             message = events.get_final_message()
     else:
         message = create(client, user(ASK), **options)
@@ -139,11 +146,9 @@ def test_an_answer_goes_on_where_the_assistant_began(client, running):
 
 
 def test_vllms_sampling_parameters(client, running):
-    options = {"temperature": 0.8, "seed": 7, "min_p": 0.1}
-    message = create(
-        client, user(ASK), temperature=0.8, top_k=20, extra_body={"seed": 7, "min_p": 0.1}
-    )
-    assert text(message) == chat(running, user(ASK), top_k=20, **options)["message"]["content"]
+    options = {"temperature": 0.8, "seed": 7, "min_p": 0.1, "top_k": 20}
+    expected = chat(running, user(ASK), **options)["message"]["content"]
+    assert text(create(client, user(ASK), **options)) == expected
 
 
 # What Claude Code sends at first, in short.
@@ -228,9 +233,7 @@ def test_a_lost_engine_ends_the_stream_with_an_error(running, client):
     async def lose(generation):
         generation.fail(RuntimeError("lost"))
 
-    events = create(
-        client, user(ASK), stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
-    )
+    events = create(client, user(ASK), stream=True, max_tokens=4000, ignore_eos=True)
     next(iter(events))
     [generation] = running.server.generations.values()
     asyncio.run_coroutine_threadsafe(lose(generation), running.loop).result()
