@@ -34,6 +34,12 @@ def allowing(plain: Any) -> BeforeValidator:
 ResponseFormat = Annotated[Unsupported, allowing({"type": "text"})]
 
 
+def refuse_tools(tools: Any, unused: bool) -> None:
+    """Raise ApiError (400) for tools, unless the request says that none is used."""
+    if tools and not unused:
+        raise ApiError(400, "tools are not supported yet", param="tools")
+
+
 class SamplingFields(Body):
     """Fields under vLLM's names that every API takes; None: not given.
 

@@ -1,7 +1,6 @@
 """What the replies of chat completions and of completions have in common."""
 
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -9,11 +8,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from vllm_metal_lite import __version__
-from vllm_metal_lite.server.errors import ApiError, api_error, openai_shape
+from vllm_metal_lite.server.errors import ApiError, check_ended, openai_shape, shown_error
 from vllm_metal_lite.server.stream import sse
 from vllm_metal_lite.server.worker.generation import Answer, Generation
-
-logger = logging.getLogger(__name__)
 
 # A chunk's JSON has no spaces: it is sent once for each token.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -92,11 +89,7 @@ class Reply:
             if self._with_usage:
                 yield sse(_encode({**self._common, "choices": [], "usage": self.usage()}))
         except Exception as e:
-            error = api_error(e)
-            if error is None:
-                logger.exception("a stream failed")
-                error = ApiError(500, "internal error; the server's log says more")
-            yield sse(_encode(openai_shape(error)))
+            yield sse(_encode(openai_shape(shown_error(e))))
         yield _DONE
 
     def usage(self) -> dict[str, Any]:
@@ -117,10 +110,7 @@ def ending(answer: Answer) -> dict[str, Any]:
 
     Raises ApiError if the answer has not ended by itself.
     """
-    if answer.finish_reason == "error":
-        raise ApiError(400, answer.error or "no further token can be sampled")
-    if answer.finish_reason == "abort":
-        raise ApiError(503, "the request was ended: the server is shutting down")
+    check_ended(answer)
     return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
 
 
