@@ -54,7 +54,8 @@ def answer_with(page, *deltas, usage=None, finish="stop"):
         chunks.append({"choices": [], "usage": usage})
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.route(
-        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
     )
 
 
@@ -78,7 +79,9 @@ def test_files_come_with_strict_headers(running):
         assert client.head("/").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/page/nothing.js", "/page/..%2fpage.py", "/page/vendor", "/page/"])
+@pytest.mark.parametrize(
+    "path", ["/page/nothing.js", "/page/..%2fpage.py", "/page/vendor", "/page/"]
+)
 def test_no_other_file_can_be_read(running, path):
     response = httpx.get(running.url + path)
     assert response.status_code == 404
@@ -146,7 +149,18 @@ def test_markup_in_an_answer_is_harmless(show):
     page = shown.page
     assert page.evaluate("window.bad") is None
     inside = page.locator(".message .text")
-    for tag in "script", "img", "iframe", "style", "form", "input", "svg", "[style]", "[id]", "[onerror]":
+    for tag in (
+        "script",
+        "img",
+        "iframe",
+        "style",
+        "form",
+        "input",
+        "svg",
+        "[style]",
+        "[id]",
+        "[onerror]",
+    ):
         expect(inside.locator(tag)).to_have_count(0)
     expect(inside.locator("[class=offscreen]")).to_have_count(0)
     expect(page.locator(".assistant .text")).to_contain_text("<script>window.bad = 1</script>")
@@ -160,7 +174,9 @@ def test_markup_in_an_answer_is_harmless(show):
 @needs_chromium
 def test_markdown_and_copied_code(show):
     shown = show(permissions=["clipboard-read", "clipboard-write"])
-    text = "# Head\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n- **one**\n"
+    text = (
+        "# Head\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n- **one**\n"
+    )
     answer_with(shown.page, *({"content": c} for c in text))
     shown.ask("show me")
     shown.answered(1)
@@ -246,7 +262,9 @@ def test_edit_and_ask_again_keeps_both(show):
     page.get_by_label("Edit and ask again").click()
     page.get_by_label("Edit your message").fill("Please reverse this list: one, two, three")
     page.keyboard.press("Enter")
-    expect(page.locator(".message.assistant[aria-busy=false] .text")).to_have_text("three, two, one")
+    expect(page.locator(".message.assistant[aria-busy=false] .text")).to_have_text(
+        "three, two, one"
+    )
     expect(page.locator(".message.user .version")).to_have_text("2 of 2")
     page.get_by_label("Earlier version").click()
     expect(page.locator(".message.assistant .text")).to_have_text("blue, green, red")

@@ -29,9 +29,7 @@ def chromium_path() -> str | None:
 def chromium() -> Iterator[Browser]:
     """A browser that was found by `chromium_path`."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium_path(), args=["--no-sandbox"]
-        )
+        browser = playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
         try:
             yield browser
         finally:
