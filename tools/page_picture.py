@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.page_kit import Shown, chromium, chromium_path, load
-from tests.support.server_kit import serving
-from vllm_metal_lite import EngineConfig
+from tests.support.page_kit import Shown, chromium, chromium_path, load  # noqa: E402
+from tests.support.server_kit import serving  # noqa: E402
+from vllm_metal_lite import EngineConfig  # noqa: E402
 
 # Fewer blocks than the load would like, so that requests wait and cached blocks are used again.
 ENGINE = EngineConfig(num_blocks=420, max_num_seqs=16, max_num_batched_tokens=512)

@@ -5,13 +5,11 @@ import re
 
 import httpx
 import pytest
-
-from tests.support.server_kit import serving
-from vllm_metal_lite.server.page import FOLDER
-
-expect = pytest.importorskip("playwright.sync_api").expect
+from playwright.sync_api import expect
 
 from tests.support.page_kit import Shown, chromium, chromium_path, load
+from tests.support.server_kit import serving
+from vllm_metal_lite.server.page import FOLDER
 
 needs_chromium = pytest.mark.skipif(
     chromium_path() is None, reason="there is no Chromium or Chrome here"
@@ -119,8 +117,10 @@ def test_a_chat_and_what_it_cost(show):
 def test_the_cost_is_read_from_usage(show):
     shown = show()
     usage = {
-        "prompt_tokens": 1812, "completion_tokens": 64, "prompt_tokens_details": {"cached_tokens": 640}
-    }  # fmt: skip
+        "prompt_tokens": 1812,
+        "completion_tokens": 64,
+        "prompt_tokens_details": {"cached_tokens": 640},
+    }
     answer_with(shown.page, {"content": "Good."}, usage=usage)
     shown.ask("How are you?")
     shown.answered(1)
@@ -190,6 +190,52 @@ def test_markdown_and_copied_code(show):
     assert shown.page.evaluate("navigator.clipboard.readText()") == "print('<hi>')\n"
 
 
+_GROWS = """First *line*.
+
+- one
+- two
+
+  | a | b |
+  |---|---|
+  | 1 | 2 |
+
+1. first
+2. second
+
+```python
+def f():
+
+    return 1
+```
+
+> quote
+> goes on
+
+Last line<br>ends\r\nhere.
+"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("step", [1, 7, 100])
+def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
+    found = show().page.evaluate(
+        """async ([text, step]) => {
+          const { Growing } = await import("/page/markdown.js");
+          const [grown, once] = [0, 1].map(() => document.createElement("div"));
+          const growing = new Growing(grown);
+          for (let n = step; n < text.length + step; n += step) {
+            growing.show(text.slice(0, n), false);
+          }
+          new Growing(once).show(text, true);
+          return [grown.innerText, once.innerText, growing.done];
+        }""",
+        [_GROWS, step],
+    )
+    assert found[0].split() == found[1].split()
+    if step < 100:
+        assert found[2] > len(_GROWS) / 2  # most of it was not rendered again
+
+
 @needs_chromium
 @pytest.mark.parametrize(
     "deltas",
@@ -245,12 +291,18 @@ def test_stop_ends_the_request(show, running, way):
     shown.answered(1)
     expect(shown.page.locator(".cost")).to_contain_text("stopped after")
     expect(shown.page.locator("#send")).to_be_visible()
-    for _ in range(100):
-        if not running.server.generations:
-            break
-        shown.page.wait_for_timeout(50)
-    assert not running.server.generations
+    _until_idle(running, shown.page)
     shown.page.unroute_all()
+
+
+def _until_idle(running, page):
+    for _ in range(200):
+        if not running.server.generations:
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(
+        f"requests that nobody reads still run: {list(running.server.generations)}"
+    )
 
 
 @needs_chromium
@@ -399,8 +451,6 @@ def test_it_scrolls_along_only_at_the_end(show):
 
 @needs_chromium
 def test_the_view_of_the_engine_changes_under_load(show, running):
-    if not _has_events(running):
-        pytest.skip("this server has no /events")
     shown = show(viewport={"width": 1600, "height": 1000})
     page = shown.page
     expect(page.locator("#legend li")).to_have_count(4)
@@ -421,20 +471,28 @@ def test_the_view_of_the_engine_changes_under_load(show, running):
 
 
 @needs_chromium
+def test_samples_can_be_sent_and_ended(show, running):
+    shown = show(viewport={"width": 1600, "height": 1000})
+    shown.open("/#engine")
+    page = shown.page
+    expect(page.locator("#chat")).to_be_hidden()
+    expect(page.locator("#timeline")).to_be_visible()
+    page.click("#samples")
+    expect(page.locator("#requests li")).to_have_count(18)
+    page.click("#samples")
+    expect(page.locator("#no-requests")).to_be_visible()
+    expect(page.locator("#samples")).to_have_text("Send 18 sample requests")
+    _until_idle(running, page)
+
+
+@needs_chromium
 def test_nobody_watches_behind_a_closed_panel(show, running):
-    if not _has_events(running):
-        pytest.skip("this server has no /events")
     shown = show(viewport={"width": 1600, "height": 1000})
     page = shown.page
     with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
         page.click("#engine-close")
     with page.expect_request("**/events"):
         page.click("#engine-toggle")
-
-
-def _has_events(running) -> bool:
-    with httpx.stream("GET", f"{running.url}/events") as response:
-        return response.status_code == 200
 
 
 # How it looks

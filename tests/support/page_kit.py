@@ -87,7 +87,8 @@ _PLACES = ("station", "market", "river", "school", "harbour", "garden")
 
 
 def _story(draw: random.Random) -> str:
-    return f"It rained all day, so {draw.choice(_NAMES_OF_LOAD)} stayed at the {draw.choice(_PLACES)}. "
+    name, place = draw.choice(_NAMES_OF_LOAD), draw.choice(_PLACES)
+    return f"It rained all day, so {name} stayed at the {place}. "
 
 
 def body_of_load(i: int, seed: int = 0) -> dict:

@@ -2,27 +2,29 @@
 
 import { events, request } from "../api.js";
 
-const NUMBER = 16;
-const SHARED = "You answer questions about these notes. " + Array.from(
-  { length: 24 }, (_, i) => `The code of box ${i + 1} is ${1000 + 37 * i}.`,
-).join(" ");
+// Browsers open six connections to a server, so a connection carries several prompts.
+const LENGTHS = [50, 110, 190];  // tokens of the answers, one connection each
+const STORIES = [0, 2, 5, 10, 20, 34];  // sentences of the prompts
 const NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Grace", "Hugo"];
 const PLACES = ["station", "market", "river", "school", "harbour"];
+const SHARED = Array.from({ length: 30 }, (_, i) => `The code of box ${i + 1} is ${1000 + 37 * i}.`).join(" ");
 
-function bodyOf(i, model) {
+function prompt(connection, i) {
+  const n = connection * STORIES.length + i;
   const story = Array.from(
-    { length: [0, 2, 6, 15, 30][i % 5] },
-    (_, j) => `On day ${j + 1}, ${NAMES[(i + j) % NAMES.length]} went to the ${PLACES[(i * j + i) % PLACES.length]}.`,
+    { length: STORIES[i] },
+    (_, j) => `On day ${j + 1}, ${NAMES[(n + j) % NAMES.length]} went to the ${PLACES[(n * j + n) % PLACES.length]}.`,
   );
-  const messages = [{ role: "user", content: [...story, `What is the code of box ${i + 1}?`].join(" ") }];
-  if (i % 3 === 0) messages.unshift({ role: "system", content: SHARED });
-  return { model, messages, stream: true, ignore_eos: true, max_tokens: 40 + 23 * ((i * 5) % 9) };
+  const begin = n % 3 === 0 ? [SHARED] : [];
+  return [...begin, ...story, `Now tell story number ${n + 1}:`].join(" ");
 }
 
 /** Send the requests; resolves when all have ended, or `signal` has ended them. */
 export async function sendSamples(model, signal) {
-  await Promise.all(Array.from({ length: NUMBER }, async (_, i) => {
-    const response = await request("/v1/chat/completions", { body: bodyOf(i, model), signal });
+  await Promise.all(LENGTHS.map(async (max_tokens, connection) => {
+    const prompts = STORIES.map((_, i) => prompt(connection, i));
+    const body = { model, prompt: prompts, stream: true, ignore_eos: true, max_tokens };
+    const response = await request("/v1/completions", { body, signal });
     for await (const event of events(response)) void event;
   }));
 }
