@@ -38,24 +38,41 @@ export class PoolMap {
     const colours = palette();
     const inner = this.size - (this.size > 4 ? 1.5 : 0.5);
     const round = this.size >= 9 ? 2.5 : 0;
-    this.cells.forEach((code, i) => {
-      const x = (i % this.columns) * this.size;
-      const y = Math.floor(i / this.columns) * this.size;
+    const place = (i) => [(i % this.columns) * this.size, Math.floor(i / this.columns) * this.size];
+    for (const [code, indices] of this.byCode()) {  // since a change of colour is slow
       const faint = highlight && code !== highlight ? 0.22 : 1;
       context.fillStyle = code > 0 ? colours.request(code, faint) : colours[NAMES[code]];
       context.beginPath();
-      context.roundRect(x, y, inner, inner, round);
+      for (const i of indices) {
+        const [x, y] = place(i);
+        if (round) context.roundRect(x, y, inner, inner, round);
+        else context.rect(x, y, inner, inner);
+      }
       context.fill();
       if (code === SHARED && inner >= 4) {  // a dot, so that shared blocks differ without colour
+        const dot = Math.max(2, inner / 3);
+        const edge = (inner - dot) / 2;
         context.fillStyle = colours.back;
         context.beginPath();
-        context.arc(x + inner / 2, y + inner / 2, Math.max(1, inner / 6), 0, 7);
+        for (const i of indices) {
+          const [x, y] = place(i);
+          context.roundRect(x + edge, y + edge, dot, dot, dot / 2);
+        }
         context.fill();
       }
-    });
+    }
     const totals = this.totals();
     this.canvas.setAttribute("aria-label",
       number ? `${count(number)} cells: ${totals.map(([name, n]) => `${count(n)} ${name}`).join(", ")}.` : "No blocks yet");
+  }
+
+  byCode() {
+    const found = new Map();
+    this.cells.forEach((code, i) => {
+      if (!found.has(code)) found.set(code, []);
+      found.get(code).push(i);
+    });
+    return found;
   }
 
   /** [name, cells] of each kind. */

@@ -40,19 +40,11 @@ export class Timeline {
     const y = (tokens) => TOP + HEIGHT * (1 - Math.log1p(tokens / LINEAR) / Math.log1p(this.top / LINEAR));
     this.axis(context, colours, width, y);
     this.columns = steps.map((step, i) => ({ step, sum: sums[i], x: width - (steps.length - i) * COLUMN }));
-    for (const { step, x } of this.columns) {
-      let below = 0;
-      step.segments.forEach(([n, tokens], i) => {
-        const bottom = y(below);
-        below += tokens;
-        const top = y(below);
-        const faint = highlight && n !== highlight ? 0.16 : 1;
-        const height = Math.max(bottom - top - 0.5, 0.6);
-        if (i < step.decodes) {
-          context.fillStyle = colours.request(n, faint);
-          context.fillRect(x, top, COLUMN - 1, height);
-        } else this.chunk(context, colours, n, faint, x, top, height);
-      });
+    for (const [n, { decodes, chunks }] of this.rectangles(y)) {
+      const faint = highlight && n !== highlight ? 0.16 : 1;
+      context.fillStyle = colours.request(n, faint);
+      for (const rectangle of decodes) context.fillRect(...rectangle);
+      if (chunks.length) this.chunks(context, colours, n, faint, chunks);
     }
     this.strip(context, colours, steps, width);
     if (!steps.length) {
@@ -63,14 +55,33 @@ export class Timeline {
     canvas.setAttribute("aria-label", this.summary());
   }
 
-  /** A piece of a prompt: an outline, filled lightly, so that it differs from decodes without colour. */
-  chunk(context, colours, n, faint, x, top, height) {
+  /** By request, since a change of colour is slow: [x, y, width, height] of its decodes and chunks. */
+  rectangles(y) {
+    const found = new Map();
+    for (const { step, x } of this.columns) {
+      let below = 0;
+      let bottom = y(0);
+      step.segments.forEach(([n, tokens], i) => {
+        below += tokens;
+        const top = y(below);
+        if (!found.has(n)) found.set(n, { decodes: [], chunks: [] });
+        const { decodes, chunks } = found.get(n);
+        (i < step.decodes ? decodes : chunks).push([x, top, COLUMN - 1, Math.max(bottom - top - 0.5, 0.6)]);
+        bottom = top;
+      });
+    }
+    return found;
+  }
+
+  /** Pieces of prompts: outlines, filled lightly, so that they differ from decodes without colour. */
+  chunks(context, colours, n, faint, rectangles) {
     context.fillStyle = colours.request(n, 0.36 * faint);
-    context.fillRect(x, top, COLUMN - 1, height);
-    if (height < 3) return;
+    for (const rectangle of rectangles) context.fillRect(...rectangle);
     context.strokeStyle = colours.request(n, 0.95 * faint);
     context.lineWidth = 1;
-    context.strokeRect(x + 0.5, top + 0.5, COLUMN - 2, height - 1);
+    for (const [x, top, width, height] of rectangles) {
+      if (height >= 3) context.strokeRect(x + 0.5, top + 0.5, width - 1, height - 1);
+    }
   }
 
   axis(context, colours, width, y) {

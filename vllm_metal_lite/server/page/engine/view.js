@@ -8,6 +8,7 @@ import { RequestList } from "./requests.js";
 import { sendSamples } from "./sample.js";
 import { Timeline } from "./timeline.js";
 
+const FRAME_MS = 30;  // at least, between frames of moving steps
 const SMOOTH_MS = 300;  // over which the steps of an event come in
 const IDLE_MS = 1500;  // without an event, while no request is there
 
@@ -131,6 +132,10 @@ export class EngineView {
     this.drawnAt = performance.now();
     let owed = 0;
     const move = (now) => {
+      if (now - this.drawnAt < FRAME_MS) {
+        this.frame = requestAnimationFrame(move);
+        return;
+      }
       const rate = Math.max(this.history.coming.length, 8) / SMOOTH_MS;
       owed += rate * Math.max(now - this.drawnAt, 0);
       this.drawnAt = now;
