@@ -359,6 +359,22 @@ def test_conversations_stay_over_a_reload(show):
 
 
 @needs_chromium
+def test_two_tabs_know_of_each_other(show):
+    shown = show()
+    shown.ask("hello")
+    shown.answered(1)
+    other = shown.context.new_page()
+    other.goto(shown.url)
+    other.locator("body[data-ready]").wait_for()
+    other.click("#new")
+    other.fill("#prompt", "Please reverse this list: red, green, blue")
+    other.press("#prompt", "Enter")
+    titles = shown.page.locator("#conversations .title")
+    expect(titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
+    expect(shown.page.locator(".message.user .text")).to_have_text("hello")
+
+
+@needs_chromium
 def test_settings_are_sent(show):
     shown = show()
     page = shown.page
@@ -366,7 +382,7 @@ def test_settings_are_sent(show):
     page.fill("#set-system", "The code of the red box is 4821.")
     page.fill("#set-temperature", "0")
     page.fill("#set-max_tokens", "7")
-    page.get_by_role("button", name="Use").click()
+    page.get_by_role("button", name="Save").click()
     with page.expect_request("**/v1/chat/completions") as asked:
         shown.ask("What is the code of the red box?")
     body = asked.value.post_data_json

@@ -25,6 +25,7 @@ export class Chat {
     this.input = byId("prompt");
     this.views = [];
     this.sticks = true;
+    this.top = 0;
     this.actions = {
       edit: (message, text) => this.editAndAsk(message, text),
       regenerate: (message) => this.regenerate(message),
@@ -149,7 +150,7 @@ export class Chat {
       frame ||= requestAnimationFrame(draw);
       if (performance.now() - savedAt > SAVE_MS) {
         savedAt = performance.now();
-        this.save(conversation);
+        this.save(conversation, true);
       }
     });
     cancelAnimationFrame(frame);
@@ -171,24 +172,27 @@ export class Chat {
     return this.views.find((view) => view.message === message);
   }
 
-  async save(conversation) {
+  async save(conversation, growing = false) {
     try {
-      await store.put(conversation);
+      await store.put(conversation, growing);
     } catch (error) {
       announce(`The browser does not keep this conversation: ${error.message}`);
     }
-    this.changed();
+    if (!growing) this.changed();
   }
 
   scrolled() {
     const { scrollHeight, scrollTop, clientHeight } = this.scroller;
-    this.sticks = scrollHeight - scrollTop - clientHeight < NEAR;
+    // Text that grows below moves nothing: only the reader scrolls up.
+    if (scrollHeight - scrollTop - clientHeight < NEAR) this.sticks = true;
+    else if (scrollTop < this.top) this.sticks = false;
+    this.top = scrollTop;
     byId("to-end").hidden = this.sticks;
   }
 
   follow() {
     if (this.sticks) this.scroller.scrollTop = this.scroller.scrollHeight;
-    else this.scrolled();
+    this.scrolled();
   }
 }
 

@@ -63,11 +63,14 @@ async function remove(conversation) {
   else drawSidebar();
 }
 
-/** Read what other tabs have changed.  What is answered here stays as it is. */
-async function reload() {
+/** Read what another tab has changed.  What is answered here stays as it is. */
+async function reload(changed) {
   const kept = await store.all();
   const mine = new Map(conversations.map((c) => [c.id, c]));
-  conversations = kept.map((c) => (chat.running.has(c.id) ? mine.get(c.id) : mend(c)));
+  conversations = kept.map((c) => {
+    const known = mine.get(c.id);
+    return known && (c.id !== changed || chat.running.has(c.id)) ? known : mend(c);
+  });
   const current = conversations.find((c) => c.id === chat.conversation?.id);
   if (current && current !== chat.conversation) chat.open(current);
   else drawSidebar();

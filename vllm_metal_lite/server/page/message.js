@@ -141,8 +141,8 @@ export class MessageView {
       "form", { class: "edit", onsubmit: (event) => { event.preventDefault(); send(); } },
       area,
       make("div", {},
-        make("button", { type: "submit", class: "main" }, "Ask again"),
-        make("button", { type: "button", onclick: close }, "Cancel")),
+        make("button", { type: "button", onclick: close }, "Cancel"),
+        make("button", { type: "submit", class: "main" }, "Ask again")),
     );
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {

@@ -7,9 +7,9 @@ const channel = new BroadcastChannel(DATABASE);
 const memory = new Map();
 let opened = null;
 
-/** listener: called when another tab has changed something. */
+/** listener: called with the id of a conversation that another tab has changed. */
 export function onChange(listener) {
-  channel.addEventListener("message", listener);
+  channel.addEventListener("message", (event) => listener(event.data));
 }
 
 function database() {
@@ -47,10 +47,11 @@ export async function all() {
   return found.sort((a, b) => b.updated - a.updated);
 }
 
-export async function put(conversation) {
+/** Keep a conversation.  growing: other tabs need not know yet. */
+export async function put(conversation, growing = false) {
   if (!(await keeps())) return void memory.set(conversation.id, conversation);
   await run("readwrite", (store) => store.put(conversation));
-  channel.postMessage(conversation.id);
+  if (!growing) channel.postMessage(conversation.id);
 }
 
 export async function remove(id) {

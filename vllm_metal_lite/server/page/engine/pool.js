@@ -100,7 +100,7 @@ export class PoolMap {
     const request = this.history.known.get(code);
     return [
       `${where}: ${code > 0 ? `request ${code} alone` : kinds[code]}`,
-      request ? request.id : `room for ${count(size * perCell)} tokens`,
+      request ? `${count(request.prompt)} tokens in, ${count(request.generated)} out` : `room for ${count(size * perCell)} tokens`,
     ];
   }
 }
