@@ -10,6 +10,7 @@ from playwright.sync_api import expect
 from tests.support.page_kit import Shown, chromium, chromium_path, load
 from tests.support.server_kit import serving
 from vllm_metal_lite.server.page import FOLDER
+from vllm_metal_lite.server.settings import ServerConfig
 
 needs_chromium = pytest.mark.skipif(
     chromium_path() is None, reason="there is no Chromium or Chrome here"
@@ -111,6 +112,18 @@ def test_a_chat_and_what_it_cost(show):
     expect(page.locator("#send")).to_be_visible()
     assert "first after" in page.locator(".cost").last.inner_text()
     expect(page.locator(".message.user")).to_have_count(2)
+
+
+@needs_chromium
+def test_what_was_drawn_is_not_drawn_again(show):
+    shown = show()
+    shown.ask("hello")
+    shown.answered(1)
+    first = shown.page.locator(".message.assistant .text").first
+    first.evaluate("e => { e.firstChild.mark = 1; }")
+    shown.ask("hello again")
+    shown.answered(2)
+    assert first.evaluate("e => e.firstChild.mark") == 1
 
 
 @needs_chromium
@@ -408,24 +421,38 @@ def test_an_error_is_said_and_can_be_tried_again(show):
 
 
 @needs_chromium
-def test_the_key_is_asked_for_once(show):
+def test_the_key_is_asked_for_until_it_is_right(browser):
+    config = ServerConfig(port=0, api_key="secret")
+    with serving(config=config) as running:
+        shown = Shown(browser, running.url, opens=False, viewport={"width": 1600, "height": 1000})
+        page = shown.page
+        page.goto(running.url)
+        for key in "wrong", "secret":
+            page.fill("#key-value", key)
+            page.keyboard.press("Enter")
+        shown.ready()
+        shown.ask("hello")
+        assert shown.answered(1)
+        expect(page.locator("#legend li")).to_have_count(4)  # the view has the key too
+        assert all("401" in complaint for complaint in shown.complaints)
+        shown.context.close()
+
+
+@needs_chromium
+def test_a_question_after_a_failed_one_keeps_roles_in_turns(show):
     shown = show()
     page = shown.page
-
-    def guard(route):
-        if route.request.headers.get("authorization") == "Bearer secret":
-            route.continue_()
-        else:
-            route.fulfill(status=401, json={"error": {"message": "the API key is wrong"}})
-
-    page.route("**/v1/**", guard)
-    shown.ask("hello")
-    page.fill("#key-value", "secret")
-    page.keyboard.press("Enter")
-    assert shown.answered(1)
-    shown.ask("hello again")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    shown.ask("My name is Ada.")
+    expect(page.locator(".message .problem")).to_contain_text("does not answer")
+    page.unroute_all()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        shown.ask("What is my name?")
+    assert asked.value.post_data_json["messages"] == [
+        {"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}
+    ]
     shown.answered(2)
-    shown.complaints[:] = [c for c in shown.complaints if "401" not in c]
+    shown.complaints[:] = [c for c in shown.complaints if "ERR_FAILED" not in c]
 
 
 @needs_chromium

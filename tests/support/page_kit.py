@@ -39,7 +39,10 @@ def chromium() -> Iterator[Browser]:
 class Shown:
     """A page that is open.  complaints: errors in the console, and requests to other origins."""
 
-    def __init__(self, browser: Browser, url: str, **context: object) -> None:
+    def __init__(
+        self, browser: Browser, url: str, *, opens: bool = True, **context: object
+    ) -> None:
+        """opens: open `/` at once.  context: options of Browser.new_context."""
         self.url, self.complaints = url, []
         self.context = browser.new_context(**{"reduced_motion": "reduce", **context})
         self.page: Page = self.context.new_page()
@@ -47,7 +50,8 @@ class Shown:
         self.page.on("console", self._read)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.context.on("request", lambda request: self._check(request.url))
-        self.open()
+        if opens:
+            self.open()
 
     def open(self, path: str = "/") -> None:
         self.page.goto(self.url + path)

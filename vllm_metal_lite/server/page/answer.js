@@ -12,7 +12,10 @@ export function bodyOf(conversation, shown) {
     : [];
   for (const m of shown) {
     const content = m.role === "user" ? m.content : parts(m).answer;
-    if (m.role === "user" || content) messages.push({ role: m.role, content });
+    const last = messages.at(-1);
+    // Behind an answer that failed: many chat templates want roles in turns.
+    if (m.role === "user" && last?.role === "user") last.content += `\n\n${content}`;
+    else if (m.role === "user" || content) messages.push({ role: m.role, content });
   }
   const body = { model: conversation.model, messages, stream: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) {

@@ -9,15 +9,31 @@ export class ApiError extends Error {
   }
 }
 
-let askForKey = async () => null;
+let dialog = async () => null;
+let asking = null;  // requests that are refused at the same time share a dialog
 
 /** ask: shows a dialog; resolves to a key, or to null. */
 export function onKeyNeeded(ask) {
-  askForKey = ask;
+  dialog = ask;
 }
 
-/** fetch with the key.  Raises ApiError, or AbortError if `signal` ends the request. */
-export async function request(path, { body, signal } = {}) {
+/** Ask for a key and keep it until the tab closes; false: none was given. */
+function askForKey(problem) {
+  asking ??= dialog(problem).then((key) => {
+    asking = null;
+    if (!key) return false;
+    sessionStorage.setItem(KEY, key);
+    document.dispatchEvent(new Event("key"));
+    return true;
+  });
+  return asking;
+}
+
+/**
+ * fetch with the key.  Raises ApiError, or AbortError if `signal` ends the request.
+ * asks: whether a refused key may open a dialog.
+ */
+export async function request(path, { body, signal, asks = true } = {}) {
   for (let attempt = 0; ; attempt++) {
     const headers = {};
     const key = sessionStorage.getItem(KEY);
@@ -34,13 +50,8 @@ export async function request(path, { body, signal } = {}) {
     }
     if (response.ok) return response;
     const message = await words(response);
-    if (response.status === 401 && attempt < 3) {
-      const entered = await askForKey(key ? message : "");
-      if (entered) {
-        sessionStorage.setItem(KEY, entered);
-        continue;
-      }
-    }
+    const mayAsk = response.status === 401 && asks && attempt < 3;
+    if (mayAsk && (await askForKey(key ? message : ""))) continue;
     throw new ApiError(message, response.status);
   }
 }

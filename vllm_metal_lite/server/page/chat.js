@@ -33,6 +33,8 @@ export class Chat {
         tree.show(this.conversation, message);
         this.save(this.conversation);
         this.draw();
+        // The buttons are new ones.
+        this.viewOf(message).element.querySelector(".actions button:enabled").focus();
       },
     };
     this.scroller.addEventListener("scroll", () => this.scrolled());
@@ -64,7 +66,12 @@ export class Chat {
 
   draw() {
     const { conversation } = this;
-    this.views = tree.path(conversation).map((m) => new MessageView(conversation, m, this.actions));
+    const drawn = new Map(this.views.map((view) => [view.message, view]));
+    this.views = tree.path(conversation).map((m) => {
+      const view = drawn.get(m);
+      const same = view && view.numVersions === tree.versions(conversation, m).length;
+      return same ? view : new MessageView(conversation, m, this.actions);
+    });
     this.list.replaceChildren(...this.views.map((view) => view.element));
     byId("welcome").hidden = this.views.length > 0;
     this.drawState();
@@ -129,6 +136,7 @@ export class Chat {
     this.sticks = true;
     this.draw();
     this.follow();
+    if (matchMedia("(hover: hover)").matches) this.input.focus();  // no keyboard on a phone
     this.save(conversation);
     announce("Waiting for the answer");
     let frame = 0;

@@ -39,6 +39,7 @@ export function cost(message) {
 export class MessageView {
   constructor(conversation, message, actions) {
     this.message = message;
+    this.numVersions = versions(conversation, message).length;
     const mine = message.role === "user";
     this.body = make("div", { class: "text" });
     this.element = make(

@@ -19,6 +19,10 @@ const fileName = (title) => `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 4
 
 export const exportAll = async () => download("conversations.json", await store.all());
 
+const isConversation = (c) =>
+  typeof c?.title === "string" && Array.isArray(c.messages) && c.messages.every((m) =>
+    ["user", "assistant"].includes(m?.role) && [m.id, m.content].every((s) => typeof s === "string"));
+
 /** The conversations of a file that was exported; raises an Error in words. */
 export async function readExport(file) {
   let value;
@@ -28,7 +32,7 @@ export async function readExport(file) {
     throw new Error(`${file.name} holds no JSON.`);
   }
   const found = Array.isArray(value) ? value : [value];
-  if (!found.length || !found.every((c) => Array.isArray(c?.messages) && typeof c.title === "string")) {
+  if (!found.length || !found.every(isConversation)) {
     throw new Error(`${file.name} holds no conversations of this page.`);
   }
   // A new id: the file never replaces what is here.

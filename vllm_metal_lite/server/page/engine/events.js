@@ -13,6 +13,10 @@ export class Watcher {
     this.held = false;
     this.stopper = null;
     document.addEventListener("visibilitychange", () => this.check());
+    document.addEventListener("key", () => {
+      this.end();
+      this.check();
+    });
   }
 
   setShown(shown) {
@@ -28,8 +32,7 @@ export class Watcher {
   check() {
     const watch = this.shown && !this.held && !document.hidden;
     if (!watch) {
-      this.stopper?.abort();
-      this.stopper = null;
+      this.end();
       if (this.held) this.state("held", "The view is held.");
     } else if (!this.stopper) {
       this.stopper = new AbortController();
@@ -37,11 +40,16 @@ export class Watcher {
     }
   }
 
+  end() {
+    this.stopper?.abort();
+    this.stopper = null;
+  }
+
   async watch(signal) {
     for (let failed = 0; !signal.aborted; ) {
       let words = "The stream of events has ended.";
       try {
-        const response = await request("/events", { signal });
+        const response = await request("/events", { signal, asks: false });
         this.state("watching", "");
         for await (const { event, data } of events(response)) {
           if (signal.aborted) return;
