@@ -421,6 +421,27 @@ def test_an_error_is_said_and_can_be_tried_again(show):
 
 
 @needs_chromium
+@pytest.mark.parametrize(
+    ("tail", "words"),
+    [
+        ("", "The answer broke off."),
+        ('data: {"error": {"message": "the engine has ended"}}\n\n', "the engine has ended"),
+    ],
+)
+def test_an_answer_that_breaks_off_keeps_what_came(show, tail, words):
+    shown = show()
+    chunk = {"choices": [{"index": 0, "delta": {"content": "Once upon"}, "finish_reason": None}]}
+    body = f"data: {json.dumps(chunk)}\n\n{tail}"
+    shown.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
+    )
+    shown.ask("tell me a story")
+    assert shown.answered(1) == "Once upon"
+    expect(shown.page.locator(".message .problem")).to_contain_text(words)
+
+
+@needs_chromium
 def test_the_key_is_asked_for_until_it_is_right(browser):
     config = ServerConfig(port=0, api_key="secret")
     with serving(config=config) as running:
@@ -494,7 +515,7 @@ def test_it_scrolls_along_only_at_the_end(show):
 
 @needs_chromium
 def test_the_view_of_the_engine_changes_under_load(show, running):
-    shown = show(viewport={"width": 1600, "height": 1000})
+    shown = show(viewport={"width": 1600, "height": 1000}, reduced_motion="no-preference")
     page = shown.page
     expect(page.locator("#legend li")).to_have_count(4)
     before = page.locator("#pool").get_attribute("aria-label")
@@ -510,6 +531,13 @@ def test_the_view_of_the_engine_changes_under_load(show, running):
         assert colours > 6
         page.locator("#requests li").first.hover()
         expect(page.locator("#requests .dim")).not_to_have_count(0)
+        page.click("#engine-pause")
+        expect(page.locator("#engine-state")).to_have_text("The view is held.")
+        held = page.locator("#pool").get_attribute("aria-label")
+        page.wait_for_timeout(700)
+        assert page.locator("#pool").get_attribute("aria-label") == held
+        page.click("#engine-pause")
+        expect(page.locator("#pool")).not_to_have_attribute("aria-label", held)
     expect(page.locator("#no-requests")).to_be_visible()
 
 
@@ -556,7 +584,9 @@ def test_nothing_is_wider_than_the_screen(show, scheme, width):
     if width < 1100:
         page.click("#engine-toggle")
         assert not page.evaluate(wide)
+        expect(page.locator("#chat")).to_have_attribute("inert", "")  # the view covers it
         page.click("#engine-close")
+        expect(page.locator("#chat")).not_to_have_attribute("inert", "")
     assert len(page.screenshot()) > 10_000
     page.evaluate("switchTheme()")
     other = {"light": "dark", "dark": "light"}[scheme]

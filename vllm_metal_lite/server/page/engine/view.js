@@ -175,7 +175,7 @@ export class EngineView {
     byId("pool-size").textContent = `${count(blocks.total)}, each of ${blocks.size} tokens${cell}`;
     const names = { owned: "of one request", shared: "shared", cached: "cached", free: "free" };
     byId("legend").replaceChildren(...this.pool.totals().map(([kind, n]) =>
-      make("li", {}, make("i", { class: `cell ${kind}` }), `${names[kind]} `, make("b", {}, count(n * blocks.per_cell)))));
+      make("li", {}, make("i", { class: `cell ${kind}` }), `${names[kind]} `, make("b", {}, count(n)), blocks.per_cell > 1 ? " cells" : "")));
   }
 
   drawFigures() {
