@@ -7,13 +7,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from vllm_metal_lite.server import live, metrics, status
+from vllm_metal_lite.server import live, metrics, page, status
+from vllm_metal_lite.server.anthropic_api import messages
 from vllm_metal_lite.server.errors import ApiError, error_response, shape_for
-from vllm_metal_lite.server.openai_api import chat, completions, model_list, tokenize
+from vllm_metal_lite.server.openai_api import chat, completions, model_list, responses, tokenize
 from vllm_metal_lite.server.security import secured
 from vllm_metal_lite.server.server import Server
 
-_ROOMS = (chat, completions, model_list, tokenize, live, status, metrics)
+_ROOMS = (chat, completions, model_list, tokenize, responses, messages, live, status, metrics, page)
 
 
 def make_app(server: Server) -> ASGIApp:

@@ -1,13 +1,15 @@
-"""The text of a message's content: a string, or a list of parts."""
+"""What messages are made of, in the form that chat templates want."""
 
+import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import ApiError
 
 # By type; those of OpenAI's chat, of Responses, and of Anthropic.
-_TEXT = ("text", "input_text", "output_text")
+_TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
 
 def text_of(content: Any, where: str) -> str:
@@ -22,10 +24,30 @@ def text_of(content: Any, where: str) -> str:
         return content
     if not isinstance(content, Iterable) or isinstance(content, Mapping):
         raise _bad(f"{where} must be a string or a list of parts, got {show(content)}", where)
-    return "\n".join(_part(part, f"{where}.{i}") for i, part in enumerate(content))
+    return "\n".join(part_text(part, f"{where}.{i}") for i, part in enumerate(content))
 
 
-def _part(part: Any, where: str) -> str:
+def arguments_of(arguments: Any) -> Any:
+    """The arguments of a call as an object, which templates print as they like.
+
+    A model wrote them; if they are not JSON, the template shows them as they are.
+    """
+    if isinstance(arguments, str) and arguments:
+        with suppress(ValueError, RecursionError):
+            return json.loads(arguments)
+    return arguments or {}
+
+
+def function_call(call_id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+    """An entry of `tool_calls`.  Raises ApiError (400) for a call without a name."""
+    if not isinstance(name, str) or not name:
+        raise _bad(f"{where}.name must be a non-empty string, got {show(name)}", f"{where}.name")
+    function = {"name": name, "arguments": arguments_of(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def part_text(part: Any, where: str) -> str:
+    """The text of one part.  Raises ApiError (400)."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):

@@ -3,6 +3,7 @@
 A handler raises ApiError, or lets a MetalLiteError of the engine through.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import MetalLiteError, show
-from vllm_metal_lite.server.worker.generation import EngineLost
+from vllm_metal_lite.server.worker.generation import Answer, EngineLost
+
+logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
@@ -63,11 +66,30 @@ def api_error(e: Exception) -> ApiError | None:
     if isinstance(e, ValidationError):
         first = e.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        message = f"{first['msg']}, got {show(first['input'])}"
+        message = first["msg"]
+        if first["type"] != "missing":  # of which the input is the whole body
+            message += f", got {show(first['input'])}"
         return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
     if isinstance(e, EngineLost):
         return ApiError(503, str(e), code="engine_lost", headers={"Retry-After": "5"})
     return None
+
+
+def shown_error(e: Exception) -> ApiError:
+    """The ApiError that the client gets for an exception; an unknown one is logged."""
+    error = api_error(e)
+    if error is None:
+        logger.error("a request failed", exc_info=e)
+        error = ApiError(500, "internal error; the server's log says more")
+    return error
+
+
+def check_ended(answer: Answer) -> None:
+    """Raise ApiError if an answer has not ended by itself."""
+    if answer.finish_reason == "error":
+        raise ApiError(400, answer.error or "no further token can be sampled")
+    if answer.finish_reason == "abort":
+        raise ApiError(503, "the request was ended: the server is shutting down")
 
 
 Shape = Callable[[ApiError], dict[str, Any]]

@@ -34,6 +34,12 @@ def allowing(plain: Any) -> BeforeValidator:
 ResponseFormat = Annotated[Unsupported, allowing({"type": "text"})]
 
 
+def refuse_tools(tools: Any, unused: bool) -> None:
+    """Raise ApiError (400) for tools, unless the request says that none is used."""
+    if tools and not unused:
+        raise ApiError(400, "tools are not supported yet", param="tools")
+
+
 class SamplingFields(Body):
     """Fields under vLLM's names that every API takes; None: not given.
 
@@ -90,4 +96,5 @@ def sampling_params(
 
 def _token_id(key: Any) -> Any:
     """JSON's keys are strings."""
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+    is_id = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+    return int(key) if is_id else key

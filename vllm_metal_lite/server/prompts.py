@@ -1,14 +1,21 @@
 """Conversations to token ids, off the event loop."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from vllm_metal_lite.engine.prompts import render_chat
+from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.worker.client import EngineClient
 
 Message = dict[str, Any]
+
+# A user's message that differs from others in its first character.
+_OTHER: Message = {"role": "user", "content": "\u2042"}
 
 
 @dataclass(frozen=True)
@@ -32,17 +39,77 @@ class RenderedPrompt:
     checkpoints: tuple[int, ...] = ()
 
 
-async def render(engine: EngineClient, conversation: Conversation) -> RenderedPrompt:
-    """A conversation under the model's chat template.  Raises RequestError in its words."""
-    return await asyncio.to_thread(_render, engine, conversation)
+def join_systems(messages: Sequence[Message]) -> list[Message]:
+    """The system messages at the front become one, since most templates take one only."""
+    num_first = _num_systems(messages)
+    if num_first < 2:
+        return list(messages)
+    texts = (message["content"] for message in messages[:num_first])
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num_first:]]
 
 
-def _render(engine: EngineClient, conversation: Conversation) -> RenderedPrompt:
-    token_ids = render_chat(
-        engine.tokenizer,
-        engine.facts.name,
-        list(conversation.messages),
-        add_generation_prompt=conversation.add_generation_prompt,
-        **conversation.template,
+def _num_systems(messages: Sequence[Message]) -> int:
+    return sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
+
+
+async def render(
+    engine: EngineClient, conversation: Conversation, *, to_run: bool = True
+) -> RenderedPrompt:
+    """A conversation under the model's chat template.  Raises RequestError in its words.
+
+    to_run: False if only the tokens are of interest.
+    """
+    facts = engine.facts
+    with_checkpoints = to_run and facts.has_states and facts.caches_prefixes
+    return await asyncio.to_thread(
+        render_prompt, engine.tokenizer, facts.name, conversation, with_checkpoints
     )
-    return RenderedPrompt(token_ids)
+
+
+def render_prompt(
+    tokenizer: TokenizerWrapper, model: str, conversation: Conversation, with_checkpoints: bool
+) -> RenderedPrompt:
+    """with_checkpoints: for models with recurrent layers; it costs up to three more renderings."""
+    token_ids = render_chat(
+        tokenizer, model, list(conversation.messages),
+        add_generation_prompt=conversation.add_generation_prompt, **conversation.template,
+    )  # fmt: skip
+    if not with_checkpoints:
+        return RenderedPrompt(token_ids)
+    return RenderedPrompt(token_ids, _checkpoints(tokenizer, model, conversation, token_ids))
+
+
+def _checkpoints(
+    tokenizer: TokenizerWrapper, model: str, conversation: Conversation, token_ids: list[int]
+) -> tuple[int, ...]:
+    """Where the prompts of conversations that begin alike part from this one, in order.
+
+    Each is found by rendering such a conversation: text alone does not say what a template does
+    with the messages before.
+    """
+    template = {k: v for k, v in conversation.template.items() if k != "continue_final_message"}
+    positions = set()
+    for messages in _alike(conversation):
+        try:
+            other = render_chat(tokenizer, model, messages, add_generation_prompt=False, **template)
+        except RequestError:  # templates refuse some conversations
+            continue
+        # The last common token may be part of a longer one in yet another conversation.
+        positions.add(_num_common(token_ids, other) - 1)
+    return tuple(sorted(position for position in positions if position > 0))
+
+
+def _alike(conversation: Conversation) -> Iterator[list[Message]]:
+    """Another user behind the same system prompt; another last question; another answer."""
+    messages = list(conversation.messages)
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    num_systems = _num_systems(messages)
+    for end in sorted({num_systems, *users[-1:]}):
+        if end:
+            yield [*messages[:end], _OTHER]
+    if conversation.add_generation_prompt:
+        yield messages
+
+
+def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -15,12 +15,11 @@ from starlette.responses import Response
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import (
-    ApiError,
     ContextOverflow,
     Shape,
-    api_error,
     busy,
     error_response,
+    shown_error,
 )
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.prometheus import Metrics
@@ -143,10 +142,6 @@ def endpoint(
         except asyncio.CancelledError:
             raise
         except Exception as e:
-            error = api_error(e)
-            if error is None:
-                logger.exception("a request failed")
-                error = ApiError(500, "internal error; the server's log says more")
-            return error_response(error, shape)
+            return error_response(shown_error(e), shape)
 
     return serve

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
@@ -50,14 +50,15 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come.
 
-    events: encoded events.  keep_alive: an event that the client's parser accepts and ignores;
-    sent after `seconds` without another.  resources: closed at the end, also if the client goes.
+    events: encoded events.  keep_alive: an event that the client's parser accepts and ignores, or
+    what makes it; sent after `seconds` without another.  resources: closed at the end, also if the
+    client goes.
     """
 
     def __init__(
         self,
         events: AsyncIterator[bytes],
-        keep_alive: bytes,
+        keep_alive: bytes | Callable[[], bytes],
         seconds: float,
         resources: AsyncExitStack,
         headers: dict[str, str] | None = None,
@@ -100,7 +101,8 @@ class EventStream(Response):
             if left > 0:
                 await asyncio.sleep(left)
                 continue
-            await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
+            event = self._keep_alive() if callable(self._keep_alive) else self._keep_alive
+            await send({"type": "http.response.body", "body": event, "more_body": True})
             self._sent_at = time.monotonic()
 
 

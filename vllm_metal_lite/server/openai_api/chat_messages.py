@@ -1,15 +1,13 @@
 """The fields of a body that hold a conversation, and OpenAI's messages as templates want them."""
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.content import text_of
+from vllm_metal_lite.server.content import arguments_of, text_of
 from vllm_metal_lite.server.errors import ApiError
-from vllm_metal_lite.server.params import Unsupported
-from vllm_metal_lite.server.prompts import Conversation, Message
+from vllm_metal_lite.server.params import Unsupported, refuse_tools
+from vllm_metal_lite.server.prompts import Conversation, Message, join_systems
 from vllm_metal_lite.server.server import Body
 
 # Arguments of transformers' apply_chat_template that are no variables of a template.
@@ -49,8 +47,7 @@ class ConversationFields(Body):
 
     def conversation(self, messages: list[dict[str, Any]]) -> Conversation:
         """What is rendered.  Raises ApiError (400) for what cannot be rendered."""
-        if self.tools and self.tool_choice != "none":
-            raise ApiError(400, "tools are not supported yet", param="tools")
+        refuse_tools(self.tools, self.tool_choice == "none")
         if self.continue_final_message and self.add_generation_prompt:
             raise ApiError(
                 400,
@@ -82,14 +79,7 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
     Content becomes text.  The system messages at the front become one.  Roles that only OpenAI has
     get the name that templates know.  Fields that are null are left out.  Raises ApiError (400).
     """
-    rendered = [_message(message, f"messages.{i}") for i, message in enumerate(messages)]
-    num_first = 0
-    while num_first < len(rendered) and rendered[num_first]["role"] == "system":
-        num_first += 1
-    if num_first > 1:
-        texts = (message["content"] for message in rendered[:num_first])
-        rendered[:num_first] = [{"role": "system", "content": "\n\n".join(texts)}]
-    return rendered
+    return join_systems([_message(message, f"messages.{i}") for i, message in enumerate(messages)])
 
 
 def _message(message: Mapping[str, Any], where: str) -> Message:
@@ -111,15 +101,11 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A call whose arguments are an object, which templates print as they like."""
+    """A call whose arguments are an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _bad(f"{where} must be a call of a function with a name, got {show(call)}", where)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        # A model wrote them; if they are not JSON, the template shows them as they are.
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+    arguments = arguments_of(function.get("arguments"))
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 

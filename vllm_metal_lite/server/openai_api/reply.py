@@ -1,7 +1,6 @@
 """What the replies of chat completions and of completions have in common."""
 
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -9,11 +8,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from vllm_metal_lite import __version__
-from vllm_metal_lite.server.errors import ApiError, api_error, openai_shape
+from vllm_metal_lite.server.errors import ApiError, check_ended, openai_shape, shown_error
 from vllm_metal_lite.server.stream import sse
 from vllm_metal_lite.server.worker.generation import Answer, Generation
-
-logger = logging.getLogger(__name__)
 
 # A chunk's JSON has no spaces: it is sent once for each token.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -67,17 +64,19 @@ class Reply:
         content: str,
         answer: Answer | None = None,
         logprobs: dict[str, Any] | None = None,
+        num_unshown: int = 0,
     ) -> bytes:
         """An event with news of one choice.
 
         content: encoded fields of the choice.  answer: if its end may come with this chunk.
+        num_unshown: tokens that are there already, for the next chunk.
         The constant part of the JSON is made once, because there is a chunk for each token.
         """
         scores = "null" if logprobs is None else _encode(logprobs)
         end = '"finish_reason":null'
         if answer is not None and answer.finish_reason is not None:
             end = _encode(ending(answer))[1:-1]
-        usage = f',"usage":{_encode(self.usage())}' if self._always else self._tail
+        usage = f',"usage":{_encode(self.usage(num_unshown))}' if self._always else self._tail
         return sse(f'{self._head}{index},{content},"logprobs":{scores},{end}}}]{usage}}}')
 
     def needs_chunk(self, text: str, answer: Answer, logprobs: Any) -> bool:
@@ -92,17 +91,13 @@ class Reply:
             if self._with_usage:
                 yield sse(_encode({**self._common, "choices": [], "usage": self.usage()}))
         except Exception as e:
-            error = api_error(e)
-            if error is None:
-                logger.exception("a stream failed")
-                error = ApiError(500, "internal error; the server's log says more")
-            yield sse(_encode(openai_shape(error)))
+            yield sse(_encode(openai_shape(shown_error(e))))
         yield _DONE
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens so far.  An answer counts its prompt once, whatever n is."""
+    def usage(self, num_unshown: int = 0) -> dict[str, Any]:
+        """Tokens so far, without num_unshown of them.  Each prompt counts once, whatever n is."""
         prompt = sum(len(g.prompt_token_ids) for g in self._generations)
-        generated = sum(g.num_tokens for g in self._generations)
+        generated = sum(g.num_tokens for g in self._generations) - num_unshown
         cached = sum(g.num_cached_tokens for g in self._generations)
         return {
             "prompt_tokens": prompt,
@@ -117,10 +112,7 @@ def ending(answer: Answer) -> dict[str, Any]:
 
     Raises ApiError if the answer has not ended by itself.
     """
-    if answer.finish_reason == "error":
-        raise ApiError(400, answer.error or "no further token can be sampled")
-    if answer.finish_reason == "abort":
-        raise ApiError(503, "the request was ended: the server is shutting down")
+    check_ended(answer)
     return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
 
 

@@ -1,0 +1,100 @@
+"""Anthropic's blocks become messages."""
+
+import pytest
+
+from vllm_metal_lite.server.anthropic_api.blocks import conversation
+from vllm_metal_lite.server.errors import ApiError
+
+
+def block(text):
+    return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+
+
+def use(call_id, name, **arguments):
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def result(call_id, content):
+    return {"type": "tool_result", "tool_use_id": call_id, "content": content, "is_error": False}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def messages(*given, system=None):
+    return list(conversation(list(given), system).messages)
+
+
+def test_texts_are_joined():
+    assert messages(user([block("a"), block("b")]), system=[block("S"), block("T")]) == [
+        {"role": "system", "content": "S\nT"}, user("a\nb")
+    ]  # fmt: skip
+    assert messages(user("a"), system="S") == [{"role": "system", "content": "S"}, user("a")]
+    assert messages(user([])) == [user("")]
+
+
+def test_a_system_message_stays_where_it_is():
+    late = {"role": "system", "content": [block("late")]}
+    assert messages(user("a"), late) == [user("a"), {"role": "system", "content": "late"}]
+
+
+def test_calls_and_results():
+    said = {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        block("I look."), use("t1", "Read", path="a"), use("t2", "Bash", cmd="ls"),
+    ]}  # fmt: skip
+    results = user([result("t1", [block("A"), block("B")]), result("t2", "done"), block("go on")])
+    assert messages(user("hi"), said, results) == [
+        user("hi"),
+        {
+            "role": "assistant", "content": "I look.", "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "t1", "type": "function",
+                 "function": {"name": "Read", "arguments": {"path": "a"}}},
+                {"id": "t2", "type": "function",
+                 "function": {"name": "Bash", "arguments": {"cmd": "ls"}}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "t1", "name": "Read", "content": "A\nB"},
+        {"role": "tool", "tool_call_id": "t2", "name": "Bash", "content": "done"},
+        user("go on"),
+    ]  # fmt: skip
+
+
+def test_results_alone_are_no_message_of_the_user():
+    said = {"role": "assistant", "content": [use("t1", "Read")]}
+    assert [m["role"] for m in messages(user("a"), said, user([result("t1", None)]))] == [
+        "user", "assistant", "tool"
+    ]  # fmt: skip
+
+
+def test_only_text_of_the_assistant_is_gone_on_with():
+    said = {"role": "assistant", "content": [block("Well,")]}
+    begun = conversation([user("a"), said], None)
+    assert (begun.template, begun.add_generation_prompt) == (
+        {"continue_final_message": True},
+        False,
+    )
+    called = {"role": "assistant", "content": [block("Well,"), use("t1", "Read")]}
+    assert conversation([user("a"), called], None).add_generation_prompt
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        5, [5], [{"type": "image"}], [{"type": "document"}], [{"type": "server_tool_use"}], [{}],
+        [{"type": "text"}], [result("t1", [{"type": "image"}])], {"type": "text"},
+    ],
+)  # fmt: skip
+def test_bad_blocks_are_named(content):
+    with pytest.raises(ApiError, match=r"^messages\.1\.content") as caught:
+        messages(user("x"), user(content))
+    assert caught.value.status == 400
+
+
+def test_bad_blocks_of_the_assistant_are_named():
+    for content in [{"type": "tool_use"}], [{"type": "thinking", "thinking": 5}], [block(5)]:
+        with pytest.raises(ApiError, match=r"^messages\.0\.content\.0"):
+            messages({"role": "assistant", "content": content})

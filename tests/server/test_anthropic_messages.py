@@ -1,0 +1,241 @@
+"""`/v1/messages`, as the official client sees it, beside chat completions."""
+
+import asyncio
+
+import anthropic
+import httpx
+import pytest
+
+from tests.support.server_kit import serving
+from vllm_metal_lite.server.settings import ServerConfig
+
+ASK = "Tell me about a lantern in the rain."
+OPTIONS = {"_strict_response_validation": True, "max_retries": 0, "timeout": 60, "api_key": "x"}
+OWN = {"temperature", "top_k", "seed", "min_p", "ignore_eos"}
+LIMITS = {"model": "demo", "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving(config=ServerConfig(port=0, keep_alive=0.001)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with anthropic.Anthropic(base_url=running.url, **OPTIONS) as client:
+        yield client
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def request(*messages, **options):
+    """Arguments of the client, which sends what it has no argument for in `extra_body`."""
+    options = {**LIMITS, "messages": list(messages), **options}
+    sampling = {name: options.pop(name) for name in OWN.intersection(options)}
+    return {**options, "extra_body": sampling}
+
+
+def create(client, *messages, **options):
+    return client.messages.create(**request(*messages, **options))
+
+
+def chat(running, *messages, **options):
+    """The choice of chat completions, which must say the same."""
+    body = {"messages": list(messages), **LIMITS, **options}
+    reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 200
+    return reply.json()["choices"][0]
+
+
+def text(message):
+    [block] = message.content
+    return block.text
+
+
+def test_a_message(client, running):
+    message = create(client, user(ASK), metadata={"user_id": "1"}, service_tier="auto")
+    assert message.id.startswith("msg_")
+    assert (message.type, message.role, message.model) == ("message", "assistant", "demo")
+    assert text(message) == chat(running, user(ASK))["message"]["content"] != ""
+    assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
+    assert message.usage.output_tokens == 12
+    assert message._request_id.startswith("req_")
+
+
+def test_events_come_in_order_and_make_the_whole(client):
+    whole = create(client, user(ASK))
+    events = list(create(client, user(ASK), stream=True))  # the client leaves out pings
+    deltas = [event for event in events if event.type == "content_block_delta"]
+    assert [event.type for event in events] == [
+        "message_start", "content_block_start", *["content_block_delta"] * len(deltas),
+        "content_block_stop", "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert len(deltas) > 1
+    assert "".join(event.delta.text for event in deltas) == text(whole)
+    start, end = events[0].message, events[-2]
+    assert (start.content, start.stop_reason) == ([], None)
+    assert start.usage.input_tokens == end.usage.input_tokens + end.usage.cache_read_input_tokens
+    assert (end.delta.stop_reason, end.usage.output_tokens) == ("max_tokens", 12)
+
+
+def test_the_raw_stream_has_a_ping(running):
+    body = {**LIMITS, "messages": [user(ASK)], "stream": True}
+    reply = httpx.post(f"{running.url}/v1/messages", json=body, timeout=60)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["request-id"].startswith("req_")
+    assert 'event: ping\ndata: {"type":"ping"}\n\n' in reply.text
+    assert reply.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+
+
+def test_the_clients_own_accumulator(client):
+    with client.messages.stream(**request(user(ASK), max_tokens=200)) as stream:
+        streamed = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text(final) == streamed == text(create(client, user(ASK), max_tokens=200))
+    assert final.stop_reason == "end_turn"
+    assert final.usage.cache_read_input_tokens is not None
+
+
+def test_the_asynchronous_client(running):
+    async def ask():
+        async with anthropic.AsyncAnthropic(base_url=running.url, **OPTIONS) as client:
+            whole = await create(client, user(ASK))
+            events = await create(client, user(ASK), stream=True)
+            streamed = [e.delta.text async for e in events if e.type == "content_block_delta"]
+            return text(whole), "".join(streamed)
+
+    whole, streamed = asyncio.run(ask())
+    assert whole == streamed != ""
+
+
+def test_usage_tells_cached_tokens_from_others(client):
+    system = "Answer in short sentences. " * 8
+    first = create(client, user(ASK), system=system)
+    history = [user(ASK), {"role": "assistant", "content": text(first)}, user("And then?")]
+    again = create(client, *history, system=system)
+    count = client.messages.count_tokens(model="demo", system=system, messages=history)
+    usage = again.usage
+    assert usage.cache_creation_input_tokens == 0
+    assert usage.input_tokens + usage.cache_read_input_tokens == count.input_tokens
+    assert usage.cache_read_input_tokens >= first.usage.input_tokens - 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_sequences(client, stream):
+    whole = text(create(client, user(ASK), max_tokens=200))
+    stop = whole.split()[3]
+    options = {"stop_sequences": ["never said", stop], "max_tokens": 200}
+    if stream:
+        with client.messages.stream(**request(user(ASK), **options)) as events:
+            message = events.get_final_message()
+    else:
+        message = create(client, user(ASK), **options)
+    assert text(message) == whole[: whole.index(stop)]
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_an_answer_goes_on_where_the_assistant_began(client, running):
+    messages = [user(ASK), {"role": "assistant", "content": "The lantern"}]
+    expected = chat(
+        running, *messages, continue_final_message=True, add_generation_prompt=False
+    )  # fmt: skip
+    assert text(create(client, *messages)) == expected["message"]["content"]
+
+
+def test_vllms_sampling_parameters(client, running):
+    options = {"temperature": 0.8, "seed": 7, "min_p": 0.1, "top_k": 20}
+    expected = chat(running, user(ASK), **options)["message"]["content"]
+    assert text(create(client, user(ASK), **options)) == expected
+
+
+# What Claude Code sends at first, in short.
+CACHED = {"cache_control": {"type": "ephemeral"}}
+CLAUDE_CODE = {
+    "model": "demo",
+    "max_tokens": 32000,
+    "system": [
+        {"type": "text", "text": "x-billing: 1"},
+        {"type": "text", "text": "You are a coding agent.", **CACHED},
+        {"type": "text", "text": "Be brief.", **CACHED},
+    ],
+    "messages": [
+        user([{"type": "text", "text": "<context>"}, {"type": "text", "text": "Say hello"}]),
+        {"role": "system", "content": "The date is today."},
+    ],
+    "tools": [{"name": "Read", "description": "", "input_schema": {"type": "object"}}],
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "medium"},
+    "metadata": {"user_id": "{}"},
+    "stream": True,
+}
+HEADERS = {
+    "x-api-key": "x", "anthropic-version": "2023-06-01",
+    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,effort-2025-11-24",
+}  # fmt: skip
+
+
+def test_the_first_request_of_claude_code(running):
+    with httpx.Client(base_url=running.url, timeout=60, headers=HEADERS) as http:
+        refused = http.post("/v1/messages?beta=true", json=CLAUDE_CODE)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "tools are not supported yet"
+        for without in {"tools": []}, {"tool_choice": {"type": "none"}}:
+            served = http.post("/v1/messages?beta=true", json={**CLAUDE_CODE, **without})
+            assert served.status_code == 200
+            assert served.text.endswith('data: {"type":"message_stop"}\n\n')
+    assert not running.server.generations
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages is empty"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"stop_sequences": 5}, "stop_sequences must be"),
+        ({"system": 5}, "system"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"messages": [user([{"type": "image"}])]}, "messages.0.content.0: this server takes text"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role must be user"),
+        ({"messages": [user("x" * 20_000)]}, "prompt is too long"),
+    ],
+)
+def test_bad_requests_name_the_field(running, fields, words):
+    body = {**LIMITS, "messages": [user("hi")], **fields}
+    reply = httpx.post(f"{running.url}/v1/messages", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert reply.headers["request-id"].startswith("req_")
+    shape = reply.json()
+    assert (shape["type"], shape["error"]["type"]) == ("error", "invalid_request_error")
+    assert words in shape["error"]["message"]
+
+
+def test_max_tokens_has_no_default(running):
+    body = {"messages": [user("hi")]}
+    reply = httpx.post(f"{running.url}/v1/messages", json=body, timeout=60)
+    assert reply.json()["error"]["message"] == "max_tokens: Field required"
+
+
+def test_an_unknown_model_is_not_found(client):
+    with pytest.raises(anthropic.NotFoundError, match="does not exist") as caught:
+        create(client, user("hi"), model="other")
+    assert caught.value.request_id.startswith("req_")
+
+
+def test_a_lost_engine_ends_the_stream_with_an_error(running, client):
+    async def lose(generation):
+        generation.fail(RuntimeError("lost"))
+
+    events = create(client, user(ASK), stream=True, max_tokens=4000, ignore_eos=True)
+    next(iter(events))
+    [generation] = running.server.generations.values()
+    asyncio.run_coroutine_threadsafe(lose(generation), running.loop).result()
+    with pytest.raises(anthropic.APIStatusError, match="internal error"):
+        list(events)

@@ -1,0 +1,593 @@
+"""The page in a real browser: chat, conversations, harmless markup, and the view of the engine."""
+
+import json
+import re
+
+import httpx
+import pytest
+from playwright.sync_api import expect
+
+from tests.support.page_kit import Shown, chromium, chromium_path, load
+from tests.support.server_kit import serving
+from vllm_metal_lite.server.page import FOLDER
+from vllm_metal_lite.server.settings import ServerConfig
+
+needs_chromium = pytest.mark.skipif(
+    chromium_path() is None, reason="there is no Chromium or Chrome here"
+)
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def show(browser, running):
+    """Opens the page in a fresh profile; at the end, nothing may have been complained about."""
+    shown = []
+
+    def show(**context) -> Shown:
+        shown.append(Shown(browser, running.url, **context))
+        return shown[-1]
+
+    yield show
+    complaints = [text for one in shown for text in one.complaints]
+    for one in shown:
+        one.context.close()
+    assert not complaints
+
+
+def answer_with(page, *deltas, usage=None, finish="stop"):
+    """Let the page get these deltas as the answer to all its questions."""
+    chunks = [{"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    if usage:
+        chunks.append({"choices": [], "usage": usage})
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
+    )
+
+
+# Without a browser
+
+
+def test_files_come_with_strict_headers(running):
+    with httpx.Client(base_url=running.url) as client:
+        for path in FOLDER.rglob("*"):
+            if path.is_file() and path.suffix != ".md":
+                response = client.get(f"/page/{path.relative_to(FOLDER).as_posix()}")
+                assert response.content == path.read_bytes()
+                policy = response.headers["content-security-policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                assert response.headers["x-content-type-options"] == "nosniff"
+        index = client.get("/")
+        assert index.headers["content-type"] == "text/html; charset=utf-8"
+        known = client.get("/", headers={"If-None-Match": index.headers["etag"]})
+        assert (known.status_code, known.content) == (304, b"")
+        assert client.head("/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/nothing.js", "/page/..%2fpage.py", "/page/vendor", "/page/"]
+)
+def test_no_other_file_can_be_read(running, path):
+    response = httpx.get(running.url + path)
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "not_found_error"
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_is_inline():
+    for path in [*FOLDER.glob("*.html"), *FOLDER.glob("*.css"), *FOLDER.glob("**/*.js")]:
+        if path.parent.name == "vendor":
+            continue
+        text = path.read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://[a-z]", text), path
+        assert ".innerHTML" not in text, path
+    index = (FOLDER / "index.html").read_text("utf-8")
+    assert not re.search(r"<style|<script>|\son[a-z]+=|\sstyle=", index)
+
+
+# The chat
+
+
+@needs_chromium
+def test_a_chat_and_what_it_cost(show):
+    shown = show()
+    page = shown.page
+    shown.ask("Hi, my name is Ada and I parked my car on level 3.")
+    assert "remember" in shown.answered(1)
+    shown.ask("Where is my car?")
+    assert shown.answered(2) == "Your car is on level 3."
+    expect(page.locator("#send")).to_be_visible()
+    assert "first after" in page.locator(".cost").last.inner_text()
+    expect(page.locator(".message.user")).to_have_count(2)
+
+
+@needs_chromium
+def test_what_was_drawn_is_not_drawn_again(show):
+    shown = show()
+    shown.ask("hello")
+    shown.answered(1)
+    first = shown.page.locator(".message.assistant .text").first
+    first.evaluate("e => { e.firstChild.mark = 1; }")
+    shown.ask("hello again")
+    shown.answered(2)
+    assert first.evaluate("e => e.firstChild.mark") == 1
+
+
+@needs_chromium
+def test_the_cost_is_read_from_usage(show):
+    shown = show()
+    usage = {
+        "prompt_tokens": 1812,
+        "completion_tokens": 64,
+        "prompt_tokens_details": {"cached_tokens": 640},
+    }
+    answer_with(shown.page, {"content": "Good."}, usage=usage)
+    shown.ask("How are you?")
+    shown.answered(1)
+    cost = shown.page.locator(".cost").inner_text()
+    assert re.search(r"1,812 tokens in.*640 of them cached.*64 out", cost, re.S)
+
+
+@needs_chromium
+def test_markup_in_an_answer_is_harmless(show):
+    shown = show()
+    evil = """<script>window.bad = 1</script><img src="/x" onerror="window.bad = 2">
+<a href="javascript:window.bad = 3" id="prompt">link</a> <svg onload="window.bad = 4"></svg>
+
+![picture](https://example.com/track.png) <iframe src="https://example.com"></iframe>
+
+<style>body { display: none }</style><form action="https://example.com"><input name="x"></form>
+
+<div style="position: fixed; inset: 0" class="offscreen">over</div>
+
+[go](javascript:window.bad%20=%205)
+[there](https://example.com/a)
+"""
+    answer_with(shown.page, {"content": evil})
+    shown.ask(evil)
+    shown.answered(1)
+    page = shown.page
+    assert page.evaluate("window.bad") is None
+    inside = page.locator(".message .text")
+    for tag in (
+        "script",
+        "img",
+        "iframe",
+        "style",
+        "form",
+        "input",
+        "svg",
+        "[style]",
+        "[id]",
+        "[onerror]",
+    ):
+        expect(inside.locator(tag)).to_have_count(0)
+    expect(inside.locator("[class=offscreen]")).to_have_count(0)
+    expect(page.locator(".assistant .text")).to_contain_text("<script>window.bad = 1</script>")
+    hrefs = inside.locator("a[href]").evaluate_all("all => all.map((a) => a.getAttribute('href'))")
+    assert hrefs == ["https://example.com/track.png", "https://example.com/a"]
+    link = inside.locator("a[href]").last
+    assert link.get_attribute("rel") == "noopener noreferrer"
+    assert link.get_attribute("target") == "_blank"
+
+
+@needs_chromium
+def test_markdown_and_copied_code(show):
+    shown = show(permissions=["clipboard-read", "clipboard-write"])
+    text = (
+        "# Head\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<hi>')\n```\n\n- **one**\n"
+    )
+    answer_with(shown.page, *({"content": c} for c in text))
+    shown.ask("show me")
+    shown.answered(1)
+    answer = shown.page.locator(".message.assistant .text")
+    expect(answer.locator("h1")).to_have_text("Head")
+    expect(answer.locator("td")).to_have_text(["1", "2"])
+    expect(answer.locator("strong")).to_have_text("one")
+    expect(answer.locator(".code-bar")).to_have_text("python")
+    answer.get_by_label("Copy code").click()
+    expect(shown.page.locator("#status")).to_have_text("Copied")
+    assert shown.page.evaluate("navigator.clipboard.readText()") == "print('<hi>')\n"
+
+
+_GROWS = """First *line*.
+
+- one
+- two
+
+  | a | b |
+  |---|---|
+  | 1 | 2 |
+
+1. first
+2. second
+
+```python
+def f():
+
+    return 1
+```
+
+> quote
+> goes on
+
+Last line<br>ends\r\nhere.
+"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("step", [1, 7, 100])
+def test_an_answer_that_grew_looks_like_one_that_came_at_once(show, step):
+    found = show().page.evaluate(
+        """async ([text, step]) => {
+          const { Growing } = await import("/page/markdown.js");
+          const [grown, once] = [0, 1].map(() => document.createElement("div"));
+          const growing = new Growing(grown);
+          for (let n = step; n < text.length + step; n += step) {
+            growing.show(text.slice(0, n), false);
+          }
+          new Growing(once).show(text, true);
+          return [grown.innerText, once.innerText, growing.done];
+        }""",
+        [_GROWS, step],
+    )
+    assert found[0].split() == found[1].split()
+    if step < 100:
+        assert found[2] > len(_GROWS) / 2  # most of it was not rendered again
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    "deltas",
+    [
+        [{"content": "<think>\nLet me "}, {"content": "see.</thi"}, {"content": "nk>\n\nFour."}],
+        [{"content": "Let me see.\n</think>\n\nFour."}],
+        [{"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "Four."}],
+        [{"reasoning": "Let me see."}, {"content": "Four."}],
+    ],
+)
+def test_thoughts_are_folded_away(show, deltas):
+    shown = show()
+    answer_with(shown.page, *deltas)
+    shown.ask("two and two")
+    assert shown.answered(1) == "Four."
+    thoughts = shown.page.locator(".thoughts")
+    expect(thoughts).to_be_hidden()
+    shown.page.get_by_text("Thoughts").click()
+    expect(thoughts).to_have_text("Let me see.")
+
+
+@needs_chromium
+def test_thoughts_that_never_end(show):
+    shown = show()
+    answer_with(shown.page, {"content": "<think>hm"}, finish="length")
+    shown.ask("two and two")
+    assert shown.answered(1) == ""
+    expect(shown.page.locator(".thoughts")).to_have_text("hm")
+    expect(shown.page.locator(".cost")).to_contain_text("cut off")
+
+
+def ask_without_end(shown, text="tell me a story"):
+    """Ask the real server for an answer that goes on until the context is full."""
+
+    def forever(route):
+        body = {**route.request.post_data_json, "ignore_eos": True, "temperature": 1}
+        route.continue_(post_data=json.dumps(body))
+
+    shown.page.route("**/v1/chat/completions", forever)
+    shown.ask(text)
+    expect(shown.page.locator(".message.assistant .text").last).not_to_be_empty()
+
+
+@needs_chromium
+@pytest.mark.parametrize("way", ["button", "Escape"])
+def test_stop_ends_the_request(show, running, way):
+    shown = show()
+    ask_without_end(shown)
+    if way == "button":
+        shown.page.click("#stop")
+    else:
+        shown.page.keyboard.press("Escape")
+    shown.answered(1)
+    expect(shown.page.locator(".cost")).to_contain_text("stopped after")
+    expect(shown.page.locator("#send")).to_be_visible()
+    _until_idle(running, shown.page)
+    shown.page.unroute_all()
+
+
+def _until_idle(running, page):
+    for _ in range(200):
+        if not running.server.generations:
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(
+        f"requests that nobody reads still run: {list(running.server.generations)}"
+    )
+
+
+@needs_chromium
+def test_edit_and_ask_again_keeps_both(show):
+    shown = show()
+    page = shown.page
+    shown.ask("Please reverse this list: red, green, blue")
+    assert shown.answered(1) == "blue, green, red"
+    page.get_by_label("Edit and ask again").click()
+    page.get_by_label("Edit your message").fill("Please reverse this list: one, two, three")
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.assistant[aria-busy=false] .text")).to_have_text(
+        "three, two, one"
+    )
+    expect(page.locator(".message.user .version")).to_have_text("2 of 2")
+    page.get_by_label("Earlier version").click()
+    expect(page.locator(".message.assistant .text")).to_have_text("blue, green, red")
+    # Again: the old answer stays beside the new one.
+    page.get_by_label("Answer again").click()
+    expect(page.locator(".message.assistant .version")).to_have_text("2 of 2")
+
+
+@needs_chromium
+def test_conversations_stay_over_a_reload(show):
+    shown = show()
+    page = shown.page
+    shown.ask("hello")
+    first = shown.answered(1)
+    page.click("#new")
+    shown.ask("Please reverse this list: red, green, blue")
+    shown.answered(1)
+    page.reload()
+    shown.ready()
+    titles = page.locator("#conversations .title")
+    expect(titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
+    expect(page.locator(".message.assistant .text")).to_have_text("blue, green, red")
+    titles.last.click()
+    expect(page.locator(".message.assistant .text")).to_have_text(first)
+    page.locator("#conversations li").last.hover()
+    page.get_by_label("Rename hello").click()
+    page.fill("#ask-value", "greeting")
+    page.keyboard.press("Enter")
+    expect(titles.last).to_have_text("greeting")
+    with page.expect_download() as download:
+        page.click("#export")
+    saved = json.loads(download.value.path().read_text("utf-8"))
+    assert [c["title"] for c in saved] == ["Please reverse this list: red, green, blue", "greeting"]
+    page.locator("#conversations li").last.hover()
+    page.get_by_label("Delete greeting").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(titles).to_have_count(1)
+    page.set_input_files("#import", download.value.path())
+    expect(titles).to_have_count(3)
+
+
+@needs_chromium
+def test_two_tabs_know_of_each_other(show):
+    shown = show()
+    shown.ask("hello")
+    shown.answered(1)
+    other = shown.context.new_page()
+    other.goto(shown.url)
+    other.locator("body[data-ready]").wait_for()
+    other.click("#new")
+    other.fill("#prompt", "Please reverse this list: red, green, blue")
+    other.press("#prompt", "Enter")
+    titles = shown.page.locator("#conversations .title")
+    expect(titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
+    expect(shown.page.locator(".message.user .text")).to_have_text("hello")
+
+
+@needs_chromium
+def test_settings_are_sent(show):
+    shown = show()
+    page = shown.page
+    page.click("#settings-open")
+    page.fill("#set-system", "The code of the red box is 4821.")
+    page.fill("#set-temperature", "0")
+    page.fill("#set-max_tokens", "7")
+    page.get_by_role("button", name="Save").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        shown.ask("What is the code of the red box?")
+    body = asked.value.post_data_json
+    assert body["messages"][0] == {"role": "system", "content": "The code of the red box is 4821."}
+    assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 7, True)
+    assert "top_p" not in body
+    shown.answered(1)
+
+
+@needs_chromium
+def test_an_error_is_said_and_can_be_tried_again(show):
+    shown = show()
+    page = shown.page
+    error = {"error": {"message": "264 requests run or wait, and max_waiting (256) allows no more"}}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=error))
+    shown.ask("hello")
+    expect(page.locator(".message .problem")).to_contain_text("max_waiting (256)")
+    page.unroute_all()
+    page.get_by_role("button", name="Try again").click()
+    assert shown.answered(1)
+    expect(page.locator(".message .problem")).to_have_count(0)
+    shown.complaints[:] = [c for c in shown.complaints if "503" not in c]  # Chromium's own line
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("tail", "words"),
+    [
+        ("", "The answer broke off."),
+        ('data: {"error": {"message": "the engine has ended"}}\n\n', "the engine has ended"),
+    ],
+)
+def test_an_answer_that_breaks_off_keeps_what_came(show, tail, words):
+    shown = show()
+    chunk = {"choices": [{"index": 0, "delta": {"content": "Once upon"}, "finish_reason": None}]}
+    body = f"data: {json.dumps(chunk)}\n\n{tail}"
+    shown.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
+    )
+    shown.ask("tell me a story")
+    assert shown.answered(1) == "Once upon"
+    expect(shown.page.locator(".message .problem")).to_contain_text(words)
+
+
+@needs_chromium
+def test_the_key_is_asked_for_until_it_is_right(browser):
+    config = ServerConfig(port=0, api_key="secret")
+    with serving(config=config) as running:
+        shown = Shown(browser, running.url, opens=False, viewport={"width": 1600, "height": 1000})
+        page = shown.page
+        page.goto(running.url)
+        for key in "wrong", "secret":
+            page.fill("#key-value", key)
+            page.keyboard.press("Enter")
+        shown.ready()
+        shown.ask("hello")
+        assert shown.answered(1)
+        expect(page.locator("#legend li")).to_have_count(4)  # the view has the key too
+        assert all("401" in complaint for complaint in shown.complaints)
+        shown.context.close()
+
+
+@needs_chromium
+def test_a_question_after_a_failed_one_keeps_roles_in_turns(show):
+    shown = show()
+    page = shown.page
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    shown.ask("My name is Ada.")
+    expect(page.locator(".message .problem")).to_contain_text("does not answer")
+    page.unroute_all()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        shown.ask("What is my name?")
+    assert asked.value.post_data_json["messages"] == [
+        {"role": "user", "content": "My name is Ada.\n\nWhat is my name?"}
+    ]
+    shown.answered(2)
+    shown.complaints[:] = [c for c in shown.complaints if "ERR_FAILED" not in c]
+
+
+@needs_chromium
+def test_keyboard_and_names_for_screen_readers(show):
+    shown = show()
+    page = shown.page
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    assert page.locator("#prompt").input_value() == "one\ntwo"
+    unnamed = page.locator("button, select, input, textarea").evaluate_all(
+        """all => all.filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim()
+           || e.labels?.length)).map((e) => e.outerHTML)"""
+    )
+    assert not unnamed
+    expect(page.get_by_role("log")).to_have_attribute("aria-live", "polite")
+
+
+@needs_chromium
+def test_it_scrolls_along_only_at_the_end(show):
+    shown = show(viewport={"width": 700, "height": 400})
+    page = shown.page
+    long = "\n\n".join(f"Paragraph {i}." for i in range(60))
+    answer_with(page, {"content": long})
+    shown.ask("write")
+    shown.answered(1)
+    left = "e => e.scrollHeight - e.scrollTop - e.clientHeight"
+    expect(page.get_by_text("Paragraph 59.")).to_be_in_viewport()
+    page.locator("#scroller").evaluate("e => { e.scrollTop = 0; }")
+    expect(page.locator("#to-end")).to_be_visible()
+    assert page.locator("#scroller").evaluate(left) > 100
+    page.click("#to-end")
+    expect(page.get_by_text("Paragraph 59.")).to_be_in_viewport()
+
+
+# The engine
+
+
+@needs_chromium
+def test_the_view_of_the_engine_changes_under_load(show, running):
+    shown = show(viewport={"width": 1600, "height": 1000}, reduced_motion="no-preference")
+    page = shown.page
+    expect(page.locator("#legend li")).to_have_count(4)
+    before = page.locator("#pool").get_attribute("aria-label")
+    with load(running.url, 12):
+        expect(page.locator("#requests li")).to_have_count(12)
+        expect(page.locator("#pool")).not_to_have_attribute("aria-label", before)
+        expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile("decodes"))
+        expect(page.locator("#requests .queued")).to_have_count(4)  # of 8 seats
+        colours = page.locator("#pool").evaluate(
+            """canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(
+               0, 0, canvas.width, canvas.height).data.buffer)).size"""
+        )
+        assert colours > 6
+        page.locator("#requests li").first.hover()
+        expect(page.locator("#requests .dim")).not_to_have_count(0)
+        page.click("#engine-pause")
+        expect(page.locator("#engine-state")).to_have_text("The view is held.")
+        held = page.locator("#pool").get_attribute("aria-label")
+        page.wait_for_timeout(700)
+        assert page.locator("#pool").get_attribute("aria-label") == held
+        page.click("#engine-pause")
+        expect(page.locator("#pool")).not_to_have_attribute("aria-label", held)
+    expect(page.locator("#no-requests")).to_be_visible()
+
+
+@needs_chromium
+def test_samples_can_be_sent_and_ended(show, running):
+    shown = show(viewport={"width": 1600, "height": 1000})
+    shown.open("/#engine")
+    page = shown.page
+    expect(page.locator("#chat")).to_be_hidden()
+    expect(page.locator("#timeline")).to_be_visible()
+    page.click("#samples")
+    expect(page.locator("#requests li")).to_have_count(18)
+    page.click("#samples")
+    expect(page.locator("#no-requests")).to_be_visible()
+    expect(page.locator("#samples")).to_have_text("Send 18 sample requests")
+    _until_idle(running, page)
+
+
+@needs_chromium
+def test_nobody_watches_behind_a_closed_panel(show, running):
+    shown = show(viewport={"width": 1600, "height": 1000})
+    page = shown.page
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
+        page.click("#engine-close")
+    with page.expect_request("**/events"):
+        page.click("#engine-toggle")
+
+
+# How it looks
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [380, 900, 1600])
+def test_nothing_is_wider_than_the_screen(show, scheme, width):
+    shown = show(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = shown.page
+    answer_with(page, {"content": "`" + "long" * 200 + "`\n\n```\n" + "wide " * 200 + "\n```\n"})
+    shown.ask("x" * 500)
+    shown.answered(1)
+    wide = "document.documentElement.scrollWidth > innerWidth"
+    assert not page.evaluate(wide)
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    if width < 1100:
+        page.click("#engine-toggle")
+        assert not page.evaluate(wide)
+        expect(page.locator("#chat")).to_have_attribute("inert", "")  # the view covers it
+        page.click("#engine-close")
+        expect(page.locator("#chat")).not_to_have_attribute("inert", "")
+    assert len(page.screenshot()) > 10_000
+    page.evaluate("switchTheme()")
+    other = {"light": "dark", "dark": "light"}[scheme]
+    assert page.evaluate("document.documentElement.dataset.theme") == other

@@ -1,0 +1,239 @@
+"""`/v1/responses`, as the official client sees it, beside chat completions."""
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+
+from tests.support.server_kit import serving
+from vllm_metal_lite.server.settings import ServerConfig
+
+ASK = "Tell me about a lantern in the rain."
+LIMITS = {"temperature": 0, "max_output_tokens": 12}
+OPTIONS = {"_strict_response_validation": True, "max_retries": 0, "timeout": 60}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving(config=ServerConfig(port=0, keep_alive=0.001)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", **OPTIONS) as client:
+        yield client
+
+
+def chat(client, *messages, **options):
+    """The text of chat completions, which must be the same."""
+    options = {"temperature": 0, "max_tokens": 12, **options}
+    reply = client.chat.completions.create(model="demo", messages=list(messages), **options)
+    return reply.choices[0].message.content
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_a_response(client):
+    response = client.responses.create(
+        model="demo", input=ASK, metadata={"a": "b"}, store=True, truncation="auto", **LIMITS
+    )
+    assert response.id.startswith("resp_")
+    assert response.output_text == chat(client, user(ASK)) != ""
+    assert (response.status, response.incomplete_details.reason) == (
+        "incomplete", "max_output_tokens"
+    )  # fmt: skip
+    [item] = response.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
+    assert (response.store, response.truncation) == (False, "disabled")
+    assert (response.metadata, response.max_output_tokens) == ({"a": "b"}, 12)
+    assert response.usage.output_tokens == 12
+    assert response.usage.total_tokens == response.usage.input_tokens + 12
+
+
+def test_an_answer_that_ends_by_itself_is_completed(client):
+    response = client.responses.create(input=ASK, temperature=0)
+    assert (response.status, response.incomplete_details) == ("completed", None)
+    assert response.output[0].status == "completed"
+
+
+def test_events_come_in_order_and_make_the_whole(client):
+    whole = client.responses.create(input=ASK, **LIMITS)
+    events = list(client.responses.create(input=ASK, stream=True, **LIMITS))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    # Signs of life may come between any two events.
+    kinds = [event.type.removeprefix("response.") for event in events]
+    news = [kind for i, kind in enumerate(kinds) if i < 2 or kind != "in_progress"]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert news == [
+        "created", "in_progress", "output_item.added", "content_part.added",
+        *["output_text.delta"] * len(deltas),
+        "output_text.done", "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    assert len(deltas) > 1
+    assert "".join(delta.delta for delta in deltas) == whole.output_text
+    assert {delta.item_id for delta in deltas} == {events[-1].response.output[0].id}
+    last = events[-1].response
+    assert last.output_text == whole.output_text
+    assert last.usage.output_tokens == 12
+    assert last.usage.input_tokens_details.cached_tokens <= last.usage.input_tokens
+
+
+def test_the_clients_own_accumulator(client):
+    with client.responses.stream(model="demo", input=ASK, temperature=0) as stream:
+        for event in stream:
+            assert event.type
+        final = stream.get_final_response()
+    assert final.output_text == client.responses.create(input=ASK, temperature=0).output_text
+
+
+def test_the_asynchronous_client(running):
+    async def ask():
+        url = f"{running.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", **OPTIONS) as client:
+            whole = await client.responses.create(input=ASK, **LIMITS)
+            stream = await client.responses.create(input=ASK, stream=True, **LIMITS)
+            last = [event async for event in stream][-1]
+            return whole.output_text, last.response.output_text
+
+    whole, streamed = asyncio.run(ask())
+    assert whole == streamed != ""
+
+
+def test_a_conversation_is_that_of_chat_completions(client):
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "B"}]},
+        user("hi"),
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "content": [{"type": "output_text", "text": "Hello!", "annotations": []}]},
+        user([{"type": "input_text", "text": ASK}]),
+    ]  # fmt: skip
+    response = client.responses.create(instructions="A", input=items, **LIMITS)
+    system = {"role": "system", "content": "A\n\nB"}
+    said = {"role": "assistant", "content": "Hello!"}
+    assert response.output_text == chat(client, system, user("hi"), said, user(ASK))
+    assert response.instructions == "A"
+
+
+def test_the_next_turn_finds_the_prefix(client):
+    instructions = "Answer in short sentences. " * 8
+    first = client.responses.create(instructions=instructions, input=ASK, **LIMITS)
+    history = [user(ASK), first.output[0].to_dict(), user("And then?")]
+    second = client.responses.create(instructions=instructions, input=history, **LIMITS)
+    cached = second.usage.input_tokens_details.cached_tokens
+    assert first.usage.input_tokens - 16 <= cached < second.usage.input_tokens
+
+
+def test_logprobs(client):
+    include = ["message.output_text.logprobs"]
+    whole = client.responses.create(input=ASK, include=include, top_logprobs=3, **LIMITS)
+    tokens = whole.output[0].content[0].logprobs
+    assert len(tokens) == 12
+    assert "".join(token.token for token in tokens) == whole.output_text
+    assert all(len(token.top_logprobs) == 3 for token in tokens)
+    events = client.responses.create(
+        input=ASK, include=include, top_logprobs=3, stream=True, **LIMITS
+    )
+    streamed = [
+        token for event in events if event.type == "response.output_text.delta"
+        for token in event.logprobs
+    ]  # fmt: skip
+    assert [token.token for token in streamed] == [token.token for token in tokens]
+
+
+def test_vllms_sampling_parameters(client):
+    text = client.responses.create(input=ASK, temperature=0).output_text
+    stop = text.split()[2]
+    stopped = client.responses.create(input=ASK, temperature=0, extra_body={"stop": [stop]})
+    assert stopped.output_text == text[: text.index(stop)]
+    assert stopped.status == "completed"
+
+
+# What Codex sends at first, in short.
+CODEX = {
+    "model": "demo",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [
+            {"type": "input_text", "text": "Sandbox: read-only."},
+            {"type": "input_text", "text": "Approval: never."}]},
+        {"type": "message", "role": "developer", "content": [
+            {"type": "input_text", "text": "Plan first."}]},
+        {"type": "message", "role": "user", "content": [
+            {"type": "input_text", "text": "<environment_context>..."}]},
+        {"type": "message", "role": "user", "content": [
+            {"type": "input_text", "text": "Say hello"}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "exec_command", "parameters": {"type": "object"}},
+        {"type": "namespace", "name": "mcp", "tools": []},
+        {"type": "web_search"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0198",
+    "client_metadata": {"x-codex-installation-id": "1"},
+}  # fmt: skip
+
+
+def test_the_first_request_of_codex(running):
+    with httpx.Client(base_url=running.url, timeout=60) as http:
+        refused = http.post("/v1/responses", json=CODEX)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "tools are not supported yet"
+        short = {**CODEX, "max_output_tokens": 4, "ignore_eos": True}
+        served = http.post("/v1/responses", json={**short, "tools": []})
+        assert served.status_code == 200
+        assert "event: response.incomplete\n" in served.text
+        unused = http.post("/v1/responses", json={**short, "tool_choice": "none"})
+        assert unused.status_code == 200
+    assert not running.server.generations
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input": 5}, "input"),
+        ({}, "input: Field required"),
+        ({"input": []}, "messages is empty"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens must be"),
+        ({"input": "x", "temperature": -1}, "temperature must be"),
+        ({"input": "x", "top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "no response is stored"),
+        ({"input": "x", "background": True}, "background: not supported"),
+        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0: item_reference"),
+        ({"input": [{"type": "additional_tools"}]}, "'additional_tools' are not supported"),
+        ({"input": [user([{"type": "input_image"}])]}, "input.0.content.0: this server takes text"),
+        ({"input": "x" * 20_000}, "maximum context length is 4096"),
+    ],
+)
+def test_bad_requests_name_the_field(running, fields, words):
+    reply = httpx.post(f"{running.url}/v1/responses", json=fields, timeout=60)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_lost_engine_fails_the_stream(running):
+    async def lose(generation):
+        generation.fail(RuntimeError("lost"))
+
+    with httpx.Client(base_url=running.url, timeout=60) as http:
+        body = {"input": ASK, "stream": True, "ignore_eos": True}
+        with http.stream("POST", "/v1/responses", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            [generation] = running.server.generations.values()
+            asyncio.run_coroutine_threadsafe(lose(generation), running.loop).result()
+            rest = list(lines)
+    assert "event: response.failed" in rest
+    assert '"status":"failed"' in rest[-2]

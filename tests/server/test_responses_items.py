@@ -1,0 +1,93 @@
+"""Input items of the Responses API become messages."""
+
+import pytest
+
+from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.openai_api.response_items import input_messages
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "run", "arguments": '{"cmd": "ls"}'}
+CALLED = {
+    "id": "c1", "type": "function", "function": {"name": "run", "arguments": {"cmd": "ls"}}
+}  # fmt: skip
+
+
+def item(role, text):
+    return {"type": "message", "role": role, "content": text}
+
+
+def message(role, text, **fields):
+    return {"role": role, "content": text, **fields}
+
+
+def thought(text):
+    return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+
+def test_a_string_is_a_question():
+    assert input_messages("hi", None) == [message("user", "hi")]
+    assert input_messages("hi", "Be brief.") == [message("system", "Be brief."),
+                                                 message("user", "hi")]  # fmt: skip
+
+
+def test_developers_at_the_front_join_the_instructions_and_others_stay():
+    items = [item("developer", "B"), item("user", "hi"), item("developer", "C")]
+    assert input_messages(items, "A") == [
+        message("system", "A\n\nB"), message("user", "hi"), message("system", "C")
+    ]  # fmt: skip
+
+
+def test_a_turn_of_the_assistant_is_one_message():
+    items = [
+        item("user", "hi"),
+        thought("hm"),
+        item("assistant", "I look."),
+        CALL,
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "***"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a.txt"},
+        {"type": "custom_tool_call_output", "call_id": "c2",
+         "output": [{"type": "input_text", "text": "done"}]},
+        item("assistant", "Fine."),
+    ]  # fmt: skip
+    patch = {"name": "patch", "arguments": {"input": "***"}}
+    calls = [CALLED, {"id": "c2", "type": "function", "function": patch}]
+    assert input_messages(items, None) == [
+        message("user", "hi"),
+        message("assistant", "I look.", reasoning_content="hm", tool_calls=calls),
+        message("tool", "a.txt", tool_call_id="c1", name="run"),
+        message("tool", "done", tool_call_id="c2", name="patch"),
+        message("assistant", "Fine."),
+    ]
+
+
+def test_new_thoughts_begin_a_new_message():
+    items = [thought("one"), CALL, thought("two"), CALL]
+    assert input_messages(items, None) == [
+        message("assistant", "", reasoning_content="one", tool_calls=[CALLED]),
+        message("assistant", "", reasoning_content="two", tool_calls=[CALLED]),
+    ]
+
+
+def test_thoughts_that_cannot_be_read_or_that_nothing_follows_are_left_out():
+    encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    items = [encrypted, item("assistant", "yes"), thought("hm"), item("user", "go on")]
+    assert input_messages(items, None) == [message("assistant", "yes"), message("user", "go on")]
+
+
+def test_arguments_that_are_no_json_stay_text():
+    [said] = input_messages([{**CALL, "arguments": "{cmd"}], None)
+    assert said["tool_calls"][0]["function"]["arguments"] == "{cmd"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"type": None}, {"type": ["message"]}, {"role": "user"} | {"type": "computer_call"},
+        {"role": 5, "content": "x"}, {"content": "x"}, {"role": "user", "content": 5},
+        {"type": "function_call", "name": None}, {"type": "function_call"},
+        {"type": "reasoning", "summary": 7}, {"type": "function_call_output", "output": {}},
+    ],
+)  # fmt: skip
+def test_bad_items_are_named(bad):
+    with pytest.raises(ApiError, match=r"^input\.1") as caught:
+        input_messages([item("user", "x"), bad], None)
+    assert caught.value.status == 400

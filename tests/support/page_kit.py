@@ -1,0 +1,135 @@
+"""A real headless Chromium that shows the page, and a load that keeps the engine busy."""
+
+import itertools
+import random
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from playwright.sync_api import Browser, Page, sync_playwright
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_MAC = (
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+)
+
+
+def chromium_path() -> str | None:
+    """A Chromium or Chrome of this machine; None: there is none."""
+    found = [shutil.which(name) for name in _NAMES] + [p for p in _MAC if Path(p).exists()]
+    return next(filter(None, found), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser that was found by `chromium_path`."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Shown:
+    """A page that is open.  complaints: errors in the console, and requests to other origins."""
+
+    def __init__(
+        self, browser: Browser, url: str, *, opens: bool = True, **context: object
+    ) -> None:
+        """opens: open `/` at once.  context: options of Browser.new_context."""
+        self.url, self.complaints = url, []
+        self.context = browser.new_context(**{"reduced_motion": "reduce", **context})
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(30_000)
+        self.page.on("console", self._read)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.context.on("request", lambda request: self._check(request.url))
+        if opens:
+            self.open()
+
+    def open(self, path: str = "/") -> None:
+        self.page.goto(self.url + path)
+        self.ready()
+
+    def ready(self) -> None:
+        self.page.locator("body[data-ready]").wait_for()
+
+    def ask(self, text: str) -> None:
+        self.page.fill("#prompt", text)
+        self.page.press("#prompt", "Enter")
+
+    def answered(self, n: int) -> str:
+        """Wait until n answers are complete; returns the text of the last."""
+        answer = self.page.locator(".message.assistant[aria-busy=false]").nth(n - 1)
+        answer.wait_for()
+        return answer.locator(".text").inner_text()
+
+    def _read(self, message: object) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def _check(self, url: str) -> None:
+        scheme, host = urlsplit(url)[:2]
+        if scheme not in ("blob", "data") and host != urlsplit(self.url)[1]:
+            self.complaints.append(f"a request to {url}")
+
+
+_SHARED = "You are a helpful assistant. Use these notes. " + " ".join(
+    f"The code of the {colour} {thing} is {1000 + 37 * i}."
+    for i, (colour, thing) in enumerate(
+        itertools.product(("red", "green", "blue", "white", "black"), ("box", "door", "car", "bag"))
+    )
+)
+_NAMES_OF_LOAD = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn")
+_PLACES = ("station", "market", "river", "school", "harbour", "garden")
+
+
+def _story(draw: random.Random) -> str:
+    name, place = draw.choice(_NAMES_OF_LOAD), draw.choice(_PLACES)
+    return f"It rained all day, so {name} stayed at the {place}. "
+
+
+def body_of_load(i: int, seed: int = 0) -> dict:
+    """Request number i of a load: prompts of 20 to 900 tokens, some behind a shared prefix."""
+    draw = random.Random(1000 * seed + i)
+    story = "".join(_story(draw) for _ in range(draw.choice((0, 1, 3, 8, 20, 45))))
+    text = f"{story}My number is {i}. What is it?"
+    messages = [{"role": "user", "content": text}]
+    if i % 3 == 0:
+        messages.insert(0, {"role": "system", "content": _SHARED})
+    return {
+        "messages": messages, "max_tokens": draw.randint(30, 220), "ignore_eos": True,
+        "stream": True,
+    }  # fmt: skip
+
+
+@contextmanager
+def load(url: str, num_requests: int = 24, seed: int = 0) -> Iterator[None]:
+    """Keep `num_requests` requests running or waiting.  Leaving the block ends them."""
+    stop, numbers = threading.Event(), itertools.count()
+
+    def client() -> None:
+        with httpx.Client(base_url=url, timeout=120) as http:
+            while not stop.is_set():
+                body = body_of_load(next(numbers), seed)
+                with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                    assert response.status_code == 200, response.read()
+                    for _ in response.iter_bytes():
+                        if stop.is_set():
+                            break
+
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(num_requests)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)

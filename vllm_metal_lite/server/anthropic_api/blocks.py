@@ -1,0 +1,102 @@
+"""Anthropic's messages, which are made of blocks, as chat templates want them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm_metal_lite.errors import show
+from vllm_metal_lite.server.content import function_call, part_text, text_of
+from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.prompts import Conversation, Message, join_systems
+
+Blocks = list[Mapping[str, Any]]
+
+
+def conversation(
+    messages: list[dict[str, Any]], system: str | list[dict[str, Any]] | None
+) -> Conversation:
+    """What is rendered.  An answer goes on where a last message of the assistant ends.
+
+    Raises ApiError (400) for blocks that cannot be rendered.
+    """
+    rendered: list[Message] = []
+    if system:
+        rendered.append({"role": "system", "content": text_of(system, "system")})
+    names: dict[Any, str] = {}
+    for i, message in enumerate(messages):
+        rendered += _messages(message, f"messages.{i}", names)
+    last = rendered[-1] if rendered else {"role": ""}
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        template = {"continue_final_message": True}
+        return Conversation(join_systems(rendered), template, add_generation_prompt=False)
+    return Conversation(join_systems(rendered))
+
+
+def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> Iterator[Message]:
+    """A message as one or more: results of tools have a role of their own.
+
+    names: of tools, by the id of the call; results name the call only.
+    """
+    role = message.get("role")
+    if role not in ("user", "assistant", "system"):
+        raise _bad(f"{where}.role must be user, assistant or system, got {show(role)}", where)
+    blocks, where = message.get("content"), f"{where}.content"
+    if not isinstance(blocks, list):
+        yield {"role": role, "content": text_of(blocks, where)}
+    elif role == "assistant":
+        yield _assistant(blocks, where, names)
+    else:
+        yield from _user(role, blocks, where, names)
+
+
+def _assistant(blocks: Blocks, where: str, names: dict[Any, str]) -> Message:
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(blocks):
+        at, kind = f"{where}.{i}", _kind(block)
+        if kind == "tool_use":
+            call = function_call(block.get("id"), block.get("name"), block.get("input"), at)
+            if isinstance(call["id"], str):
+                names[call["id"]] = call["function"]["name"]
+            calls.append(call)
+        elif kind == "thinking":
+            thoughts.append(text_of(block.get("thinking"), f"{at}.thinking"))
+        elif kind != "redacted_thinking":  # which is no text
+            texts.append(part_text(block, at))
+    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(role: str, blocks: Blocks, where: str, names: dict[Any, str]) -> Iterator[Message]:
+    texts: list[str] = []
+    num_results = 0
+    for i, block in enumerate(blocks):
+        at = f"{where}.{i}"
+        if _kind(block) != "tool_result":
+            texts.append(part_text(block, at))
+            continue
+        if texts:
+            yield {"role": role, "content": "\n".join(texts)}
+            texts = []
+        yield _result(block, f"{at}.content", names)
+        num_results += 1
+    if texts or not num_results:
+        yield {"role": role, "content": "\n".join(texts)}
+
+
+def _result(block: Mapping[str, Any], where: str, names: dict[Any, str]) -> Message:
+    call_id = block.get("tool_use_id")
+    message = {"role": "tool", "tool_call_id": call_id}
+    if isinstance(call_id, str) and call_id in names:
+        message["name"] = names[call_id]
+    return {**message, "content": text_of(block.get("content"), where)}
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
+def _bad(message: str, where: str) -> ApiError:
+    return ApiError(400, message, param=where)

@@ -1,0 +1,113 @@
+"""The input items of the Responses API as messages for chat templates."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_metal_lite.errors import show
+from vllm_metal_lite.server.content import function_call, text_of
+from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.prompts import Message, join_systems
+
+
+def input_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[Message]:
+    """The messages of a request.  Raises ApiError (400) for items that cannot be rendered."""
+    history = _History()
+    if instructions:
+        history.messages.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    for i, item in enumerate(items):
+        history.add(item, f"input.{i}")
+    return join_systems(history.messages)
+
+
+class _History:
+    """Messages so far.  Items of one turn of the assistant become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._reasoning = ""  # of the assistant's next message
+        self._names: dict[Any, str] = {}  # of functions, by the id of the call
+
+    def add(self, item: Mapping[str, Any], where: str) -> None:
+        kind = item.get("type", "message")
+        add = _ITEMS.get(kind) if isinstance(kind, str) else None
+        if add is None:
+            raise ApiError(
+                400, f"{where}: input items of type {show(kind)} are not supported", param=where
+            )
+        add(self, item, where)
+
+    def message(self, item: Mapping[str, Any], where: str) -> None:
+        role = item.get("role")
+        if not isinstance(role, str) or not role:
+            where += ".role"
+            raise ApiError(
+                400, f"{where} must be a non-empty string, got {show(role)}", param=where
+            )
+        text = text_of(item.get("content"), f"{where}.content")
+        if role == "assistant":
+            self._assistant()["content"] = text
+        else:
+            self._other({"role": "system" if role == "developer" else role, "content": text})
+
+    def function_call(self, item: Mapping[str, Any], where: str) -> None:
+        self._call(item, item.get("arguments"), where)
+
+    def custom_tool_call(self, item: Mapping[str, Any], where: str) -> None:
+        self._call(item, {"input": item.get("input")}, where)
+
+    def output(self, item: Mapping[str, Any], where: str) -> None:
+        call_id = item.get("call_id")
+        message = {"role": "tool", "tool_call_id": call_id}
+        if isinstance(call_id, str) and call_id in self._names:
+            message["name"] = self._names[call_id]
+        self._other({**message, "content": text_of(item.get("output"), f"{where}.output")})
+
+    def reasoning(self, item: Mapping[str, Any], where: str) -> None:
+        """Thoughts that the client can read; encrypted ones are no text."""
+        for name in "content", "summary":
+            if parts := item.get(name):
+                self._reasoning = text_of(parts, f"{where}.{name}")
+                return
+
+    def item_reference(self, item: Mapping[str, Any], where: str) -> None:
+        raise ApiError(
+            400,
+            f"{where}: item_reference is not supported, because no response is stored: send the "
+            "item itself",
+            param=where,
+        )
+
+    def _call(self, item: Mapping[str, Any], arguments: Any, where: str) -> None:
+        call_id = item.get("call_id")
+        call = function_call(call_id, item.get("name"), arguments, where)
+        if isinstance(call_id, str):
+            self._names[call_id] = call["function"]["name"]
+        self._assistant(calls=True).setdefault("tool_calls", []).append(call)
+
+    def _assistant(self, calls: bool = False) -> Message:
+        """The message that text, or calls, of the assistant belong to."""
+        last = self.messages[-1] if self.messages else {"role": ""}
+        if self._reasoning or not calls or last["role"] != "assistant":
+            last = {"role": "assistant", "content": ""}
+            if self._reasoning:
+                last["reasoning_content"] = self._reasoning
+            self.messages.append(last)
+            self._reasoning = ""
+        return last
+
+    def _other(self, message: Message) -> None:
+        self._reasoning = ""
+        self.messages.append(message)
+
+
+_ITEMS = {
+    "message": _History.message,
+    "function_call": _History.function_call,
+    "custom_tool_call": _History.custom_tool_call,
+    "function_call_output": _History.output,
+    "custom_tool_call_output": _History.output,
+    "reasoning": _History.reasoning,
+    "item_reference": _History.item_reference,
+}

@@ -1,0 +1,95 @@
+// Requests to the server: the API key, errors in words, streams of events.
+
+const KEY = "metal-lite-key";
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+let dialog = async () => null;
+let asking = null;  // requests that are refused at the same time share a dialog
+
+/** ask: shows a dialog; resolves to a key, or to null. */
+export function onKeyNeeded(ask) {
+  dialog = ask;
+}
+
+/** Ask for a key and keep it until the tab closes; false: none was given. */
+function askForKey(problem) {
+  asking ??= dialog(problem).then((key) => {
+    asking = null;
+    if (!key) return false;
+    sessionStorage.setItem(KEY, key);
+    document.dispatchEvent(new Event("key"));
+    return true;
+  });
+  return asking;
+}
+
+/**
+ * fetch with the key.  Raises ApiError, or AbortError if `signal` ends the request.
+ * asks: whether a refused key may open a dialog.
+ */
+export async function request(path, { body, signal, asks = true } = {}) {
+  for (let attempt = 0; ; attempt++) {
+    const headers = {};
+    const key = sessionStorage.getItem(KEY);
+    if (key) headers.Authorization = `Bearer ${key}`;
+    if (body) headers["Content-Type"] = "application/json";
+    let response;
+    try {
+      response = await fetch(path, {
+        method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body),
+      });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new ApiError("The server does not answer. Is it still running?", 0);
+    }
+    if (response.ok) return response;
+    const message = await words(response);
+    const mayAsk = response.status === 401 && asks && attempt < 3;
+    if (mayAsk && (await askForKey(key ? message : ""))) continue;
+    throw new ApiError(message, response.status);
+  }
+}
+
+async function words(response) {
+  try {
+    const { error } = await response.json();
+    if (error?.message) return error.message;
+  } catch { /* no JSON */ }
+  return `The server answered ${response.status} ${response.statusText}.`;
+}
+
+/** The events of a response, as { event, data }: text/event-stream.  Comments are left out. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let event = "message";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const raw of lines) {
+        const line = raw.endsWith("\r") ? raw.slice(0, -1) : raw;
+        if (line === "") {
+          if (data.length) yield { event, data: data.join("\n") };
+          event = "message";
+          data = [];
+        } else if (line.startsWith("data:")) data.push(line.slice(line[5] === " " ? 6 : 5));
+        else if (line.startsWith("event:")) event = line.slice(6).trim();
+      }
+    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The connection to the server broke off.", 0);
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,231 @@
+// The chat: shows a conversation, asks, stops, edits.
+
+import { answer, bodyOf } from "./answer.js";
+import { announce, byId, count, make } from "./dom.js";
+import { MessageView } from "./message.js";
+import * as store from "./store.js";
+import * as tree from "./tree.js";
+
+const NEAR = 48;  // pixels from the end at which the view still scrolls along
+const SAVE_MS = 1000;  // while an answer grows
+
+export class Chat {
+  /**
+   * changed: called after the conversation was saved.  readModels: reads `models`, those of
+   * /v1/models, again.
+   */
+  constructor(changed, readModels) {
+    this.changed = changed;
+    this.readModels = readModels;
+    this.conversation = null;
+    this.running = new Map();  // of each conversation that is answered: its AbortController
+    this.models = [];
+    this.list = byId("messages");
+    this.scroller = byId("scroller");
+    this.input = byId("prompt");
+    this.views = [];
+    this.sticks = true;
+    this.top = 0;
+    this.actions = {
+      edit: (message, text) => this.editAndAsk(message, text),
+      regenerate: (message) => this.regenerate(message),
+      show: (message) => {
+        tree.show(this.conversation, message);
+        this.save(this.conversation);
+        this.draw();
+        // The buttons are new ones.
+        this.viewOf(message).element.querySelector(".actions button:enabled").focus();
+      },
+    };
+    this.scroller.addEventListener("scroll", () => this.scrolled());
+    // The text grows, the window changes its size: stay at the end.
+    new ResizeObserver(() => this.follow()).observe(this.list);
+    byId("to-end").addEventListener("click", () => {
+      this.sticks = true;
+      this.follow();
+      this.input.focus();
+    });
+  }
+
+  /** What /v1/models says of the conversation's model. */
+  get model() {
+    return this.models.find((m) => m.id === this.conversation.model);
+  }
+
+  get busy() {
+    return this.running.has(this.conversation?.id);
+  }
+
+  /** Show a conversation. */
+  open(conversation) {
+    this.conversation = conversation;
+    this.sticks = true;
+    this.draw();
+    this.follow();
+  }
+
+  draw() {
+    const { conversation } = this;
+    const drawn = new Map(this.views.map((view) => [view.message, view]));
+    this.views = tree.path(conversation).map((m) => {
+      const view = drawn.get(m);
+      const same = view && view.numVersions === tree.versions(conversation, m).length;
+      return same ? view : new MessageView(conversation, m, this.actions);
+    });
+    this.list.replaceChildren(...this.views.map((view) => view.element));
+    byId("welcome").hidden = this.views.length > 0;
+    this.drawState();
+  }
+
+  drawState() {
+    byId("send").hidden = this.busy;
+    byId("stop").hidden = !this.busy;
+    byId("context").textContent = this.contextUse();
+    this.changed();
+  }
+
+  contextUse() {
+    const last = tree.path(this.conversation).findLast((m) => m.usage);
+    const limit = this.model?.max_model_len;
+    if (!last || !limit) return "";
+    const used = last.usage.prompt_tokens + last.usage.completion_tokens;
+    return `${count(used)} of ${count(limit)} tokens of context used`;
+  }
+
+  /** Send what is in the box. */
+  send() {
+    const text = this.input.value.trim();
+    if (!text || this.busy) return;
+    this.input.value = "";
+    this.input.dispatchEvent(new Event("input"));
+    this.ask(text, this.conversation.leaf);
+  }
+
+  ask(text, parent) {
+    const { conversation } = this;
+    const question = tree.append(conversation, parent, { role: "user", content: text });
+    if (conversation.messages.length === 1) conversation.title = title(text);
+    this.answer(question);
+  }
+
+  editAndAsk(message, text) {
+    if (this.busy) this.stop();
+    this.ask(text, message.parent);
+  }
+
+  regenerate(message) {
+    if (this.busy) return;
+    this.answer(tree.find(this.conversation, message.parent));
+  }
+
+  stop() {
+    this.running.get(this.conversation?.id)?.abort();
+  }
+
+  /** Ask for an answer to a message of the user, and show it as it grows. */
+  async answer(question) {
+    const { conversation } = this;
+    const stopper = new AbortController();
+    this.running.set(conversation.id, stopper);
+    conversation.leaf = question.id;
+    conversation.model ??= this.models[0]?.id ?? null;
+    const body = bodyOf(conversation, tree.path(conversation));
+    const message = tree.append(conversation, question.id, {
+      role: "assistant", content: "", finish: null, model: conversation.model,
+    });
+    this.sticks = true;
+    this.draw();
+    this.follow();
+    if (matchMedia("(hover: hover)").matches) this.input.focus();  // no keyboard on a phone
+    this.save(conversation);
+    announce("Waiting for the answer");
+    let frame = 0;
+    let pause = 0;  // a text that is slow to draw is drawn less often
+    let drawnAt = 0;
+    let savedAt = performance.now();
+    const draw = () => {
+      frame = 0;
+      const now = performance.now();
+      if (now - drawnAt < pause) {
+        frame = requestAnimationFrame(draw);
+        return;
+      }
+      this.viewOf(message)?.update(conversation, this.actions);
+      drawnAt = performance.now();
+      pause = 3 * (drawnAt - now);
+    };
+    await answer(message, body, stopper.signal, () => {
+      frame ||= requestAnimationFrame(draw);
+      if (performance.now() - savedAt > SAVE_MS) {
+        savedAt = performance.now();
+        this.save(conversation, true);
+      }
+    });
+    cancelAnimationFrame(frame);
+    // An edit may have started another answer by now.
+    if (this.running.get(conversation.id) === stopper) this.running.delete(conversation.id);
+    conversation.updated = Date.now();
+    this.save(conversation);
+    this.viewOf(message)?.update(conversation, this.actions);
+    if (this.conversation === conversation) this.drawState();
+    announce(endInWords(message));
+    // The context of a model is known once the model is loaded.
+    if (!this.model?.max_model_len && message.finish !== "error") {
+      await this.readModels();
+      this.drawState();
+    }
+  }
+
+  viewOf(message) {
+    return this.views.find((view) => view.message === message);
+  }
+
+  async save(conversation, growing = false) {
+    try {
+      await store.put(conversation, growing);
+    } catch (error) {
+      announce(`The browser does not keep this conversation: ${error.message}`);
+    }
+    if (!growing) this.changed();
+  }
+
+  scrolled() {
+    const { scrollHeight, scrollTop, clientHeight } = this.scroller;
+    // Text that grows below moves nothing: only the reader scrolls up.
+    if (scrollHeight - scrollTop - clientHeight < NEAR) this.sticks = true;
+    else if (scrollTop < this.top) this.sticks = false;
+    this.top = scrollTop;
+    byId("to-end").hidden = this.sticks;
+  }
+
+  follow() {
+    if (this.sticks) this.scroller.scrollTop = this.scroller.scrollHeight;
+    this.scrolled();
+  }
+}
+
+function title(text) {
+  const line = text.split("\n", 1)[0].trim();
+  return line.length > 60 ? `${line.slice(0, 59)}…` : line;
+}
+
+function endInWords(message) {
+  if (message.finish === "error") return "";  // its role "alert" is read
+  if (message.finish === "stopped") return "Stopped";
+  return message.usage ? `The answer is complete: ${message.usage.completion_tokens} tokens` : "The answer is complete";
+}
+
+/** Messages whose answer was cut off by closing the page. */
+export function mend(conversation) {
+  for (const m of conversation.messages) {
+    if (m.role === "assistant" && m.finish === null) m.finish = "stopped";
+  }
+  return conversation;
+}
+
+/** Examples for an empty conversation. */
+export function examples(texts, use) {
+  byId("examples").replaceChildren(
+    ...texts.map((text) => make("button", { type: "button", onclick: () => use(text) }, text)),
+  );
+}

@@ -1,0 +1,59 @@
+// Dialogs: settings of a conversation, a name, a question, the API key.
+
+import { byId } from "./dom.js";
+
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+
+/** Show a dialog; resolves when it closes, to the value of the button. */
+function shown(dialog) {
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue), { once: true });
+  });
+}
+
+/** Ask for a line of text; null: cancelled. */
+export async function ask(label, value) {
+  const field = byId("ask-value");
+  byId("ask-label").textContent = label;
+  field.value = value;
+  queueMicrotask(() => field.select());
+  return (await shown(byId("ask"))) === "ok" ? field.value.trim() || null : null;
+}
+
+/** Ask yes or no. */
+export async function confirmed(question, yes) {
+  byId("confirm-question").textContent = question;
+  byId("confirm-yes").textContent = yes;
+  return (await shown(byId("confirm"))) === "ok";
+}
+
+/** Ask for the API key; null: cancelled.  problem: why the last one was refused. */
+export async function askKey(problem) {
+  const field = byId("key-value");
+  byId("key-problem").textContent = problem;
+  field.value = "";
+  return (await shown(byId("key"))) === "ok" ? field.value.trim() || null : null;
+}
+
+/** Edit the system prompt and the sampling of a conversation in place; true: changed. */
+export async function editSettings(conversation) {
+  byId("set-system").value = conversation.system;
+  for (const name of NUMBERS) byId(`set-${name}`).value = conversation.sampling[name] ?? "";
+  if ((await shown(byId("settings"))) !== "ok") return false;
+  conversation.system = byId("set-system").value;
+  for (const name of NUMBERS) {
+    const field = byId(`set-${name}`);
+    if (field.value === "") delete conversation.sampling[name];
+    else conversation.sampling[name] = Number(field.value);
+  }
+  return true;
+}
+
+/** Buttons with data-value close their dialog with it; those of a form only if its fields are valid. */
+export function prepare() {
+  for (const button of document.querySelectorAll("dialog [data-close]")) {
+    button.addEventListener("click", () => button.closest("dialog").close());
+  }
+}

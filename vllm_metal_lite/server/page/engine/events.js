@@ -1,0 +1,75 @@
+// Watches GET /events while somebody looks: not when the tab is hidden or the panel is closed.
+
+import { events, request } from "../api.js";
+
+const WAITS = [1, 2, 4, 8];  // seconds before another attempt
+
+export class Watcher {
+  /** take: gets each event.  state: gets "watching", "held", "trying" or "none" with words. */
+  constructor(take, state) {
+    this.take = take;
+    this.state = state;
+    this.shown = false;
+    this.held = false;
+    this.stopper = null;
+    document.addEventListener("visibilitychange", () => this.check());
+    document.addEventListener("key", () => {
+      this.end();
+      this.check();
+    });
+  }
+
+  setShown(shown) {
+    this.shown = shown;
+    this.check();
+  }
+
+  setHeld(held) {
+    this.held = held;
+    this.check();
+  }
+
+  check() {
+    const watch = this.shown && !this.held && !document.hidden;
+    if (!watch) {
+      this.end();
+      if (this.held) this.state("held", "The view is held.");
+    } else if (!this.stopper) {
+      this.stopper = new AbortController();
+      this.watch(this.stopper.signal);
+    }
+  }
+
+  end() {
+    this.stopper?.abort();
+    this.stopper = null;
+  }
+
+  async watch(signal) {
+    for (let failed = 0; !signal.aborted; ) {
+      let words = "The stream of events has ended.";
+      try {
+        const response = await request("/events", { signal, asks: false });
+        this.state("watching", "");
+        for await (const { event, data } of events(response)) {
+          if (signal.aborted) return;
+          failed = 0;
+          if (event === "engine") this.take(JSON.parse(data));
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        if (error.status === 404 || error.status === 401) {
+          this.state("none", error.status === 404 ? "This server has no view of its engine." : error.message);
+          return;
+        }
+        words = error.message;
+      }
+      const wait = WAITS[Math.min(failed++, WAITS.length - 1)];
+      this.state("trying", `${words} Trying again.`);
+      await new Promise((resolve) => {
+        const timer = setTimeout(resolve, 1000 * wait);
+        signal.addEventListener("abort", () => { clearTimeout(timer); resolve(); }, { once: true });
+      });
+    }
+  }
+}

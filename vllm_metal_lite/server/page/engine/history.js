@@ -1,0 +1,79 @@
+// What the events of one engine tell: its steps, requests, blocks and rates.
+
+const KEPT = 400;  // steps
+const SECONDS = 3;  // over which rates are taken
+
+export class History {
+  constructor(model) {
+    this.model = model;
+    this.steps = [];  // {number, t, ms, decodes, segments}, those that are shown
+    this.coming = [];  // those that are still to be shown
+    this.requests = [];
+    this.known = new Map();  // by number: the last that was told of a request
+    this.blocks = null;
+    this.metrics = {};
+    this.preemptions = new Map();  // by number: when it was last seen preempted
+    this.time = 0;
+    this.numSteps = 0;
+    this.idle = false;  // nothing has run for a while
+  }
+
+  take(event) {
+    if (event.time < this.time || event.num_steps < this.numSteps) this.restart();
+    const first = event.num_steps - event.steps.length + 1;
+    event.steps.forEach((step, i) => {
+      // A stream that begins anew repeats its latest event.
+      if (first + i > this.numSteps) this.coming.push({ ...step, number: first + i });
+    });
+    this.coming.splice(0, this.coming.length - KEPT);
+    Object.assign(this, { time: event.time, numSteps: event.num_steps, requests: event.requests });
+    this.idle = false;
+    this.blocks = event.blocks ?? this.blocks;
+    this.metrics = event.metrics;
+    for (const request of event.requests) {
+      this.known.delete(request.n);
+      this.known.set(request.n, request);
+    }
+    for (const n of this.known.keys()) {
+      if (this.known.size <= 1000) break;
+      this.known.delete(n);
+    }
+    for (const n of event.preempted) this.preemptions.set(n, event.time);
+  }
+
+  /** The engine's process began anew. */
+  restart() {
+    this.steps = [];
+    this.coming = [];
+    this.known.clear();
+    this.preemptions.clear();
+    this.time = this.numSteps = 0;
+  }
+
+  /** Show the next `n` of the steps that came. */
+  advance(n) {
+    this.steps.push(...this.coming.splice(0, n));
+    this.steps.splice(0, this.steps.length - KEPT);
+  }
+
+  /** Tokens a second of the last seconds, generated and of prompts; 0 when nothing runs. */
+  rates() {
+    const all = this.idle ? [] : [...this.steps, ...this.coming];
+    const recent = all.filter((step) => step.t > this.time - SECONDS);
+    let decoded = 0;
+    let prefilled = 0;
+    const ms = [];
+    for (const step of recent) {
+      step.segments.forEach(([, tokens], i) => {
+        if (i < step.decodes) decoded += tokens;
+        else prefilled += tokens;
+      });
+      ms.push(step.ms);
+    }
+    ms.sort((a, b) => a - b);
+    const begin = recent.length ? recent[0].t : this.time;
+    // Not before the watcher came, and not before the last gap.
+    const span = Math.max(this.time - begin, 0.25);
+    return { decode: decoded / span, prefill: prefilled / span, ms: ms[ms.length >> 1] ?? null };
+  }
+}

@@ -1,0 +1,77 @@
+// The queue: requests that run, then those that wait.
+
+import { count, make } from "../dom.js";
+import { palette } from "./colours.js";
+
+const MOST = 60;  // rows
+const FRESH = 2;  // seconds for which a preemption is marked
+
+export class RequestList {
+  constructor(list, hover) {
+    this.list = list;
+    this.hover = hover;
+    this.rows = new Map();
+  }
+
+  draw(history, highlight) {
+    const colours = palette();
+    const running = history.requests.filter((r) => r.state === "running");
+    const waiting = history.requests.filter((r) => r.state !== "running");
+    const shown = [...running, ...waiting].slice(0, MOST);
+    const longest = Math.max(1, ...shown.map((r) => r.prompt + r.generated));
+    const kept = new Set(shown.map((r) => r.n));
+    for (const [n, row] of this.rows) {
+      if (!kept.has(n)) {
+        row.element.remove();
+        this.rows.delete(n);
+      }
+    }
+    shown.forEach((request, i) => {
+      const row = this.rows.get(request.n) ?? this.row(request);
+      this.fill(row, request, longest, colours, history);
+      row.element.classList.toggle("dim", Boolean(highlight) && highlight !== request.n);
+      if (this.list.children[i] !== row.element) this.list.insertBefore(row.element, this.list.children[i] ?? null);
+    });
+    return { running: running.length, waiting: waiting.length, hidden: history.requests.length - shown.length };
+  }
+
+  row(request) {
+    const bar = (kind) => make("span", { class: kind });
+    const row = {
+      number: make("span", { class: "number" }, String(request.n)),
+      bars: [bar("cached"), bar("chunk"), bar("open"), bar("solid")],
+      words: make("span", { class: "words" }),
+      state: make("span", { class: "state" }),
+    };
+    row.element = make(
+      "li",
+      { title: request.id, onpointerenter: () => this.hover(request.n), onpointerleave: () => this.hover(0) },
+      row.number, make("span", { class: "bar", "aria-hidden": "true" }, ...row.bars), row.words, row.state,
+    );
+    this.rows.set(request.n, row);
+    return row;
+  }
+
+  fill(row, request, longest, colours, history) {
+    const { prompt, generated, state, preempted } = request;
+    // Of a preempted request, what it generated is computed again behind the prompt.
+    const done = Math.min(request.computed, prompt);
+    const cached = Math.min(request.cached, done);
+    const widths = [cached, done - cached, prompt - done, generated];
+    row.element.style.setProperty("--colour", colours.request(request.n));
+    row.bars.forEach((bar, i) => {
+      bar.style.width = `${(100 * widths[i]) / longest}%`;
+    });
+    const parts = [
+      done < prompt ? `${count(done)} of ${count(prompt)} in` : `${count(prompt)} in`,
+      `${count(generated)} out`,
+    ];
+    row.words.textContent = parts.join(" · ");
+    const fresh = history.time - (history.preemptions.get(request.n) ?? -Infinity) < FRESH;
+    row.element.classList.toggle("preempted", fresh);
+    row.element.classList.toggle("queued", state !== "running");
+    const what = state !== "running" ? "waits" : done < prompt ? "prompt" : "answers";
+    row.state.textContent = preempted ? `${what}, preempted ${preempted}×` : what;
+    row.state.title = row.state.textContent;
+  }
+}

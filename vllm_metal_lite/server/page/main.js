@@ -1,0 +1,218 @@
+// Puts the parts of the page together.
+
+import { onKeyNeeded, request } from "./api.js";
+import { Chat, examples, mend } from "./chat.js";
+import { askKey, editSettings, prepare } from "./dialogs.js";
+import { announce, byId, make } from "./dom.js";
+import { EngineView } from "./engine/view.js";
+import { drawList, exportAll, readExport } from "./sidebar.js";
+import * as store from "./store.js";
+import { newConversation } from "./tree.js";
+
+const EXAMPLES = {
+  demo: [
+    "Hi, my name is Ada and I parked my car on level 3. Where is my car?",
+    "Please reverse this list: red, green, blue",
+    "The code of the red box is 4821. What is the code of the red box?",
+  ],
+  other: [
+    "Explain how a paged KV cache works, in three sentences.",
+    "Write a Python function that merges two sorted lists.",
+    "Give me a table of five sorting algorithms and their complexity.",
+  ],
+};
+
+let conversations = [];
+const chat = new Chat(drawSidebar, readModels);
+const engine = new EngineView(() => byId("model").value || null);
+
+function drawSidebar() {
+  conversations.sort((a, b) => b.updated - a.updated);
+  if (!conversations.includes(chat.conversation) && chat.conversation?.messages.length) {
+    conversations.unshift(chat.conversation);
+  }
+  drawList(conversations, chat.conversation, chat.running, {
+    open: (conversation) => {
+      open(conversation);
+      document.body.classList.remove("show-sidebar");
+    },
+    renamed: (conversation) => chat.save(conversation),
+    removed: remove,
+  });
+}
+
+function open(conversation) {
+  store.keepSetting("last", conversation.id);
+  chat.open(conversation);
+  if (chat.models.some((m) => m.id === conversation.model)) byId("model").value = conversation.model;
+  else if (chat.models.length) conversation.model = byId("model").value;
+}
+
+function startNew() {
+  const defaults = store.setting("defaults", { sampling: {} });
+  open(newConversation({ ...defaults, model: byId("model").value || null }));
+  document.body.classList.remove("show-sidebar");
+  byId("prompt").focus();
+}
+
+async function remove(conversation) {
+  chat.running.get(conversation.id)?.abort();
+  conversations = conversations.filter((c) => c !== conversation);
+  await store.remove(conversation.id);
+  if (conversation === chat.conversation) startNew();
+  else drawSidebar();
+}
+
+/** Read what another tab has changed.  What is answered here stays as it is. */
+async function reload(changed) {
+  const kept = await store.all();
+  const mine = new Map(conversations.map((c) => [c.id, c]));
+  conversations = kept.map((c) => {
+    const known = mine.get(c.id);
+    return known && (c.id !== changed || chat.running.has(c.id)) ? known : mend(c);
+  });
+  const current = conversations.find((c) => c.id === chat.conversation?.id);
+  if (current && current !== chat.conversation) chat.open(current);
+  else drawSidebar();
+}
+
+async function readModels() {
+  const choice = byId("model");
+  try {
+    chat.models = (await (await request("/v1/models")).json()).data;
+  } catch (error) {
+    problem(`The list of models cannot be read. ${error.message}`, readModels);
+    return;
+  }
+  problem("");
+  choice.replaceChildren(...chat.models.map((m) => make("option", { value: m.id }, m.id)));
+  const wanted = chat.conversation?.model ?? store.setting("defaults", {}).model;
+  if (chat.models.some((m) => m.id === wanted)) choice.value = wanted;
+  if (chat.conversation) chat.conversation.model = choice.value;
+  const demo = chat.models.length === 1 && (chat.models[0].root ?? chat.models[0].id) === "demo";
+  examples(demo ? EXAMPLES.demo : EXAMPLES.other, (text) => {
+    byId("prompt").value = text;
+    chat.send();
+  });
+}
+
+/** Show a problem of the page with a way to try again; "": none. */
+function problem(text, again) {
+  byId("problem").hidden = !text;
+  byId("problem-text").textContent = text;
+  byId("problem-again").onclick = again ?? null;
+}
+
+function growInput() {
+  const input = byId("prompt");
+  input.style.height = "auto";
+  input.style.height = `${Math.min(input.scrollHeight, 240)}px`;
+}
+
+const narrow = matchMedia("(max-width: 1100px)");  // as in base.css
+
+function showEngine(shown) {
+  document.body.classList.toggle("show-engine", shown);
+  byId("engine-toggle").setAttribute("aria-expanded", String(shown));
+  if (!narrow.matches) store.keepSetting("engine", shown);
+  byId("chat").inert = shown && narrow.matches;  // the view covers the chat
+  engine.setShown(shown);
+}
+
+/** /#engine shows the engine alone. */
+function followHash() {
+  const alone = location.hash === "#engine";
+  document.body.classList.toggle("engine-alone", alone);
+  byId("engine-alone").setAttribute("href", alone ? "#" : "#engine");
+  const label = alone ? "Show the chat too" : "Show the engine alone";
+  byId("engine-alone").setAttribute("aria-label", label);
+  byId("engine-alone").title = label;
+  showEngine(alone || (!narrow.matches && store.setting("engine", true)));
+}
+
+function listen() {
+  const input = byId("prompt");
+  input.addEventListener("input", growInput);
+  input.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      chat.send();
+    }
+  });
+  byId("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    chat.send();
+  });
+  byId("stop").addEventListener("click", () => {
+    chat.stop();
+    input.focus();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || event.defaultPrevented || document.querySelector("dialog[open]")) return;
+    if (chat.busy) chat.stop();
+    else document.body.classList.remove("show-sidebar");
+  });
+  byId("new").addEventListener("click", startNew);
+  byId("theme").addEventListener("click", () => window.switchTheme());
+  byId("export").addEventListener("click", exportAll);
+  byId("import").addEventListener("change", async (event) => {
+    try {
+      for (const c of await readExport(event.target.files[0])) await store.put(mend(c));
+      await reload();
+      announce("Imported");
+    } catch (error) {
+      problem(error.message, () => problem(""));
+    }
+    event.target.value = "";
+  });
+  byId("sidebar-toggle").addEventListener("click", () => {
+    if (document.body.classList.toggle("show-sidebar")) byId("new").focus();
+  });
+  byId("backdrop").addEventListener("click", () => document.body.classList.remove("show-sidebar"));
+  byId("engine-toggle").addEventListener("click", () =>
+    showEngine(!document.body.classList.contains("show-engine")));
+  byId("engine-close").addEventListener("click", () => {
+    showEngine(false);
+    if (location.hash === "#engine") location.hash = "";
+    byId("engine-toggle").focus();
+  });
+  addEventListener("hashchange", followHash);
+  narrow.addEventListener("change", followHash);
+  byId("model").addEventListener("change", (event) => {
+    const { conversation } = chat;
+    conversation.model = event.target.value;
+    keepDefaults();
+    if (conversation.messages.length) chat.save(conversation);
+    chat.drawState();
+  });
+  byId("settings-open").addEventListener("click", async () => {
+    const { conversation } = chat;
+    if (!(await editSettings(conversation))) return;
+    keepDefaults();
+    if (conversation.messages.length) chat.save(conversation);
+  });
+}
+
+/** New conversations begin with what was chosen last. */
+function keepDefaults() {
+  const { model, sampling } = chat.conversation;
+  store.keepSetting("defaults", { model, sampling });
+}
+
+async function start() {
+  prepare();
+  onKeyNeeded(askKey);
+  listen();
+  conversations = (await store.all()).map(mend);
+  const last = conversations.find((c) => c.id === store.setting("last", null));
+  if (last) open(last);
+  else startNew();
+  await readModels();
+  chat.open(chat.conversation);
+  store.onChange(reload);
+  followHash();
+  if (!(await store.keeps())) problem("This browser keeps no conversations: they end with this page.", () => problem(""));
+  document.body.dataset.ready = "true";
+}
+
+start();

@@ -1,0 +1,162 @@
+// One message on the screen.
+
+import { copy, count, icon, iconButton, make } from "./dom.js";
+import { Growing } from "./markdown.js";
+import { split } from "./reasoning.js";
+import { versions } from "./tree.js";
+
+/** The thoughts and the answer of an assistant's message. */
+export function parts(message) {
+  const found = split(message.content);
+  return { ...found, reasoning: [message.reasoning, found.reasoning].filter(Boolean).join("\n\n") };
+}
+
+const seconds = (ms) => (ms < 995 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 9950 ? 2 : 1)} s`);
+
+/** What an answer cost, in words. */
+export function cost(message) {
+  const { usage, firstAt, endedAt, startedAt } = message;
+  const shown = [];
+  if (usage) {
+    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    shown.push(`${count(usage.prompt_tokens)} tokens in`);
+    shown.push(`${count(cached)} of them cached`);
+    shown.push(`${count(usage.completion_tokens)} out`);
+  }
+  if (firstAt) shown.push(`first after ${seconds(firstAt - startedAt)}`);
+  if (usage && endedAt > firstAt && usage.completion_tokens > 1) {
+    const rate = (1000 * (usage.completion_tokens - 1)) / (endedAt - firstAt);
+    shown.push(`${rate < 100 ? rate.toFixed(1) : count(rate)} tokens/s`);
+  }
+  if (message.finish === "length") shown.push("cut off: no tokens left");
+  if (message.finish === "stopped") {
+    shown.push(endedAt ? `stopped after ${seconds(endedAt - startedAt)}` : "stopped");
+  }
+  return shown;
+}
+
+/** The view of a message.  actions: edit, send, regenerate, show, all of a message. */
+export class MessageView {
+  constructor(conversation, message, actions) {
+    this.message = message;
+    this.numVersions = versions(conversation, message).length;
+    const mine = message.role === "user";
+    this.body = make("div", { class: "text" });
+    this.element = make(
+      "article",
+      { class: `message ${message.role}`, "aria-label": mine ? "You" : "Answer", "data-id": message.id },
+      this.body,
+    );
+    if (mine) {
+      this.body.textContent = message.content;
+      this.element.append(this.buttons(conversation, actions));
+    } else {
+      this.thoughts = null;
+      this.wait = make("p", { class: "waiting" }, make("span", { class: "pulse" }), "Waiting for the first token");
+      this.foot = make("div", { class: "foot" });
+      this.growing = new Growing(this.body);
+      this.element.append(this.wait, this.foot);
+      this.update(conversation, actions);
+    }
+  }
+
+  /** Show what the message holds now.  Cheap while it grows. */
+  update(conversation, actions) {
+    const { message } = this;
+    const { reasoning, answer, thinking } = parts(message);
+    const running = message.finish === null;
+    this.element.setAttribute("aria-busy", String(running));
+    this.wait.hidden = !running || Boolean(reasoning || answer);
+    if (reasoning) this.showThoughts(reasoning, running && (thinking || !answer));
+    if (answer !== this.shown || !running) this.growing.show(answer, !running);
+    this.shown = answer;
+    if (running) return;
+    this.foot.replaceChildren();
+    if (message.error) this.foot.append(this.problem(message, actions));
+    else if (message.finish === "stop" && !answer && !reasoning) {
+      this.foot.append(make("p", { class: "note" }, "The model gave an empty answer."));
+    }
+    const line = make("p", { class: "cost" });
+    cost(message).forEach((text) => line.append(make("span", {}, text)));
+    this.foot.append(make("div", { class: "foot-line" }, this.buttons(conversation, actions), line));
+  }
+
+  showThoughts(text, open) {
+    if (!this.thoughts) {
+      this.title = make("span");
+      this.thoughtText = make("div", { class: "thoughts" });
+      this.thoughts = make(
+        "details", { class: "reasoning" }, make("summary", {}, icon("chevron"), this.title), this.thoughtText,
+      );
+      this.element.insertBefore(this.thoughts, this.body);
+    }
+    this.title.textContent = open ? "Thinking" : "Thoughts";
+    this.thoughts.classList.toggle("open-ended", open);
+    this.thoughtText.textContent = text;
+  }
+
+  problem(message, actions) {
+    return make(
+      "div", { class: "problem", role: "alert" },
+      make("p", {}, message.error),
+      make("button", { type: "button", onclick: () => actions.regenerate(message) }, "Try again"),
+    );
+  }
+
+  buttons(conversation, actions) {
+    const { message } = this;
+    const mine = message.role === "user";
+    const row = make("div", { class: "actions" });
+    const all = versions(conversation, message);
+    if (all.length > 1) {
+      const at = all.indexOf(message);
+      const step = (by, name, label) =>
+        iconButton(name, label, () => actions.show(all[at + by]), { disabled: !all[at + by] });
+      row.append(
+        step(-1, "back", "Earlier version"),
+        make("span", { class: "version" }, `${at + 1} of ${all.length}`),
+        step(1, "chevron", "Later version"),
+      );
+    }
+    const text = () => (mine ? message.content : parts(message).answer);
+    const copying = iconButton("copy", mine ? "Copy message" : "Copy answer", () => copy(text(), copying));
+    row.append(copying);
+    if (mine) row.append(iconButton("edit", "Edit and ask again", () => this.edit(actions)));
+    else row.append(iconButton("again", "Answer again", () => actions.regenerate(message)));
+    return row;
+  }
+
+  edit(actions) {
+    if (this.element.classList.contains("editing")) return;
+    const area = make("textarea", { rows: 3, "aria-label": "Edit your message" });
+    area.value = this.message.content;
+    const close = () => {
+      form.remove();
+      this.element.classList.remove("editing");
+      this.element.querySelector("[aria-label^=Edit]")?.focus();
+    };
+    const send = () => {
+      if (area.value.trim()) actions.edit(this.message, area.value.trim());
+    };
+    const form = make(
+      "form", { class: "edit", onsubmit: (event) => { event.preventDefault(); send(); } },
+      area,
+      make("div", {},
+        make("button", { type: "button", onclick: close }, "Cancel"),
+        make("button", { type: "submit", class: "main" }, "Ask again")),
+    );
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        close();
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        send();
+      }
+    });
+    this.element.classList.add("editing");
+    this.element.append(form);
+    area.style.height = `${Math.min(area.scrollHeight + 4, 400)}px`;
+    area.focus();
+  }
+}

@@ -1,0 +1,70 @@
+// The list of conversations.
+
+import { ask, confirmed } from "./dialogs.js";
+import { byId, iconButton, make } from "./dom.js";
+import * as store from "./store.js";
+import { newId } from "./tree.js";
+
+/** Hand a file to the user. */
+function download(name, value) {
+  const blob = new Blob([JSON.stringify(value, null, 2)], { type: "application/json" });
+  const link = make("a", { href: URL.createObjectURL(blob), download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+const fileName = (title) => `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "conversation"}.json`;
+
+export const exportAll = async () => download("conversations.json", await store.all());
+
+const isConversation = (c) =>
+  typeof c?.title === "string" && Array.isArray(c.messages) && c.messages.every((m) =>
+    ["user", "assistant"].includes(m?.role) && [m.id, m.content].every((s) => typeof s === "string"));
+
+/** The conversations of a file that was exported; raises an Error in words. */
+export async function readExport(file) {
+  let value;
+  try {
+    value = JSON.parse(await file.text());
+  } catch {
+    throw new Error(`${file.name} holds no JSON.`);
+  }
+  const found = Array.isArray(value) ? value : [value];
+  if (!found.length || !found.every(isConversation)) {
+    throw new Error(`${file.name} holds no conversations of this page.`);
+  }
+  // A new id: the file never replaces what is here.
+  return found.map((c) => ({ sampling: {}, system: "", model: null, leaf: null, ...c, id: newId() }));
+}
+
+/** Draw the list.  actions: open(conversation), removed(conversation), renamed(conversation). */
+export function drawList(conversations, current, running, actions) {
+  const items = conversations.map((c) => {
+    const open = make(
+      "button",
+      { type: "button", class: "title", title: c.title, onclick: () => actions.open(c) },
+      make("span", {}, c.title),
+    );
+    if (c.id === current?.id) open.setAttribute("aria-current", "page");
+    if (running.has(c.id)) open.append(make("span", { class: "pulse", role: "img", "aria-label": "is answered" }));
+    const rename = async () => {
+      const name = await ask("Name of the conversation", c.title);
+      if (!name) return;
+      c.title = name;
+      actions.renamed(c);
+    };
+    const remove = async () => {
+      if (await confirmed(`Delete “${c.title}”? This cannot be undone.`, "Delete")) actions.removed(c);
+    };
+    return make(
+      "li", {}, open,
+      make("span", { class: "tools" },
+        iconButton("edit", `Rename ${c.title}`, rename),
+        iconButton("down", `Export ${c.title} as JSON`, () => download(fileName(c.title), c)),
+        iconButton("delete", `Delete ${c.title}`, remove)),
+    );
+  });
+  byId("conversations").replaceChildren(...items);
+}

@@ -1,0 +1,50 @@
+// A conversation is a tree of messages: asking again keeps the older answers beside the new one.
+//
+// {id, title, created, updated, model, system, sampling, messages: [{id, parent, role, content, ...}],
+//  leaf: id of the last message shown, or null}
+
+export const newId = () =>
+  Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
+
+export function newConversation(defaults) {
+  const now = Date.now();
+  return {
+    id: newId(), title: "New conversation", created: now, updated: now,
+    model: defaults.model ?? null, system: defaults.system ?? "",
+    sampling: { ...defaults.sampling }, messages: [], leaf: null,
+  };
+}
+
+export const find = (conversation, id) => conversation.messages.find((m) => m.id === id) ?? null;
+
+/** The messages that are shown, from the first to the leaf. */
+export function path(conversation) {
+  const byId = new Map(conversation.messages.map((m) => [m.id, m]));
+  const shown = [];
+  for (let m = byId.get(conversation.leaf); m; m = byId.get(m.parent)) shown.push(m);
+  return shown.reverse();
+}
+
+/** Add a message below `parent` (an id or null), and show it. */
+export function append(conversation, parent, message) {
+  const added = { id: newId(), parent, ...message };
+  conversation.messages.push(added);
+  conversation.leaf = added.id;
+  conversation.updated = Date.now();
+  return added;
+}
+
+/** The messages that answer or replace the same one, in order of time. */
+export const versions = (conversation, message) =>
+  conversation.messages.filter((m) => m.parent === message.parent && m.role === message.role);
+
+/** Show a message, and the latest below it. */
+export function show(conversation, message) {
+  let last = message;
+  for (;;) {
+    const below = conversation.messages.filter((m) => m.parent === last.id);
+    if (!below.length) break;
+    last = below[below.length - 1];
+  }
+  conversation.leaf = last.id;
+}
