@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -252,6 +253,7 @@ def _ctrl_c_blocked() -> Iterator[None]:
     Ctrl-C in a terminal reaches all processes of the server, and the server decides when an engine
     ends.
     """
+    resource_tracker.ensure_running()  # whose start would let SIGINT through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

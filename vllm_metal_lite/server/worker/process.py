@@ -49,7 +49,7 @@ def main(pipe: Connection, name: str, config: EngineConfig) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     package = logging.getLogger("vllm_metal_lite")
     sender = Sender(pipe)
-    package.addHandler(_ToServer(sender))
+    package.addHandler(ToServer(sender))
     package.setLevel(logging.INFO)
     with suppress(EOFError, OSError):  # the server is gone
         try:
@@ -217,7 +217,7 @@ class _Progress:
         )  # fmt: skip
 
 
-class _ToServer(logging.Handler):
+class ToServer(logging.Handler):
     """Sends the package's log to the server, which shows it."""
 
     def __init__(self, sender: Sender) -> None:
