@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -177,6 +178,26 @@ def test_a_refused_request_is_forgotten(engine):
     engine.run(test())
 
 
+def test_a_request_that_breaks_the_engine_harms_no_other(engine):
+    async def test() -> None:
+        other = asyncio.ensure_future(answer(engine.client, "other", short(30)))
+        with pytest.raises(EngineLost, match="the engine failed"):
+            await answer(engine.client, "broken", short(), Unreadable([1]))
+        assert len((await other)[0]) == 30
+        await assert_clean(engine.client)
+
+    engine.run(test())
+
+
+class Unreadable(list):
+    """A prompt that the engine's process cannot look at."""
+
+    def __iter__(self):
+        if multiprocessing.parent_process() is not None:
+            raise TypeError("a bug")
+        return super().__iter__()
+
+
 def test_a_call_that_fails_tells_its_caller(engine):
     with pytest.raises(RuntimeError, match="no_such_call"):
         engine.run(engine.client.call("no_such_call"))
@@ -217,24 +238,23 @@ def test_a_step_that_fails_loses_its_requests_and_no_later_one():
     got = []
 
     def serve() -> None:
-        for name in "ab":
-            server.send(Add(name, PROMPT, short()))
+        server.send(Add("a", PROMPT, short()))
         while True:
             got.append(message := server.recv())
             if isinstance(message, Lost):
-                server.send(Add("c", PROMPT, short()))
+                server.send(Add("b", PROMPT, short()))
             if isinstance(message, Stepped) and any(u.finished for u in message.updates):
                 return server.send(Stop())
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    theirs.poll(10)
     Worker(engine, theirs, Sender(theirs)).run()
     thread.join(10)
-    (lost,) = (m for m in got if isinstance(m, Lost))
-    assert lost.message == "a step of the engine failed: the device is gone"
-    assert lost.request_ids == [m.request_id for m in got[: got.index(lost)] if type(m) is Added]
-    assert got[-1].updates[0].request_id == "c"
+    assert got[0] == Added("a")
+    assert got[1] == Lost("a step of the engine failed: the device is gone", ["a"])
+    assert Added("b") in got
+    assert [len(a.token_ids) for u in got[-1].updates for a in u.answers] == [1]
+    assert got[-1].updates[0].request_id == "b"
     assert engine.metrics()["blocks_owned"] == 0
 
 

@@ -246,6 +246,7 @@ class Models:
         if not await self._make_room(model, size):
             return  # nobody waits any longer
         config = replace(self.config, memory_fraction=min(size / self._memory, 1))
+        logger.info(f"the model {model.spec.name} is loaded with {_gib(size)} of memory")
         client = await self._start(model.spec.source, config)
         model.engine, model.failure = _Loaded(client, size, self._clock()), None
 

@@ -162,9 +162,13 @@ class EngineClient:
     # Threads
 
     def _read(self) -> None:
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 self._post(self._take, self._pipe.recv())
+        except (EOFError, OSError):
+            pass  # the process has ended
+        except Exception:
+            logger.exception("a message of the engine's process cannot be read")
         # Only this thread waits for the process: two would take the exit code from each other.
         self._process.join(_STOP_SECONDS)
         self._process.kill()
@@ -182,9 +186,14 @@ class EngineClient:
             self._loop.call_soon_threadsafe(call, argument)
 
     def _write(self) -> None:
-        with suppress(OSError):
+        try:
             while (message := self._outbox.get()) is not None:
                 self._pipe.send(message)
+        except OSError:
+            pass  # the process has ended
+        except Exception:
+            logger.exception("a message to the engine's process cannot be sent")
+            self._kill()  # or later messages would wait for ever
 
     # In the event loop
 

@@ -40,6 +40,8 @@ from vllm_metal_lite.server.worker.messages import (
 )
 from vllm_metal_lite.server.worker.watch import Watcher
 
+logger = logging.getLogger(__name__)
+
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
 
 
@@ -146,6 +148,9 @@ class Worker:
             )
         except MetalLiteError as e:
             self._send(Refused(message.request_id, str(e)))
+        except Exception as e:
+            logger.exception("a request cannot be added")
+            self._send(Lost(f"the engine failed: {one_line(e)}", [message.request_id]))
         else:
             self._progress[message.request_id] = _Progress(bool(message.params.stop_strings))
             self._send(Added(message.request_id))
