@@ -76,8 +76,8 @@ class Watcher:
         """What is new, as JSON.
 
         time: in seconds since the watcher was made, as all times here.
-        steps: completed since the last event, at most the last `_MAX_STEPS`; of each `t`, when it
-            started; `ms`; `segments`, lists of (request number, tokens, context before them), the first
+        steps: completed since the last event, at most the last `_MAX_STEPS`; of each the start `t`,
+            `ms`, and `segments` of (request number, tokens, context before them), the first
             `decodes` of which are decodes.
         num_steps: of the engine so far.  cost: seconds that all events before this one took.
         requests: those with a seat, and the first `_MAX_WAITING` that wait.
