@@ -11,6 +11,7 @@ from multiprocessing import Pipe
 
 import pytest
 
+from tests.support.server_kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError
@@ -33,7 +34,7 @@ class Engine:
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
-        self.client = self.run(EngineClient.start("demo", CONFIG))
+        self.client = self.run(start_engine("demo", CONFIG))
 
     def run(self, work):
         async def limited():

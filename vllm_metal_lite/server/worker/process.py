@@ -13,10 +13,10 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import MetalLiteError, one_line
+from vllm_metal_lite.model.loader import find
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
@@ -26,6 +26,7 @@ from vllm_metal_lite.server.worker.messages import (
     AnswerUpdate,
     Call,
     Failed,
+    Found,
     Log,
     Lost,
     ModelFacts,
@@ -45,8 +46,11 @@ logger = logging.getLogger(__name__)
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
 
 
-def main(pipe: Connection, name: str, config: EngineConfig) -> None:
-    """Build the engine of a model, and serve until the pipe closes."""
+def main(pipe: Connection, name: str) -> None:
+    """Find or download a model, build its engine, and serve until the pipe closes.
+
+    A download is here, not in the server: it cannot be broken off but with its process.
+    """
     threading.Thread(target=_end_with_server, name="the server", daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     package = logging.getLogger("vllm_metal_lite")
@@ -55,7 +59,12 @@ def main(pipe: Connection, name: str, config: EngineConfig) -> None:
     package.setLevel(logging.INFO)
     with suppress(EOFError, OSError):  # the server is gone
         try:
-            engine = LLMEngine.from_name(name, config)
+            path = find(name)
+            weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            sender.send(Found(str(path), weight_bytes))
+            engine = LLMEngine.from_name(name, pipe.recv())
+        except (EOFError, OSError):
+            raise
         except MetalLiteError as e:
             sender.send(Failed(e.parts))
             return
