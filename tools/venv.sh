@@ -1,4 +1,4 @@
-# Sourced by tools/chat and tools/test, with the extras wanted in $1 ("" or "[dev]"):
+# Sourced by tools/chat, tools/serve and tools/test, with the extras wanted in $1 ("" or "[dev]"):
 # makes .venv with a Python of at least 3.11 and installs this checkout into it, once.
 set -eu
 cd "$(dirname "$0")/.."

@@ -33,13 +33,15 @@ def tokenize(
     return text, [int(t) for t in prompt]
 
 
-def encode(text: str, tokenizer: TokenizerWrapper | None) -> list[int]:
+def encode(
+    text: str, tokenizer: TokenizerWrapper | None, *, add_special_tokens: bool = True
+) -> list[int]:
     """Token ids of a text, with the special tokens that the tokenizer adds."""
     check_text("the prompt", text)
     if tokenizer is None:
         raise RequestError("this model was loaded without a tokenizer: give token ids")
     try:
-        return tokenizer.encode(text)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except Exception as e:
         raise RequestError(f"the tokenizer refuses the prompt: {one_line(e)}") from e
 

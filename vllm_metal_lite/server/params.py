@@ -1,21 +1,93 @@
 """The sampling parameters of a request: its own, else the model's, else vLLM's defaults."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from vllm_metal_lite.sampling_params import SamplingParams, generation_defaults
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from vllm_metal_lite.errors import Option, SamplingError
+from vllm_metal_lite.sampling.sampler import validate
+from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams, generation_defaults
+from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.server import Body
 from vllm_metal_lite.server.worker.messages import ModelFacts
 
 # Of models that name none, as in the APIs of OpenAI and Anthropic.
 _TEMPERATURE = 1.0
 
 
-def sampling_params(facts: ModelFacts, given: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams of a request.  Raises SamplingError with the name and the limit.
+def _refuse(value: Any) -> None:
+    if value not in (None, False, "", [], {}):
+        raise PydanticCustomError("unsupported", "not supported")
+
+
+# The type of a field that would change the answer, and that this server does not have.
+Unsupported = Annotated[None, BeforeValidator(_refuse)]
+
+
+def allowing(plain: Any) -> BeforeValidator:
+    """For an Unsupported field: a value that asks for what this server does anyway."""
+    return BeforeValidator(lambda value: None if value == plain else value)
+
+
+ResponseFormat = Annotated[Unsupported, allowing({"type": "text"})]
+
+
+class SamplingFields(Body):
+    """Fields under vLLM's names that every API takes; None: not given.
+
+    `sampling_params` checks the values, so that all APIs say the same of bad ones.
+    """
+
+    temperature: Any = None
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    seed: Any = None
+    repetition_penalty: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    include_stop_str_in_output: Any = None
+    ignore_eos: Any = None
+    min_tokens: Any = None
+    skip_special_tokens: Any = None
+    priority: int | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """What `sampling_params` takes: the fields of this body that SamplingParams has too."""
+        fields = type(self).model_fields
+        return {name: getattr(self, name) for name in SAMPLING_RULES if name in fields}
+
+
+def sampling_params(
+    facts: ModelFacts, given: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> SamplingParams:
+    """SamplingParams of a request.  Raises ApiError (400) with the name, the value and the limit.
 
     given: fields under vLLM's names; None: not given.  Without max_tokens, an answer may fill the
-    context.
+    context.  names: of fields that the API calls otherwise, for errors.
     """
     fields = generation_defaults(facts.generation_config, temperature=_TEMPERATURE)
     own = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**{**fields, "max_tokens": None, **own})
+    if isinstance(own.get("logit_bias"), Mapping):
+        own["logit_bias"] = {_token_id(key): bias for key, bias in own["logit_bias"].items()}
+    try:
+        params = SamplingParams(**{**fields, "max_tokens": None, **own})
+        validate(params, facts.vocab_size)
+    except SamplingError as e:
+        names = names or {}
+        option = next((part for part in e.parts if isinstance(part, Option)), None)
+        message = e.spelled(lambda name: names.get(name, name))
+        raise ApiError(400, message, param=option and names.get(option, option)) from None
+    return params
+
+
+def _token_id(key: Any) -> Any:
+    """JSON's keys are strings."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key

@@ -107,6 +107,8 @@ class Generation:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finished = False
         self.times = Times()
+        # Called after each step that brought something, with the time.
+        self.on_update: Callable[[float], None] | None = None
         params = request.params
 
         def detokenizer(token_ids: list[int]) -> Detokenizer:
@@ -163,6 +165,8 @@ class Generation:
             self.times.first_token = now
         if update.finished:
             self.finished, self.times.finished = True, now
+        if self.on_update is not None:
+            self.on_update(now)
         self._news.set()
 
     def fail(self, error: Exception) -> None:

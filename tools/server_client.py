@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""The clients of `bench_server.py`, in a process of their own, over raw sockets: they cost little.
+
+    python tools/server_client.py http://127.0.0.1:8000 < jobs.json
+
+jobs.json: {"path", "bodies": [JSON of a streamed completion], "health": bool}.  Prints one JSON
+object: seconds until each first token and until the end, tokens by the servers' usage, and, if
+asked for, seconds that each /health took beside the load.
+"""
+
+import asyncio
+import json
+import resource
+import sys
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def send(url: str, method: str, path: str, body: bytes = b"") -> Connection:
+    """Send a request on a new connection; the reader is behind the headers.
+
+    The connection closes when the writer is dropped.
+    """
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**24)
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise SystemExit(f"{path}: {status!r} {(await reader.read())[-300:]!r}")
+    while await reader.readline() not in (b"\r\n", b""):
+        pass
+    return reader, writer
+
+
+async def stream(url: str, path: str, body: dict[str, Any], started: float) -> dict[str, Any]:
+    """One streamed completion: {"first", "end", "tokens", "chunks"}, in seconds since `started`."""
+    reader, _writer = await send(url, "POST", path, json.dumps(body).encode())
+    first, chunks, usage = None, 0, {}
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            continue
+        if b'"usage":' in line and b'"completion_tokens"' in line:
+            usage = json.loads(line[6:])["usage"]
+        elif first is None:
+            # Chat streams begin with the role, before any token.
+            if b'"content":""' not in line.replace(b" ", b""):
+                first = time.perf_counter() - started
+                chunks = 1
+        else:
+            chunks += 1
+    end = time.perf_counter() - started
+    return {"first": first, "end": end, "tokens": usage.get("completion_tokens"), "chunks": chunks}
+
+
+async def ask_health(url: str, seconds: list[float]) -> None:
+    while True:
+        started = time.perf_counter()
+        reader, _writer = await send(url, "GET", "/health")
+        await reader.read()
+        seconds.append(time.perf_counter() - started)
+        await asyncio.sleep(0.02)
+
+
+async def main(url: str, job: dict[str, Any]) -> dict[str, Any]:
+    health: list[float] = []
+    asking = asyncio.ensure_future(ask_health(url, health)) if job.get("health") else None
+    started = time.perf_counter()
+    streams = [stream(url, job["path"], body, started) for body in job["bodies"]]
+    done = await asyncio.gather(*streams)
+    if asking is not None:
+        asking.cancel()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = used.ru_utime + used.ru_stime
+    return {"requests": done, "health": health, "client_cpu": cpu}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main(sys.argv[1], json.load(sys.stdin)))))

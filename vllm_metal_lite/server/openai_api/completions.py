@@ -1,0 +1,258 @@
+"""`/v1/completions`."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
+from json import dumps
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vllm_metal_lite.engine.prompts import encode, tokenize
+from vllm_metal_lite.errors import RequestError, show
+from vllm_metal_lite.server.errors import ApiError, ContextOverflow, openai_shape
+from vllm_metal_lite.server.openai_api.logprobs import (
+    TokenNames,
+    check_most,
+    legacy_logprobs,
+    prompt_logprobs,
+)
+from vllm_metal_lite.server.openai_api.reply import Reply, StreamOptions, check_stream, ending
+from vllm_metal_lite.server.params import (
+    ResponseFormat,
+    SamplingFields,
+    Unsupported,
+    sampling_params,
+)
+from vllm_metal_lite.server.server import Server, endpoint
+from vllm_metal_lite.server.stream import COMMENT, EventStream
+from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.generation import Delta, Generation
+
+Prompt = str | list[int]
+
+
+class CompletionRequest(SamplingFields):
+    model: str | None = None
+    prompt: Any
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Any = None
+    best_of: int | None = None
+    max_tokens: Any = None
+    logprobs: int | None = None
+    prompt_logprobs: Any = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    suffix: Unsupported = None
+    prompt_embeds: Unsupported = None
+    response_format: ResponseFormat = None
+    structured_outputs: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    use_beam_search: Unsupported = None
+
+    @property
+    def only_echoes(self) -> bool:
+        """No token is wanted: the prompt is scored.  The engine generates one, which is hidden."""
+        return bool(self.echo) and type(self.max_tokens) is int and self.max_tokens == 0
+
+    def sampling(self) -> dict[str, Any]:
+        fields = super().sampling()
+        if self.only_echoes:
+            fields["max_tokens"] = 1
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            fields["prompt_logprobs"] = self.logprobs
+        return fields
+
+
+async def completions(server: Server, request: Request, body: CompletionRequest) -> Response:
+    check_stream(body.stream, body.stream_options, body.prompt_logprobs)
+    check_most("logprobs", body.logprobs)
+    prompts = split_prompts(body.prompt)
+    async with AsyncExitStack() as stack:
+        spec, engine = await stack.enter_async_context(server.models.use(body.model))
+        params = sampling_params(engine.facts, body.sampling())
+        if body.best_of not in (None, params.n):
+            raise ApiError(
+                400, f"best_of must equal n ({params.n}), got {body.best_of}", param="best_of"
+            )
+        most = engine.facts.max_num_seqs + server.config.max_waiting
+        if len(prompts) * params.n > most:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with n={params.n} are more than the {most} answers that "
+                "this server runs or lets wait",
+                param="prompt",
+            )
+        special = body.add_special_tokens is not False
+        token_ids = await asyncio.to_thread(_token_ids, prompts, engine, special)
+
+        async def start(ids: list[int]) -> Generation:
+            generate = server.generate(engine, "cmpl-", ids, params, priority=body.priority or 0)
+            return await stack.enter_async_context(generate)
+
+        generations = await _all(*map(start, token_ids))
+        names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
+        writers = [
+            _Writer(body, generation, prompt, number * params.n, names)
+            for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True))
+        ]
+        if body.stream:
+            reply = Reply("text_completion", spec.name, generations, body.stream_options)
+            chunks = _chunks(reply, writers)
+            stack.push_async_callback(chunks.aclose)
+            events = reply.stream(chunks)
+            return EventStream(events, COMMENT, server.config.keep_alive, stack.pop_all())
+        choices = [choice for writer in writers for choice in await writer.choices()]
+        return JSONResponse(Reply("text_completion", spec.name, generations).whole(choices))
+    raise AssertionError("an exit stack hides no exception")
+
+
+def split_prompts(prompt: Any) -> list[Prompt]:
+    """The prompts of a request: a text, token ids, or a list of either.  Raises ApiError (400)."""
+    if isinstance(prompt, str) or _are_ids(prompt):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise ApiError(
+            400, f"prompt must be a text, token ids, or a list of them, got {show(prompt)}",
+            param="prompt",
+        )  # fmt: skip
+    for i, item in enumerate(prompt):
+        if not isinstance(item, str) and not _are_ids(item):
+            where = f"prompt.{i}"
+            raise ApiError(
+                400, f"{where} must be a text or token ids, got {show(item)}", param=where
+            )
+    return prompt
+
+
+def _are_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)
+    )
+
+
+def _token_ids(prompts: Sequence[Prompt], engine: EngineClient, special: bool) -> list[list[int]]:
+    def ids_of(prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            prompt = encode(prompt, engine.tokenizer, add_special_tokens=special)
+        return tokenize(prompt, None, engine.facts.vocab_size)[1]
+
+    try:
+        return [ids_of(prompt) for prompt in prompts]
+    except RequestError as e:
+        raise ApiError(400, str(e), param="prompt") from None
+
+
+async def _all(*starts: Coroutine[Any, Any, Generation]) -> list[Generation]:
+    """The results, in order.  If one fails, none is left running."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(start) for start in starts]
+    except BaseExceptionGroup as failed:
+        error = failed.exceptions[0]
+        if isinstance(error, ContextOverflow):
+            error.param = "prompt"
+        raise error from None
+    return [task.result() for task in tasks]
+
+
+class _Writer:
+    """Makes the choices of one prompt.  first: index of its first choice."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        generation: Generation,
+        prompt: Prompt,
+        first: int,
+        names: TokenNames,
+    ) -> None:
+        self._body, self.generation, self._prompt = body, generation, prompt
+        self._first, self._names = first, names
+        self._offsets: dict[int, int] = {}  # where the text goes on, by answer
+
+    async def choices(self) -> list[dict[str, Any]]:
+        """All choices, once they are finished."""
+        answers, choices = await self.generation.complete(), []
+        for answer in answers:
+            delta = Delta(answer, answer.text, answer.token_ids, answer.logprobs)
+            text, scores = self._news(delta)
+            choice = {"index": self._first + answer.index, "text": text, "logprobs": scores}
+            if self._body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_logprobs(self.generation.prompt_logprobs)
+            choices.append({**choice, **ending(answer)})
+        return choices
+
+    def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
+        """The event of a Delta; None: a client could not see it."""
+        text, scores = self._news(delta)
+        if not reply.needs_chunk(text, delta.answer, delta.token_ids and scores):
+            return None
+        index = self._first + delta.answer.index
+        return reply.chunk(index, f'"text":{dumps(text)}', delta.answer, scores)
+
+    def _news(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
+        """New text and its log-probabilities; an answer's first are those of an echoed prompt."""
+        text, token_ids = delta.text, delta.token_ids
+        positions: list[Any] = list(delta.logprobs or ())
+        index = delta.answer.index
+        if self._body.only_echoes:
+            text, token_ids, positions = "", [], []
+        if self._body.echo and index not in self._offsets:
+            text = self._prompt_text() + text
+            token_ids = self.generation.prompt_token_ids + token_ids
+            positions = [*(self.generation.prompt_logprobs or ()), *positions]
+        offset, scores = self._offsets.setdefault(index, 0), None
+        if self._body.logprobs is not None:
+            scores, self._offsets[index] = legacy_logprobs(
+                token_ids, positions, offset, self._names
+            )
+        return text, scores
+
+    def _prompt_text(self) -> str:
+        if isinstance(self._prompt, str):
+            return self._prompt
+        return str(self._names.tokenizer.decode(self.generation.prompt_token_ids))
+
+
+async def _chunks(reply: Reply, writers: Sequence[_Writer]) -> AsyncGenerator[bytes, None]:
+    if len(writers) == 1:  # without the queue, which costs time at each token
+        async for delta in writers[0].generation.deltas():
+            if chunk := writers[0].chunk(delta, reply):
+                yield chunk
+        return
+    queue: asyncio.Queue[tuple[_Writer, Delta] | Exception | None] = asyncio.Queue(1)
+
+    async def read(writer: _Writer) -> None:
+        try:
+            async for delta in writer.generation.deltas():
+                await queue.put((writer, delta))
+            await queue.put(None)
+        except Exception as e:
+            await queue.put(e)
+
+    readers = [asyncio.ensure_future(read(writer)) for writer in writers]
+    try:
+        unfinished = len(readers)
+        while unfinished:
+            news = await queue.get()
+            if isinstance(news, Exception):
+                raise news
+            if news is None:
+                unfinished -= 1
+            elif chunk := news[0].chunk(news[1], reply):
+                yield chunk
+    finally:
+        for reader in readers:
+            reader.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*readers, return_exceptions=True)
+
+
+def routes(server: Server) -> list[Route]:
+    serve = endpoint(server, CompletionRequest, completions, openai_shape)
+    return [Route("/v1/completions", serve, methods=["POST"])]

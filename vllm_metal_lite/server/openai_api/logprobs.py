@@ -1,0 +1,141 @@
+"""Log-probabilities as OpenAI's two APIs show them, and as vLLM shows those of a prompt."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from vllm_metal_lite.errors import show
+from vllm_metal_lite.outputs import Logprob
+from vllm_metal_lite.server.errors import ApiError
+
+_MOST = 20  # as in OpenAI's API
+_LOWEST = -9999.0  # JSON has no infinity; vLLM's value
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+Position = Mapping[int, Logprob]
+
+
+def check_most(name: str, value: int | None) -> None:
+    """Raise ApiError (400) for a field that asks for too many tokens a position."""
+    if value is not None and not 0 <= value <= _MOST:
+        raise ApiError(
+            400, f"{name} must be an integer from 0 to {_MOST}, got {show(value)}", param=name
+        )
+
+
+class TokenNames:
+    """Tokens as strings.  as_ids: "token_id:N" in place of the text, as vLLM has it."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, as_ids: bool = False) -> None:
+        self.tokenizer, self._as_ids = tokenizer, as_ids
+
+    def name(self, token_id: int, logprob: Logprob | None) -> str:
+        """logprob: the token's, if it has been scored."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        text = logprob.decoded_token if logprob else self.tokenizer.decode([token_id])
+        return text or ""
+
+    def bytes(self, token_id: int, logprob: Logprob) -> list[int]:
+        """The token's own bytes, also if they are only a part of a character."""
+        text = logprob.decoded_token or ""
+        if "\ufffd" in text:
+            token = self.tokenizer.convert_ids_to_tokens(token_id)
+            if isinstance(token, str) and (byte := _BYTE.fullmatch(token)):
+                return [int(byte[1], 16)]
+            if isinstance(token, str) and all(c in _BYTES for c in token):
+                return [_BYTES[c] for c in token]
+        return list(text.encode())
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Bytes by the characters that stand for them in byte-level vocabularies.
+
+    From GPT-2's encoder.py: printable bytes stand for themselves, the others come from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)).difference(printable))
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Sequence[Position], top: int, names: TokenNames
+) -> dict[str, Any]:
+    """`logprobs` of a choice of chat completions.  top: how many tokens each position lists."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        ranked = [(p.rank or 0, t, p) for t, p in position.items() if (p.rank or 0) <= top]
+        entry = _entry(token_id, position[token_id], names)
+        entry["top_logprobs"] = [_entry(t, p, names) for _, t, p in sorted(ranked, key=_rank)]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def _rank(ranked: tuple[int, int, Logprob]) -> int:
+    return ranked[0]
+
+
+def _entry(token_id: int, logprob: Logprob, names: TokenNames) -> dict[str, Any]:
+    return {
+        "token": names.name(token_id, logprob),
+        "logprob": _finite(logprob.logprob),
+        "bytes": names.bytes(token_id, logprob),
+    }
+
+
+def legacy_logprobs(
+    token_ids: Iterable[int],
+    positions: Iterable[Position | None],
+    offset: int,
+    names: TokenNames,
+) -> tuple[dict[str, Any], int]:
+    """`logprobs` of a choice of completions, and the offset of the text behind it.
+
+    offset: of the first token in the choice's text, in characters.  A position of None has no
+    log-probabilities: the first token of a prompt.
+    """
+    tokens: list[str] = []
+    offsets: list[int] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        scores = position or {}
+        tokens.append(names.name(token_id, scores.get(token_id)))
+        offsets.append(offset)
+        offset += len(tokens[-1])
+        values.append(_finite(scores[token_id].logprob) if scores else None)
+        top: dict[str, float] = {}
+        for candidate, logprob in scores.items():  # the chosen token comes first
+            top.setdefault(names.name(candidate, logprob), _finite(logprob.logprob))
+        tops.append(top or None)
+    shown = {
+        "tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets
+    }  # fmt: skip
+    return shown, offset
+
+
+def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | None:
+    """`prompt_logprobs`, a field of vLLM's."""
+    if positions is None:
+        return None
+    return [position and _by_id(position) for position in positions]
+
+
+def _by_id(position: Position) -> dict[str, Any]:
+    return {
+        str(token_id): {
+            "logprob": _finite(logprob.logprob),
+            "rank": logprob.rank,
+            "decoded_token": logprob.decoded_token,
+        }
+        for token_id, logprob in position.items()
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

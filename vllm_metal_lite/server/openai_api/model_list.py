@@ -1,0 +1,44 @@
+"""`/v1/models`: the models that requests may name."""
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vllm_metal_lite.errors import show
+from vllm_metal_lite.server.errors import ApiError, error_response, openai_shape
+from vllm_metal_lite.server.server import Server
+
+
+def routes(server: Server) -> list[Route]:
+    created = int(time.time())
+
+    def entry(name: str) -> dict[str, Any]:
+        """max_model_len is vLLM's name, context_length that of other servers; None: the model has
+        not been loaded yet."""
+        engine = server.models.loaded.get(name)
+        limit = engine.facts.max_model_len if engine else None
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "vllm-metal-lite",
+            "root": server.models.specs[name].source,
+            "max_model_len": limit,
+            "context_length": limit,
+        }
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [entry(n) for n in server.models.specs]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in server.models.specs:
+            message = f"the model {show(name)} does not exist"
+            error = ApiError(404, message, param="model", code="model_not_found")
+            return error_response(error, openai_shape)
+        return JSONResponse(entry(name))
+
+    return [Route("/v1/models", models), Route("/v1/models/{name:path}", model)]

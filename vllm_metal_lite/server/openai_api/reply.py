@@ -1,0 +1,132 @@
+"""What the replies of chat completions and of completions have in common."""
+
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from vllm_metal_lite import __version__
+from vllm_metal_lite.server.errors import ApiError, api_error, openai_shape
+from vllm_metal_lite.server.stream import sse
+from vllm_metal_lite.server.worker.generation import Answer, Generation
+
+logger = logging.getLogger(__name__)
+
+# A chunk's JSON has no spaces: it is sent once for each token.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_DONE = sse("[DONE]")
+_FINGERPRINT = f"vllm-metal-lite-{__version__}"
+
+
+class StreamOptions(BaseModel):
+    """include_usage: a last chunk says how many tokens it were.  continuous_usage_stats: so does
+    every chunk, as vLLM has it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Reply:
+    """The reply to a request of one or more prompts.
+
+    generations: one for each prompt.  kind: `object` of the reply, or of its chunks.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        generations: Sequence[Generation],
+        options: StreamOptions | None = None,
+    ) -> None:
+        self._generations = generations
+        self._common = {
+            "id": generations[0].request_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": _FINGERPRINT,
+        }
+        self._with_usage = bool(options and options.include_usage)
+        self._always = self._with_usage and bool(options and options.continuous_usage_stats)
+        self._head = _encode(self._common)[:-1] + ',"choices":[{"index":'
+        self._tail = ',"usage":null' if self._with_usage else ""
+
+    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The JSON of a reply that is not streamed."""
+        return {**self._common, "choices": choices, "usage": self.usage()}
+
+    def chunk(
+        self,
+        index: int,
+        content: str,
+        answer: Answer | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        """An event with news of one choice.
+
+        content: encoded fields of the choice.  answer: if its end may come with this chunk.
+        The constant part of the JSON is made once, because there is a chunk for each token.
+        """
+        scores = "null" if logprobs is None else _encode(logprobs)
+        end = '"finish_reason":null'
+        if answer is not None and answer.finish_reason is not None:
+            end = _encode(ending(answer))[1:-1]
+        usage = f',"usage":{_encode(self.usage())}' if self._always else self._tail
+        return sse(f'{self._head}{index},{content},"logprobs":{scores},{end}}}]{usage}}}')
+
+    def needs_chunk(self, text: str, answer: Answer, logprobs: Any) -> bool:
+        """Whether a client can see a Delta: special tokens and partial characters have no text."""
+        return bool(text or logprobs or answer.finished or self._always)
+
+    async def stream(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Chunks, the usage if it is asked for, and the end; an error becomes an event."""
+        try:
+            async for chunk in chunks:
+                yield chunk
+            if self._with_usage:
+                yield sse(_encode({**self._common, "choices": [], "usage": self.usage()}))
+        except Exception as e:
+            error = api_error(e)
+            if error is None:
+                logger.exception("a stream failed")
+                error = ApiError(500, "internal error; the server's log says more")
+            yield sse(_encode(openai_shape(error)))
+        yield _DONE
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far.  An answer counts its prompt once, whatever n is."""
+        prompt = sum(len(g.prompt_token_ids) for g in self._generations)
+        generated = sum(g.num_tokens for g in self._generations)
+        cached = sum(g.num_cached_tokens for g in self._generations)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def ending(answer: Answer) -> dict[str, Any]:
+    """Fields of a choice that has ended.  stop_reason: a field of vLLM's.
+
+    Raises ApiError if the answer has not ended by itself.
+    """
+    if answer.finish_reason == "error":
+        raise ApiError(400, answer.error or "no further token can be sampled")
+    if answer.finish_reason == "abort":
+        raise ApiError(503, "the request was ended: the server is shutting down")
+    return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
+
+
+def check_stream(stream: bool | None, options: StreamOptions | None, prompt_logprobs: Any) -> None:
+    """Raise ApiError (400) for fields that contradict `stream`."""
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+    if stream and prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs is not supported with stream", param="prompt_logprobs")
