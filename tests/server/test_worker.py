@@ -251,8 +251,10 @@ def test_a_step_that_fails_loses_its_requests_and_no_later_one():
     thread.start()
     Worker(engine, theirs, Sender(theirs)).run()
     thread.join(10)
-    assert got[0] == Added("a")
-    assert got[1] == Lost("a step of the engine failed: the device is gone", ["a"])
+    assert got[0] == Stepped([], got[0].metrics)
+    assert got[0].metrics["requests_running"] == 0
+    assert got[1] == Added("a")
+    assert got[2] == Lost("a step of the engine failed: the device is gone", ["a"])
     assert Added("b") in got
     assert [len(a.token_ids) for u in got[-1].updates for a in u.answers] == [1]
     assert got[-1].updates[0].request_id == "b"

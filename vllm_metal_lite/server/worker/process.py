@@ -109,6 +109,7 @@ class Worker:
     def run(self) -> None:
         """Serve until Stop; EOFError if the server is gone."""
         engine = self._engine
+        self._report([])  # the first metrics
         while True:
             while not engine.has_unfinished_requests() or self._pipe.poll():
                 while not self._pipe.poll(self._watcher.wait()):
