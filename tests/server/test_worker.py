@@ -261,6 +261,27 @@ def test_a_step_that_fails_loses_its_requests_and_no_later_one():
     assert engine.metrics()["blocks_owned"] == 0
 
 
+def test_an_engine_whose_steps_all_fail_ends():
+    """So the next request starts another one."""
+    engine = LLMEngine.from_name("demo", CONFIG)
+
+    def failing_step():
+        raise RuntimeError("the device is gone")
+
+    engine.step = failing_step
+    server, theirs = Pipe()
+
+    def serve() -> None:
+        for name in "abc":
+            server.send(Add(name, PROMPT, short()))
+            while not isinstance(server.recv(), Lost):
+                pass
+
+    threading.Thread(target=serve, daemon=True).start()
+    with pytest.raises(SystemExit):
+        Worker(engine, theirs, Sender(theirs)).run()
+
+
 def test_lost_requests_fail_and_others_go_on(engine):
     client = engine.client
 

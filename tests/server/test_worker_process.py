@@ -171,6 +171,13 @@ def test_a_folder_without_a_model_says_so(tmp_path):
     assert "\n" not in str(failure.value)
 
 
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelLoadError, match=r"config\.json") as failure:
+        run(start_engine(str(tmp_path)))
+    assert "\n" not in str(failure.value)
+
+
 def test_a_start_may_be_cancelled_or_its_process_killed():
     async def cancelled() -> int:
         client = EngineClient("demo")

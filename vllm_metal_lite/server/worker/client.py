@@ -233,9 +233,11 @@ class EngineClient:
         elif isinstance(message, Log):
             logger.log(message.level, message.message, extra={"transient": message.transient})
         elif isinstance(message, Found):
-            self._found.set_result(message)
+            if not self._found.done():  # as it is if the start was cancelled
+                self._found.set_result(message)
         elif isinstance(message, Ready):
-            self._ready.set_result(message.facts)
+            if not self._ready.done():
+                self._ready.set_result(message.facts)
         elif isinstance(message, Failed):
             self._fail_start(ModelLoadError(*message.parts))
 

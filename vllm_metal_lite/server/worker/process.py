@@ -44,6 +44,7 @@ from vllm_metal_lite.server.worker.watch import Watcher
 logger = logging.getLogger(__name__)
 
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
+_MAX_FAILURES = 3  # of steps, one after the other
 
 
 def main(pipe: Connection, name: str) -> None:
@@ -63,8 +64,6 @@ def main(pipe: Connection, name: str) -> None:
             weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             sender.send(Found(str(path), weight_bytes))
             engine = LLMEngine.from_name(name, pipe.recv())
-        except (EOFError, OSError):
-            raise
         except MetalLiteError as e:
             sender.send(Failed(e.parts))
             return
@@ -107,8 +106,8 @@ class Worker:
         engine.on_step = self._see
 
     def run(self) -> None:
-        """Serve until Stop; EOFError if the server is gone."""
-        engine = self._engine
+        """Serve until Stop.  EOFError if the server is gone, SystemExit if the device is."""
+        engine, num_failures = self._engine, 0
         self._report([])  # the first metrics
         while True:
             while not engine.has_unfinished_requests() or self._pipe.poll():
@@ -126,8 +125,13 @@ class Worker:
                 engine.abort(lost)
                 self._progress.clear()
                 self._send(Lost(f"a step of the engine failed: {one_line(e)}", lost))
+                num_failures += 1
+                if num_failures == _MAX_FAILURES:
+                    logger.error(f"{num_failures} steps failed, so the engine ends: {one_line(e)}")
+                    raise SystemExit(1) from e
                 self._report([])
                 continue
+            num_failures = 0
             self._report(outputs)
             if self._watcher.wait() == 0:
                 self._send(Seen(self._watcher.event()))
