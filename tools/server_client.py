@@ -4,9 +4,9 @@
     python tools/server_client.py http://127.0.0.1:8000 < jobs.json
 
 jobs.json: {"path", "clients": [[body, ...], ...], "health": bool}; a client sends its bodies, each
-a streamed completion, one behind the other.  Prints one JSON object: seconds from each request to its
-first token, seconds until its end, tokens by the server's usage, and, if asked for, seconds that
-each /health took beside the load.
+a streamed completion, one behind the other.  Prints one JSON object: seconds from each request to
+its first token, seconds until its end, tokens by the server's usage, and, if asked for, seconds
+that each /health took beside the load.
 """
 
 import asyncio

@@ -55,7 +55,6 @@ class World:
             EngineConfig(memory_fraction=1),
             budget,
             start=self.start,
-            weight_bytes=lambda source: int(self.weights.get(source, 0) * GIB),
             memory=int(self.memory * GIB),
             clock=self.clock,
         )
@@ -64,11 +63,12 @@ class World:
         self.now += 0.001
         return self.now
 
-    async def start(self, source: str, config: EngineConfig) -> FakeEngine:
+    async def start(self, source: str, configure) -> FakeEngine:
         assert self.num_loading == 0, "two models are loaded at once"
         self.num_loading += 1
         try:
             await asyncio.sleep(0)
+            config = await configure(int(self.weights.get(source, 0) * GIB))
             await self.hold.wait()
             if source in self.failing:
                 raise ModelLoadError(self.failing[source])
@@ -106,7 +106,6 @@ async def once(models: Models, name: str) -> FakeEngine:
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
-    await asyncio.sleep(0.02)  # sizes of weights are read in a thread
 
 
 @in_loop

@@ -11,8 +11,18 @@ from vllm_metal_lite.server.models import Models, ModelSpec
 from vllm_metal_lite.server.run import Stopping, serve
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
+from vllm_metal_lite.server.worker.client import EngineClient
 
 SMALL = EngineConfig(num_blocks=256, max_num_seqs=8, max_num_batched_tokens=512)
+
+
+async def start_engine(name: str = "demo", config: EngineConfig = SMALL) -> EngineClient:
+    """An engine in a process of its own."""
+
+    async def configure(weight_bytes: int) -> EngineConfig:
+        return config
+
+    return await EngineClient.start(name, configure)
 
 
 @dataclass

@@ -17,7 +17,6 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line
-from vllm_metal_lite.model.loader import find
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.worker.client import EngineClient
 
@@ -95,14 +94,18 @@ class Model:
         return self.failure
 
 
-Starter = Callable[[str, EngineConfig], Awaitable[EngineClient]]
+Starter = Callable[[str, Callable[[int], Awaitable[EngineConfig]]], Awaitable[EngineClient]]
+
+
+class _Unwanted(Exception):
+    """Nobody waits for the model any longer."""
 
 
 class Models:
     """Loads and unloads models, and hands out their engines.  Use from one event loop.
 
     budget_gib: memory for all models together; None: what is safe on the device.
-    start: makes an engine.  weight_bytes: size of a model's weight files.
+    start: `EngineClient.start`.
     Raises ConfigError if the budget exceeds the device's memory.
     """
 
@@ -113,7 +116,6 @@ class Models:
         budget_gib: float | None = None,
         *,
         start: Starter = EngineClient.start,
-        weight_bytes: Callable[[str], int] | None = None,
         memory: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -132,8 +134,7 @@ class Models:
                 Option("memory_budget_gib"),
                 f" is {_gib(self.budget)}; this device has {_gib(self._memory)}",
             )
-        self._start, self._weight_bytes = start, weight_bytes or weight_file_bytes
-        self._clock = clock
+        self._start, self._clock = start, clock
         self._loading = asyncio.Lock()  # one model at a time, in order of the requests
         self._changed = asyncio.Event()  # somebody left an engine, or waits no more
 
@@ -225,6 +226,8 @@ class Models:
                 if model.client is None:
                     await self._start_engine(model)
             error = None
+        except _Unwanted:
+            pass
         except Exception as e:
             error = e if isinstance(e, ModelLoadError) else ModelLoadError(one_line(e))
             model.failure, model.failed_at, model.engine = str(error), self._clock(), None
@@ -242,25 +245,30 @@ class Models:
                     waiter.set_result(model.engine)
 
     async def _start_engine(self, model: Model) -> None:
-        size = await self._size(model)
-        if not await self._make_room(model, size):
-            return  # nobody waits any longer
-        config = replace(self.config, memory_fraction=min(size / self._memory, 1))
-        client = await self._start(model.spec.source, config)
+        size = 0
+
+        async def configure(weight_bytes: int) -> EngineConfig:
+            nonlocal size
+            size = self._size(weight_bytes)
+            await self._make_room(model, size)
+            logger.info(f"the model {model.spec.name} may use {_gib(size)} of memory")
+            return replace(self.config, memory_fraction=min(size / self._memory, 1))
+
+        client = await self._start(model.spec.source, configure)
         model.engine, model.failure = _Loaded(client, size, self._clock()), None
 
-    async def _size(self, model: Model) -> int:
-        """Bytes that the model gets: all of the budget if it is alone."""
+    def _size(self, weight_bytes: int) -> int:
+        """Bytes that a model gets: all of the budget if it is alone."""
         if len(self.models) == 1:
             return self.budget
-        weights = await asyncio.to_thread(self._weight_bytes, model.spec.source)
-        least = int(_WEIGHTS_TIMES * weights + _BESIDE_WEIGHTS)
+        least = int(_WEIGHTS_TIMES * weight_bytes + _BESIDE_WEIGHTS)
         return min(max(self.budget // len(self.models), least), self.budget)
 
-    async def _make_room(self, model: Model, size: int) -> bool:
-        """Unload models until `size` bytes are free; False: nobody waits for the model any longer.
+    async def _make_room(self, model: Model, size: int) -> None:
+        """Unload models until `size` bytes are free.
 
-        Raises ModelLoadError if the pinned models leave less.
+        Raises ModelLoadError if the pinned models leave less; _Unwanted if nobody waits for the
+        model any longer.
         """
         loaded = [(m, m.engine) for m in self.models.values() if m.engine and m.engine.alive]
         free = self.budget - sum(engine.size for _, engine in loaded)
@@ -282,21 +290,15 @@ class Models:
             for victim, engine in victims:
                 while engine.users and engine.alive:
                     if not model.is_wanted:
-                        return False
+                        raise _Unwanted
                     self._changed.clear()
                     await self._changed.wait()
                 logger.info(f"the model {victim.spec.name} makes room for {model.spec.name}")
                 victim.engine = None
                 await engine.client.stop()
-            return True
         finally:
             for _, engine in victims:
                 engine.going = False
-
-
-def weight_file_bytes(source: str) -> int:
-    """Size of a model's weight files; downloads them if needed.  Raises ModelLoadError."""
-    return sum(file.stat().st_size for file in find(source).glob("*.safetensors"))
 
 
 def _gib(size: float) -> str:

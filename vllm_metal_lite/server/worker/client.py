@@ -11,15 +11,16 @@ import multiprocessing
 import queue
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ModelLoadError, RequestError
-from vllm_metal_lite.model.loader import find, load_tokenizer_only
+from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.generation import EngineLost, Generation
@@ -29,6 +30,7 @@ from vllm_metal_lite.server.worker.messages import (
     Added,
     Call,
     Failed,
+    Found,
     Log,
     Lost,
     ModelFacts,
@@ -57,14 +59,15 @@ class EngineClient:
     facts: ModelFacts
     tokenizer: TokenizerWrapper
 
-    def __init__(self, name: str, config: EngineConfig) -> None:
-        """Start the process.  `start` also waits until the model is loaded."""
+    def __init__(self, name: str) -> None:
+        """Start the process.  `start` also loads the model."""
         self.metrics: dict[str, int] = {}
         self.on_seen: Callable[[str], None] = lambda text: None
         self.generations: dict[str, Generation] = {}  # unfinished, by request id
         self.ended = asyncio.Event()  # the process has ended
         self.why_ended: str | None = None
         self._loop = asyncio.get_running_loop()
+        self._found: asyncio.Future[Found] = self._loop.create_future()
         self._ready: asyncio.Future[ModelFacts] = self._loop.create_future()
         self._added: dict[str, asyncio.Future[None]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -73,7 +76,7 @@ class EngineClient:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=process.main, args=(theirs, name, config), name=f"engine of {name}", daemon=True
+            target=process.main, args=(theirs, name), name=f"engine of {name}", daemon=True
         )
         with _ctrl_c_blocked():
             self._process.start()
@@ -84,12 +87,19 @@ class EngineClient:
         threading.Thread(target=self._read, name=f"from {name}", daemon=True).start()
 
     @classmethod
-    async def start(cls, name: str, config: EngineConfig) -> "EngineClient":
-        """Start the process and load the model.  Raises ModelLoadError with the reason."""
-        await asyncio.to_thread(find, name)  # one download, not one here and one there
-        client = cls(name, config)
+    async def start(
+        cls, name: str, configure: Callable[[int], Awaitable[EngineConfig]]
+    ) -> "EngineClient":
+        """Start the process and load the model.  Raises ModelLoadError with the reason.
+
+        configure: gets the size of the weight files in bytes, once they are on this machine.
+        """
+        client = cls(name)
         try:
-            tokenizer = asyncio.to_thread(load_tokenizer_only, name, config.trust_remote_code)
+            found = await client._found
+            config = await configure(found.weight_bytes)
+            client._outbox.put(config)
+            tokenizer = asyncio.to_thread(load_tokenizer_only, found.path, config.trust_remote_code)
             client.tokenizer, client.facts = await asyncio.gather(tokenizer, client._ready)
         except BaseException:
             client._kill()  # it holds nothing yet that is worth a proper end
@@ -161,9 +171,13 @@ class EngineClient:
     # Threads
 
     def _read(self) -> None:
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 self._post(self._take, self._pipe.recv())
+        except (EOFError, OSError):
+            pass  # the process has ended
+        except Exception:
+            logger.exception("a message of the engine's process cannot be read")
         # Only this thread waits for the process: two would take the exit code from each other.
         self._process.join(_STOP_SECONDS)
         self._process.kill()
@@ -181,9 +195,14 @@ class EngineClient:
             self._loop.call_soon_threadsafe(call, argument)
 
     def _write(self) -> None:
-        with suppress(OSError):
+        try:
             while (message := self._outbox.get()) is not None:
                 self._pipe.send(message)
+        except OSError:
+            pass  # the process has ended
+        except Exception:
+            logger.exception("a message to the engine's process cannot be sent")
+            self._kill()  # or later messages would wait for ever
 
     # In the event loop
 
@@ -213,11 +232,14 @@ class EngineClient:
             self.on_seen(message.text)
         elif isinstance(message, Log):
             logger.log(message.level, message.message, extra={"transient": message.transient})
-        elif not self._ready.done():
-            if isinstance(message, Ready):
+        elif isinstance(message, Found):
+            if not self._found.done():  # as it is if the start was cancelled
+                self._found.set_result(message)
+        elif isinstance(message, Ready):
+            if not self._ready.done():
                 self._ready.set_result(message.facts)
-            elif isinstance(message, Failed):
-                self._ready.set_exception(ModelLoadError(*message.parts))
+        elif isinstance(message, Failed):
+            self._fail_start(ModelLoadError(*message.parts))
 
     @staticmethod
     def _waiting(futures: dict[Any, asyncio.Future[Any]], key: Any) -> asyncio.Future[Any] | None:
@@ -232,14 +254,19 @@ class EngineClient:
             if future := self._waiting(self._added, request_id):
                 future.set_exception(error)
 
+    def _fail_start(self, error: ModelLoadError) -> None:
+        futures: tuple[asyncio.Future[Any], ...] = (self._found, self._ready)
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # nobody may wait for it
+
     def _end(self, why: str) -> None:
         """The process has ended: nobody waits for it any longer."""
         self.why_ended = why
         self.ended.set()
         self._fail(list(self.generations), EngineLost(why))
-        if not self._ready.done():
-            self._ready.set_exception(ModelLoadError(why))
-            self._ready.exception()  # nobody may wait for it
+        self._fail_start(ModelLoadError(why))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineLost(why))
@@ -252,6 +279,7 @@ def _ctrl_c_blocked() -> Iterator[None]:
     Ctrl-C in a terminal reaches all processes of the server, and the server decides when an engine
     ends.
     """
+    resource_tracker.ensure_running()  # whose start would let SIGINT through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -90,6 +90,17 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """The model's files are in a folder here.  The process waits for an EngineConfig.
+
+    weight_bytes: size of the weight files.
+    """
+
+    path: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     facts: ModelFacts
 

@@ -13,10 +13,10 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import MetalLiteError, one_line
+from vllm_metal_lite.model.loader import find
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
@@ -26,6 +26,7 @@ from vllm_metal_lite.server.worker.messages import (
     AnswerUpdate,
     Call,
     Failed,
+    Found,
     Log,
     Lost,
     ModelFacts,
@@ -40,20 +41,29 @@ from vllm_metal_lite.server.worker.messages import (
 )
 from vllm_metal_lite.server.worker.watch import Watcher
 
+logger = logging.getLogger(__name__)
+
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
+_MAX_FAILURES = 3  # of steps, one after the other
 
 
-def main(pipe: Connection, name: str, config: EngineConfig) -> None:
-    """Build the engine of a model, and serve until the pipe closes."""
+def main(pipe: Connection, name: str) -> None:
+    """Find or download a model, build its engine, and serve until the pipe closes.
+
+    A download is here, not in the server: it cannot be broken off but with its process.
+    """
     threading.Thread(target=_end_with_server, name="the server", daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     package = logging.getLogger("vllm_metal_lite")
     sender = Sender(pipe)
-    package.addHandler(_ToServer(sender))
+    package.addHandler(ToServer(sender))
     package.setLevel(logging.INFO)
     with suppress(EOFError, OSError):  # the server is gone
         try:
-            engine = LLMEngine.from_name(name, config)
+            path = find(name)
+            weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            sender.send(Found(str(path), weight_bytes))
+            engine = LLMEngine.from_name(name, pipe.recv())
         except MetalLiteError as e:
             sender.send(Failed(e.parts))
             return
@@ -96,8 +106,9 @@ class Worker:
         engine.on_step = self._see
 
     def run(self) -> None:
-        """Serve until Stop; EOFError if the server is gone."""
-        engine = self._engine
+        """Serve until Stop.  EOFError if the server is gone, SystemExit if the device is."""
+        engine, num_failures = self._engine, 0
+        self._report([])  # the first metrics
         while True:
             while not engine.has_unfinished_requests() or self._pipe.poll():
                 while not self._pipe.poll(self._watcher.wait()):
@@ -114,8 +125,13 @@ class Worker:
                 engine.abort(lost)
                 self._progress.clear()
                 self._send(Lost(f"a step of the engine failed: {one_line(e)}", lost))
+                num_failures += 1
+                if num_failures == _MAX_FAILURES:
+                    logger.error(f"{num_failures} steps failed, so the engine ends: {one_line(e)}")
+                    raise SystemExit(1) from e
                 self._report([])
                 continue
+            num_failures = 0
             self._report(outputs)
             if self._watcher.wait() == 0:
                 self._send(Seen(self._watcher.event()))
@@ -146,6 +162,9 @@ class Worker:
             )
         except MetalLiteError as e:
             self._send(Refused(message.request_id, str(e)))
+        except Exception as e:
+            logger.exception("a request cannot be added")
+            self._send(Lost(f"the engine failed: {one_line(e)}", [message.request_id]))
         else:
             self._progress[message.request_id] = _Progress(bool(message.params.stop_strings))
             self._send(Added(message.request_id))
@@ -217,7 +236,7 @@ class _Progress:
         )  # fmt: skip
 
 
-class _ToServer(logging.Handler):
+class ToServer(logging.Handler):
     """Sends the package's log to the server, which shows it."""
 
     def __init__(self, sender: Sender) -> None:

@@ -75,8 +75,14 @@ class Watcher:
     def event(self) -> str:
         """What is new, as JSON.
 
-        Times are in seconds since the watcher was made.  steps: since the last event, `t` is the
-        start of a step.  preempted: since the last event.  cost: seconds of all events so far.
+        time: in seconds since the watcher was made, as all times here.
+        steps: completed since the last event, at most the last `_MAX_STEPS`; of each the start `t`,
+            `ms`, and `segments` of (request number, tokens, context before them), the first
+            `decodes` of which are decodes.
+        num_steps: of the engine so far.  cost: seconds that all events before this one took.
+        requests: those with a seat, and the first `_MAX_WAITING` that wait.
+        preempted: numbers of the requests preempted since the last event.
+        blocks: see `block_map`.  metrics: LLMEngine.metrics().
         """
         start = self._clock()
         text = json.dumps(self._snapshot(start), separators=(",", ":"))

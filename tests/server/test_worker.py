@@ -1,0 +1,309 @@
+"""An engine's process and its client: whatever a request does, nothing is held and nobody waits."""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing import Pipe
+
+import pytest
+
+from tests.support.server_kit import start_engine
+from vllm_metal_lite import EngineConfig, SamplingParams
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.generation import EngineLost, Generation
+from vllm_metal_lite.server.worker.messages import Abort, Add, Added, Lost, Stepped, Stop
+from vllm_metal_lite.server.worker.process import Sender, ToServer, Worker
+
+CONFIG = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64)
+PROMPT = list(range(40, 60))
+FOREVER = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+
+
+def short(max_tokens: int = 8, **given) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **given)
+
+
+class Engine:
+    """A client and the event loop that it lives in."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self._runner = runner
+        self.client = self.run(start_engine("demo", CONFIG))
+
+    def run(self, work):
+        async def limited():
+            return await asyncio.wait_for(work, 60)
+
+        return self._runner.run(limited())
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with asyncio.Runner() as runner:
+        engine = Engine(runner)
+        yield engine
+        engine.run(engine.client.stop())
+
+
+async def answer(
+    client: EngineClient, name: str, params: SamplingParams, prompt: list[int] = PROMPT
+) -> list[list[int]]:
+    async with client.generate(name, prompt, params) as generation:
+        return [a.token_ids for a in await generation.complete()]
+
+
+async def assert_clean(client: EngineClient) -> None:
+    """Neither the client nor the engine holds anything."""
+    metrics = await client.call("metrics")
+    held = [metrics[k] for k in ("requests_running", "requests_waiting", "blocks_owned")]
+    assert held == [0, 0, 0]
+    assert not client.generations
+    assert not client._added
+    assert not client._calls
+
+
+def test_http_tokens_are_the_engines_tokens(engine):
+    own = LLMEngine.from_name("demo", CONFIG)
+    own.add_request("a", {"prompt_token_ids": PROMPT}, short(20))
+    outputs = []
+    while own.has_unfinished_requests():
+        outputs = own.step() or outputs
+    assert engine.run(answer(engine.client, "a", short(20))) == [outputs[0].outputs[0].token_ids]
+
+
+MOMENTS = ("before it is accepted", "accepted", "waiting", "prefilling", "decoding", "the end")
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
+    client = engine.client
+    params = SamplingParams(n=n, max_tokens=60, seed=1, ignore_eos=True)
+    long = [i % 200 for i in range(800)]  # 13 steps
+
+    async def request(reached: asyncio.Event) -> None:
+        prompt = long if moment == "prefilling" else PROMPT
+        async with client.generate("leaves", prompt, params) as generation:
+            if moment in ("accepted", "waiting"):
+                reached.set()
+            elif moment == "prefilling":
+                while (await client.call("metrics"))["prefill_tokens"] < before + 64:
+                    await asyncio.sleep(0)
+                reached.set()
+            async for _ in generation.deltas():
+                if moment == "decoding":
+                    reached.set()
+            reached.set()
+            await asyncio.Event().wait()
+
+    async def test() -> None:
+        nonlocal before
+        before = (await client.call("metrics"))["prefill_tokens"]
+        others = []
+        if moment == "waiting":
+            others = [asyncio.ensure_future(answer(client, str(i), FOREVER)) for i in range(4)]
+            while (await client.call("metrics"))["requests_running"] < 4:
+                await asyncio.sleep(0)
+        reached = asyncio.Event()
+        leaves = asyncio.ensure_future(request(reached))
+        if moment == "before it is accepted":
+            await asyncio.sleep(0)
+        else:
+            await reached.wait()
+        if moment == "waiting":
+            assert (await client.call("metrics"))["requests_waiting"] == n
+        for task in leaves, *others:
+            task.cancel()
+        await asyncio.gather(leaves, *others, return_exceptions=True)
+        await assert_clean(client)
+
+    before = 0
+    engine.run(test())
+
+
+def test_a_slow_reader_gets_several_tokens_at_once(engine):
+    async def test() -> None:
+        async with engine.client.generate("slow", PROMPT, short(30)) as generation:
+            while not generation.finished:
+                await asyncio.sleep(0.01)
+            deltas = [delta async for delta in generation.deltas()]
+            assert [len(d.token_ids) for d in deltas] == [30]
+            assert deltas[0].answer.finish_reason == "length"
+            assert deltas[0].text == generation.answers[0].text
+        await assert_clean(engine.client)
+
+    engine.run(test())
+
+
+@pytest.mark.parametrize("stop", [None, ["zzz"]])
+def test_the_deltas_of_all_answers_add_up(engine, stop):
+    params = SamplingParams(n=3, max_tokens=25, seed=7, logprobs=2, stop=stop)
+
+    async def test() -> None:
+        async with engine.client.generate("n", PROMPT, params) as generation:
+            texts, tokens, logprobs = [""] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
+            async for delta in generation.deltas():
+                index = delta.answer.index
+                texts[index] += delta.text
+                tokens[index] += delta.token_ids
+                logprobs[index] += delta.logprobs
+            for a in generation.answers:
+                assert (texts[a.index], tokens[a.index]) == (a.text, a.token_ids)
+                assert logprobs[a.index] == a.logprobs
+                assert len(a.logprobs) == len(a.token_ids)
+                assert a.finish_reason in ("stop", "length")
+            times = generation.times
+            assert times.arrived <= times.scheduled <= times.first_token <= times.finished
+
+    engine.run(test())
+
+
+def test_a_refused_request_is_forgotten(engine):
+    client = engine.client
+
+    async def test() -> None:
+        client._outbox.put(Add("twice", PROMPT, FOREVER))
+        with pytest.raises(RequestError, match="already in use"):
+            await answer(client, "twice", FOREVER)
+        client._outbox.put(Abort("twice"))
+        with pytest.raises(RequestError, match="prompt of 5000 tokens"):
+            await answer(client, "long", short(), [1] * 5000)
+        await assert_clean(client)
+
+    engine.run(test())
+
+
+def test_a_request_that_breaks_the_engine_harms_no_other(engine):
+    async def test() -> None:
+        other = asyncio.ensure_future(answer(engine.client, "other", short(30)))
+        with pytest.raises(EngineLost, match="the engine failed"):
+            await answer(engine.client, "broken", short(), Unreadable([1]))
+        assert len((await other)[0]) == 30
+        await assert_clean(engine.client)
+
+    engine.run(test())
+
+
+class Unreadable(list):
+    """A prompt that the engine's process cannot look at."""
+
+    def __iter__(self):
+        if multiprocessing.parent_process() is not None:
+            raise TypeError("a bug")
+        return super().__iter__()
+
+
+def test_a_call_that_fails_tells_its_caller(engine):
+    with pytest.raises(RuntimeError, match="no_such_call"):
+        engine.run(engine.client.call("no_such_call"))
+    engine.run(assert_clean(engine.client))
+
+
+def test_ctrl_c_does_not_reach_the_engine(engine):
+    os.kill(engine.client.pid, signal.SIGINT)
+    assert engine.run(answer(engine.client, "after", short()))
+
+
+def test_the_engines_log_reaches_the_servers_log(engine, caplog):
+    """With levels, also what is done just now, for a line of progress."""
+    server, theirs = Pipe()
+    log = logging.Logger("in the process")
+    log.addHandler(ToServer(Sender(theirs)))
+    log.info("trying %d kernels", 3, extra={"transient": True})
+    log.warning("a kernel gave way")
+    with caplog.at_level(logging.INFO, "vllm_metal_lite"):
+        for _ in range(2):
+            engine.client._take(server.recv())
+    got = [(r.levelname, r.getMessage(), r.transient) for r in caplog.records]
+    assert got == [("INFO", "trying 3 kernels", True), ("WARNING", "a kernel gave way", False)]
+
+
+def test_a_step_that_fails_loses_its_requests_and_no_later_one():
+    """The worker alone, in this process: its engine fails once."""
+    engine = LLMEngine.from_name("demo", CONFIG)
+    step, failures = engine.step, iter([RuntimeError("the device\nis gone")])
+
+    def failing_step():
+        for failure in failures:
+            raise failure
+        return step()
+
+    engine.step = failing_step
+    server, theirs = Pipe()
+    got = []
+
+    def serve() -> None:
+        server.send(Add("a", PROMPT, short()))
+        while True:
+            got.append(message := server.recv())
+            if isinstance(message, Lost):
+                server.send(Add("b", PROMPT, short()))
+            if isinstance(message, Stepped) and any(u.finished for u in message.updates):
+                return server.send(Stop())
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    Worker(engine, theirs, Sender(theirs)).run()
+    thread.join(10)
+    assert got[0] == Stepped([], got[0].metrics)
+    assert got[0].metrics["requests_running"] == 0
+    assert got[1] == Added("a")
+    assert got[2] == Lost("a step of the engine failed: the device is gone", ["a"])
+    assert Added("b") in got
+    assert [len(a.token_ids) for u in got[-1].updates for a in u.answers] == [1]
+    assert got[-1].updates[0].request_id == "b"
+    assert engine.metrics()["blocks_owned"] == 0
+
+
+def test_an_engine_whose_steps_all_fail_ends():
+    """So the next request starts another one."""
+    engine = LLMEngine.from_name("demo", CONFIG)
+
+    def failing_step():
+        raise RuntimeError("the device is gone")
+
+    engine.step = failing_step
+    server, theirs = Pipe()
+
+    def serve() -> None:
+        for name in "abc":
+            server.send(Add(name, PROMPT, short()))
+            while not isinstance(server.recv(), Lost):
+                pass
+
+    threading.Thread(target=serve, daemon=True).start()
+    with pytest.raises(SystemExit):
+        Worker(engine, theirs, Sender(theirs)).run()
+
+
+def test_lost_requests_fail_and_others_go_on(engine):
+    client = engine.client
+
+    async def test() -> None:
+        async with (
+            client.generate("lost", PROMPT, FOREVER) as lost,
+            client.generate("other", PROMPT, short()) as other,
+        ):
+            client._take(Lost("a step failed", ["lost"]))
+            with pytest.raises(EngineLost, match="a step failed"):
+                await lost.complete()
+            with pytest.raises(EngineLost, match="a step failed"):
+                [delta async for delta in lost.deltas()]
+            assert len((await other.complete())[0].token_ids) == 8
+            client._outbox.put(Abort("lost"))
+        await assert_clean(client)
+
+    engine.run(test())
+
+
+def test_unfinished_answers_of_a_failed_generation_do_not_look_finished(engine):
+    generation = Generation(Add("a", PROMPT, short()), engine.client.tokenizer)
+    generation.fail(EngineLost("gone"))
+    with pytest.raises(EngineLost, match="gone"):
+        engine.run(generation.complete())

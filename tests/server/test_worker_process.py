@@ -1,0 +1,195 @@
+"""How an engine's process starts and ends."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from tests.support.server_kit import SMALL, serving, start_engine
+from vllm_metal_lite import EngineConfig, SamplingParams
+from vllm_metal_lite.errors import ModelLoadError
+from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.generation import EngineLost
+
+FOREVER = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+
+# Starts an engine and says its id; then the server does nothing more.
+SERVER = """
+import asyncio, sys
+from vllm_metal_lite import EngineConfig, SamplingParams
+from vllm_metal_lite.server.worker.client import EngineClient
+
+async def configure(weight_bytes):
+    return EngineConfig(num_blocks=256)
+
+async def main():
+    if sys.argv[1] == "loading":
+        client = EngineClient("demo")
+        client._outbox.put(await configure(0))
+        print(client.pid, flush=True)
+    else:
+        client = await EngineClient.start("demo", configure)
+        params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+        async with client.generate("a", [1, 2, 3], params) as generation:
+            async for delta in generation.deltas():
+                print(client.pid, flush=True)
+                break
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def run(work):
+    async def limited():
+        return await asyncio.wait_for(work, 60)
+
+    return asyncio.run(limited())
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(OSError):
+        os.kill(pid, 0)
+        if sys.platform == "linux":  # a process that has ended, and that nobody has asked for
+            with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+                return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+        return True
+    return False
+
+
+def eventually(holds) -> bool:
+    deadline = time.monotonic() + 30
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+def no_threads() -> bool:
+    """No thread of any client goes on; they end a moment after the engine."""
+    return not [t for t in threading.enumerate() if t.name.startswith(("to ", "from "))]
+
+
+@pytest.mark.parametrize("moment", ["loading", "running"])
+def test_an_engine_ends_with_its_server(moment):
+    command = [sys.executable, "-c", SERVER, moment]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        pid = int(server.stdout.readline())
+        assert is_alive(pid)
+        server.kill()
+    assert eventually(lambda: not is_alive(pid))
+
+
+def test_an_engine_that_is_killed_fails_its_requests_at_once_and_is_started_again():
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 900}
+
+    with serving(engine=SMALL) as running, httpx.Client(base_url=running.url) as client:
+
+        def status() -> dict:
+            return client.get("/status").json()["models"][0]
+
+        pid = status()["pid"]
+        with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            next(lines)
+            os.kill(pid, signal.SIGKILL)
+            *_, last = lines
+        assert "SIGKILL" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert status()["state"] == "failed"
+        assert "SIGKILL" in status()["error"]
+        again = client.post("/v1/chat/completions", json={**body, "max_tokens": 3}, timeout=60)
+        assert again.status_code == 200
+        assert (status()["state"], status()["error"]) == ("loaded", None)
+        assert status()["pid"] != pid
+
+
+def test_starts_and_stops_leak_nothing():
+    """Also while steps run, whose requests fail."""
+
+    async def once() -> None:
+        client = await start_engine()
+
+        async def ask() -> None:
+            async with client.generate("a", [1, 2, 3], FOREVER) as generation:
+                streaming.set()
+                await generation.complete()
+
+        streaming = asyncio.Event()
+        asking = asyncio.ensure_future(ask())
+        await streaming.wait()
+        await client.stop()
+        with pytest.raises(EngineLost, match="has ended with exit code 0"):
+            await asking
+        with pytest.raises(EngineLost):
+            await client.call("metrics")
+        with pytest.raises(EngineLost):
+            async with client.generate("b", [1], FOREVER):
+                pass
+        assert not is_alive(client.pid)
+        await client.stop()  # twice does no harm
+
+    run(once())  # Python's own helper process starts with the first
+    assert eventually(no_threads)
+    before = len(os.listdir("/dev/fd"))
+    run(once())
+    run(once())
+    assert eventually(no_threads)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (EngineConfig(max_model_len=10**9), "max_model_len must be at most"),
+        (EngineConfig(num_blocks=10**9), "num_blocks 1000000000 needs .* this device has"),
+    ],
+)
+def test_a_start_that_fails_says_why_in_one_line(config, reason):
+    with pytest.raises(ModelLoadError, match=reason) as failure:
+        run(start_engine("demo", config))
+    assert "\n" not in str(failure.value)
+    assert eventually(no_threads)
+
+
+def test_a_model_that_is_not_there_leaves_nothing():
+    with pytest.raises(ModelLoadError, match="no such folder"):
+        run(start_engine("/no/such/model", SMALL))
+    assert eventually(no_threads)
+
+
+def test_a_folder_without_a_model_says_so(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nobody_knows"}')
+    with pytest.raises(ModelLoadError) as failure:
+        run(start_engine(str(tmp_path), SMALL))
+    assert "\n" not in str(failure.value)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelLoadError, match=r"config\.json") as failure:
+        run(start_engine(str(tmp_path)))
+    assert "\n" not in str(failure.value)
+
+
+def test_a_start_may_be_cancelled_or_its_process_killed():
+    async def cancelled() -> int:
+        client = EngineClient("demo")
+        starting = asyncio.ensure_future(start_engine())
+        await asyncio.sleep(0.5)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(ModelLoadError, match="has ended by SIGKILL"):
+            await client._ready
+        return client.pid
+
+    assert not is_alive(run(cancelled()))
+    assert eventually(no_threads)
