@@ -49,7 +49,7 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
 
 
 def _num_systems(messages: Sequence[Message]) -> int:
-    return sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
+    return sum(1 for _ in takewhile(lambda message: message.get("role") == "system", messages))
 
 
 async def render(
@@ -61,54 +61,53 @@ async def render(
     """
     facts = engine.facts
     with_checkpoints = to_run and facts.has_states and facts.caches_prefixes
-    return await asyncio.to_thread(
-        render_prompt, engine.tokenizer, facts.name, conversation, with_checkpoints
-    )
+    return await render_prompt(engine.tokenizer, facts.name, conversation, with_checkpoints)
 
 
-def render_prompt(
+async def render_prompt(
     tokenizer: TokenizerWrapper, model: str, conversation: Conversation, with_checkpoints: bool
 ) -> RenderedPrompt:
-    """with_checkpoints: for models with recurrent layers; it costs up to three more renderings."""
-    token_ids = render_chat(
+    """with_checkpoints: for models with recurrent layers.
+
+    Checkpoints are where the prompts of conversations that begin alike part from this one.  Such
+    conversations are rendered too, side by side: text alone does not say what a template does with
+    the messages before.
+    """
+    alike = list(_alike(conversation)) if with_checkpoints else []
+    token_ids, *others = await asyncio.gather(
+        *(asyncio.to_thread(_token_ids, tokenizer, model, c) for c in (conversation, *alike)),
+        return_exceptions=True,
+    )
+    if isinstance(token_ids, BaseException):
+        raise token_ids
+    positions = set()
+    for other in others:
+        if isinstance(other, RequestError):  # templates refuse some conversations
+            continue
+        if isinstance(other, BaseException):
+            raise other
+        # The last common token may be part of a longer one in yet another conversation.
+        positions.add(_num_common(token_ids, other) - 1)
+    return RenderedPrompt(token_ids, tuple(sorted(at for at in positions if at > 0)))
+
+
+def _token_ids(tokenizer: TokenizerWrapper, model: str, conversation: Conversation) -> list[int]:
+    return render_chat(
         tokenizer, model, list(conversation.messages),
         add_generation_prompt=conversation.add_generation_prompt, **conversation.template,
     )  # fmt: skip
-    if not with_checkpoints:
-        return RenderedPrompt(token_ids)
-    return RenderedPrompt(token_ids, _checkpoints(tokenizer, model, conversation, token_ids))
 
 
-def _checkpoints(
-    tokenizer: TokenizerWrapper, model: str, conversation: Conversation, token_ids: list[int]
-) -> tuple[int, ...]:
-    """Where the prompts of conversations that begin alike part from this one, in order.
-
-    Each is found by rendering such a conversation: text alone does not say what a template does
-    with the messages before.
-    """
-    template = {k: v for k, v in conversation.template.items() if k != "continue_final_message"}
-    positions = set()
-    for messages in _alike(conversation):
-        try:
-            other = render_chat(tokenizer, model, messages, add_generation_prompt=False, **template)
-        except RequestError:  # templates refuse some conversations
-            continue
-        # The last common token may be part of a longer one in yet another conversation.
-        positions.add(_num_common(token_ids, other) - 1)
-    return tuple(sorted(position for position in positions if position > 0))
-
-
-def _alike(conversation: Conversation) -> Iterator[list[Message]]:
+def _alike(conversation: Conversation) -> Iterator[Conversation]:
     """Another user behind the same system prompt; another last question; another answer."""
+    template = {k: v for k, v in conversation.template.items() if k != "continue_final_message"}
     messages = list(conversation.messages)
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    num_systems = _num_systems(messages)
-    for end in sorted({num_systems, *users[-1:]}):
+    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    for end in sorted({_num_systems(messages), *users[-1:]}):
         if end:
-            yield [*messages[:end], _OTHER]
+            yield Conversation([*messages[:end], _OTHER], template, add_generation_prompt=False)
     if conversation.add_generation_prompt:
-        yield messages
+        yield Conversation(messages, template, add_generation_prompt=False)
 
 
 def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
