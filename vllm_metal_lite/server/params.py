@@ -96,4 +96,5 @@ def sampling_params(
 
 def _token_id(key: Any) -> Any:
     """JSON's keys are strings."""
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+    is_id = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+    return int(key) if is_id else key

@@ -1,0 +1,350 @@
+"""`/v1/chat/completions`, as the official client sees it, beside the embedded engine."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from tests.support.server_kit import serving
+from vllm_metal_lite import LLM, SamplingParams
+
+ASK = [{"role": "user", "content": "Tell me about a lantern in the rain."}]
+OPTIONS = {"_strict_response_validation": True, "max_retries": 0, "timeout": 60}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", **OPTIONS) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("demo", num_blocks=256, max_num_seqs=8, max_num_batched_tokens=512)
+
+
+def embedded(llm, messages, **options):
+    """The first answer of the embedded engine."""
+    [output] = llm.chat([messages], SamplingParams(**options), use_tqdm=False)
+    return output.outputs[0]
+
+
+def chat(client, messages=ASK, **options):
+    return client.chat.completions.create(model="demo", messages=messages, **options)
+
+
+def test_streamed_or_not_the_text_is_that_of_the_embedded_engine(client, llm):
+    expected = embedded(llm, ASK, temperature=0, max_tokens=24)
+    whole = chat(client, temperature=0, max_tokens=24)
+    assert whole.id.startswith("chatcmpl-")
+    assert (whole.object, whole.model) == ("chat.completion", "demo")
+    [choice] = whole.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == expected.text
+    assert choice.finish_reason == expected.finish_reason
+    assert whole.usage.completion_tokens == len(expected.token_ids)
+
+    chunks = list(chat(client, temperature=0, max_tokens=24, stream=True))
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [chunk.choices[0] for chunk in chunks]
+    assert deltas[0].delta.role == "assistant"
+    assert not any(delta.delta.role for delta in deltas[1:])
+    assert "".join(delta.delta.content for delta in deltas) == expected.text
+    assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + [choice.finish_reason]
+
+
+def test_the_asynchronous_client(running):
+    async def ask():
+        url = f"{running.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", **OPTIONS) as client:
+            stream = await chat(client, max_tokens=8, temperature=0, stream=True)
+            streamed = "".join([chunk.choices[0].delta.content async for chunk in stream])
+            whole = await chat(client, max_tokens=8, temperature=0)
+            return streamed, whole.choices[0].message.content
+
+    streamed, whole = asyncio.run(ask())
+    assert streamed == whole != ""
+
+
+def test_without_max_tokens_an_answer_ends_by_itself_or_with_the_context(client, llm):
+    """A limit beyond the context is no error."""
+    expected = embedded(llm, ASK, temperature=0, max_tokens=None)
+    for options in {}, {"max_tokens": 10**9}:
+        answer = chat(client, temperature=0, **options)
+        assert answer.choices[0].message.content == expected.text
+        assert answer.choices[0].finish_reason == expected.finish_reason
+
+
+def test_max_completion_tokens_wins_over_max_tokens(client):
+    answer = chat(client, max_tokens=9, max_completion_tokens=3)
+    assert answer.usage.completion_tokens == 3
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_usage_in_a_stream_comes_when_asked_for(client):
+    whole = chat(client, temperature=0, max_tokens=5).usage
+    options = {"temperature": 0, "max_tokens": 5, "stream": True}
+    assert not any(chunk.usage for chunk in chat(client, **options))
+
+    *chunks, last = chat(client, **options, stream_options={"include_usage": True})
+    assert not any(chunk.usage for chunk in chunks)
+    assert last.choices == []
+    assert last.usage.prompt_tokens == whole.prompt_tokens
+    assert last.usage.completion_tokens == whole.completion_tokens == 5
+
+    *chunks, last = chat(
+        client,
+        **options,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last.usage.completion_tokens == 5
+
+
+def test_the_second_request_reports_cached_tokens(client):
+    messages = [{"role": "user", "content": "Say hello. " * 20}]
+    first = chat(client, messages, max_tokens=1).usage
+    second = chat(client, messages, max_tokens=1).usage
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens == first.prompt_tokens
+    assert 16 <= second.prompt_tokens_details.cached_tokens < second.prompt_tokens
+
+
+def test_logprobs_are_those_of_the_embedded_engine(client, llm):
+    expected = embedded(llm, ASK, temperature=0, max_tokens=6, logprobs=3)
+    options = {"temperature": 0, "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
+    whole = chat(client, **options).choices[0].logprobs.content
+    assert len(whole) == len(expected.token_ids)
+    for entry, token_id, position in zip(whole, expected.token_ids, expected.logprobs, strict=True):
+        assert entry.token == position[token_id].decoded_token
+        assert bytes(entry.bytes).decode() == entry.token
+        assert entry.logprob == pytest.approx(position[token_id].logprob, abs=1e-5)
+        ranks = sorted(position.values(), key=lambda p: p.rank)
+        assert [top.token for top in entry.top_logprobs] == [p.decoded_token for p in ranks]
+    streamed = [
+        entry
+        for chunk in chat(client, **options, stream=True)
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert [e.token for e in streamed] == [e.token for e in whole]
+
+
+def test_without_top_logprobs_only_the_chosen_token_is_scored(client):
+    [entry] = chat(client, max_tokens=1, logprobs=True).choices[0].logprobs.content
+    assert entry.top_logprobs == []
+    assert chat(client, max_tokens=1).choices[0].logprobs is None
+
+
+def test_a_token_that_is_a_part_of_a_character_shows_its_own_bytes(client, running):
+    """The demo model's vocabulary has bytes."""
+    lead, _ = httpx.post(f"{running.url}/tokenize", json={"prompt": "é"}).json()["tokens"]
+    answer = chat(
+        client, max_tokens=1, temperature=0, logprobs=True, extra_body={"allowed_token_ids": [lead]}
+    )
+    [entry] = answer.choices[0].logprobs.content
+    assert entry.bytes == [0xC3]
+
+
+def test_several_answers_and_a_seed(client):
+    options = {"n": 3, "temperature": 1.5, "seed": 5, "max_tokens": 8}
+    whole = chat(client, **options)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in whole.choices]
+    streamed = ["", "", ""]
+    for chunk in chat(client, **options, stream=True):
+        [choice] = chunk.choices
+        streamed[choice.index] += choice.delta.content
+    assert streamed == texts
+    assert whole.usage.completion_tokens <= 24
+
+
+def test_stop_strings(client, llm):
+    text = embedded(llm, ASK, temperature=0, max_tokens=24).text
+    word = text.split()[3]
+    for options in {"stop": word}, {"stop": ["never written", word]}:
+        whole = chat(client, temperature=0, max_tokens=24, **options).choices[0]
+        assert whole.message.content == text[: text.index(word)]
+        assert whole.finish_reason == "stop"
+        assert whole.model_extra["stop_reason"] == word
+        chunks = list(chat(client, temperature=0, max_tokens=24, stream=True, **options))
+        assert "".join(c.choices[0].delta.content for c in chunks) == whole.message.content
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    shown = chat(
+        client, temperature=0, max_tokens=24, stop=word,
+        extra_body={"include_stop_str_in_output": True},
+    )  # fmt: skip
+    assert shown.choices[0].message.content == text[: text.index(word) + len(word)]
+
+
+def test_every_sampling_parameter_reaches_the_engine(client, llm):
+    first = embedded(llm, ASK, temperature=0, max_tokens=1)
+    for changes in (
+        {"logit_bias": {str(first.token_ids[0]): -100}},
+        {"extra_body": {"bad_words": [first.text]}},
+    ):
+        answer = chat(client, temperature=0, max_tokens=1, **changes)
+        assert answer.choices[0].message.content != first.text
+    extra = {
+        "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "stop_token_ids": [7],
+        "ignore_eos": True, "min_tokens": 4, "skip_special_tokens": False, "priority": 3,
+    }  # fmt: skip
+    options = {
+        "temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+        "seed": 3, "max_tokens": 40,
+    }  # fmt: skip
+    expected = embedded(llm, ASK, **options, **{k: v for k, v in extra.items() if k != "priority"})
+    answer = chat(client, **options, extra_body=extra)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_prompt_logprobs(client):
+    answer = chat(client, max_tokens=1, extra_body={"prompt_logprobs": 1})
+    scored = answer.model_extra["prompt_logprobs"]
+    assert len(scored) == answer.usage.prompt_tokens
+    assert scored[0] is None
+    assert all({"logprob", "rank", "decoded_token"} == set(p) for p in scored[1].values())
+
+
+def test_an_answer_can_go_on_where_the_last_message_ends(client, llm):
+    text = embedded(llm, ASK, temperature=0, max_tokens=12).text
+    begun = [*ASK, {"role": "assistant", "content": text[:20]}]
+    options = {"temperature": 0, "max_tokens": 4}
+    go_on = {"continue_final_message": True}
+    alone = chat(client, begun, **options, extra_body=go_on).choices[0].message.content
+    echoed = chat(client, begun, **options, extra_body={**go_on, "echo": True})
+    assert echoed.choices[0].message.content == text[:20] + alone
+    streamed = chat(client, begun, **options, stream=True, extra_body={**go_on, "echo": True})
+    assert "".join(c.choices[0].delta.content for c in streamed) == text[:20] + alone
+
+
+def test_null_is_not_given(running):
+    body = {"messages": ASK, "model": None, "max_tokens": 2}
+    names = (
+        "stream", "n", "temperature", "top_p", "top_k", "stop", "seed",
+        "logprobs", "top_logprobs", "logit_bias", "tools", "tool_choice", "response_format", "user",
+        "priority", "max_completion_tokens", "chat_template_kwargs", "add_generation_prompt",
+        "echo", "stream_options",
+    )  # fmt: skip
+    answer = httpx.post(
+        f"{running.url}/v1/chat/completions", json={**body, **dict.fromkeys(names)}, timeout=60
+    )
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "words"),
+    [
+        ({"temperature": -1}, "temperature", "must be a number >= 0, got -1"),
+        ({"temperature": "1"}, "temperature", "got '1'"),
+        ({"temperature": True}, "temperature", "got True"),
+        ({"n": 0}, "n", "must be an integer from 1 to 1024, got 0"),
+        ({"n": 1.5}, "n", "got 1.5"),
+        ({"top_p": 2}, "top_p", "at most 1, got 2"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens", "at most max_tokens (2), got 3"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20, got 21"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": 3}, "logprobs", "got 3"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "got {'x': 1}"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias", "vocabulary's size, 2048, got 5000"),
+        ({"stop": ""}, "stop", "non-empty string"),
+        ({"seed": 2**64}, "seed", "64 bits"),
+        ({"priority": "high"}, "priority", "got 'high'"),
+        ({"stream": "yes"}, "stream", "got 'yes'"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not supported with stream"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "not supported, got 'a'"),
+        ({"chat_template_kwargs": {"tokenize": 0}}, "chat_template_kwargs", "tokenize is none"),
+        ({"messages": []}, None, "messages is empty"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role", "got None"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "got 5"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0", "text only, got a part of type 'image_url'",
+        ),
+        ({"messages": "hi"}, "messages", "got 'hi'"),
+        ({"model": "other"}, "model", "`other` does not exist"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field_the_value_and_the_limit(running, changes, param, words):
+    answer = httpx.post(
+        f"{running.url}/v1/chat/completions", json={"messages": ASK, **changes}, timeout=60
+    )
+    assert answer.status_code == (404 if "model" in changes else 400), answer.text
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == param
+
+
+def test_the_client_raises_what_the_field_calls_it(client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, temperature=-2)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="nobody", messages=ASK)
+
+
+def test_a_prompt_beyond_the_context_is_refused_in_the_known_words(client):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 4096") as refused:
+        chat(client, [{"role": "user", "content": "word " * 5000}])
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_harmless_values_of_unsupported_fields(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    answer = chat(
+        client, max_tokens=1, tools=[tool], tool_choice="none", response_format={"type": "text"},
+        modalities=["text"], user="me", store=False, metadata={"a": "b"}, service_tier="auto",
+        extra_body={"something_new": [1]},
+    )  # fmt: skip
+    assert answer.choices
+
+
+def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(client, running):
+    """Only "!" is allowed, and a second one would complete a bad word."""
+    body = {
+        "messages": ASK, "max_tokens": 4, "stream": True,
+        "allowed_token_ids": [5], "bad_words": ["!!"],
+    }  # fmt: skip
+    with httpx.stream(
+        "POST", f"{running.url}/v1/chat/completions", json=body, timeout=60
+    ) as answer:
+        assert answer.status_code == 200
+        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    message = json.loads(events[-2])["error"]["message"]
+    assert message == "no token can be sampled: nothing is left by allowed_token_ids and bad_words"
+    whole = httpx.post(
+        f"{running.url}/v1/chat/completions", json={**body, "stream": False}, timeout=60
+    )
+    assert whole.status_code == 400
+    assert whole.json()["error"]["message"] == message
+
+
+def test_nothing_is_held_at_the_end(client, running):
+    stream = chat(client, stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    chat(client, max_tokens=1)
+
+    async def settled():
+        async with asyncio.timeout(30):
+            while running.server.generations:
+                await asyncio.sleep(0.01)
+
+    asyncio.run_coroutine_threadsafe(settled(), running.loop).result(60)

@@ -1,0 +1,214 @@
+"""`/v1/completions`, as the official client sees it, beside the embedded engine."""
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+
+from tests.support.server_kit import serving
+from vllm_metal_lite import LLM, SamplingParams
+from vllm_metal_lite.server.openai_api.completions import split_prompts
+
+PROMPT = "The lantern in the rain"
+OPTIONS = {"max_retries": 0, "timeout": 60}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    url = f"{running.url}/v1"
+    with openai.OpenAI(
+        base_url=url, api_key="x", _strict_response_validation=True, **OPTIONS
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def lenient(running):
+    """The types of the client allow no finish_reason of null in a stream, and no null for the first
+    token of a prompt.  OpenAI's own server sends both."""
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", **OPTIONS) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("demo", num_blocks=256, max_num_seqs=8, max_num_batched_tokens=512)
+
+
+def embedded(llm, prompt, **options):
+    [output] = llm.generate([prompt], SamplingParams(**options), use_tqdm=False)
+    return output
+
+
+def complete(client, prompt=PROMPT, **options):
+    return client.completions.create(model="demo", prompt=prompt, **options)
+
+
+def joined(stream, count=1):
+    """The texts of a stream's choices."""
+    texts = [""] * count
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    return texts
+
+
+def test_text_or_tokens_streamed_or_not_as_the_embedded_engine(client, lenient, llm):
+    expected = embedded(llm, PROMPT, temperature=0, max_tokens=16)
+    answer = expected.outputs[0]
+    for prompt in PROMPT, expected.prompt_token_ids, [PROMPT], [expected.prompt_token_ids]:
+        whole = complete(client, prompt, temperature=0, max_tokens=16)
+        assert whole.id.startswith("cmpl-")
+        assert (whole.object, whole.model) == ("text_completion", "demo")
+        [choice] = whole.choices
+        assert (choice.text, choice.finish_reason) == (answer.text, answer.finish_reason)
+        assert whole.usage.prompt_tokens == len(expected.prompt_token_ids)
+        assert whole.usage.completion_tokens == len(answer.token_ids)
+    chunks = list(complete(lenient, temperature=0, max_tokens=16, stream=True))
+    assert joined(chunks) == [answer.text]
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + [answer.finish_reason]
+
+
+def test_several_prompts_and_answers(client, lenient):
+    prompts = [PROMPT, "One, two, three", "x = "]
+    alone = [complete(client, prompt, temperature=0, max_tokens=8) for prompt in prompts]
+    num_tokens = 2 * sum(answer.usage.completion_tokens for answer in alone)
+    whole = complete(client, prompts, temperature=0, max_tokens=8, n=2)
+    assert [choice.index for choice in whole.choices] == list(range(6))
+    expected = [answer.choices[0].text for answer in alone for _ in range(2)]
+    assert [choice.text for choice in whole.choices] == expected
+    assert whole.usage.completion_tokens == num_tokens
+    *chunks, last = complete(
+        lenient, prompts, temperature=0, max_tokens=8, n=2, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    assert joined(chunks, 6) == expected
+    assert last.usage.completion_tokens == num_tokens
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_a_seed_gives_the_same_again(client):
+    options = {"temperature": 1.5, "seed": 11, "max_tokens": 8, "n": 2}
+    first = [choice.text for choice in complete(client, **options).choices]
+    assert [choice.text for choice in complete(client, **options).choices] == first
+
+
+def test_echo(client, lenient, llm):
+    ids = embedded(llm, PROMPT, max_tokens=1).prompt_token_ids
+    text = complete(client, temperature=0, max_tokens=4).choices[0].text
+    for prompt in PROMPT, ids:
+        echoed = complete(client, prompt, temperature=0, max_tokens=4, echo=True, n=2)
+        assert [choice.text for choice in echoed.choices] == [PROMPT + text] * 2
+        stream = complete(lenient, prompt, temperature=0, max_tokens=4, echo=True, n=2, stream=True)
+        assert joined(stream, 2) == [PROMPT + text] * 2
+
+
+def test_logprobs(client, lenient, llm):
+    expected = embedded(llm, PROMPT, temperature=0, max_tokens=3, logprobs=2).outputs[0]
+    scores = complete(client, temperature=0, max_tokens=3, logprobs=2).choices[0].logprobs
+    assert len(scores.tokens) == 3
+    assert "".join(scores.tokens) == expected.text
+    assert scores.text_offset == [len("".join(scores.tokens[:i])) for i in range(3)]
+    for i, position in enumerate(expected.logprobs):
+        chosen = position[expected.token_ids[i]]
+        assert scores.token_logprobs[i] == pytest.approx(chosen.logprob, abs=1e-5)
+        assert list(scores.top_logprobs[i]) == [p.decoded_token for p in position.values()]
+    chunks = complete(lenient, temperature=0, max_tokens=3, logprobs=2, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [token for part in parts for token in part.tokens] == scores.tokens
+    assert [offset for part in parts for offset in part.text_offset] == scores.text_offset
+    assert complete(client, max_tokens=1).choices[0].logprobs is None
+
+
+def test_a_prompt_is_scored_without_an_answer(lenient, llm):
+    """As lm-eval asks; max_tokens of 0 is allowed with echo."""
+    output = embedded(llm, PROMPT, temperature=0, max_tokens=1, prompt_logprobs=1)
+    [choice] = complete(lenient, max_tokens=0, echo=True, logprobs=1).choices
+    scores = choice.logprobs
+    assert choice.text == PROMPT == "".join(scores.tokens)
+    assert (scores.token_logprobs[0], scores.top_logprobs[0]) == (None, None)
+    for i, position in enumerate(output.prompt_logprobs[1:], 1):
+        chosen = position[output.prompt_token_ids[i]]
+        assert scores.token_logprobs[i] == pytest.approx(chosen.logprob, abs=1e-5)
+    answer = complete(lenient, temperature=0, max_tokens=1, echo=True, logprobs=1).choices[0]
+    assert answer.logprobs.tokens[:-1] == scores.tokens
+    assert answer.text == PROMPT + answer.logprobs.tokens[-1]
+
+
+def test_prompt_logprobs_and_tokens_as_ids(client, llm):
+    expected = embedded(llm, PROMPT, temperature=0, max_tokens=1)
+    extra = {"prompt_logprobs": 0, "return_tokens_as_token_ids": True}
+    [choice] = complete(client, temperature=0, max_tokens=1, logprobs=0, extra_body=extra).choices
+    assert choice.logprobs.tokens == [f"token_id:{expected.outputs[0].token_ids[0]}"]
+    scored = choice.model_extra["prompt_logprobs"]
+    assert [next(iter(p)) for p in scored[1:]] == [str(t) for t in expected.prompt_token_ids[1:]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "words"),
+    [
+        ({"prompt": None}, "prompt", "got None"),
+        ({"prompt": []}, "prompt", "got []"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"prompt": ["a", 1]}, "prompt.1", "got 1"),
+        ({"prompt": [[1, True]]}, "prompt.0", "got [1, True]"),
+        ({"prompt": [1, 2048]}, "prompt", "token id 2048 is outside the vocabulary of 2048"),
+        ({"prompt": "word " * 5000}, "prompt", "maximum context length is 4096"),
+        ({"prompt": ["a"] * 300}, "prompt", "300 prompts with n=1 are more than the 264"),
+        ({"prompt": ["a", "word " * 5000]}, "prompt", "maximum context length is 4096"),
+        ({"suffix": "x"}, "suffix", "not supported, got 'x'"),
+        ({"best_of": 2}, "best_of", "must equal n (1), got 2"),
+        ({"logprobs": 21}, "logprobs", "from 0 to 20, got 21"),
+        ({"logprobs": True}, "logprobs", "got True"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
+        ({"temperature": []}, "temperature", "got []"),
+    ],
+)
+def test_errors_name_the_field_the_value_and_the_limit(running, changes, param, words):
+    answer = httpx.post(
+        f"{running.url}/v1/completions", json={"prompt": PROMPT, **changes}, timeout=60
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == param
+
+
+def test_a_stream_of_several_prompts_that_is_closed_holds_nothing(lenient, running):
+    options = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+    stream = complete(lenient, [PROMPT, "x = ", "y"], stream=True, **options)
+    next(iter(stream))
+    stream.close()
+
+    async def settled():
+        async with asyncio.timeout(30):
+            while running.server.generations:
+                await asyncio.sleep(0.01)
+
+    asyncio.run_coroutine_threadsafe(settled(), running.loop).result(60)
+
+
+def test_one_error_among_several_prompts_ends_the_stream(running):
+    """Only "!" is allowed, and a second one would complete a bad word."""
+    body = {
+        "prompt": [PROMPT, "x = "], "stream": True, "max_tokens": 9,
+        "allowed_token_ids": [5], "bad_words": ["!!"],
+    }  # fmt: skip
+    answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+    *_, last, done, end = answer.text.split("\n\n")
+    assert "no token can be sampled" in last
+    assert (done, end) == ("data: [DONE]", "")
+
+
+def test_prompts_are_told_apart():
+    assert split_prompts("a") == ["a"]
+    assert split_prompts([1, 2]) == [[1, 2]]
+    assert split_prompts(["a", [1]]) == ["a", [1]]

@@ -1,0 +1,103 @@
+"""OpenAI's messages as chat templates get them."""
+
+import pytest
+
+from vllm_metal_lite.sampling_params import SAMPLING_RULES
+from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest
+from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields, chat_messages
+from vllm_metal_lite.server.openai_api.completions import CompletionRequest
+from vllm_metal_lite.server.openai_api.logprobs import TokenNames
+
+USER = {"role": "user", "content": "hi"}
+
+
+def test_developers_are_systems_and_those_at_the_front_become_one():
+    assert chat_messages(
+        [
+            {"role": "developer", "content": "a"},
+            {"role": "system", "content": [{"type": "text", "text": "b"}]},
+            USER,
+            {"role": "developer", "content": "c"},
+        ]
+    ) == [{"role": "system", "content": "a\n\nb"}, USER, {"role": "system", "content": "c"}]
+
+
+def test_a_single_system_message_keeps_its_fields():
+    message = {"role": "system", "content": "a", "name": "boss"}
+    assert chat_messages([message, USER]) == [message, USER]
+
+
+def test_calls_of_tools_and_their_results():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "ok"}
+    rendered = chat_messages(
+        [{"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}, result]
+    )
+    function = {"name": "f", "arguments": {"x": [1]}}
+    assert rendered == [
+        {"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]},
+        result,
+    ]
+
+
+def test_the_older_form_of_a_call():
+    old = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
+    call, result = chat_messages([old, {"role": "function", "name": "f", "content": "ok"}])
+    function = {"name": "f", "arguments": {}}
+    assert call["tool_calls"] == [{"type": "function", "function": function}]
+    assert "function_call" not in call
+    assert result == {"role": "tool", "name": "f", "content": "ok"}
+
+
+def test_arguments_that_are_not_json_stay_as_they_are():
+    call = {"function": {"name": "f", "arguments": '{"x": '}}
+    [message] = chat_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"x": '
+
+
+@pytest.mark.parametrize("calls", [5, [5], [{}], [{"function": {"name": 1}}]])
+def test_calls_that_are_none(calls):
+    with pytest.raises(ApiError) as refused:
+        chat_messages([{"role": "assistant", "tool_calls": calls}])
+    assert refused.value.param.startswith("messages.0.tool_calls")
+
+
+def test_variables_of_the_template():
+    fields = ConversationFields(
+        chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low", documents=[{}]
+    )
+    conversation = fields.conversation([USER])
+    assert conversation.template == {
+        "enable_thinking": False, "reasoning_effort": "low", "documents": [{}]
+    }  # fmt: skip
+    assert conversation.add_generation_prompt
+
+
+def test_a_final_message_goes_on_without_a_generation_prompt():
+    conversation = ConversationFields(continue_final_message=True).conversation([USER])
+    assert conversation.template == {"continue_final_message": True}
+    assert not conversation.add_generation_prompt
+    both = ConversationFields(continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(ApiError, match="cannot both be true"):
+        both.conversation([USER])
+
+
+@pytest.mark.parametrize("body", [ChatCompletionRequest, CompletionRequest])
+def test_every_sampling_parameter_is_a_field(body):
+    assert SAMPLING_RULES.keys() <= body.model_fields.keys()
+
+
+def test_bytes_of_tokens_that_are_parts_of_characters():
+    class Tokenizer:
+        def convert_ids_to_tokens(self, token_id):
+            return {1: "<0xE2>", 2: "Ãĥ", 3: "\ufffd"}[token_id]
+
+    from vllm_metal_lite.outputs import Logprob
+
+    names = TokenNames(Tokenizer())
+    broken = Logprob(0.0, 1, "\ufffd")
+    assert names.bytes(1, broken) == [0xE2]
+    assert names.bytes(2, broken) == [0xC3, 0x83]
+    assert names.bytes(3, broken) == list("\ufffd".encode())
+    assert names.bytes(4, Logprob(0.0, 1, "é")) == list("é".encode())

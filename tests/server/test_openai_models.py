@@ -1,0 +1,74 @@
+"""`/v1/models`, `/tokenize` and `/detokenize`."""
+
+import httpx
+import openai
+import pytest
+
+from tests.support.server_kit import serving
+from vllm_metal_lite.server.models import ModelSpec
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving([ModelSpec("tiny/demo", "demo")]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(running):
+    with httpx.Client(base_url=running.url, timeout=60) as http:
+        yield http
+
+
+def test_the_models_and_one_of_them(running):
+    with openai.OpenAI(
+        base_url=f"{running.url}/v1", api_key="x", _strict_response_validation=True, max_retries=0
+    ) as client:
+        [model] = client.models.list().data
+        assert model == client.models.retrieve("tiny/demo")
+        assert (model.id, model.object) == ("tiny/demo", "model")
+        extra = model.model_extra
+        assert extra["max_model_len"] == extra["context_length"] == 4096
+        assert extra["root"] == "demo"
+        with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+            client.models.retrieve("other")
+        answer = client.completions.create(model="tiny/demo", prompt="x", max_tokens=1)
+        assert answer.model == "tiny/demo"
+
+
+def test_text_to_tokens_and_back(http):
+    reply = http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True}).json()
+    assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
+    assert reply["max_model_len"] == 4096
+    assert http.post("/detokenize", json={"tokens": reply["tokens"]}).json() == {"prompt": "héllo"}
+    assert http.post("/tokenize", json={"prompt": "héllo"}).json()["token_strs"] is None
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+
+
+def test_a_conversation_has_as_many_tokens_as_its_chat_says(http):
+    chat = http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1}).json()
+    whole = http.post("/tokenize", json={"messages": HI}).json()
+    assert whole["count"] == chat["usage"]["prompt_tokens"]
+    short = http.post("/tokenize", json={"messages": HI, "add_generation_prompt": False}).json()
+    assert whole["tokens"][: short["count"]] == short["tokens"] != whole["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {}, "prompt or messages must be given"),
+        ("/tokenize", {"prompt": "x", "messages": HI}, "and not both"),
+        ("/tokenize", {"prompt": 5}, "got 5"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [2048]}, "token id 2048 is outside the vocabulary of 2048"),
+        ("/detokenize", {"tokens": [-1]}, "token id -1 is outside"),
+        ("/detokenize", {"tokens": "x"}, "got 'x'"),
+    ],
+)
+def test_errors(http, path, body, words):
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
