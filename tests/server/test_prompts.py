@@ -79,6 +79,22 @@ def test_an_answer_to_be_gone_on_with(tokenizer):
     assert len(shown(tokenizer, prompt)) == 1  # no user is before the system prompt
 
 
+def test_a_template_that_thinks(tokenizer):
+    """The next turn's prompt has no thoughts, so it parts from this one before they begin."""
+    tokenizer._tokenizer.chat_template = (
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{{ raise_exception('no user') }}{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'assistant' and loop.last %}<think>{% endif %}{{ m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    )
+    system, question, end = shown(tokenizer, render(tokenizer, SYSTEM, user("a"), assistant("b"),
+                                                    user("c d")))  # fmt: skip
+    assert system.endswith("<|end|>")
+    assert question.endswith("<|assistant|>b<|end|>")
+    assert end.endswith("<|user|>c d")
+
+
 def test_a_template_that_refuses_other_conversations_costs_checkpoints_only(tokenizer):
     tokenizer._tokenizer.chat_template = (
         "{% if messages | length != 3 %}{{ raise_exception('three') }}{% endif %}"
