@@ -30,6 +30,11 @@ def kv_bits() -> str | None:
     return os.environ.get("METAL_LITE_KV_BITS")
 
 
+def api_key() -> str | None:
+    """METAL_LITE_API_KEY: the key that the server asks for; None or empty: none."""
+    return os.environ.get("METAL_LITE_API_KEY") or None
+
+
 def cache_folder() -> Path:
     """XDG_CACHE_HOME: its folder `vllm_metal_lite` keeps findings about the kernels and the device,
     across processes."""

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import uvicorn
-
 from vllm_metal_lite import EngineConfig
-from vllm_metal_lite.server.app import make_app
 from vllm_metal_lite.server.models import Models, ModelSpec
+from vllm_metal_lite.server.run import Stopping, serve
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
 
@@ -35,28 +33,17 @@ def serving(
     """A server that is up, by default with the demo model."""
     specs = specs or [ModelSpec("demo", "demo")]
     config = config or ServerConfig(port=0)
-    up, running, errors = threading.Event(), [], []
+    up, ready, errors = threading.Event(), [], []
 
     async def main() -> None:
-        models = Models(specs, engine)
-        await models.start()
-        try:
-            server = Server(config, models)
-            options = uvicorn.Config(
-                make_app(server), host=config.host, port=config.port, log_level="warning"
-            )
-            http = uvicorn.Server(options)
-            serve = asyncio.ensure_future(http.serve())
-            while not http.started and not serve.done():
-                await asyncio.sleep(0.01)
-            host, port = http.servers[0].sockets[0].getsockname()[:2]
-            running.append(
-                (Running(f"http://{host}:{port}", server, asyncio.get_running_loop()), http)
-            )
+        stopping = Stopping()
+
+        def on_ready(server: Server, url: str) -> None:
+            loop = asyncio.get_running_loop()
+            ready.append((Running(url, server, loop), stopping))
             up.set()
-            await serve
-        finally:
-            await models.stop()
+
+        await serve(config, Models(specs, engine), stopping, on_ready)
 
     def run() -> None:
         try:
@@ -71,9 +58,11 @@ def serving(
     assert up.wait(120), "the server does not start"
     if errors:
         raise errors[0]
+    running, stopping = ready[0]
     try:
-        yield running[0][0]
+        yield running
     finally:
-        running[0][1].should_exit = True
+        running.loop.call_soon_threadsafe(stopping.ask)
+        running.loop.call_soon_threadsafe(stopping.ask)
         thread.join(60)
         assert not thread.is_alive(), "the server does not stop"

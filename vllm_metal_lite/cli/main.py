@@ -9,6 +9,8 @@ import sys
 from argparse import HelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli import log, options
@@ -19,6 +21,7 @@ _EXAMPLES = """\
 examples:
   vllm-metal-lite chat                                 the demo, no download
   vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit   from the Hugging Face Hub
+  vllm-metal-lite serve --open                         a server, and its page
   vllm-metal-lite generate prompts.jsonl -o answers.jsonl
   vllm-metal-lite doctor                               is this machine all right?
   vllm-metal-lite bench --compare                      how fast is it, beside mlx-lm?
@@ -29,6 +32,13 @@ examples:
   vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit --system "Be brief."
   vllm-metal-lite chat ~/models/my-model --temperature 0 --max-model-len 8192
   echo "My name is Ada. What is my name?" | vllm-metal-lite chat
+"""
+_SERVE_EXAMPLES = """\
+examples:
+  vllm-metal-lite serve --open
+  vllm-metal-lite serve mlx-community/Qwen3-4B-4bit --port 9000 --max-model-len 32768
+  vllm-metal-lite serve --model big=~/models/big --model small=~/models/small --pin small
+  METAL_LITE_API_KEY=secret vllm-metal-lite serve ~/models/mine --host 0.0.0.0
 """
 _GENERATE_NOTES = """\
 Each line of the input is a JSON object with one of
@@ -66,6 +76,18 @@ examples:
   vllm-metal-lite doctor --tune                        for speed: a minute or two, once
 """
 
+
+_MODELS = (
+    "List the models in the Hugging Face cache (HF_HUB_CACHE) and in folders: whether each is "
+    "supported, how it would run, and how much context fits in this machine's memory.  Reads no "
+    "weights and downloads nothing."
+)
+_MODELS_EXAMPLES = """\
+examples:
+  vllm-metal-lite models
+  vllm-metal-lite models ~/models ~/.lmstudio/models
+  vllm-metal-lite models --json | jq '.models[] | select(.supported) | .name'
+"""
 
 _BENCH_NOTES = """\
 Prompts are random tokens; decoding is greedy, and the end of sequence is ignored.
@@ -156,6 +178,9 @@ def _parser() -> options.Parser:
     # A conversation needs one seat, and seats determine the size of the store.
     options.add_engine_options(chat, max_num_seqs=1)
 
+    if find_spec("vllm_metal_lite.server") is not None:  # a room that can be taken away
+        _add_serve(commands)
+
     generate = commands.add_parser(
         "generate",
         help="answer a file of prompts",
@@ -193,6 +218,18 @@ def _parser() -> options.Parser:
     options.add_bench_options(bench)
     options.add_engine_options(bench, max_num_seqs=32)
 
+    models = commands.add_parser(
+        "models",
+        help="list the models on this machine",
+        description=_MODELS,
+        epilog=_MODELS_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    models.add_argument(
+        "folders", nargs="*", metavar="FOLDER", help="also look in this folder, 3 levels deep"
+    )
+    models.add_argument("--json", action="store_true", help="print everything known, as JSON")
+
     doctor = commands.add_parser(
         "doctor",
         help="check this machine",
@@ -222,6 +259,25 @@ def _parser() -> options.Parser:
     )
     doctor.add_argument("--reset", action="store_true", help="with --tune: remove what was kept")
     return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve models over HTTP",
+        description="Serve models over HTTP: the API of OpenAI and of Anthropic, and a page with a "
+        "chat and a view of the engine.  Needs pip install 'vllm-metal-lite[serve]'.",
+        epilog=_SERVE_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    serve.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="'demo' (default), a folder, or a Hugging Face name",
+    )
+    options.add_server_options(serve)
+    options.add_engine_options(serve, max_num_seqs=32)
 
 
 def _fail(message: str, code: int) -> int:

@@ -125,6 +125,53 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         raise UsageError(e.spelled(engine_flag)) from None
 
 
+# field of ServerConfig, metavar, help
+_SERVER = (
+    ("host", "ADDRESS", "address to listen on; another than loopback needs an API key"),
+    ("port", "N", "port to listen on; 0: any that is free"),
+    ("api_key", "KEY", "key that requests must send (default: METAL_LITE_API_KEY, or none)"),
+    ("max_body_mib", "N", "largest request in MiB"),
+    ("max_waiting", "N", "requests that may wait for a seat; more get 503"),
+    ("drain", "S", "seconds that running requests get at the end"),
+    ("keep_alive", "S", "seconds without a token, after which a stream gets a sign of life"),
+    ("memory_budget_gib", "N", "GiB for all models together (default: what is safe)"),
+)
+_TEXTS = ("host", "api_key")
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `serve`."""
+    from vllm_metal_lite.server.settings import ServerConfig
+
+    parser.add_argument(
+        "--model", dest="models", action="append", metavar="[NAME=]MODEL",
+        help="one more model, loaded when a request names it; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pin", action="append", metavar="NAME",
+        help="load this model at the start, and never unload it; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--served-model-name", metavar="NAME", help="what requests call MODEL")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_argument("--log-requests", action="store_true", help="print a line a request")
+    group = parser.add_argument_group("server options")
+    defaults = ServerConfig()
+    for field, metavar, text in _SERVER:
+        default = getattr(defaults, field)
+        if default is not None:
+            text = f"{text} (default: {default})"
+        kind = str if field in _TEXTS else _value
+        group.add_argument(flag(field), type=kind, metavar=metavar, help=text, default=default)
+    group.add_argument(
+        "--allowed-host", dest="allowed_hosts", action="append", metavar="NAME",
+        help="also accept this name in the Host header; repeatable",
+    )  # fmt: skip
+    group.add_argument(
+        "--allowed-origin", dest="allowed_origins", action="append", metavar="ORIGIN",
+        help="web pages of this origin may call the server; *: any; repeatable",
+    )  # fmt: skip
+
+
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench`."""
     parser.add_argument(

@@ -9,9 +9,11 @@
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
+import numpy as np
 
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
@@ -20,7 +22,7 @@ from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import PackedModel
-from vllm_metal_lite.model.trial import BLOCK, Trial
+from vllm_metal_lite.model.trial import BLOCK, LENGTHS, Problem, Trial, built_steps, failure
 from vllm_metal_lite.model.usage import Usage
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 
@@ -57,12 +59,16 @@ class _ObserverStep(ReferenceStepAttention):
 
 
 class Fit(NamedTuple):
-    """packed: the model, ready for packed steps.  The rest is what it asks of the seam."""
+    """packed: the model, ready for packed steps.  shapes to usage: what it asks of the seam.
+
+    is_unexpected: an earlier form failed for a reason that is not how the model is written.
+    """
 
     packed: PackedModel
     shapes: list[AttentionShape]
     recurrences: list[RecurrentShape]
     usage: Usage
+    is_unexpected: bool = False
 
 
 def fit(model: nn.Module, layout: Layout, model_type: str) -> Fit:
@@ -75,6 +81,34 @@ def fit(model: nn.Module, layout: Layout, model_type: str) -> Fit:
         trial = Trial(model, layout.vocab_size)
     except Exception as e:
         raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
+    fitted = _choose(model, layout, model_type, trial.problem)
+    if (reason := fitted.packed.by_segment) is not None:
+        _warn_by_segment(reason, model_type, fitted.is_unexpected)
+    return fitted
+
+
+def foresee(model: nn.Module, layout: Layout, model_type: str) -> Fit:
+    """As `fit`, by the model's code alone: graphs are built and not evaluated, so no weight is
+    read.  `fit` may still choose a later form, or refuse, for logits that differ."""
+    return _choose(model, layout, model_type, _problem_of_code)
+
+
+def _problem_of_code(packed: PackedModel, attention: ReferenceAttention) -> Problem | None:
+    try:
+        for _ in built_steps(packed, attention, [np.zeros(n, np.int32) for n in LENGTHS]):
+            pass
+    except Exception as e:
+        return failure(e)
+    return None
+
+
+def _choose(
+    model: nn.Module,
+    layout: Layout,
+    model_type: str,
+    problem_of: Callable[[PackedModel, ReferenceAttention], Problem | None],
+) -> Fit:
+    """The first form without a problem; ModelLoadError if all have one."""
     last = None  # the problem of the previous form
     forms = ("packed", *(("in sequences",) if layout.states else ()), "by segment")
     for form in forms:
@@ -88,17 +122,16 @@ def fit(model: nn.Module, layout: Layout, model_type: str) -> Fit:
         attention = _Observer(PagedStore(layout.specs, 4, BLOCK, states=packed.state_pool(2)))
         usage = Usage()
         with usage.watching():
-            problem = trial.problem(packed, attention)
+            problem = problem_of(packed, attention)
         if problem is None:
-            if packed.by_segment:
-                _warn_by_segment(packed.by_segment, model_type, last and last.is_unexpected)
-            return Fit(packed, list(attention.shapes), list(attention.recurrences), usage)
+            shapes, recurrences = list(attention.shapes), list(attention.recurrences)
+            return Fit(packed, shapes, recurrences, usage, last is not None and last.is_unexpected)
         last = problem
     assert last is not None
     raise ModelLoadError(f"the architecture {model_type} is not supported: {last.text}")
 
 
-def _warn_by_segment(reason: str, model_type: str, is_unexpected: bool | None) -> None:
+def _warn_by_segment(reason: str, model_type: str, is_unexpected: bool) -> None:
     advice = "Please report this: such a model could be packed."
     if not is_unexpected:
         advice = "Its answers are right. docs/models.md lists the architectures that run packed."

@@ -5,13 +5,14 @@ A name is "demo" (shipped in the package), a local folder, or a Hugging Face rep
 
 import json
 import re
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_map, tree_unflatten
 from mlx_lm.models import activations
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,8 +32,8 @@ from vllm_metal_lite.errors import (
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
-from vllm_metal_lite.model.fit import fit
-from vllm_metal_lite.model.layout import inspect
+from vllm_metal_lite.model.fit import Fit, fit, foresee
+from vllm_metal_lite.model.layout import Layout, inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.usage import Usage, plain_weights
@@ -139,18 +140,51 @@ def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> Loa
     expanded, because MLX's CPU backend is fast only in float32.
     """
     path, name = find(name), str(name)
-    config = _read_config(path)
+    with _explained(name, path, trust_remote_code):
+        model, tokenizer, config = _unevaluated(name, path, dtype, trust_remote_code)
+        mx.eval(model.parameters())
+        return from_model(model, tokenizer, config, name=name, path=path)
+
+
+def preview(
+    path: Path, name: str, dtype: str = "auto", trust_remote_code: bool = False
+) -> LoadedModel:
+    """The model of a folder, without its weights; raises as `load` does.
+
+    Of the files of weights, only the headers are read: names, shapes and dtypes.  Zeros that take
+    no memory stand for the weights.  The form is `foresee`'s.
+    """
+    with _explained(name, path, trust_remote_code):
+        model, tokenizer, config = _unevaluated(name, path, dtype, trust_remote_code)
+        model.update(
+            tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())
+        )
+        return from_model(model, tokenizer, config, name=name, path=path, fit=foresee)
+
+
+def _unevaluated(
+    name: str, path: Path, dtype: str, trust_remote_code: bool
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+    tokenizer = _load_tokenizer(name, path, config, trust_remote_code)
+    if not len(tokenizer):
+        raise ModelLoadError("it has no tokenizer")
+    _convert(model, dtype)
+    return model, tokenizer, config
+
+
+@contextmanager
+def _explained(name: str, path: Path, trust_remote_code: bool) -> Iterator[None]:
+    """Load a model inside of the block: every failure is a ModelLoadError of one line.
+
+    A folder that cannot be loaded is refused before the block.
+    """
+    config = read_config(path)
     _refuse_untrusted(name, str(config.get("model_type")))
     if config.get("model_file") and not trust_remote_code:
         raise _remote_code_error(name, "architecture", path)
     try:
-        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
-        tokenizer = _load_tokenizer(name, path, config, trust_remote_code)
-        _convert(model, dtype)
-        mx.eval(model.parameters())
-        if not len(tokenizer):
-            raise ModelLoadError("it has no tokenizer")
-        return from_model(model, tokenizer, config, name=name, path=path)
+        yield
     except RemoteCodeError:
         raise
     except (Exception, SystemExit) as e:  # a broken folder can make the libraries raise anything
@@ -161,7 +195,7 @@ def load_tokenizer_only(name: str, trust_remote_code: bool = False) -> Tokenizer
     """The tokenizer of a model, without its weights; every failure is a ModelLoadError."""
     path, name = find(name), str(name)
     try:
-        return _load_tokenizer(name, path, _read_config(path), trust_remote_code)
+        return _load_tokenizer(name, path, read_config(path), trust_remote_code)
     except ModelLoadError:
         raise
     except (Exception, SystemExit) as e:
@@ -197,8 +231,12 @@ def from_model(
     config: dict[str, Any],
     name: str,
     path: Path | None = None,
+    fit: Callable[[nn.Module, Layout, str], Fit] = fit,
 ) -> LoadedModel:
-    """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it."""
+    """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
+
+    fit: chooses the packed form.
+    """
     model_type = str(config.get("model_type"))
     _refuse_untrusted(name, model_type)
     num_parameters = sum(w.size for w in backend.leaves(model.parameters()))
@@ -294,7 +332,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model's folder; ModelLoadError if it is none, or if files are missing."""
     if not (path / "config.json").is_file():
         raise ModelLoadError(f"{path}: not a model folder: it has no config.json")
     _refuse_pointers(path)

@@ -9,6 +9,7 @@ chunked rows just as often.
 """
 
 import traceback
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -92,30 +93,48 @@ class Draw:
         self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
     ) -> list[Row]:
         """Run the steps through a packed model.  attention: over a store of 4 blocks."""
-        size = attention.store.block_size
-        inputs = InputBatch(2, 2 * size, size, len(attention.store.num_blocks))
-        seats = np.array([inputs.add(s, len(s)) for s in self.sequences])
-        for seat in seats:
-            inputs.append_blocks(seat, [2 * seat + 1, 2 * seat])
         rows: list[Row] = []
-        state = attention.new_state()
-        for computed, scheduled in STEPS:
-            counts = np.array(scheduled)
-            now = counts > 0
-            batch = inputs.pack(seats[now], np.array(computed)[now], counts[now])
-            step = attention.prepare(batch, batch.num_tokens)
-            bound = attention.begin(step, state)
-            logits = packed(bound, mx.arange(batch.num_tokens), fusion).astype(mx.float32)
-            state = bound.state
+        for computed, scheduled, logits, state in built_steps(
+            packed, attention, self.sequences, fusion
+        ):
+            logits = logits.astype(mx.float32)
             mx.eval(logits, state, attention.store.states.arrays)
             got = iter(np.array(logits))
             for request, (start, count) in enumerate(zip(computed, scheduled, strict=True)):
                 kind = "prompt" if start == 0 else "chunk" if count > 1 else "decode"
-                kind = "one row" if batch.num_tokens == 1 else kind
+                kind = "one row" if len(logits) == 1 else kind
                 for position in range(start, start + count):
                     error = _distance(next(got), self.own[request][position])
                     rows.append(Row(kind, error, request, position))
         return rows
+
+
+def built_steps(
+    packed: PackedModel,
+    attention: Attention,
+    sequences: Sequence[np.ndarray],
+    fusion: Fusion = NO_FUSION,
+) -> Iterator[tuple[Sequence[int], Sequence[int], mx.array, list[mx.array]]]:
+    """STEPS over the tokens of two requests: the graphs, unevaluated.
+
+    attention: over a store of 4 blocks.  Yields each step's computed tokens, scheduled tokens,
+    logits (rows, V) and the attention's state.
+    """
+    size = attention.store.block_size
+    inputs = InputBatch(2, 2 * size, size, len(attention.store.num_blocks))
+    seats = np.array([inputs.add(s, len(s)) for s in sequences])
+    for seat in seats:
+        inputs.append_blocks(seat, [2 * seat + 1, 2 * seat])
+    state = attention.new_state()
+    for computed, scheduled in STEPS:
+        counts = np.array(scheduled)
+        now = counts > 0
+        batch = inputs.pack(seats[now], np.array(computed)[now], counts[now])
+        step = attention.prepare(batch, batch.num_tokens)
+        bound = attention.begin(step, state)
+        logits = packed(bound, mx.arange(batch.num_tokens), fusion)
+        state = bound.state
+        yield computed, scheduled, logits, state
 
 
 class Trial:
@@ -151,7 +170,7 @@ class Trial:
             except KernelError:  # only under `one_by_one`, which asks for the kernel
                 raise
             except Exception as e:
-                return Problem(f"{type(e).__name__}: {one_line(e)}", _is_unexpected(e))
+                return failure(e)
             shares = {kind: _share_beyond(errors[kind], noise[kind]) for kind in errors}
             most = max(np.max(n) for n in noise.values())
             is_close = not self._exact or worst <= _EXACT_LIMIT + _WORST * most
@@ -170,6 +189,11 @@ class Trial:
         if number == len(self._draws):
             self._draws.append(Draw(self._model, self._vocab_size, number))
         return self._draws[number]
+
+
+def failure(e: Exception) -> Problem:
+    """An exception while steps are built or run, as a Problem."""
+    return Problem(f"{type(e).__name__}: {one_line(e)}", _is_unexpected(e))
 
 
 def _share_beyond(errors: list[float], noise: list[np.ndarray]) -> float:

@@ -3,7 +3,7 @@
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,8 +47,14 @@ class StoreSize(NamedTuple):
     num_state_slots: int
 
 
-def size_store(model: LoadedModel, config: EngineConfig) -> StoreSize:
+def size_store(
+    model: LoadedModel,
+    config: EngineConfig,
+    peak_of: Callable[[LoadedModel, EngineConfig, int], int] | None = None,
+) -> StoreSize:
     """How much the store holds.
+
+    peak_of: the bytes of a full step; None: `step_peak_bytes`.
 
     config.num_blocks, if given, sizes the first group; the other groups get the most they can need.
     Raises OutOfMemoryError, with the sum, if the device is too small.  Raises ConfigError if
@@ -86,7 +92,13 @@ def size_store(model: LoadedModel, config: EngineConfig) -> StoreSize:
                 f"{_states(model, config, slots)}; this device has {_gib(limit)}",
             )
     else:
-        groups, slots = _fitting_groups(model, config, max_model_len, limit)
+        groups, slots = _fitting_groups(
+            model,
+            config,
+            max_model_len,
+            limit,
+            (peak_of or step_peak_bytes)(model, config, max_model_len),
+        )
     capacity, num_blocks = min((_capacity(g, config.block_size), g.num_blocks) for g in groups)
     if capacity < max_model_len:
         if wanted is not None:
@@ -163,7 +175,7 @@ def _beside(num_blocks: int, group: KVGroup, config: EngineConfig, max_model_len
 
 
 def _fitting_groups(
-    model: LoadedModel, config: EngineConfig, max_model_len: int, limit: int
+    model: LoadedModel, config: EngineConfig, max_model_len: int, limit: int, peak: int
 ) -> tuple[list[KVGroup], int]:
     """The KV groups and the state slots that fit."""
     first, *others = kv_groups(model.kv_specs)
@@ -177,7 +189,6 @@ def _fitting_groups(
         return store_bytes(model, groups(num_blocks), config.block_size)
 
     fraction = config.memory_fraction or profile().memory_fraction
-    peak = step_peak_bytes(model, config, max_model_len)
     left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
     slots = state_slots(model, config, left, _most_owned(first, config, max_model_len))
     left -= _beside_seats(slots, config) * model.state_bytes

@@ -61,6 +61,10 @@ class BlockPool:
     def num_owned(self) -> int:
         return self.num_blocks - self.num_available
 
+    def cached_blocks(self) -> list[int]:
+        """The ids of all cached blocks, least recently used first."""
+        return list(self._cached)
+
     def is_owned(self, block_id: int) -> bool:
         return self._ref[block_id] > 0
 

@@ -78,6 +78,16 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def running(self) -> list[Request]:
+        """The requests that have a seat."""
+        return [*self._partials, *self._decodes]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The queue, in order."""
+        return list(self._waiting)
+
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 

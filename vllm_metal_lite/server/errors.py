@@ -120,3 +120,8 @@ def anthropic_shape(e: ApiError) -> dict[str, Any]:
 
 def error_response(e: ApiError, shape: Shape) -> JSONResponse:
     return JSONResponse(shape(e), e.status, e.headers)
+
+
+def shape_for(path: str) -> Shape:
+    """The shape of errors below a path."""
+    return anthropic_shape if path.startswith("/v1/messages") else openai_shape

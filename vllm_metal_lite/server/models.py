@@ -1,52 +1,303 @@
-"""The models that a server has, by name."""
+"""The models that a server has, by name, within a budget of memory.
 
-from collections.abc import AsyncIterator
+The first model and the pinned ones are loaded from the start, others when a request names them.  If
+memory is short, models are unloaded, the least recently used first: those without a request at
+once, others as soon as their requests have ended.  A model that has to go gets no new requests, so
+no model waits for ever; its later requests load it again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from vllm_metal_lite import backend
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line
+from vllm_metal_lite.model.loader import find
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.worker.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+# A model needs more than its weights: K and V, states, and what a step computes.
+_WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
+_BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """name: what requests call the model.  source: "demo", a folder or a Hugging Face name."""
+    """name: what requests call the model.  source: "demo", a folder or a Hugging Face name.
+    pinned: loaded from the start, and never unloaded."""
 
     name: str
     source: str
     pinned: bool = False
 
 
-class Models:
-    """Loads models and hands out their engines.  Use from one event loop."""
+@dataclass(eq=False)
+class _Loaded:
+    """An engine.  size: bytes it may use.  users: requests that hold it.  going: takes no more."""
 
-    def __init__(self, specs: list[ModelSpec], config: EngineConfig) -> None:
+    client: EngineClient
+    size: int
+    last_used: float
+    users: int = 0
+    going: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return not self.client.ended.is_set()
+
+
+class Model:
+    """A model's state, to look at only."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.engine: _Loaded | None = None
+        self.loading: asyncio.Task[None] | None = None
+        self.waiters: list[asyncio.Future[_Loaded]] = []
+        self.failure: str | None = None  # of the last try
+        self.failed_at = float("-inf")
+
+    @property
+    def client(self) -> EngineClient | None:
+        return self.engine.client if self.engine is not None and self.engine.alive else None
+
+    @property
+    def is_loading(self) -> bool:
+        return self.loading is not None and not self.loading.done()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for the model."""
+        return any(not waiter.done() for waiter in self.waiters)
+
+    @property
+    def state(self) -> str:
+        """One of "loaded", "loading", "failed" and "unloaded"."""
+        if self.client is not None:
+            return "loaded"
+        if self.is_loading:
+            return "loading"
+        return "unloaded" if self.error is None else "failed"
+
+    @property
+    def error(self) -> str | None:
+        """Why the model failed to load, or its engine ended; None if nothing went wrong since."""
+        if self.engine is not None and not self.engine.alive:
+            return self.engine.client.why_ended
+        return self.failure
+
+
+Starter = Callable[[str, EngineConfig], Awaitable[EngineClient]]
+
+
+class Models:
+    """Loads and unloads models, and hands out their engines.  Use from one event loop.
+
+    budget_gib: memory for all models together; None: what is safe on the device.
+    start: makes an engine.  weight_bytes: size of a model's weight files.
+    Raises ConfigError if the budget exceeds the device's memory.
+    """
+
+    def __init__(
+        self,
+        specs: list[ModelSpec],
+        config: EngineConfig,
+        budget_gib: float | None = None,
+        *,
+        start: Starter = EngineClient.start,
+        weight_bytes: Callable[[str], int] | None = None,
+        memory: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.specs = {spec.name: spec for spec in specs}
+        if len(self.specs) != len(specs):
+            names = [spec.name for spec in specs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"two models have the name {twice!r}")
         self.config = config
-        self.loaded: dict[str, EngineClient] = {}
+        self.models = {spec.name: Model(spec) for spec in specs}
+        self._memory = memory or backend.memory_limit()
+        fraction = config.memory_fraction or profile().memory_fraction
+        self.budget = int(self._memory * fraction if budget_gib is None else budget_gib * _GIB)
+        if self.budget > self._memory:
+            raise ConfigError(
+                Option("memory_budget_gib"),
+                f" is {_gib(self.budget)}; this device has {_gib(self._memory)}",
+            )
+        self._start, self._weight_bytes = start, weight_bytes or weight_file_bytes
+        self._clock = clock
+        self._loading = asyncio.Lock()  # one model at a time, in order of the requests
+        self._changed = asyncio.Event()  # somebody left an engine, or waits no more
+
+    @property
+    def loaded(self) -> dict[str, EngineClient]:
+        """The engines that run, by the model's name."""
+        pairs = ((name, model.client) for name, model in self.models.items())
+        return {name: client for name, client in pairs if client is not None}
 
     async def start(self) -> None:
-        """Load the models that are loaded from the start.  Raises ModelLoadError."""
-        for spec in self.specs.values():
-            self.loaded[spec.name] = await EngineClient.start(spec.source, self.config)
+        """Load the first model and the pinned ones.  Raises ModelLoadError."""
+        first = next(iter(self.models.values()))
+        for model in self.models.values():
+            if model is first or model.spec.pinned:
+                self._leave(await self._take(model))
 
     async def stop(self) -> None:
-        """End all engines."""
-        for client in self.loaded.values():
-            await client.stop()
+        """End all engines, also those that are being loaded."""
+        tasks = [model.loading for model in self.models.values() if model.loading is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(client.stop() for client in self.loaded.values()))
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[tuple[ModelSpec, EngineClient]]:
         """The engine of a model, loaded; the model stays loaded inside of the block.
 
-        name None or "": the first model.  Raises ApiError (404) for a name that nobody knows.
+        name None or "": the first model.  Raises ApiError: 404 for a name that nobody knows, 503
+        for a model that does not load.
         """
-        name = name or next(iter(self.specs))
-        if name not in self.specs:
-            known = ", ".join(self.specs)
+        model = self._find(name)
+        try:
+            engine = await self._take(model)
+        except ModelLoadError as e:
+            left = round(max(model.failed_at + _BACK_OFF - self._clock(), 1))
+            raise ApiError(
+                503, f"The model `{model.spec.name}` cannot be loaded: {e}",
+                code="model_not_loaded", headers={"Retry-After": str(left)},
+            ) from e  # fmt: skip
+        try:
+            yield model.spec, engine.client
+        finally:
+            self._leave(engine)
+
+    def _find(self, name: str | None) -> Model:
+        name = name or next(iter(self.models))
+        if name not in self.models:
+            known = ", ".join(self.models)
             raise ApiError(
                 404, f"The model `{name}` does not exist; there is: {known}.",
                 param="model", code="model_not_found",
             )  # fmt: skip
-        yield self.specs[name], self.loaded[name]
+        return self.models[name]
+
+    async def _take(self, model: Model) -> _Loaded:
+        """A model's engine, with the caller as a user; loads the model if necessary."""
+        engine = model.engine
+        if engine is not None and engine.alive and not engine.going:
+            engine.users += 1
+            return engine
+        if model.failure is not None and self._clock() < model.failed_at + _BACK_OFF:
+            raise ModelLoadError(model.failure)
+        waiter: asyncio.Future[_Loaded] = asyncio.get_running_loop().create_future()
+        model.waiters.append(waiter)
+        if not model.is_loading:
+            model.loading = asyncio.ensure_future(self._load(model))
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._leave(waiter.result())
+            raise
+        finally:
+            self._changed.set()
+
+    def _leave(self, engine: _Loaded) -> None:
+        engine.users -= 1
+        engine.last_used = self._clock()
+        self._changed.set()
+
+    # Load and unload
+
+    async def _load(self, model: Model) -> None:
+        """Load a model for those who wait for it."""
+        error: ModelLoadError | None = ModelLoadError("the server is shutting down")
+        try:
+            async with self._loading:
+                if model.client is None:
+                    await self._start_engine(model)
+            error = None
+        except Exception as e:
+            error = e if isinstance(e, ModelLoadError) else ModelLoadError(one_line(e))
+            model.failure, model.failed_at, model.engine = str(error), self._clock(), None
+            logger.warning(f"the model {model.spec.name} is not loaded: {error}")
+        finally:
+            waiters, model.waiters = model.waiters, []
+            for waiter in waiters:
+                if waiter.done():
+                    continue
+                if error is not None:
+                    waiter.set_exception(error)
+                elif model.engine is not None:
+                    # A user from here on: the next load must not take the engine away.
+                    model.engine.users += 1
+                    waiter.set_result(model.engine)
+
+    async def _start_engine(self, model: Model) -> None:
+        size = await self._size(model)
+        if not await self._make_room(model, size):
+            return  # nobody waits any longer
+        config = replace(self.config, memory_fraction=min(size / self._memory, 1))
+        client = await self._start(model.spec.source, config)
+        model.engine, model.failure = _Loaded(client, size, self._clock()), None
+
+    async def _size(self, model: Model) -> int:
+        """Bytes that the model gets: all of the budget if it is alone."""
+        if len(self.models) == 1:
+            return self.budget
+        weights = await asyncio.to_thread(self._weight_bytes, model.spec.source)
+        least = int(_WEIGHTS_TIMES * weights + _BESIDE_WEIGHTS)
+        return min(max(self.budget // len(self.models), least), self.budget)
+
+    async def _make_room(self, model: Model, size: int) -> bool:
+        """Unload models until `size` bytes are free; False: nobody waits for the model any longer.
+
+        Raises ModelLoadError if the pinned models leave less.
+        """
+        loaded = [(m, m.engine) for m in self.models.values() if m.engine and m.engine.alive]
+        free = self.budget - sum(engine.size for _, engine in loaded)
+        others = [(m, engine) for m, engine in loaded if not m.spec.pinned]
+        most = free + sum(engine.size for _, engine in others)
+        if size > most:
+            raise ModelLoadError(
+                f"{model.spec.name} needs {_gib(size)} of memory, and the pinned models leave "
+                f"{_gib(most)} of {_gib(self.budget)}"
+            )
+        others.sort(key=lambda pair: (pair[1].users > 0, pair[1].last_used))
+        victims: list[tuple[Model, _Loaded]] = []
+        while free < size:
+            victims.append(others.pop(0))
+            free += victims[-1][1].size
+        for _, engine in victims:
+            engine.going = True
+        try:
+            for victim, engine in victims:
+                while engine.users and engine.alive:
+                    if not model.is_wanted:
+                        return False
+                    self._changed.clear()
+                    await self._changed.wait()
+                logger.info(f"the model {victim.spec.name} makes room for {model.spec.name}")
+                victim.engine = None
+                await engine.client.stop()
+            return True
+        finally:
+            for _, engine in victims:
+                engine.going = False
+
+
+def weight_file_bytes(source: str) -> int:
+    """Size of a model's weight files; downloads them if needed.  Raises ModelLoadError."""
+    return sum(file.stat().st_size for file in find(source).glob("*.safetensors"))
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:.1f} GiB"

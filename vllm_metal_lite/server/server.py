@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vllm_metal_lite.errors import show
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import (
     ContextOverflow,
@@ -20,10 +22,11 @@ from vllm_metal_lite.server.errors import (
     shown_error,
 )
 from vllm_metal_lite.server.models import Models
+from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import ClientGone, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.generation import EngineLost, Generation
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,9 @@ class Server:
         self.config, self.models = config, models
         self.draining = False
         self.generations: dict[str, Generation] = {}
+        # Called at the end of each request, also of one that is cut short.
+        self.on_end: Callable[[EngineClient, Generation], None] = lambda engine, generation: None
+        self.metrics = Metrics(models)
         self._unknown_fields: set[str] = set()
 
     @asynccontextmanager
@@ -78,16 +84,44 @@ class Server:
         ) as generation:
             self.generations[request_id] = generation
             try:
-                yield generation
+                with self.metrics.counting(engine, generation):
+                    yield generation
             finally:
                 del self.generations[request_id]
+                self.on_end(engine, generation)
+
+    def log_requests(self) -> None:
+        """Print a line at the end of each request."""
+
+        def log(engine: EngineClient, generation: Generation) -> None:
+            print(summary(generation), flush=True)
+
+        self.on_end = log
+
+    def end_all(self) -> None:
+        """End all requests, because the server stops."""
+        for generation in list(self.generations.values()):
+            generation.fail(EngineLost("the server is shutting down"))
 
     def note_unknown(self, body: BaseModel) -> None:
         """Log the fields of a body that no one reads, once for each name."""
         for name in body.model_extra or ():
             if name not in self._unknown_fields and len(self._unknown_fields) < 1000:
                 self._unknown_fields.add(name)
-                logger.info(f"requests have a field that is ignored: {name!r}")
+                logger.warning(f"requests have a field that is ignored: {show(name)}")
+
+
+def summary(generation: Generation) -> str:
+    """A request in one line, for the log."""
+    times, now = generation.times, time.monotonic()
+    reasons = [answer.finish_reason or "cut short" for answer in generation.answers]
+    parts = [
+        f"{len(generation.prompt_token_ids)} prompt tokens ({generation.num_cached_tokens} cached)",
+        f"{generation.num_tokens} new in {now - times.arrived:.2f} s",
+    ]
+    if times.first_token is not None:
+        parts.append(f"first after {times.first_token - times.arrived:.2f} s")
+    return f"{generation.request_id}: {', '.join([*parts, *dict.fromkeys(reasons)])}"
 
 
 Handler = Callable[[Server, Request, B], Awaitable[Response]]

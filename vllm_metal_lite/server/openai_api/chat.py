@@ -131,16 +131,18 @@ async def _chunks(
 ) -> AsyncIterator[bytes]:
     begun: set[int] = set()
     async for delta in generation.deltas():
-        answer, text = delta.answer, delta.text
+        answer, text, chunk = delta.answer, delta.text, b""
         if answer.index not in begun:
             begun.add(answer.index)
-            first = '"delta":{"role":"assistant","content":""}'
-            yield reply.chunk(answer.index, first)
+            role = '"delta":{"role":"assistant","content":""}'
+            chunk = reply.chunk(answer.index, role, num_unshown=len(delta.token_ids))
             text = echoed + text
         logprobs = scores.of(delta.token_ids, delta.logprobs)
         if reply.needs_chunk(text, answer, delta.token_ids and logprobs):
             content = f'"delta":{{"content":{dumps(text)}}}'
-            yield reply.chunk(answer.index, content, answer, logprobs)
+            chunk += reply.chunk(answer.index, content, answer, logprobs)
+        if chunk:
+            yield chunk
 
 
 def routes(server: Server) -> list[Route]:

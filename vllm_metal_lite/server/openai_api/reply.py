@@ -64,17 +64,19 @@ class Reply:
         content: str,
         answer: Answer | None = None,
         logprobs: dict[str, Any] | None = None,
+        num_unshown: int = 0,
     ) -> bytes:
         """An event with news of one choice.
 
         content: encoded fields of the choice.  answer: if its end may come with this chunk.
+        num_unshown: tokens that are there already, for the next chunk.
         The constant part of the JSON is made once, because there is a chunk for each token.
         """
         scores = "null" if logprobs is None else _encode(logprobs)
         end = '"finish_reason":null'
         if answer is not None and answer.finish_reason is not None:
             end = _encode(ending(answer))[1:-1]
-        usage = f',"usage":{_encode(self.usage())}' if self._always else self._tail
+        usage = f',"usage":{_encode(self.usage(num_unshown))}' if self._always else self._tail
         return sse(f'{self._head}{index},{content},"logprobs":{scores},{end}}}]{usage}}}')
 
     def needs_chunk(self, text: str, answer: Answer, logprobs: Any) -> bool:
@@ -92,10 +94,10 @@ class Reply:
             yield sse(_encode(openai_shape(shown_error(e))))
         yield _DONE
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens so far.  An answer counts its prompt once, whatever n is."""
+    def usage(self, num_unshown: int = 0) -> dict[str, Any]:
+        """Tokens so far, without num_unshown of them.  Each prompt counts once, whatever n is."""
         prompt = sum(len(g.prompt_token_ids) for g in self._generations)
-        generated = sum(g.num_tokens for g in self._generations)
+        generated = sum(g.num_tokens for g in self._generations) - num_unshown
         cached = sum(g.num_cached_tokens for g in self._generations)
         return {
             "prompt_tokens": prompt,

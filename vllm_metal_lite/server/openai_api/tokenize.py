@@ -34,7 +34,8 @@ async def tokenize_text(server: Server, request: Request, body: TokenizeRequest)
         raise ApiError(400, "prompt or messages must be given, and not both", param="prompt")
     async with server.models.use(body.model) as (_, engine):
         if body.messages is not None:
-            token_ids = (await render(engine, body.conversation(body.messages))).token_ids
+            prompt = await render(engine, body.conversation(body.messages), to_run=False)
+            token_ids = prompt.token_ids
         else:
             special = body.add_special_tokens is not False
             token_ids = await asyncio.to_thread(

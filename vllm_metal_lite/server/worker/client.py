@@ -9,16 +9,17 @@ import itertools
 import logging
 import multiprocessing
 import queue
+import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ModelLoadError, RequestError
-from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.model.loader import find, load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.generation import EngineLost, Generation
@@ -37,6 +38,7 @@ from vllm_metal_lite.server.worker.messages import (
     Seen,
     Stepped,
     Stop,
+    Watch,
 )
 
 logger = logging.getLogger("vllm_metal_lite")
@@ -48,7 +50,8 @@ class EngineClient:
     """An engine in a process of its own.  Use from one event loop.
 
     metrics: the latest `LLMEngine.metrics()`, at most about a second old while steps run.
-    on_seen: gets the JSON of `watch.py`, for those who watch.
+    pid: of the process.  why_ended: one line, once `ended` is set.
+    on_seen: gets the JSON of `watch.py`, after `watch`.
     """
 
     facts: ModelFacts
@@ -59,32 +62,38 @@ class EngineClient:
         self.metrics: dict[str, int] = {}
         self.on_seen: Callable[[str], None] = lambda text: None
         self.generations: dict[str, Generation] = {}  # unfinished, by request id
+        self.ended = asyncio.Event()  # the process has ended
+        self.why_ended: str | None = None
         self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[ModelFacts] = self._loop.create_future()
         self._added: dict[str, asyncio.Future[None]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ready: asyncio.Future[ModelFacts] = self._loop.create_future()
-        self.ended = asyncio.Event()  # the process has ended
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=process.main, args=(theirs, name, config), name=f"engine of {name}", daemon=True
         )
-        self._process.start()
+        with _ctrl_c_blocked():
+            self._process.start()
+        self.pid = self._process.pid
         theirs.close()
-        for run in self._read, self._write:
-            threading.Thread(target=run, name=f"pipe of {name}", daemon=True).start()
+        self._writer = threading.Thread(target=self._write, name=f"to {name}", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name=f"from {name}", daemon=True).start()
 
     @classmethod
     async def start(cls, name: str, config: EngineConfig) -> "EngineClient":
         """Start the process and load the model.  Raises ModelLoadError with the reason."""
+        await asyncio.to_thread(find, name)  # one download, not one here and one there
         client = cls(name, config)
         try:
             tokenizer = asyncio.to_thread(load_tokenizer_only, name, config.trust_remote_code)
             client.tokenizer, client.facts = await asyncio.gather(tokenizer, client._ready)
         except BaseException:
-            await client.stop()
+            client._kill()  # it holds nothing yet that is worth a proper end
+            await client.ended.wait()
             raise
         return client
 
@@ -104,8 +113,7 @@ class EngineClient:
         """
         add = Add(request_id, prompt_token_ids, params, priority, tuple(checkpoints))
         generation = Generation(add, self.tokenizer)
-        if self.ended.is_set():
-            raise EngineLost("the engine's process has ended")
+        self._check_alive()
         self.generations[request_id] = generation
         self._added[request_id] = added = self._loop.create_future()
         self._outbox.put(add)
@@ -114,13 +122,13 @@ class EngineClient:
             yield generation
         finally:
             self._added.pop(request_id, None)
-            if self.generations.pop(request_id, None) is not None and not generation.finished:
+            self.generations.pop(request_id, None)
+            if not generation.finished:
                 self._outbox.put(Abort(request_id))
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """Run one of `process.CALLS` between two steps.  Raises EngineLost."""
-        if self.ended.is_set():
-            raise EngineLost("the engine's process has ended")
+        self._check_alive()
         call_id = next(self._call_ids)
         self._calls[call_id] = future = self._loop.create_future()
         self._outbox.put(Call(call_id, name, arguments))
@@ -129,24 +137,48 @@ class EngineClient:
         finally:
             self._calls.pop(call_id, None)
 
+    def watch(self, seconds: float) -> None:
+        """Have `on_seen` called from time to time, for so many seconds from now on."""
+        self._outbox.put(Watch(seconds))
+
     async def stop(self) -> None:
         """End the process; requests that still run fail."""
         self._outbox.put(Stop())
-        await asyncio.to_thread(self._process.join, _STOP_SECONDS)
-        if self._process.is_alive():
+        try:
+            await asyncio.wait_for(self.ended.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            self._kill()
+            await self.ended.wait()
+
+    def _kill(self) -> None:
+        with suppress(ValueError):  # it has ended
             self._process.kill()
-        await self.ended.wait()
+
+    def _check_alive(self) -> None:
+        if self.why_ended is not None:
+            raise EngineLost(self.why_ended)
 
     # Threads
 
     def _read(self) -> None:
-        with suppress(RuntimeError):  # the event loop is closed
-            try:
-                while True:
-                    self._loop.call_soon_threadsafe(self._take, self._pipe.recv())
-            except (EOFError, OSError):
-                self._process.join()
-                self._loop.call_soon_threadsafe(self._end)
+        with suppress(EOFError, OSError):
+            while True:
+                self._post(self._take, self._pipe.recv())
+        # Only this thread waits for the process: two would take the exit code from each other.
+        self._process.join(_STOP_SECONDS)
+        self._process.kill()
+        self._process.join()
+        why = _why_ended(self._process.exitcode)
+        self._outbox.put(None)
+        self._writer.join()
+        self._pipe.close()
+        self._process.close()
+        self._post(self._end, why)
+
+    def _post(self, call: Callable[[Any], None], argument: Any) -> None:
+        """Call in the event loop, unless it is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, argument)
 
     def _write(self) -> None:
         with suppress(OSError):
@@ -162,13 +194,13 @@ class EngineClient:
                 generation = self.generations.get(update.request_id)
                 if generation is not None:
                     generation.take(update)
+                    if generation.finished:
+                        del self.generations[update.request_id]
         elif isinstance(message, Added):
             if future := self._waiting(self._added, message.request_id):
                 future.set_result(None)
         elif isinstance(message, Refused):
-            if future := self._waiting(self._added, message.request_id):
-                self.generations.pop(message.request_id).fail(RequestError(message.message))
-                future.set_exception(RequestError(message.message))
+            self._fail([message.request_id], RequestError(message.message))
         elif isinstance(message, Returned):
             if future := self._waiting(self._calls, message.call_id):
                 if message.error is None:
@@ -176,15 +208,16 @@ class EngineClient:
                 else:
                     future.set_exception(RuntimeError(message.error))
         elif isinstance(message, Lost):
-            self._lose(message.message)
+            self._fail(message.request_ids, EngineLost(message.message))
         elif isinstance(message, Seen):
             self.on_seen(message.text)
         elif isinstance(message, Log):
             logger.log(message.level, message.message, extra={"transient": message.transient})
-        elif isinstance(message, Ready):
-            self._ready.set_result(message.facts)
-        elif isinstance(message, Failed):
-            self._ready.set_exception(ModelLoadError(message.message))
+        elif not self._ready.done():
+            if isinstance(message, Ready):
+                self._ready.set_result(message.facts)
+            elif isinstance(message, Failed):
+                self._ready.set_exception(ModelLoadError(*message.parts))
 
     @staticmethod
     def _waiting(futures: dict[Any, asyncio.Future[Any]], key: Any) -> asyncio.Future[Any] | None:
@@ -192,21 +225,43 @@ class EngineClient:
         future = futures.get(key)
         return None if future is None or future.done() else future
 
-    def _lose(self, message: str) -> None:
-        for generation in self.generations.values():
-            generation.fail(EngineLost(message))
-        self.generations.clear()
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        for request_id in request_ids:
+            if generation := self.generations.pop(request_id, None):
+                generation.fail(error)
+            if future := self._waiting(self._added, request_id):
+                future.set_exception(error)
 
-    def _end(self) -> None:
+    def _end(self, why: str) -> None:
         """The process has ended: nobody waits for it any longer."""
-        code = self._process.exitcode
-        message = f"the engine's process has ended (exit code {code})"
-        self._outbox.put(None)
+        self.why_ended = why
         self.ended.set()
-        self._lose(message)
+        self._fail(list(self.generations), EngineLost(why))
         if not self._ready.done():
-            self._ready.set_exception(ModelLoadError(message))
-        for futures in self._added, self._calls:
-            for future in list(futures.values()):
-                if not future.done():
-                    future.set_exception(EngineLost(message))
+            self._ready.set_exception(ModelLoadError(why))
+            self._ready.exception()  # nobody may wait for it
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineLost(why))
+
+
+@contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Processes that start here never get SIGINT.
+
+    Ctrl-C in a terminal reaches all processes of the server, and the server decides when an engine
+    ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _why_ended(exit_code: int | None) -> str:
+    how = f"with exit code {exit_code}"
+    if exit_code is not None and exit_code < 0:
+        with suppress(ValueError):
+            how = f"by {signal.Signals(-exit_code).name}"
+    return f"the engine's process has ended {how}"

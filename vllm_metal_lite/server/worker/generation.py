@@ -61,9 +61,12 @@ class Answer:
     def take(self, update: AnswerUpdate) -> None:
         """Record what the engine reports."""
         self.token_ids += update.token_ids
-        self._text += update.text or ""
+        if update.text is not None:
+            self._text += update.text
         if update.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + update.logprobs
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += update.logprobs
         if update.finish_reason is not None:
             if self._detokenizer is not None and update.num_shown_tokens is not None:
                 self._detokenizer.end_at(update.num_shown_tokens)
@@ -104,6 +107,8 @@ class Generation:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finished = False
         self.times = Times()
+        # Called after each step that brought something, with the time.
+        self.on_update: Callable[[float], None] | None = None
         params = request.params
 
         def detokenizer(token_ids: list[int]) -> Detokenizer:
@@ -141,8 +146,8 @@ class Generation:
         while not self.finished:
             await self._news.wait()
             self._news.clear()
-            if self._error is not None:
-                raise self._error
+        if self._error is not None:
+            raise self._error
         return self.answers
 
     # For EngineClient
@@ -160,6 +165,8 @@ class Generation:
             self.times.first_token = now
         if update.finished:
             self.finished, self.times.finished = True, now
+        if self.on_update is not None:
+            self.on_update(now)
         self._news.set()
 
     def fail(self, error: Exception) -> None:

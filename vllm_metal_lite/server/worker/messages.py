@@ -40,6 +40,13 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Send Seen from time to time, for so many seconds; a later Watch extends them."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the process after the current step."""
 
@@ -89,9 +96,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine could not start: a message of one line."""
+    """The engine could not start: the parts of a MetalLiteError."""
 
-    message: str
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +159,10 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A step failed, and with it all requests that ran or waited."""
+    """A step failed, and with it all requests that the engine had."""
 
     message: str
+    request_ids: list[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,15 @@
 """The engine's process: reads messages between steps, runs steps, reports what is new.
 
-The process ends when the server says so, or when the server's end of the pipe closes.
+The process ends when the server says so, or when the server ends.
 """
 
 import logging
 import os
-import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,42 +32,67 @@ from vllm_metal_lite.server.worker.messages import (
     Ready,
     Refused,
     Returned,
+    Seen,
     Stepped,
     Stop,
     Update,
+    Watch,
 )
+from vllm_metal_lite.server.worker.watch import Watcher
 
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
 
 
 def main(pipe: Connection, name: str, config: EngineConfig) -> None:
     """Build the engine of a model, and serve until the pipe closes."""
-    # Ctrl-C in a terminal reaches every process; the server decides when this one ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_server, name="the server", daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     package = logging.getLogger("vllm_metal_lite")
-    package.addHandler(_ToServer(pipe))
+    sender = Sender(pipe)
+    package.addHandler(_ToServer(sender))
     package.setLevel(logging.INFO)
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the server is gone
+    with suppress(EOFError, OSError):  # the server is gone
         try:
             engine = LLMEngine.from_name(name, config)
         except MetalLiteError as e:
-            pipe.send(Failed(str(e)))
+            sender.send(Failed(e.parts))
             return
         except Exception as e:
-            pipe.send(Failed(f"{name}: the engine does not start: {one_line(e)}"))
+            sender.send(Failed((f"{name}: the engine does not start: {one_line(e)}",)))
             return
-        pipe.send(Ready(facts_of(engine)))
-        Worker(engine, pipe).run()
+        sender.send(Ready(facts_of(engine)))
+        Worker(engine, pipe, sender).run()
+        engine.runner.synchronize()  # the device may still compute a step
+
+
+def _end_with_server() -> None:
+    """End this process as soon as the server has ended, whatever this process does."""
+    server = parent_process()
+    assert server is not None, "an engine's process is started by a server"
+    server.join()
+    os._exit(1)
+
+
+class Sender:
+    """The way to the server, for all threads."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Raises OSError if the server is gone."""
+        with self._lock:
+            self._pipe.send(message)
 
 
 class Worker:
     """Runs an engine for the server at the other end of a pipe."""
 
-    def __init__(self, engine: LLMEngine, pipe: Connection) -> None:
-        self._engine, self._pipe = engine, pipe
+    def __init__(self, engine: LLMEngine, pipe: Connection, sender: Sender) -> None:
+        self._engine, self._pipe, self._send = engine, pipe, sender.send
         self._progress: dict[str, _Progress] = {}  # unfinished, by request id
         self._metrics_at = 0.0
+        self._watcher = Watcher(engine)
         engine.on_step = self._see
 
     def run(self) -> None:
@@ -74,6 +100,8 @@ class Worker:
         engine = self._engine
         while True:
             while not engine.has_unfinished_requests() or self._pipe.poll():
+                while not self._pipe.poll(self._watcher.wait()):
+                    self._send(Seen(self._watcher.event()))
                 message = self._pipe.recv()
                 if isinstance(message, Stop):
                     return
@@ -82,23 +110,30 @@ class Worker:
                 outputs = engine.step()
             except Exception as e:
                 # The same step would fail again; the engine stays.
-                engine.abort(list(self._progress))
+                lost = list(self._progress)
+                engine.abort(lost)
                 self._progress.clear()
-                self._pipe.send(Lost(f"a step of the engine failed: {one_line(e)}"))
+                self._send(Lost(f"a step of the engine failed: {one_line(e)}", lost))
+                self._report([])
                 continue
             self._report(outputs)
+            if self._watcher.wait() == 0:
+                self._send(Seen(self._watcher.event()))
 
     def _take(self, message: Any) -> None:
+        self._watcher.changed()
         if isinstance(message, Add):
             self._add(message)
         elif isinstance(message, Abort):
             self._report(self._engine.abort(message.request_id))
+        elif isinstance(message, Watch):
+            self._watcher.watch(message.seconds)
         elif isinstance(message, Call):
             try:
                 value = CALLS[message.name](self._engine, *message.arguments)
-                self._pipe.send(Returned(message.call_id, value))
+                self._send(Returned(message.call_id, value))
             except Exception as e:
-                self._pipe.send(Returned(message.call_id, None, one_line(e)))
+                self._send(Returned(message.call_id, None, one_line(e)))
 
     def _add(self, message: Add) -> None:
         try:
@@ -110,12 +145,13 @@ class Worker:
                 checkpoints=message.checkpoints,
             )
         except MetalLiteError as e:
-            self._pipe.send(Refused(message.request_id, str(e)))
+            self._send(Refused(message.request_id, str(e)))
         else:
             self._progress[message.request_id] = _Progress(bool(message.params.stop_strings))
-            self._pipe.send(Added(message.request_id))
+            self._send(Added(message.request_id))
 
     def _see(self, output: SchedulerOutput) -> None:
+        self._watcher.saw(output)
         for request in output.admitted:
             progress = self._progress.get(request.request_id.partition("#")[0])
             if progress is not None and progress.scheduled_at is None:
@@ -131,7 +167,7 @@ class Worker:
         if now - self._metrics_at > _METRICS_SECONDS or not self._progress:
             metrics, self._metrics_at = self._engine.metrics(), now
         if updates or metrics:
-            self._pipe.send(Stepped(updates, metrics))
+            self._send(Stepped(updates, metrics))
 
 
 class _Progress:
@@ -184,14 +220,14 @@ class _Progress:
 class _ToServer(logging.Handler):
     """Sends the package's log to the server, which shows it."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, sender: Sender) -> None:
         super().__init__()
-        self._pipe = pipe
+        self._sender = sender
 
     def emit(self, record: logging.LogRecord) -> None:
         transient = bool(getattr(record, "transient", False))
         with suppress(OSError):
-            self._pipe.send(Log(record.levelno, record.getMessage(), transient))
+            self._sender.send(Log(record.levelno, record.getMessage(), transient))
 
 
 def facts_of(engine: LLMEngine) -> ModelFacts:

@@ -1,0 +1,299 @@
+"""`vllm-metal-lite models`: found, described and printed, without their weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tests.support import tiny_models
+from vllm_metal_lite import EngineConfig, LLMEngine
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.cli.model_list import ModelEntry, describe, find_models
+from vllm_metal_lite.cli.models import table
+from vllm_metal_lite.model.loader import load, preview
+from vllm_metal_lite.runner.memory import step_peak_bytes
+from vllm_metal_lite.runner.step_peak import estimated_step_peak
+
+# One of each way to run.
+_RUNS = {
+    "llama": "packed", "gemma3_text": "packed", "deepseek_v3": "packed", "qwen3_next": "packed",
+    "mamba": "in sequences", "baichuan_m1": "by segment",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_hub_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Tiny models, in folders a level or two below; not to be changed."""
+    root = tmp_path_factory.mktemp("models")
+    for name in _RUNS:
+        tiny_models.write_folder(root / "tiny" / name, name)
+    tiny_models.write_folder(root / "llama-q4", "llama/q4")
+    return root
+
+
+def entries(*folders: Path) -> dict[str, ModelEntry]:
+    """By the last part of the name."""
+    return {Path(found.name).name: describe(found) for found in find_models(folders)}
+
+
+def add_to_hub(hub: Path, repo: str, folder: Path | None, revision: str = "a" * 40) -> Path:
+    """A repository in the layout of the cache: links in a snapshot to files in blobs."""
+    path = hub / f"models--{repo.replace('/', '--')}"
+    for part in ("blobs", "refs", f"snapshots/{revision}"):
+        (path / part).mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir() if folder else ():
+        blob = path / "blobs" / f"{revision[0]}-{file.name}"
+        shutil.copy(file, blob)
+        (path / "snapshots" / revision / file.name).symlink_to(blob)
+    (path / "refs" / "main").write_text(revision)
+    return path
+
+
+def test_each_way_to_run_is_known_before_loading(folders):
+    found = entries(folders)
+    assert set(found) == {*_RUNS, "demo", "llama-q4"}
+    for name, runs in _RUNS.items():
+        entry = found[name]
+        assert entry.supported, entry.problem
+        assert entry.runs == runs
+        loaded = load(entry.name)
+        assert entry.prefix_cache == (loaded.packed.no_prefix_cache is None)
+        assert entry.context == loaded.max_position
+        assert entry.weight_bytes == loaded.weight_bytes
+        assert entry.kv_bytes_per_token == loaded.kv_bytes_per_token
+        assert entry.state_bytes == loaded.state_bytes
+
+
+def test_no_weight_is_read(folders, tmp_path):
+    """The weights of this file are noise that no other file has, and 16 MiB large."""
+    path = tmp_path / "large"
+    shutil.copytree(folders / "tiny" / "llama", path)
+    weights = mx.load(str(path / "model.safetensors"))
+    config = json.loads((path / "config.json").read_text())
+    rows = 65536
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = mx.zeros((rows, config["hidden_size"]))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    (path / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
+    del weights
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    model = preview(path, "large")
+    assert model.weight_bytes > 2 * rows * config["hidden_size"] * 4
+    assert mx.get_peak_memory() - before < 1 << 20
+
+
+def test_size_and_bits(folders):
+    found = entries(folders)
+    plain, quantised = found["llama"], found["llama-q4"]
+    assert plain.bits == [32]
+    assert quantised.bits == [4]
+    assert quantised.quantization["group_size"] == 32
+    files = (folders / "llama-q4").iterdir()
+    assert quantised.size_bytes == sum(file.stat().st_size for file in files)
+    assert quantised.size_bytes < plain.size_bytes
+
+
+def test_the_context_that_fits_is_an_engines(folders):
+    path = folders / "tiny" / "llama"
+    entry = entries(path)["llama"]
+    engine = LLMEngine.from_name(str(path))
+    assert entry.max_model_len == engine.max_model_len
+    assert entry.num_tokens == engine.kv_groups[0].num_blocks * engine.config.block_size
+
+
+def test_a_model_that_does_not_fit(folders, monkeypatch):
+    monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: 1 << 20)
+    entry = entries(folders / "tiny" / "llama")["llama"]
+    assert entry.supported
+    assert (entry.num_tokens, entry.max_model_len) == (0, 0)
+    assert entry.memory_problem.startswith("weights ")
+    assert "--memory-fraction" in entry.memory_problem
+    text = "\n".join(table([entry], 80))
+    assert "do not fit:" in text
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3"])
+def test_the_estimate_of_a_step_is_near_the_measurement(folders, name):
+    """Within a factor of 3: other terms matter for models as small as these."""
+    path, config = folders / "tiny" / name, EngineConfig()
+    estimate = estimated_step_peak(preview(path, name), config, 512)
+    measured = step_peak_bytes(load(str(path)), config, 512)
+    assert measured / 3 < estimate < measured * 3
+
+
+def broken_json(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "lla')
+
+
+def pointer(path: Path) -> None:
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid x\n")
+
+
+def unknown(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "nothing_like_it"}')
+
+
+def refused(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "plamo3"}')
+
+
+def cut(path: Path) -> None:
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def garbage(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"\xff" * 100)
+
+
+def other_weights(path: Path) -> None:
+    mx.save_safetensors(str(path / "model.safetensors"), {"x": mx.zeros(3)}, {"format": "mlx"})
+
+
+def no_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def missing_shard(path: Path) -> None:
+    weight_map = {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def odd_index(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text("[]")
+
+
+def no_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer_config.json").unlink()
+
+
+def own_code(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_file": "x.py"}))
+    (path / "x.py").write_text("raise SystemExit('ran')")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (broken_json, "not readable as JSON"),
+        (pointer, "is a git-lfs pointer"),
+        (unknown, "Model type nothing_like_it not supported"),
+        (refused, "plamo3 is not supported: its decoding"),
+        (cut, ""),
+        (garbage, ""),
+        (other_weights, "parameters"),
+        (no_weights, "no model*.safetensors"),
+        (missing_shard, "1 of its 2 files of weights are missing, such as model-00002"),
+        (odd_index, "model.safetensors.index.json: not readable"),
+        (no_tokenizer, "tokenizer"),
+        (own_code, "set --trust-remote-code to run it"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_broken_folder_is_listed_with_the_reason(folders, tmp_path, damage, reason):
+    path = tmp_path / "broken"
+    shutil.copytree(folders / "tiny" / "llama", path)
+    damage(path)
+    entry = entries(tmp_path)["broken"]
+    assert not entry.supported
+    assert entry.problem
+    assert reason in entry.problem
+    assert "\n" not in entry.problem
+    assert not entry.problem.startswith(str(path))
+    assert "broken" in "\n".join(table([entry], 80))
+
+
+def test_what_is_no_model(tmp_path):
+    other = tmp_path / "website"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    deep = tmp_path / "a" / "b" / "c" / "d"
+    tiny_models.write_folder(deep, "llama")
+    assert set(entries(tmp_path)) == {"demo", tmp_path.name}
+    assert entries(tmp_path)[tmp_path.name].problem.startswith("no model in it")
+    assert entries(tmp_path / "a")["d"].supported
+
+
+def test_the_hub_cache(folders, tmp_path):
+    hub, llama = tmp_path / "hub", folders / "tiny" / "llama"
+    add_to_hub(hub, "acme/Tiny-4bit", folders / "llama-q4")
+    path = add_to_hub(hub, "acme/two", llama, "b" * 40)
+    add_to_hub(hub, "acme/two", folders / "tiny" / "mamba", "c" * 40)  # refs/main names this
+    add_to_hub(hub, "acme/nothing", None)
+    (hub / "models--acme--corrupt").mkdir()
+    found = {found.name: describe(found) for found in find_models([])}
+    tiny, two = found["acme/Tiny-4bit"], found["acme/two"]
+    assert tiny.supported
+    assert tiny.source == "hub"
+    assert tiny.size_bytes == sum(f.stat().st_size for f in (folders / "llama-q4").iterdir())
+    assert two.model_type == "mamba"
+    assert two.path == str((path / "snapshots" / ("c" * 40)).resolve())
+    assert "no config.json" in found["acme/nothing"].problem
+    assert "models--acme--corrupt" in found[str(hub)].problem
+
+
+def test_a_folder_that_is_given_twice_is_listed_once(folders):
+    path = folders / "tiny"
+    names = [found.name for found in find_models([path, path / "llama", path])]
+    assert len(names) == len(set(names)) == 1 + len(_RUNS)
+
+
+def test_json_is_complete_and_alone_on_stdout(folders, capsys):
+    assert main(["models", "--json", str(folders)]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out)
+    assert report["memory_bytes"] > 0
+    models = {Path(model["name"]).name: model for model in report["models"]}
+    assert set(models) == {*_RUNS, "demo", "llama-q4"}
+    assert models["mamba"]["runs"] == "in sequences"
+    assert models["mamba"]["runs_reason"]
+    assert models["demo"]["source"] == "demo"
+
+
+def test_the_table(folders, capsys):
+    assert main(["models", str(folders)]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[0].split() == ["name", "type", "size", "bits", "context", "runs", "cache", "fits"]
+    (quantised,) = [line for line in lines if "llama-q4" in line]
+    cells = quantised.split()
+    assert (cells[1], cells[3], cells[5], cells[6]) == ("llama", "4", "packed", "yes")
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize("width", [80, 120, 20])
+def test_the_table_fits_the_terminal_but_for_names(width):
+    long = "mlx-community/Qwen3-Coder-480B-A35B-Instruct-4bit-and-a-name-that-never-ends-at-all"
+    known = {
+        "supported": True, "model_type": "granitemoehybrid", "size_bytes": 250 << 30,
+        "bits": [4, 6, 8], "context": 1 << 20, "runs": "in sequences", "prefix_cache": True,
+        "num_tokens": 123_456_789,
+    }  # fmt: skip
+    shown = [
+        ModelEntry(long, "hub", "/x", **known),
+        ModelEntry("b", "hub", "/y", **known),
+        ModelEntry("c", "hub", "/z", problem="a reason of many words " * 9),
+    ]
+    lines = list(table(shown, width))
+    assert long in lines
+    assert [line for line in lines if line.startswith("b ")]
+    if width >= 80:
+        assert all(len(line) <= width for line in lines if line != long)
+
+
+def test_a_folder_that_does_not_exist(capsys):
+    assert main(["models", "/nowhere/at/all"]) == 2
+    assert capsys.readouterr().err == "error: /nowhere/at/all: no such folder\n"

@@ -1,0 +1,203 @@
+"""`/metrics`: what a dashboard for vLLM reads."""
+
+import asyncio
+import time
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.server_kit import serving
+from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.prometheus import Metrics
+
+CHAT = "/v1/chat/completions"
+# The names in the dashboards of vLLM (examples/observability).
+DASHBOARDS = {
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
+    "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
+    "request_success_total", "num_preemptions_total", "e2e_request_latency_seconds_bucket",
+    "e2e_request_latency_seconds_sum", "e2e_request_latency_seconds_count",
+    "time_to_first_token_seconds_bucket", "time_to_first_token_seconds_sum",
+    "inter_token_latency_seconds_bucket", "inter_token_latency_seconds_count",
+    "request_time_per_output_token_seconds_bucket", "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket", "request_params_max_tokens_bucket",
+    "request_max_num_generation_tokens_sum", "request_max_num_generation_tokens_count",
+    "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum",
+    "request_decode_time_seconds_sum", "request_inference_time_seconds_bucket",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def client(running):
+    with httpx.Client(base_url=running.url, timeout=60) as client:
+        yield client
+
+
+def scrape(client):
+    """Values by name and, if there are any, labels beside the model's name."""
+    response = client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    values = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "demo"
+            rest = [v for k, v in sample.labels.items() if k != "model_name"]
+            values[":".join([sample.name.removeprefix("vllm:"), *rest])] = sample.value
+    return values
+
+
+def since(client, before):
+    return {name: value - before.get(name, 0) for name, value in scrape(client).items()}
+
+
+def ask(client, content, max_tokens):
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
+    assert client.post(CHAT, json=body).status_code == 200
+
+
+def generate(running, prompt, params, take=None):
+    """Run a request inside of the server; take: leave after as many deltas."""
+
+    async def run():
+        server = running.server
+        async with (
+            server.models.use(None) as (_, engine),
+            server.generate(engine, "test-", prompt, params) as generation,
+        ):
+            if take is None:
+                await generation.complete()
+            else:
+                deltas = generation.deltas()
+                for _ in range(take):
+                    await anext(deltas)
+            return generation
+
+    return asyncio.run_coroutine_threadsafe(run(), running.loop).result(60)
+
+
+def test_every_name_of_the_dashboards_is_there_before_the_first_request(client):
+    names = {name.partition(":")[0] for name in scrape(client)}
+    assert names >= DASHBOARDS
+
+
+def test_the_counts_of_requests_add_up(running, client):
+    before = scrape(client)
+    for i, max_tokens in enumerate((1, 5, 7)):
+        ask(client, f"{i} hello", max_tokens)
+    got = since(client, before)
+    ends = sum(got[f"request_success_total:{reason}"] for reason in ("stop", "length"))
+    assert ends == 3
+    for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time"):
+        assert got[f"{name}_seconds_count"] == 3
+        assert got[f"{name}_seconds_sum"] > 0
+    tokens = got["generation_tokens_total"]
+    assert 3 <= tokens <= 13
+    assert got["request_generation_tokens_sum"] == tokens
+    assert got["inter_token_latency_seconds_count"] == tokens - 3
+    assert got["request_prompt_tokens_sum"] == got["prompt_tokens_total"] > 0
+    assert got["request_params_max_tokens_sum"] == 13
+    parts = sum(got[f"request_{part}_time_seconds_sum"] for part in ("queue", "prefill", "decode"))
+    assert parts == pytest.approx(got["e2e_request_latency_seconds_sum"])
+
+
+def test_each_answer_counts_as_a_request_of_its_own(running, client):
+    before = scrape(client)
+    params = SamplingParams(max_tokens=4, n=3, ignore_eos=True)
+    generate(running, list(range(1, 11)), params)
+    got = since(client, before)
+    assert got["request_success_total:length"] == 3
+    assert got["generation_tokens_total"] == 12
+    assert got["prompt_tokens_total"] == 30
+    assert got["request_params_n_sum"] == 3
+    assert got["e2e_request_latency_seconds_count"] == 1
+
+
+def test_a_prefix_that_was_cached(running, client):
+    prompt = [7, 9] * 40
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    generate(running, prompt, params)
+    before = scrape(client)
+    generation = generate(running, prompt, params)
+    got = since(client, before)
+    assert generation.num_cached_tokens >= 64
+    assert got["prefix_cache_hits_total"] == generation.num_cached_tokens
+    assert got["prefix_cache_queries_total"] == len(prompt)
+    assert got["prompt_tokens_cached_total"] == generation.num_cached_tokens
+    computed = len(prompt) - generation.num_cached_tokens
+    assert got["request_prefill_kv_computed_tokens_sum"] == computed
+
+
+def test_a_request_whose_client_goes_counts_its_tokens_and_no_end(running, client):
+    before = scrape(client)
+    params = SamplingParams(max_tokens=2000, ignore_eos=True)
+    generation = generate(running, [3, 4, 5], params, take=3)
+    got = since(client, before)
+    assert not generation.finished
+    assert got["generation_tokens_total"] == generation.num_tokens >= 3
+    assert got["prompt_tokens_total"] == 3
+    assert not any(got[f"request_success_total:{r}"] for r in ("stop", "length", "abort", "error"))
+    assert got["e2e_request_latency_seconds_count"] == 0
+
+
+def test_gauges_are_0_when_nothing_runs(client):
+    ask(client, "hello", 2)
+    deadline = time.monotonic() + 60
+    while (now := scrape(client))["num_requests_running"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert now["num_requests_running"] == now["num_requests_waiting"] == 0
+    assert now["kv_cache_usage_perc"] == 0
+
+
+def test_gauges_while_requests_run(running, client):
+    async def look():
+        server = running.server
+        params = SamplingParams(max_tokens=3000, ignore_eos=True)
+        async with server.models.use(None) as (_, engine):
+            engine.metrics = {}
+            async with server.generate(engine, "test-", [1, 2, 3], params):
+                while not engine.metrics.get("requests_running"):
+                    await asyncio.sleep(0.01)
+                return server.metrics.text("")[0].decode()
+
+    text = asyncio.run_coroutine_threadsafe(look(), running.loop).result(60)
+    assert 'vllm:num_requests_running{model_name="demo"} 1.0' in text
+    assert 'vllm:kv_cache_usage_perc{model_name="demo"} 0.0\n' not in text
+
+
+class _Models:
+    def __init__(self):
+        self.specs, self.loaded = {"a": None}, {}
+
+
+class _Engine:
+    def __init__(self, hits, owned=0):
+        self.metrics = {
+            "prefix_cache_hit_tokens": hits, "prefix_cache_queried_tokens": 2 * hits,
+            "preemptions": 0, "requests_running": 1, "requests_waiting": 0,
+            "blocks_owned": owned, "blocks_total": 4,
+        }  # fmt: skip
+
+
+def test_counters_go_on_when_an_engine_is_loaded_again():
+    models = _Models()
+    metrics = Metrics(models)
+
+    def value(name):
+        text = metrics.text("")[0].decode()
+        return next(float(li.split()[1]) for li in text.splitlines() if li.startswith(name))
+
+    hits, usage = "vllm:prefix_cache_hits_total", "vllm:kv_cache_usage_perc"
+    models.loaded["a"] = _Engine(50, owned=1)
+    assert (value(hits), value(hits), value(usage)) == (50, 50, 0.25)
+    models.loaded.clear()
+    assert (value(hits), value(usage)) == (50, 0)
+    models.loaded["a"] = _Engine(7)
+    assert (value(hits), value(hits)) == (57, 57)

@@ -1,0 +1,364 @@
+"""Several models within a budget of memory: which are loaded, and when."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from tests.support.server_kit import serving
+from vllm_metal_lite import EngineConfig
+from vllm_metal_lite.errors import ConfigError, ModelLoadError
+from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.models import Models, ModelSpec
+
+GIB = 2**30
+
+
+class FakeEngine:
+    def __init__(self, world: "World", source: str, size: float) -> None:
+        self.world, self.source, self.size = world, source, size
+        self.ended = asyncio.Event()
+        self.why_ended = None
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0)
+        self.end("stopped")
+
+    def end(self, why: str) -> None:
+        if not self.ended.is_set():
+            self.why_ended = why
+            self.world.alive.remove(self)
+            self.ended.set()
+
+
+class World:
+    """Starts fake engines, and checks that they fit into memory.
+
+    weights: GiB of each source's weight files.  failing: why a source does not load.
+    """
+
+    def __init__(self, memory: float = 10, **weights: float) -> None:
+        self.memory, self.weights = memory, weights
+        self.alive: list[FakeEngine] = []
+        self.started: list[str] = []
+        self.failing: dict[str, str] = {}
+        self.now = 0.0
+        self.num_loading = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    def models(self, *specs: str, pinned: str = "", budget: float | None = None) -> Models:
+        return Models(
+            [ModelSpec(name, name, name in pinned) for name in specs],
+            EngineConfig(memory_fraction=1),
+            budget,
+            start=self.start,
+            weight_bytes=lambda source: int(self.weights.get(source, 0) * GIB),
+            memory=int(self.memory * GIB),
+            clock=self.clock,
+        )
+
+    def clock(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    async def start(self, source: str, config: EngineConfig) -> FakeEngine:
+        assert self.num_loading == 0, "two models are loaded at once"
+        self.num_loading += 1
+        try:
+            await asyncio.sleep(0)
+            await self.hold.wait()
+            if source in self.failing:
+                raise ModelLoadError(self.failing[source])
+            size = config.memory_fraction * self.memory
+            engine = FakeEngine(self, source, size)
+            self.alive.append(engine)
+            self.started.append(source)
+            assert sum(e.size for e in self.alive) <= self.memory + 1e-6, "too much is loaded"
+            return engine
+        finally:
+            self.num_loading -= 1
+
+
+def in_loop(test):
+    def run():
+        asyncio.run(asyncio.wait_for(test(), 20))
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+@asynccontextmanager
+async def held(models: Models, name: str):
+    async with models.use(name) as (_, engine):
+        assert not engine.ended.is_set()
+        yield engine
+
+
+async def once(models: Models, name: str) -> FakeEngine:
+    async with held(models, name) as engine:
+        return engine
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)  # sizes of weights are read in a thread
+
+
+@in_loop
+async def test_a_model_alone_gets_the_whole_budget():
+    world = World()
+    models = world.models("a", budget=8)
+    await models.start()
+    assert [e.size for e in world.alive] == [8]
+    assert (await once(models, "")) is (await once(models, "a"))
+    await models.stop()
+    assert world.alive == []
+
+
+@in_loop
+async def test_the_first_and_the_pinned_are_loaded_from_the_start():
+    world = World(c=1)
+    models = world.models("a", "b", "c", pinned="c")
+    await models.start()
+    assert world.started == ["a", "c"]
+    assert [m.state for m in models.models.values()] == ["loaded", "unloaded", "loaded"]
+    assert list(models.loaded) == ["a", "c"]
+
+
+@in_loop
+async def test_the_least_recently_used_makes_room():
+    world = World(memory=10)
+    models = world.models("a", "b", "c", "d", "e")
+    world.weights = dict.fromkeys("abcde", 1.6)  # 3 GiB each
+    for name in "abcad":
+        await once(models, name)
+    assert sorted(models.loaded) == ["a", "c", "d"]
+    await once(models, "b")
+    assert sorted(models.loaded) == ["a", "b", "d"]
+
+
+@in_loop
+async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones():
+    world = World(memory=10, a=7, b=7)
+    models = world.models("a", "b")
+    async with held(models, "a") as first:
+        b = asyncio.ensure_future(once(models, "b"))
+        await settle()
+        assert not b.done()
+        assert models.models["b"].state == "loading"
+        again = asyncio.ensure_future(once(models, "a"))
+        await settle()
+        assert not again.done()  # or b would wait for ever
+    await b
+    assert first.ended.is_set()
+    assert (await again) is not first
+    assert world.started == ["a", "b", "a"]
+
+
+@in_loop
+async def test_who_waits_and_leaves_costs_nothing():
+    world = World(memory=10, a=7, b=7)
+    models = world.models("a", "b")
+    async with held(models, "a") as first:
+        b = asyncio.ensure_future(once(models, "b"))
+        await settle()
+        a = asyncio.ensure_future(once(models, "a"))
+        await settle()
+        b.cancel()
+        assert (await a) is first
+    assert world.started == ["a"]
+    assert models.models["b"].state == "unloaded"
+
+
+@in_loop
+async def test_who_leaves_while_a_model_loads_leaves_it_loaded():
+    world = World()
+    models = world.models("a")
+    world.hold.clear()
+    waiting = asyncio.ensure_future(once(models, "a"))
+    await settle()
+    waiting.cancel()
+    await settle()
+    world.hold.set()
+    await settle()
+    engine = models.models["a"].engine
+    assert engine is not None
+    assert engine.users == 0
+
+
+@in_loop
+async def test_many_wait_for_one_load():
+    world = World()
+    models = world.models("a")
+    assert len(set(await asyncio.gather(*(once(models, "a") for _ in range(20))))) == 1
+    assert world.started == ["a"]
+
+
+@in_loop
+async def test_a_failure_is_told_and_tried_again_later():
+    world = World()
+    models = world.models("a", "b")
+    world.failing["b"] = "the weights are broken"
+    with pytest.raises(ApiError, match=r"`b` cannot be loaded: the weights are broken") as failure:
+        await once(models, "b")
+    assert failure.value.status == 503
+    assert failure.value.headers["Retry-After"] == "5"
+    assert (models.models["b"].state, models.models["b"].error) == (
+        "failed", "the weights are broken",
+    )  # fmt: skip
+    world.failing.clear()
+    with pytest.raises(ApiError, match="broken"):
+        await once(models, "b")
+    world.now += 5
+    await once(models, "b")
+    assert (models.models["b"].state, models.models["b"].error) == ("loaded", None)
+
+
+@in_loop
+async def test_the_first_model_has_to_load():
+    world = World()
+    world.failing["a"] = "no such folder"
+    with pytest.raises(ModelLoadError, match="no such folder"):
+        await world.models("a").start()
+
+
+@in_loop
+async def test_a_model_that_never_fits_beside_the_pinned_ones():
+    world = World(memory=10, a=6, b=3)
+    models = world.models("a", "b", pinned="a")
+    await models.start()
+    with pytest.raises(ApiError, match=r"b needs 5.0 GiB .* leave 1.5 GiB of 10.0 GiB") as refusal:
+        await once(models, "b")
+    assert refusal.value.status == 503
+    assert list(models.loaded) == ["a"]
+
+
+@in_loop
+async def test_an_engine_that_ended_is_loaded_again():
+    world = World(memory=10, a=7, b=7)
+    models = world.models("a", "b")
+    async with held(models, "a") as engine:
+        engine.end("the engine's process has ended by SIGKILL")
+        assert models.models["a"].state == "failed"
+        assert "SIGKILL" in models.models["a"].error
+        assert models.loaded == {}
+        async with held(models, "a") as other:
+            assert other is not engine
+    engine = await once(models, "a")
+    engine.end("gone")
+    await once(models, "b")
+    assert world.started == ["a", "a", "b"]
+
+
+@in_loop
+async def test_a_stop_ends_those_that_load_and_those_that_wait():
+    world = World(memory=10, a=7, b=7)
+    models = world.models("a", "b")
+    async with held(models, "a"):
+        waiting = asyncio.ensure_future(once(models, "b"))
+        await settle()
+        await models.stop()
+        with pytest.raises(ApiError, match="shutting down"):
+            await waiting
+    assert world.alive == []
+
+
+@in_loop
+async def test_an_unknown_model_is_404():
+    models = World().models("a", "b")
+    with pytest.raises(ApiError, match=r"`c` does not exist; there is: a, b\.") as unknown:
+        await once(models, "c")
+    assert unknown.value.status == 404
+
+
+@in_loop
+async def test_a_budget_beyond_the_device_is_refused():
+    with pytest.raises(ConfigError, match=r"memory_budget_gib is 11.0 GiB; this device has 10.0"):
+        World(memory=10).models("a", budget=11)
+    with pytest.raises(ConfigError, match="two models have the name 'a'"):
+        World().models("a", "a")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
+    """Requests of all models, some of which leave early, engines that end, loads that fail."""
+
+    async def main() -> None:
+        rng = random.Random(seed)
+        names = "abcdef"
+        world = World(memory=16)
+        world.weights = {name: rng.choice([0, 1, 3, 6, 8]) for name in names}
+        models = world.models(*names, pinned="a" if seed % 2 else "")
+        served, refused = [], []
+
+        async def request() -> None:
+            name = rng.choice(names)
+            try:
+                async with models.use(name) as (spec, engine):
+                    assert spec.name == name
+                    assert engine.source == name
+                    for _ in range(rng.randrange(6)):
+                        await asyncio.sleep(0)
+                        assert not engine.ended.is_set() or engine.why_ended == "crash"
+                    served.append(name)
+                    if rng.random() < 0.05:
+                        engine.end("crash")
+            except ApiError as e:
+                refused.append(e.status)
+                world.now += 6
+
+        tasks = []
+        for _ in range(300):
+            tasks.append(asyncio.ensure_future(request()))
+            if rng.random() < 0.2:
+                rng.choice(tasks).cancel()
+            if rng.random() < 0.05:
+                name = rng.choice(names)
+                world.failing = {} if world.failing else {name: "bad luck"}
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [t for t in tasks if not t.cancelled() and t.exception()]
+        await settle()
+        assert served
+        assert set(refused) <= {503}
+        for model in models.models.values():
+            assert not model.waiters
+            assert not model.is_loading
+            assert model.engine is None or (model.engine.users, model.engine.going) == (0, False)
+        await models.stop()
+        assert world.alive == []
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_two_models_over_http():
+    """Each loads when it is named; /status shows them."""
+    specs = [ModelSpec("demo", "demo"), ModelSpec("other", "demo"), ModelSpec("none", "/no/such")]
+    with serving(specs) as running, httpx.Client(base_url=running.url, timeout=120) as client:
+
+        def ask(model: str) -> httpx.Response:
+            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+            return client.post("/v1/chat/completions", json={**body, "model": model})
+
+        def states() -> list[str]:
+            return [model["state"] for model in client.get("/status").json()["models"]]
+
+        assert states() == ["loaded", "unloaded", "unloaded"]
+        assert ask("other").status_code == 200
+        failed = ask("none")
+        assert failed.status_code == 503
+        assert "no such folder" in failed.text
+        assert ask("demo").status_code == 200
+        assert states() == ["loaded", "loaded", "failed"]
+        status = client.get("/status").json()
+        assert status["server"] == {"running": 0, "waiting": 0, "max_waiting": 256}
+        assert "no such folder" in status["models"][2]["error"]
+        first, second = (m["metrics"] for m in status["models"][:2])
+        assert first["requests_running"] == second["requests_running"] == 0
+        assert status["models"][0]["max_model_len"] == status["models"][1]["max_model_len"]

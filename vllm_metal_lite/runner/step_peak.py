@@ -1,0 +1,40 @@
+"""The memory of a step, estimated from shapes: for models whose weights are not loaded."""
+
+import math
+
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.model.loader import LoadedModel
+
+# How mlx-lm's modules call the number of experts of a token.
+_EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok")
+
+
+def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
+    """As `memory.step_peak_bytes`, from the shapes of the model's weights; nothing runs.
+
+    Counts the outputs of a layer's products, twice for what lies between them; the K and V of one
+    layer's context; the logits of every seat, their float32 copy and its softmax.
+    """
+    device, module = profile(), model.packed.model
+    rows = min(config.max_num_batched_tokens, max_model_len)
+    scale = rows / min(rows, device.profile_rows)
+    seats = min(config.max_num_seqs, rows, device.profile_rows)
+    context = max(min(max_model_len, device.profile_context), rows / scale)
+    item = model.dtype.size
+    modules = [m for _, m in module.named_modules()]
+    experts = max((getattr(m, name, 0) for m in modules for name in _EXPERTS_PER_TOKEN), default=0)
+    width = 0
+    for m in modules:
+        weight = m.get("weight")
+        if weight is None or weight.ndim < 2 or weight.shape[-2] == model.vocab_size:
+            continue
+        is_expert = isinstance(m, (SwitchLinear, QuantizedSwitchLinear))
+        width += weight.shape[-2] * (experts if is_expert else math.prod(weight.shape[:-2]))
+    layer = width / max(len(model.packed.layout.nodes), 1)
+    copies = item + 8 if item < 4 else 8
+    kept = max((s.bytes_per_token for s in model.kv_specs), default=0)
+    peak = 2 * rows * item * layer
+    return int(peak + scale * (context * kept + seats * model.vocab_size * copies))

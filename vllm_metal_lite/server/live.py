@@ -1,0 +1,90 @@
+"""`/events`: what the engines do, while somebody watches.
+
+All viewers share what an engine sends.  An engine sends events for some seconds after the last
+`Watch` only, so a server that ends without a word costs it nothing.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vllm_metal_lite.server.server import Server
+from vllm_metal_lite.server.stream import COMMENT, EventStream, sse
+
+_RENEWED, _WATCHED = 2.0, 5.0  # seconds
+_MAX_UNREAD = 16  # events; a slower viewer misses the oldest
+
+
+class Viewer:
+    """The events that a viewer has not read."""
+
+    def __init__(self, latest: list[bytes]) -> None:
+        self.unread = deque(latest, maxlen=_MAX_UNREAD)
+        self.news = asyncio.Event()
+
+    def show(self, event: bytes) -> None:
+        self.unread.append(event)
+        self.news.set()
+
+
+class Live:
+    """Watches the loaded models while there are viewers, and shows all viewers the same."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._viewers: set[Viewer] = set()
+        self._latest: dict[str, bytes] = {}  # by model
+        self._watching: asyncio.Task[None] | None = None
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """What a new viewer sees."""
+        viewer = Viewer(list(self._latest.values()))
+        self._viewers.add(viewer)
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
+        try:
+            while not self._server.draining:
+                while viewer.unread:
+                    yield viewer.unread.popleft()
+                viewer.news.clear()
+                await viewer.news.wait()
+        finally:
+            self._viewers.discard(viewer)
+
+    async def _watch(self) -> None:
+        """Keep the engines sending until the last viewer has left."""
+        while self._viewers:
+            loaded = self._server.models.loaded
+            self._latest = {name: e for name, e in self._latest.items() if name in loaded}
+            for name, client in loaded.items():
+                client.on_seen = partial(self._show, name)
+                client.watch(_WATCHED)
+            await asyncio.sleep(_RENEWED)
+            if self._server.draining:  # end the streams
+                for viewer in self._viewers:
+                    viewer.news.set()
+        self._watching = None
+        self._latest.clear()
+
+    def _show(self, name: str, text: str) -> None:
+        event = self._latest[name] = sse(f'{{"model":{json.dumps(name)},{text[1:]}', "engine")
+        for viewer in self._viewers:
+            viewer.show(event)
+
+
+def routes(server: Server) -> list[Route]:
+    live = Live(server)
+
+    async def events(request: Request) -> Response:
+        shown, leaving = live.events(), AsyncExitStack()
+        leaving.push_async_callback(shown.aclose)
+        return EventStream(shown, COMMENT, server.config.keep_alive, leaving)
+
+    return [Route("/events", events)]

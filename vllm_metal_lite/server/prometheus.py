@@ -1,0 +1,212 @@
+"""What engines and requests did, as text for Prometheus.
+
+Names, labels and buckets are those of vLLM 0.33 (vllm/v1/metrics), so that its dashboards work:
+
+- An answer is a request there: a request with `n` answers counts its prompt n times, and each
+  answer that ends counts in `request_success`.  Histograms of finished requests count a request
+  once.
+- A request whose client has gone counts its tokens, and nothing else.
+- An inter-token latency is the time between two steps of a request that brought tokens, as the
+  server received them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
+from vllm_metal_lite.server.models import Models
+from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.generation import Generation
+
+_LATENCY = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_INTER_TOKEN = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+# vLLM stops at the context's length.  Here all models share the buckets.
+_TOKENS = (*(m * 10**e for e in range(6) for m in (1, 2, 5)), 10**6)
+_ANSWERS = (1, 2, 5, 10, 20)
+
+_GAUGES = {
+    "num_requests_running": "Requests that the engine computes.",
+    "num_requests_waiting": "Requests that wait for the engine.",
+    "kv_cache_usage_perc": "The share of blocks that requests own; 1 is all of them.",
+}
+_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found there.",
+    "num_preemptions": "How often requests lost their blocks for a while.",
+    "prompt_tokens": "Prompt tokens of requests that got their first token, cached ones included.",
+    "prompt_tokens_cached": "Those of them that were cached.",
+    "generation_tokens": "Generated tokens.",
+}
+_OF_THE_ENGINE = {  # name of a counter -> of the engine's own
+    "prefix_cache_queries": "prefix_cache_queried_tokens",
+    "prefix_cache_hits": "prefix_cache_hit_tokens",
+    "num_preemptions": "preemptions",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": (_FIRST_TOKEN, "From the arrival to the first token."),
+    "inter_token_latency_seconds": (_INTER_TOKEN, "Between two steps of a request."),
+    "request_time_per_output_token_seconds": (_INTER_TOKEN, "Mean time of a further token."),
+    "e2e_request_latency_seconds": (_LATENCY, "From the arrival to the last token."),
+    "request_queue_time_seconds": (_LATENCY, "From the arrival to the first step."),
+    "request_inference_time_seconds": (_LATENCY, "From the first step to the last token."),
+    "request_prefill_time_seconds": (_LATENCY, "From the first step to the first token."),
+    "request_decode_time_seconds": (_LATENCY, "From the first token to the last."),
+    "request_prompt_tokens": (_TOKENS, "Prompt tokens of a request."),
+    "request_prefill_kv_computed_tokens": (_TOKENS, "Prompt tokens that were not cached."),
+    "request_generation_tokens": (_TOKENS, "Generated tokens of a request."),
+    "request_max_num_generation_tokens": (_TOKENS, "Generated tokens of its longest answer."),
+    "request_params_max_tokens": (_TOKENS, "max_tokens of a request that has it."),
+    "request_params_n": (_ANSWERS, "n of a request."),
+}
+_REASONS = ("stop", "length", "abort", "error")
+
+
+class Metrics:
+    """The metrics of one server; labels are by the name that requests call a model."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._registry = registry = CollectorRegistry()
+        label = ("model_name",)
+        self._success = Counter(
+            "vllm:request_success", "Finished answers.", (*label, "finished_reason"),
+            registry=registry,
+        )  # fmt: skip
+        self._families: dict[str, Any] = {
+            **{k: Gauge(f"vllm:{k}", doc, label, registry=registry) for k, doc in _GAUGES.items()},
+            **{
+                k: Counter(f"vllm:{k}", doc, label, registry=registry)
+                for k, doc in _COUNTERS.items()
+            },
+            **{
+                k: Histogram(f"vllm:{k}", doc, label, registry=registry, buckets=buckets)
+                for k, (buckets, doc) in _HISTOGRAMS.items()
+            },
+        }
+        self._of_model = {name: self._children(name) for name in models.specs}
+        # What the counters of each engine said when they were last read.
+        self._seen: WeakKeyDictionary[EngineClient, dict[str, int]] = WeakKeyDictionary()
+
+    def _children(self, model_name: str) -> dict[str, Any]:
+        """The metrics of a model, by name."""
+        children = {name: family.labels(model_name) for name, family in self._families.items()}
+        for reason in _REASONS:
+            children[reason] = self._success.labels(model_name, reason)
+        return children
+
+    @contextmanager
+    def counting(self, engine: EngineClient, generation: Generation) -> Iterator[None]:
+        """Count a request, from its acceptance to its end."""
+        name = next((k for k, v in self._models.loaded.items() if v is engine), engine.facts.name)
+        if name not in self._of_model:
+            self._of_model[name] = self._children(name)
+        count = _Count(self._of_model[name], generation)
+        generation.on_update = count.update
+        try:
+            yield
+        finally:
+            generation.on_update = None
+            count.end()
+            self._read(name, engine)
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """All metrics, and the type of the content.  accept: the header of a request."""
+        for name in self._models.specs:
+            engine = self._models.loaded.get(name)
+            if engine is not None:
+                self._read(name, engine)
+            else:
+                for gauge in _GAUGES:
+                    self._of_model[name][gauge].set(0)
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def _read(self, name: str, engine: EngineClient) -> None:
+        """Take over the latest metrics of an engine, which counts from 0 when it is loaded."""
+        of_model, now = self._of_model[name], engine.metrics
+        if not now:
+            return
+        of_model["num_requests_running"].set(now["requests_running"])
+        of_model["num_requests_waiting"].set(now["requests_waiting"])
+        of_model["kv_cache_usage_perc"].set(now["blocks_owned"] / now["blocks_total"])
+        seen = self._seen.get(engine, {})
+        for counter, key in _OF_THE_ENGINE.items():
+            of_model[counter].inc(max(now[key] - seen.get(key, 0), 0))
+        self._seen[engine] = now
+
+
+class _Count:
+    """Counts one request.  metrics: of its model."""
+
+    def __init__(self, metrics: dict[str, Any], generation: Generation) -> None:
+        self._metrics, self._generation = metrics, generation
+        self._num_tokens = 0
+        self._at: float | None = None  # when the latest tokens came
+        self._observe_gap = metrics["inter_token_latency_seconds"].observe
+        self._add_tokens = metrics["generation_tokens"].inc
+
+    def update(self, now: float) -> None:
+        """A step has brought something.  Called for each token, so it must be cheap."""
+        num_tokens = self._generation.num_tokens
+        if num_tokens == self._num_tokens:
+            return
+        self._add_tokens(num_tokens - self._num_tokens)
+        if self._at is None:
+            self._begin()
+        else:
+            self._observe_gap(now - self._at)
+        self._num_tokens, self._at = num_tokens, now
+
+    def _begin(self) -> None:
+        generation, metrics = self._generation, self._metrics
+        times, n = generation.times, generation.params.n
+        assert times.first_token is not None
+        metrics["prompt_tokens"].inc(len(generation.prompt_token_ids) * n)
+        metrics["prompt_tokens_cached"].inc(generation.num_cached_tokens)
+        metrics["time_to_first_token_seconds"].observe(times.first_token - times.arrived)
+
+    def end(self) -> None:
+        """The request has ended, or its client has gone."""
+        generation, metrics = self._generation, self._metrics
+        if not generation.finished:
+            return
+        for answer in generation.answers:
+            metrics[answer.finish_reason or "error"].inc()
+        times, params = generation.times, generation.params
+        scheduled, first, last = times.scheduled, times.first_token, times.finished
+        if scheduled is None or first is None or last is None:
+            return  # the engine was lost
+        num_prompt = len(generation.prompt_token_ids)
+        lengths = [len(answer.token_ids) for answer in generation.answers]
+        decode = last - first
+        values = {
+            "e2e_request_latency_seconds": last - times.arrived,
+            "request_queue_time_seconds": scheduled - times.arrived,
+            "request_inference_time_seconds": last - scheduled,
+            "request_prefill_time_seconds": first - scheduled,
+            "request_decode_time_seconds": decode,
+            "request_time_per_output_token_seconds": decode / max(max(lengths) - 1, 1),
+            "request_prompt_tokens": num_prompt,
+            "request_prefill_kv_computed_tokens": num_prompt - generation.num_cached_tokens,
+            "request_generation_tokens": sum(lengths),
+            "request_max_num_generation_tokens": max(lengths),
+            "request_params_n": params.n,
+        }
+        if params.max_tokens:
+            values["request_params_max_tokens"] = params.max_tokens
+        for name, value in values.items():
+            metrics[name].observe(value)

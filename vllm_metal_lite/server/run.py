@@ -1,0 +1,144 @@
+"""Runs a server: binds, loads the models, serves, and stops without cutting answers off."""
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+
+from vllm_metal_lite.errors import ConfigError, Option
+from vllm_metal_lite.server.app import make_app
+from vllm_metal_lite.server.models import Models
+from vllm_metal_lite.server.server import Server
+from vllm_metal_lite.server.settings import ServerConfig
+
+_CLOSE_SECONDS = 2  # for the last bytes of ended streams
+
+
+class Stopping:
+    """Asks a server to stop: the first call drains, the second ends at once."""
+
+    def __init__(self) -> None:
+        self.asked, self.now = asyncio.Event(), asyncio.Event()
+
+    def ask(self) -> None:
+        if self.asked.is_set():
+            self.now.set()
+        self.asked.set()
+
+
+async def serve(
+    config: ServerConfig,
+    models: Models,
+    stopping: Stopping,
+    on_ready: Callable[[Server, str], None],
+) -> None:
+    """Serve until `stopping`.  on_ready: gets the server and its URL.
+
+    Raises ConfigError if the address cannot be used, ModelLoadError if a model cannot be loaded.
+    """
+    bound = _bind(config)
+    try:
+        if not await _unless(stopping.asked, models.start()):
+            return
+        server = Server(config, models)
+        http = _Http(
+            uvicorn.Config(
+                make_app(server), http="h11", ws="none", lifespan="off", log_config=None,
+                access_log=False, server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
+            )
+        )  # fmt: skip
+        serving = asyncio.ensure_future(http.serve(sockets=[bound]))
+        on_ready(server, _url(bound))
+        serving.add_done_callback(lambda _: stopping.ask())
+        await stopping.asked.wait()
+        await _drain(server, stopping)
+        http.should_exit = True
+        await serving
+    finally:
+        bound.close()
+        await models.stop()
+
+
+async def _drain(server: Server, stopping: Stopping) -> None:
+    """Wait for the answers under way; then end them."""
+    server.draining = True
+
+    async def idle() -> None:
+        while server.generations:
+            await asyncio.sleep(0.05)
+
+    with suppress(TimeoutError):
+        await asyncio.wait_for(_unless(stopping.now, idle()), server.config.drain)
+    server.end_all()
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do `work`, and return True; False if the event came first, which cancels the work."""
+    task, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if task.done():
+        task.result()
+        return True
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    return False
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """A listening socket, before models are loaded."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((config.host, config.port))
+        bound.listen(2048)
+    except OSError as e:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} (", Option("host"), ", ",
+            Option("port"), f"): {(e.strerror or str(e)).lower()}",
+        ) from None  # fmt: skip
+    return bound
+
+
+def _url(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Http(uvicorn.Server):
+    """Leaves signals to `stop_on_signals`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def stop_on_signals(stopping: Stopping) -> Iterator[list[int]]:
+    """SIGINT and SIGTERM ask for a stop; yields those that came.  In the main thread only."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    loop = asyncio.get_running_loop()
+
+    def take(number: int) -> None:
+        came.append(number)
+        stopping.ask()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, take, number)
+    try:
+        yield came
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,151 @@
+"""Who may call the server, and how much they may send.
+
+A server on loopback is within reach of every web page that the user opens, in two ways: a page may
+send requests to it, and a page's own name may be made to point to it (DNS rebinding).  So requests
+from other origins are refused unless allowed, and the Host header must be an address or a known
+name.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import socket
+import uuid
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_metal_lite.errors import show
+from vllm_metal_lite.server.errors import ApiError, error_response, shape_for
+from vllm_metal_lite.server.settings import ServerConfig
+
+_OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
+_OPEN_FOLDER = "/page/"
+_BODY_SECONDS = 30  # longest wait for the next piece of a body
+
+
+def secured(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """`app` behind the checks of this module."""
+    if config.allowed_origins:
+        # Outside of the checks: the browser asks first, without a key.
+        app = _Checked(app, config)
+        return CORSMiddleware(
+            app,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    return _Checked(app, config)
+
+
+class _Checked:
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app, self._config = app, config
+        self._key = None if config.api_key is None else config.api_key.encode()
+        own = (config.host, "localhost", socket.gethostname(), *config.allowed_hosts)
+        self._names = {name.lower() for name in own}
+        self._max_body = int(config.max_body_mib * 2**20)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{uuid.uuid4().hex}"
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+            await send(message)
+
+        try:
+            self._check(scope, Headers(scope=scope))
+        except ApiError as e:
+            await error_response(e, shape_for(scope["path"]))(scope, receive, send_with_id)
+        else:
+            await self._app(scope, self._bounded(receive), send_with_id)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raise ApiError if the request is not to be served."""
+        host = headers.get("host", "")
+        if host and not self._is_own(host):
+            raise ApiError(
+                403,
+                f"the Host header names {show(host)}, which is not this server: start the server "
+                "with --allowed-host to accept the name",
+            )
+        origin = headers.get("origin")
+        if origin is not None and not self._may_call(origin, host):
+            raise ApiError(
+                403,
+                f"web pages of {show(origin)} may not call this server: start the server with "
+                "--allowed-origin to allow them",
+            )
+        if self._key is not None and not self._is_open(scope["path"]):
+            self._check_key(headers)
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body:
+            raise self._too_large()
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in self._names or _is_address(name)
+
+    def _may_call(self, origin: str, host: str) -> bool:
+        allowed = self._config.allowed_origins
+        return "*" in allowed or origin in allowed or urlsplit(origin).netloc == host
+
+    def _is_open(self, path: str) -> bool:
+        return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+
+    def _check_key(self, headers: Headers) -> None:
+        assert self._key is not None
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.strip().encode(), self._key):
+            raise ApiError(
+                401,
+                "the API key is wrong or missing: send `Authorization: Bearer KEY` or `x-api-key`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _too_large(self) -> ApiError:
+        limit = f"{self._config.max_body_mib:g} MiB"
+        return ApiError(413, f"the request is larger than max_body_mib ({limit})")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive`, which raises ApiError for a body that is too large or too slow."""
+        size, more = 0, True
+
+        async def bounded() -> Message:
+            nonlocal size, more
+            if not more:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), _BODY_SECONDS)
+            except TimeoutError:
+                raise ApiError(
+                    408, f"no byte of the request has come for {_BODY_SECONDS} seconds"
+                ) from None
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            if size > self._max_body:
+                raise self._too_large()
+            return message
+
+        return bounded
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""`/status`: the server, its models and the latest metrics of their engines.
+
+The answer never waits for an engine.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vllm_metal_lite import __version__
+from vllm_metal_lite.server.models import Model
+from vllm_metal_lite.server.server import Server
+
+
+def model_status(model: Model) -> dict[str, Any]:
+    """A model's state; of a loaded one, also what is known of it and its engine's metrics."""
+    client = model.client
+    status: dict[str, Any] = {
+        **(dataclasses.asdict(client.facts) if client is not None else {}),
+        "name": model.spec.name,
+        "source": model.spec.source,
+        "state": model.state,
+        "pinned": model.spec.pinned,
+        "error": model.error,
+    }
+    if client is not None:
+        status |= {"pid": client.pid, "metrics": client.metrics}
+    return status
+
+
+def count(server: Server) -> tuple[int, int]:
+    """(running, waiting) answers, as the server knows them: an engine runs as many as it has
+    seats."""
+    running = waiting = 0
+    for client in server.models.loaded.values():
+        unfinished = sum(g.params.n for g in client.generations.values())
+        seated = min(unfinished, client.facts.max_num_seqs)
+        running, waiting = running + seated, waiting + unfinished - seated
+    return running, waiting
+
+
+def routes(server: Server) -> list[Route]:
+    started = time.monotonic()
+
+    async def status(request: Request) -> Response:
+        running, waiting = count(server)
+        return JSONResponse(
+            {
+                "version": __version__,
+                "uptime": round(time.monotonic() - started, 3),
+                "draining": server.draining,
+                "models": [model_status(model) for model in server.models.models.values()],
+                "server": {
+                    "running": running,
+                    "waiting": waiting,
+                    "max_waiting": server.config.max_waiting,
+                },
+            }
+        )
+
+    return [Route("/status", status)]

@@ -1,0 +1,172 @@
+"""What an engine does, for those who watch: its steps, its requests and a map of its blocks.
+
+Nothing is recorded while nobody watches.  An event costs the engine time, so the watcher measures
+the cost and then waits `_PATIENCE` times as long: watching takes less than 1 % of the engine's time
+with pools and batches of every size.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+
+_SECONDS = 0.25  # least time between events
+_PATIENCE = 200  # least time between events, in costs of an event
+_MAX_STEPS = 100  # the latest steps of an event
+_MAX_WAITING = 100  # the first requests of the queue
+_MAX_CELLS = 4096
+
+# Codes of cells; a code > 0 is the number of the request that alone owns the block.
+FREE, CACHED, SHARED = 0, -1, -2
+
+
+class Watcher:
+    """Makes events of an engine while somebody watches.  `saw` is the engine's `on_step`.
+
+    num_events, seconds: how many events, and what they cost so far.
+    """
+
+    def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_events, self.seconds = 0, 0.0
+        self._engine, self._clock = engine, clock
+        self._started = self._step_end = clock()
+        self._until = self._next_at = self._started
+        self._has_news = False
+        self._steps: deque[tuple[SchedulerOutput, float, float]] = deque(maxlen=_MAX_STEPS)
+        self._num_preemptions: dict[int, int] = {}  # by number of the request
+
+    def watch(self, seconds: float) -> None:
+        """Make events for so many seconds from now on.  The next one is due at once."""
+        now = self._clock()
+        if now > self._until:  # nobody watched
+            self._steps.clear()
+            self._num_preemptions = _preemptions(self._requests())
+        self._until = now + seconds
+        self._has_news = True
+
+    def changed(self) -> None:
+        """Something changed that was not a step, such as a request that waits or left."""
+        self._has_news = self._clock() < self._until
+
+    def saw(self, output: SchedulerOutput) -> None:
+        """A step is complete."""
+        now = self._clock()
+        if now < self._until:
+            # With one step submitted ahead, the device starts a step when the last one ends.
+            self._steps.append((output, max(output.launched_at, self._step_end), now))
+            self._has_news = True
+        self._step_end = now
+
+    def wait(self) -> float | None:
+        """Seconds until the next event is due; None: nothing is to be told."""
+        now = self._clock()
+        if not self._has_news or now >= self._until:
+            return None
+        return max(self._next_at - now, 0.0)
+
+    def event(self) -> str:
+        """What is new, as JSON.
+
+        Times are in seconds since the watcher was made.  steps: since the last event, `t` is the
+        start of a step.  preempted: since the last event.  cost: seconds of all events so far.
+        """
+        start = self._clock()
+        text = json.dumps(self._snapshot(start), separators=(",", ":"))
+        self._has_news = False
+        end = self._clock()
+        self.num_events += 1
+        self.seconds += end - start
+        self._next_at = end + max(_SECONDS, _PATIENCE * (end - start))
+        return text
+
+    def _requests(self) -> list[Request]:
+        scheduler = self._engine.scheduler
+        return [*scheduler.running, *scheduler.waiting]
+
+    def _snapshot(self, now: float) -> dict[str, Any]:
+        engine = self._engine
+        running, waiting = engine.scheduler.running, engine.scheduler.waiting
+        counts = _preemptions([*running, *waiting])
+        known, self._num_preemptions = self._num_preemptions, counts
+        steps = [self._step(*step) for step in self._steps]
+        self._steps.clear()
+        metrics = engine.metrics()
+        return {
+            "time": round(now - self._started, 3),
+            "steps": steps,
+            "num_steps": metrics["steps"],
+            "cost": round(self.seconds, 4),
+            "requests": [
+                *(_request(request, "running") for request in running),
+                *(_request(request, "waiting") for request in waiting[:_MAX_WAITING]),
+            ],
+            "preempted": [n for n, count in counts.items() if count > known.get(n, 0)],
+            "blocks": block_map(engine, running),
+            "metrics": metrics,
+        }
+
+    def _step(self, output: SchedulerOutput, start: float, end: float) -> dict[str, Any]:
+        segments = output.segments
+        return {
+            "t": round(start - self._started, 4),
+            "ms": round(1e3 * (end - start), 2),
+            "decodes": output.num_decodes,
+            "segments": [[number(s.request), s.num_scheduled, s.num_computed] for s in segments],
+        }
+
+
+def number(request: Request) -> int:
+    """A request's number: 1, 2, ... in order of arrival."""
+    return request.rank[2] + 1
+
+
+def _preemptions(requests: Iterable[Request]) -> dict[int, int]:
+    return {number(r): r.num_preemptions for r in requests if r.num_preemptions}
+
+
+def _request(request: Request, state: str) -> dict[str, Any]:
+    generated = request.num_tokens - request.num_prompt_tokens
+    return {
+        "n": number(request),
+        "id": request.request_id,
+        "state": state,
+        "prompt": request.num_prompt_tokens,
+        "computed": request.num_computed_tokens,
+        "generated": generated - (request.token_ids[-1] == UNKNOWN_TOKEN),
+        "cached": request.num_cached_tokens,
+        "preempted": request.num_preemptions,
+    }
+
+
+def block_map(engine: LLMEngine, running: Iterable[Request]) -> dict[str, Any]:
+    """The blocks of the first KV group, in order of their ids, as runs of [code, cells]."""
+    pool, tables = engine.scheduler.kv.pools[0], engine.inputs.block_tables[0]
+    # Ranks of codes, so that a cell of several blocks can show the highest: free, cached, shared,
+    # then the numbers of requests.
+    ranks = np.zeros(pool.num_blocks, np.int32)
+    ranks[pool.cached_blocks()] = 1
+    for request in running:
+        if request.req_index is not None:
+            first, end = request.block_tables[0].num_given_back, request.num_blocks
+            blocks = tables[request.req_index, first:end]
+            ranks[blocks] = np.where(ranks[blocks] > 1, 2, number(request) + 2)
+    per_cell = -(-pool.num_blocks // _MAX_CELLS)
+    if per_cell > 1:
+        ranks = np.maximum.reduceat(ranks, np.arange(0, pool.num_blocks, per_cell))
+    codes = np.where(ranks > 2, ranks - 2, -ranks)
+    starts = np.flatnonzero(np.diff(codes, prepend=SHARED - 1))
+    lengths = np.diff(starts, append=len(codes))
+    return {
+        "total": pool.num_blocks,
+        "size": engine.config.block_size,
+        "per_cell": per_cell,
+        "runs": np.stack([codes[starts], lengths], axis=1).tolist(),
+    }
