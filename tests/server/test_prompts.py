@@ -1,6 +1,5 @@
 """Conversations become prompts whose checkpoints later prompts start from."""
 
-import asyncio
 import shutil
 
 import httpx
@@ -32,7 +31,7 @@ def tokenizer():
 
 def render(tokenizer, *messages, with_checkpoints=True, **fields):
     conversation = Conversation(messages, **fields)
-    return asyncio.run(render_prompt(tokenizer, "demo", conversation, with_checkpoints))
+    return render_prompt(tokenizer, "demo", conversation, with_checkpoints)
 
 
 def shown(tokenizer, prompt):

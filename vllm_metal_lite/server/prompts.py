@@ -9,7 +9,6 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.prompts import render_chat
-from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.worker.client import EngineClient
 
 Message = dict[str, Any]
@@ -61,41 +60,55 @@ async def render(
     """
     facts = engine.facts
     with_checkpoints = to_run and facts.has_states and facts.caches_prefixes
-    return await render_prompt(engine.tokenizer, facts.name, conversation, with_checkpoints)
+    return await asyncio.to_thread(
+        render_prompt, engine.tokenizer, facts.name, conversation, with_checkpoints
+    )
 
 
-async def render_prompt(
+def render_prompt(
     tokenizer: TokenizerWrapper, model: str, conversation: Conversation, with_checkpoints: bool
 ) -> RenderedPrompt:
-    """with_checkpoints: for models with recurrent layers.
-
-    Checkpoints are where the prompts of conversations that begin alike part from this one.  Such
-    conversations are rendered too, side by side: text alone does not say what a template does with
-    the messages before.
-    """
-    alike = list(_alike(conversation)) if with_checkpoints else []
-    token_ids, *others = await asyncio.gather(
-        *(asyncio.to_thread(_token_ids, tokenizer, model, c) for c in (conversation, *alike)),
-        return_exceptions=True,
-    )
-    if isinstance(token_ids, BaseException):
-        raise token_ids
-    positions = set()
-    for other in others:
-        if isinstance(other, RequestError):  # templates refuse some conversations
-            continue
-        if isinstance(other, BaseException):
-            raise other
-        # The last common token may be part of a longer one in yet another conversation.
-        positions.add(_num_common(token_ids, other) - 1)
-    return RenderedPrompt(token_ids, tuple(sorted(at for at in positions if at > 0)))
-
-
-def _token_ids(tokenizer: TokenizerWrapper, model: str, conversation: Conversation) -> list[int]:
-    return render_chat(
+    """with_checkpoints: for models with recurrent layers."""
+    token_ids = render_chat(
         tokenizer, model, list(conversation.messages),
         add_generation_prompt=conversation.add_generation_prompt, **conversation.template,
     )  # fmt: skip
+    if not with_checkpoints:
+        return RenderedPrompt(token_ids)
+    return RenderedPrompt(token_ids, _checkpoints(tokenizer, conversation, token_ids))
+
+
+def _checkpoints(
+    tokenizer: TokenizerWrapper, conversation: Conversation, token_ids: list[int]
+) -> tuple[int, ...]:
+    """Where the prompts of conversations that begin alike part from this one, in order.
+
+    Such conversations are rendered too, since messages do not say what a template makes of those
+    before.  Their texts are compared, because making tokens costs a hundred times as much.
+    """
+    text, positions = _text(tokenizer, conversation), set()
+    for alike in _alike(conversation):
+        try:
+            end = _num_common(text, _text(tokenizer, alike))
+        except Exception:  # templates refuse some conversations, by any error
+            continue
+        # Counted from the nearer end.
+        if end <= len(text) // 2:
+            num_tokens = len(tokenizer.encode(text[:end], add_special_tokens=False))
+        else:
+            rest = tokenizer.encode(text[end:], add_special_tokens=False)
+            num_tokens = len(token_ids) - len(rest)
+        # The token at the end may be part of a longer one in yet another conversation.
+        positions.add(num_tokens - 1)
+    return tuple(sorted(at for at in positions if at > 0))
+
+
+def _text(tokenizer: TokenizerWrapper, conversation: Conversation) -> str:
+    text: str = tokenizer.apply_chat_template(
+        list(conversation.messages), tokenize=False,
+        add_generation_prompt=conversation.add_generation_prompt, **conversation.template,
+    )  # fmt: skip
+    return text
 
 
 def _alike(conversation: Conversation) -> Iterator[Conversation]:
@@ -110,5 +123,10 @@ def _alike(conversation: Conversation) -> Iterator[Conversation]:
         yield Conversation(messages, template, add_generation_prompt=False)
 
 
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+def _num_common(a: str, b: str) -> int:
+    """The length of the common prefix."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low
