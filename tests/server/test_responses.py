@@ -1,13 +1,21 @@
 """`/v1/responses`, as the official client sees it, beside chat completions."""
 
 import asyncio
+import json
+from contextlib import AsyncExitStack
 
 import httpx
 import openai
 import pytest
 
 from tests.support.server_kit import serving
+from vllm_metal_lite import SamplingParams
+from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.settings import ServerConfig
+from vllm_metal_lite.server.stream import EventStream
+from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Update
 
 ASK = "Tell me about a lantern in the rain."
 LIMITS = {"temperature": 0, "max_output_tokens": 12}
@@ -80,6 +88,27 @@ def test_events_come_in_order_and_make_the_whole(client):
     assert last.output_text == whole.output_text
     assert last.usage.output_tokens == 12
     assert last.usage.input_tokens_details.cached_tokens <= last.usage.input_tokens
+
+
+def test_signs_of_life_are_numbered_events():
+    async def stream(tokenizer):
+        generation = Generation(Add("resp_1", [1], SamplingParams(max_tokens=1)), tokenizer)
+        reply = ResponseReply(generation, {}, lambda token_ids, positions: [])
+        sent = []
+
+        async def send(message):
+            sent.extend(message.get("body", b"").decode().splitlines())
+            signs = sent.count("event: response.in_progress") - 1
+            if signs > 2 and not generation.finished:
+                generation.take(Update("resp_1", [AnswerUpdate(0, [5], "", "length")], True))
+
+        events = EventStream(reply.stream(), reply.keep_alive, 0.001, AsyncExitStack())
+        await events({}, asyncio.Event().wait, send)
+        return [json.loads(line[6:]) for line in sent if line.startswith("data: ")]
+
+    events = asyncio.run(stream(load_tokenizer_only("demo")))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.incomplete"
 
 
 def test_the_clients_own_accumulator(client):
@@ -194,13 +223,13 @@ def test_the_first_request_of_codex(running):
         assert "event: response.incomplete\n" in served.text
         unused = http.post("/v1/responses", json={**short, "tool_choice": "none"})
         assert unused.status_code == 200
-    assert not running.server.generations
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"input": 5}, "input"),
+        ({"input": 5}, "input must be a string or a list of items, got 5"),
+        ({"input": [5]}, "input.0 must be an object, got 5"),
         ({}, "input: Field required"),
         ({"input": []}, "messages is empty"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens must be"),
@@ -232,7 +261,7 @@ def test_a_lost_engine_fails_the_stream(running):
         with http.stream("POST", "/v1/responses", json=body) as reply:
             lines = reply.iter_lines()
             next(lines)
-            [generation] = running.server.generations.values()
+            *_, generation = running.server.generations.values()
             asyncio.run_coroutine_threadsafe(lose(generation), running.loop).result()
             rest = list(lines)
     assert "event: response.failed" in rest

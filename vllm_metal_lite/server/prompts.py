@@ -9,7 +9,6 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.prompts import render_chat
-from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.worker.client import EngineClient
 
 Message = dict[str, Any]
@@ -49,7 +48,7 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
 
 
 def _num_systems(messages: Sequence[Message]) -> int:
-    return sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
+    return sum(1 for _ in takewhile(lambda message: message.get("role") == "system", messages))
 
 
 async def render(
@@ -69,47 +68,65 @@ async def render(
 def render_prompt(
     tokenizer: TokenizerWrapper, model: str, conversation: Conversation, with_checkpoints: bool
 ) -> RenderedPrompt:
-    """with_checkpoints: for models with recurrent layers; it costs up to three more renderings."""
+    """with_checkpoints: for models with recurrent layers."""
     token_ids = render_chat(
         tokenizer, model, list(conversation.messages),
         add_generation_prompt=conversation.add_generation_prompt, **conversation.template,
     )  # fmt: skip
     if not with_checkpoints:
         return RenderedPrompt(token_ids)
-    return RenderedPrompt(token_ids, _checkpoints(tokenizer, model, conversation, token_ids))
+    return RenderedPrompt(token_ids, _checkpoints(tokenizer, conversation, token_ids))
 
 
 def _checkpoints(
-    tokenizer: TokenizerWrapper, model: str, conversation: Conversation, token_ids: list[int]
+    tokenizer: TokenizerWrapper, conversation: Conversation, token_ids: list[int]
 ) -> tuple[int, ...]:
     """Where the prompts of conversations that begin alike part from this one, in order.
 
-    Each is found by rendering such a conversation: text alone does not say what a template does
-    with the messages before.
+    Such conversations are rendered too, since messages do not say what a template makes of those
+    before.  Their texts are compared, because making tokens costs a hundred times as much.
     """
-    template = {k: v for k, v in conversation.template.items() if k != "continue_final_message"}
-    positions = set()
-    for messages in _alike(conversation):
+    text, positions = _text(tokenizer, conversation), set()
+    for alike in _alike(conversation):
         try:
-            other = render_chat(tokenizer, model, messages, add_generation_prompt=False, **template)
-        except RequestError:  # templates refuse some conversations
+            end = _num_common(text, _text(tokenizer, alike))
+        except Exception:  # templates refuse some conversations, by any error
             continue
-        # The last common token may be part of a longer one in yet another conversation.
-        positions.add(_num_common(token_ids, other) - 1)
-    return tuple(sorted(position for position in positions if position > 0))
+        # Counted from the nearer end.
+        if end <= len(text) // 2:
+            num_tokens = len(tokenizer.encode(text[:end], add_special_tokens=False))
+        else:
+            rest = tokenizer.encode(text[end:], add_special_tokens=False)
+            num_tokens = len(token_ids) - len(rest)
+        # The token at the end may be part of a longer one in yet another conversation.
+        positions.add(num_tokens - 1)
+    return tuple(sorted(at for at in positions if at > 0))
 
 
-def _alike(conversation: Conversation) -> Iterator[list[Message]]:
+def _text(tokenizer: TokenizerWrapper, conversation: Conversation) -> str:
+    text: str = tokenizer.apply_chat_template(
+        list(conversation.messages), tokenize=False,
+        add_generation_prompt=conversation.add_generation_prompt, **conversation.template,
+    )  # fmt: skip
+    return text
+
+
+def _alike(conversation: Conversation) -> Iterator[Conversation]:
     """Another user behind the same system prompt; another last question; another answer."""
+    template = {k: v for k, v in conversation.template.items() if k != "continue_final_message"}
     messages = list(conversation.messages)
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    num_systems = _num_systems(messages)
-    for end in sorted({num_systems, *users[-1:]}):
+    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    for end in sorted({_num_systems(messages), *users[-1:]}):
         if end:
-            yield [*messages[:end], _OTHER]
+            yield Conversation([*messages[:end], _OTHER], template, add_generation_prompt=False)
     if conversation.add_generation_prompt:
-        yield messages
+        yield Conversation(messages, template, add_generation_prompt=False)
 
 
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+def _num_common(a: str, b: str) -> int:
+    """The length of the common prefix."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low

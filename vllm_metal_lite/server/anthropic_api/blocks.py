@@ -11,9 +11,7 @@ from vllm_metal_lite.server.prompts import Conversation, Message, join_systems
 Blocks = list[Mapping[str, Any]]
 
 
-def conversation(
-    messages: list[dict[str, Any]], system: str | list[dict[str, Any]] | None
-) -> Conversation:
+def conversation(messages: list[dict[str, Any]], system: Any) -> Conversation:
     """What is rendered.  An answer goes on where a last message of the assistant ends.
 
     Raises ApiError (400) for blocks that cannot be rendered.

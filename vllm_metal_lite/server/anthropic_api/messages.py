@@ -24,11 +24,11 @@ from vllm_metal_lite.server.stream import EventStream
 
 
 class ConversationFields(Body):
-    """Fields of any type are accepted and have no effect."""
+    """system: checked with the messages.  Other fields of any type have no effect."""
 
     model: str | None = None
     messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
+    system: Any = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None

@@ -9,13 +9,19 @@ from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.prompts import Message, join_systems
 
 
-def input_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[Message]:
-    """The messages of a request.  Raises ApiError (400) for items that cannot be rendered."""
+def input_messages(items: Any, instructions: str | None) -> list[Message]:
+    """The messages of a request.  Raises ApiError (400) for items that cannot be rendered.
+
+    items: a question, or a list of items.
+    """
     history = _History()
     if instructions:
         history.messages.append({"role": "system", "content": instructions})
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        message = f"input must be a string or a list of items, got {show(items)}"
+        raise ApiError(400, message, param="input")
     for i, item in enumerate(items):
         history.add(item, f"input.{i}")
     return join_systems(history.messages)
@@ -29,7 +35,9 @@ class _History:
         self._reasoning = ""  # of the assistant's next message
         self._names: dict[Any, str] = {}  # of functions, by the id of the call
 
-    def add(self, item: Mapping[str, Any], where: str) -> None:
+    def add(self, item: Any, where: str) -> None:
+        if not isinstance(item, Mapping):
+            raise ApiError(400, f"{where} must be an object, got {show(item)}", param=where)
         kind = item.get("type", "message")
         add = _ITEMS.get(kind) if isinstance(kind, str) else None
         if add is None:

@@ -30,7 +30,7 @@ class ResponsesRequest(SamplingFields):
     """Fields of any type are repeated in the response and have no effect."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: Any
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Any = None
