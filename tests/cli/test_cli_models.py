@@ -11,8 +11,8 @@ from tests.support import tiny_models
 from vllm_metal_lite import EngineConfig, LLMEngine
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.cli.model_list import ModelEntry, describe, find_models
-from vllm_metal_lite.cli.models import table
+from vllm_metal_lite.cli.model_list import describe, find_models
+from vllm_metal_lite.cli.model_table import ModelEntry, table
 from vllm_metal_lite.model.loader import load, preview
 from vllm_metal_lite.runner.memory import step_peak_bytes
 from vllm_metal_lite.runner.step_peak import estimated_step_peak
