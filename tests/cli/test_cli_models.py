@@ -294,6 +294,17 @@ def test_the_table_fits_the_terminal_but_for_names(width):
         assert all(len(line) <= width for line in lines if line != long)
 
 
+def test_names_cannot_control_the_terminal(capsys):
+    odd = "a\x1b[2Jb\udcff"
+    shown = [
+        ModelEntry(odd, "folder", "/x", supported=True, model_type=odd),
+        ModelEntry(odd, "folder", "/y", problem=odd),
+    ]
+    text = "".join(table(shown, 80))
+    assert "a�[2Jb�" in text
+    assert text.isprintable()
+
+
 def test_a_folder_that_does_not_exist(capsys):
     assert main(["models", "/nowhere/at/all"]) == 2
     assert capsys.readouterr().err == "error: /nowhere/at/all: no such folder\n"

@@ -48,8 +48,14 @@ class ModelEntry:
 def table(entries: Sequence[ModelEntry], width: int | None) -> Iterator[str]:
     """Lines of at most `width` columns (None: any) but for long names.
 
-    A name that is too long for its column has a line of its own.
+    A name that is too long for its column has a line of its own.  Names of files and words of
+    configurations cannot control the terminal.
     """
+    for line in _lines(entries, width):
+        yield "".join(c if c.isprintable() else "�" for c in line)
+
+
+def _lines(entries: Sequence[ModelEntry], width: int | None) -> Iterator[str]:
     rows: list[tuple[str, tuple[str, ...]]] = [(_NAME, _HEADINGS)]
     rows += [(entry.name, _cells(entry)) for entry in entries if entry.supported]
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(_HEADINGS))]

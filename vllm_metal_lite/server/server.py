@@ -76,15 +76,17 @@ class Server:
                 "allows no more"
             )
         request_id = f"{prefix}{uuid.uuid4().hex}"
-        async with engine.generate(
-            request_id, prompt_token_ids, params, priority=priority, checkpoints=checkpoints
-        ) as generation:
-            self.generations[request_id] = generation
-            try:
-                with self.metrics.counting(engine, generation):
+        with self.metrics.counting(engine) as count:
+            async with engine.generate(
+                request_id, prompt_token_ids, params,
+                priority=priority, checkpoints=checkpoints, on_update=count.update,
+            ) as generation:  # fmt: skip
+                count.generation = generation
+                self.generations[request_id] = generation
+                try:
                     yield generation
-            finally:
-                del self.generations[request_id]
+                finally:
+                    del self.generations[request_id]
 
     def note_unknown(self, body: BaseModel) -> None:
         """Log the fields of a body that no one reads, once for each name."""
