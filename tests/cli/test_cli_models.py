@@ -11,8 +11,8 @@ from tests.support import tiny_models
 from vllm_metal_lite import EngineConfig, LLMEngine
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.cli.model_list import ModelEntry, describe, find_models
-from vllm_metal_lite.cli.models import table
+from vllm_metal_lite.cli.model_list import describe, find_models
+from vllm_metal_lite.cli.model_table import ModelEntry, table
 from vllm_metal_lite.model.loader import load, preview
 from vllm_metal_lite.runner.memory import step_peak_bytes
 from vllm_metal_lite.runner.step_peak import estimated_step_peak
@@ -292,6 +292,17 @@ def test_the_table_fits_the_terminal_but_for_names(width):
     assert [line for line in lines if line.startswith("b ")]
     if width >= 80:
         assert all(len(line) <= width for line in lines if line != long)
+
+
+def test_names_cannot_control_the_terminal(capsys):
+    odd = "a\x1b[2Jb\udcff"
+    shown = [
+        ModelEntry(odd, "folder", "/x", supported=True, model_type=odd),
+        ModelEntry(odd, "folder", "/y", problem=odd),
+    ]
+    text = "".join(table(shown, 80))
+    assert "a�[2Jb�" in text
+    assert text.isprintable()
 
 
 def test_a_folder_that_does_not_exist(capsys):

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -10,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.server_kit import serving
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.prometheus import Metrics
+from vllm_metal_lite.server.worker.generation import EngineLost, Generation
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Update
 
 CHAT = "/v1/chat/completions"
 # The names in the dashboards of vLLM (examples/observability).
@@ -178,6 +181,8 @@ class _Models:
 
 
 class _Engine:
+    facts = SimpleNamespace(name="b")
+
     def __init__(self, hits, owned=0):
         self.metrics = {
             "prefix_cache_hit_tokens": hits, "prefix_cache_queried_tokens": 2 * hits,
@@ -201,3 +206,42 @@ def test_counters_go_on_when_an_engine_is_loaded_again():
     assert (value(hits), value(usage)) == (50, 0)
     models.loaded["a"] = _Engine(7)
     assert (value(hits), value(hits)) == (57, 57)
+
+
+def counted(*changes):
+    """The samples after a request of two prompt tokens; changes: made to its Generation."""
+    models = _Models()
+    metrics = Metrics(models)
+    with metrics.counting(_Engine(0)) as count:
+        params = SamplingParams(stop="z")  # so that no tokenizer makes the text
+        generation = Generation(Add("x", [1, 2], params), None, count.update)
+        for change in changes:
+            change(generation)
+        count.generation = generation
+    text = metrics.text("")[0].decode()
+    families = text_string_to_metric_families(text)
+    return {
+        ":".join([s.name.removeprefix("vllm:"), s.labels.get("finished_reason", "")]): s.value
+        for family in families
+        for s in family.samples
+        if s.labels["model_name"] == "b"
+    }
+
+
+def token(generation, **end):
+    update = Update("x", [AnswerUpdate(0, [5], "", **end)], bool(end), 1.0, 0)
+    generation.take(update)
+
+
+def test_tokens_that_come_before_the_acceptance_is_noticed():
+    got = counted(token, token, lambda g: token(g, finish_reason="length"))
+    assert got["generation_tokens_total:"] == 3
+    assert got["inter_token_latency_seconds_count:"] == 2
+    assert got["request_success_total:length"] == 1
+
+
+def test_a_request_whose_engine_is_lost_ends_with_error():
+    got = counted(token, lambda g: g.fail(EngineLost("gone")))
+    assert got["generation_tokens_total:"] == 1
+    assert got["request_success_total:error"] == 1
+    assert got["e2e_request_latency_seconds_count:"] == 0

@@ -9,10 +9,11 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_metal_lite.cli.model_table import ModelEntry
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, OutOfMemoryError, one_line
@@ -33,40 +34,6 @@ class FoundModel:
     source: str  # "demo", "hub" or "folder"
     path: Path | None
     problem: str | None = None
-
-
-@dataclass(frozen=True)
-class ModelEntry:
-    """What is known of a model; None: unknown, as after a failure, which `problem` names.
-
-    size_bytes: of the folder's files.  bits: of a weight, several if they differ.
-    runs: "packed", "in sequences" (modules with recurrent states see one sequence at a time) or "by
-    segment" (attention too); runs_reason: why not packed.  prefix_cache_reason: why there is none.
-    max_model_len: the longest request here.  num_tokens: of all requests, that fit in memory beside
-    the weights; 0: the model does not fit, and memory_problem says by how much.
-    """
-
-    name: str
-    source: str
-    path: str | None
-    supported: bool = False
-    problem: str | None = None
-    model_type: str | None = None
-    size_bytes: int | None = None
-    bits: list[int] = field(default_factory=list)
-    quantization: dict[str, Any] | None = None
-    context: int | None = None
-    context_guess: str | None = None
-    runs: str | None = None
-    runs_reason: str | None = None
-    prefix_cache: bool | None = None
-    prefix_cache_reason: str | None = None
-    weight_bytes: int | None = None
-    kv_bytes_per_token: int | None = None
-    state_bytes: int | None = None
-    max_model_len: int | None = None
-    num_tokens: int | None = None
-    memory_problem: str | None = None
 
 
 def find_models(folders: Sequence[Path]) -> list[FoundModel]:

@@ -6,28 +6,19 @@ import logging
 import os
 import shutil
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.cli import log
+from vllm_metal_lite.cli.model_table import ModelEntry, gib, table
 from vllm_metal_lite.cli.options import UsageError
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import shorten
 
-if TYPE_CHECKING:
-    from vllm_metal_lite.cli.model_list import ModelEntry
-
 logger = logging.getLogger(__name__)
-
-_HEADINGS = ("type", "size", "bits", "context", "runs", "cache", "fits")
-_NAME = "name"
-_GAP, _INDENT = "  ", "    "
-_SHORTEST_NAME = 8  # columns for names, however narrow the terminal
 
 _LEGEND = """\
 context  tokens that the model was made for
@@ -60,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     for line in table(entries, width):
         print(line)
     if any(entry.supported for entry in entries):
-        memory = f"{_gib(backend.memory_limit() * _fraction())} GiB"
+        memory = f"{gib(backend.memory_limit() * _fraction())} GiB"
         print("\n" + _LEGEND.format(memory=memory))
     return 0
 
@@ -80,85 +71,10 @@ def _fraction() -> float:
     return EngineConfig().memory_fraction or profile().memory_fraction
 
 
-def _report(entries: "Sequence[ModelEntry]") -> dict[str, object]:
+def _report(entries: Sequence[ModelEntry]) -> dict[str, object]:
     return {
         "backend": backend.name(),
         "memory_bytes": backend.memory_limit(),
         "memory_fraction": _fraction(),
         "models": [asdict(entry) for entry in entries],
     }
-
-
-def table(entries: "Sequence[ModelEntry]", width: int | None) -> Iterator[str]:
-    """Lines of at most `width` columns (None: any) but for long names.
-
-    A name that is too long for its column has a line of its own.
-    """
-    rows: list[tuple[str, tuple[str, ...]]] = [(_NAME, _HEADINGS)]
-    rows += [(entry.name, _cells(entry)) for entry in entries if entry.supported]
-    widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(_HEADINGS))]
-    room = max(len(name) for name, _ in rows)
-    if width is not None:
-        beside = sum(widths) + len(_GAP) * len(widths)
-        room = min(room, max(width - beside, _SHORTEST_NAME))
-    for name, cells in rows:
-        if len(name) > room:
-            yield name
-            name = ""
-        pairs = zip(cells, widths, strict=True)
-        line = _GAP.join([name.ljust(room), *(cell.ljust(size) for cell, size in pairs)])
-        yield line.rstrip()
-    for title, reasons in (
-        ("do not fit:", [(e.name, e.memory_problem) for e in entries if e.memory_problem]),
-        ("cannot run:", [(_with_type(e), e.problem) for e in entries if e.problem]),
-    ):
-        if reasons:
-            yield from ("", title)
-        for name, reason in reasons:
-            yield name
-            yield from _indented(reason or "", width)
-
-
-def _with_type(entry: "ModelEntry") -> str:
-    return f"{entry.name} ({entry.model_type})" if entry.model_type else entry.name
-
-
-def _indented(text: str, width: int | None) -> list[str]:
-    if width is None:
-        return [_INDENT + text]
-    room = max(width, len(_INDENT) + _SHORTEST_NAME)
-    return textwrap.wrap(
-        text,
-        room,
-        initial_indent=_INDENT,
-        subsequent_indent=_INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _cells(entry: "ModelEntry") -> tuple[str, ...]:
-    return (
-        entry.model_type or "unknown",
-        f"{_gib(entry.size_bytes or 0)}G",
-        "+".join(map(str, entry.bits)) or "?",
-        _count(entry.context),
-        {"by segment": "segments", "in sequences": "sequences"}.get(entry.runs or "", "packed"),
-        "yes" if entry.prefix_cache else "no",
-        _count(entry.num_tokens) if entry.num_tokens else "no",
-    )
-
-
-def _gib(size: float) -> str:
-    gib = size / 2**30
-    return f"{gib:.2f}" if gib < 1 else f"{gib:.1f}" if gib < 100 else f"{gib:.0f}"
-
-
-def _count(number: int | None) -> str:
-    """A number of tokens, such as 512, 40k (of 1024) or 1.0M."""
-    if number is None:
-        return "?"
-    if number < 1024:
-        return str(number)
-    k = number / 1024
-    return f"{k:.0f}k" if k < 1000 else f"{k / 1024:.1f}M"

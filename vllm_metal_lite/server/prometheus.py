@@ -109,17 +109,15 @@ class Metrics:
         return children
 
     @contextmanager
-    def counting(self, engine: EngineClient, generation: Generation) -> Iterator[None]:
-        """Count a request, from its acceptance to its end."""
+    def counting(self, engine: EngineClient) -> Iterator["RequestCount"]:
+        """Counts a request of this engine, until the end of the block."""
         name = next((k for k, v in self._models.loaded.items() if v is engine), engine.facts.name)
         if name not in self._of_model:
             self._of_model[name] = self._children(name)
-        count = _Count(self._of_model[name], generation)
-        generation.on_update = count.update
+        count = RequestCount(self._of_model[name])
         try:
-            yield
+            yield count
         finally:
-            generation.on_update = None
             count.end()
             self._read(name, engine)
 
@@ -149,40 +147,36 @@ class Metrics:
         self._seen[engine] = now
 
 
-class _Count:
-    """Counts one request.  metrics: of its model."""
+class RequestCount:
+    """Counts one request.  metrics: of its model.  generation: None until it is accepted."""
 
-    def __init__(self, metrics: dict[str, Any], generation: Generation) -> None:
-        self._metrics, self._generation = metrics, generation
+    def __init__(self, metrics: dict[str, Any]) -> None:
+        self.generation: Generation | None = None
+        self._metrics = metrics
         self._num_tokens = 0
         self._at: float | None = None  # when the latest tokens came
         self._observe_gap = metrics["inter_token_latency_seconds"].observe
         self._add_tokens = metrics["generation_tokens"].inc
 
-    def update(self, now: float) -> None:
+    def update(self, generation: Generation, now: float) -> None:
         """A step has brought something.  Called for each token, so it must be cheap."""
-        num_tokens = self._generation.num_tokens
+        num_tokens = generation.num_tokens
         if num_tokens == self._num_tokens:
             return
         self._add_tokens(num_tokens - self._num_tokens)
         if self._at is None:
-            self._begin()
+            metrics = self._metrics
+            metrics["prompt_tokens"].inc(len(generation.prompt_token_ids) * generation.params.n)
+            metrics["prompt_tokens_cached"].inc(generation.num_cached_tokens)
+            metrics["time_to_first_token_seconds"].observe(now - generation.times.arrived)
         else:
             self._observe_gap(now - self._at)
         self._num_tokens, self._at = num_tokens, now
 
-    def _begin(self) -> None:
-        generation, metrics = self._generation, self._metrics
-        times, n = generation.times, generation.params.n
-        assert times.first_token is not None
-        metrics["prompt_tokens"].inc(len(generation.prompt_token_ids) * n)
-        metrics["prompt_tokens_cached"].inc(generation.num_cached_tokens)
-        metrics["time_to_first_token_seconds"].observe(times.first_token - times.arrived)
-
     def end(self) -> None:
         """The request has ended, or its client has gone."""
-        generation, metrics = self._generation, self._metrics
-        if not generation.finished:
+        generation, metrics = self.generation, self._metrics
+        if generation is None or not generation.finished:
             return
         for answer in generation.answers:
             metrics[answer.finish_reason or "error"].inc()

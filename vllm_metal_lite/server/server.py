@@ -79,16 +79,18 @@ class Server:
                 "allows no more"
             )
         request_id = f"{prefix}{uuid.uuid4().hex}"
-        async with engine.generate(
-            request_id, prompt_token_ids, params, priority=priority, checkpoints=checkpoints
-        ) as generation:
-            self.generations[request_id] = generation
-            try:
-                with self.metrics.counting(engine, generation):
+        with self.metrics.counting(engine) as count:
+            async with engine.generate(
+                request_id, prompt_token_ids, params,
+                priority=priority, checkpoints=checkpoints, on_update=count.update,
+            ) as generation:  # fmt: skip
+                count.generation = generation
+                self.generations[request_id] = generation
+                try:
                     yield generation
-            finally:
-                del self.generations[request_id]
-                self.on_end(engine, generation)
+                finally:
+                    del self.generations[request_id]
+                    self.on_end(engine, generation)
 
     def log_requests(self) -> None:
         """Print a line at the end of each request."""

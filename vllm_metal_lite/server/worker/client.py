@@ -116,13 +116,15 @@ class EngineClient:
         *,
         priority: int = 0,
         checkpoints: Sequence[int] = (),
+        on_update: Callable[[Generation, float], None] | None = None,
     ) -> AsyncIterator[Generation]:
         """A request that the engine has accepted; leaving the block ends it.
 
+        on_update: see Generation.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
         add = Add(request_id, prompt_token_ids, params, priority, tuple(checkpoints))
-        generation = Generation(add, self.tokenizer)
+        generation = Generation(add, self.tokenizer, on_update)
         self._check_alive()
         self.generations[request_id] = generation
         self._added[request_id] = added = self._loop.create_future()

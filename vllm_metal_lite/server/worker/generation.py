@@ -98,17 +98,23 @@ class Generation:
 
     `deltas` streams its answers; `complete` waits for all of them.  `EngineClient.generate`
     makes it, and ends the request when the caller leaves.
+
+    on_update: called after each step that brought something, with the time.
     """
 
-    def __init__(self, request: Add, tokenizer: TokenizerWrapper) -> None:
+    def __init__(
+        self,
+        request: Add,
+        tokenizer: TokenizerWrapper,
+        on_update: Callable[["Generation", float], None] | None = None,
+    ) -> None:
         self.request_id, self.params = request.request_id, request.params
         self.prompt_token_ids = request.prompt_token_ids
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finished = False
         self.times = Times()
-        # Called after each step that brought something, with the time.
-        self.on_update: Callable[[float], None] | None = None
+        self._on_update = on_update
         params = request.params
 
         def detokenizer(token_ids: list[int]) -> Detokenizer:
@@ -165,8 +171,8 @@ class Generation:
             self.times.first_token = now
         if update.finished:
             self.finished, self.times.finished = True, now
-        if self.on_update is not None:
-            self.on_update(now)
+        if self._on_update is not None:
+            self._on_update(self, now)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
