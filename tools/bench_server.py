@@ -6,10 +6,11 @@
     python tools/bench_server.py --model 512x4 --scale 0.3 --vllm .venv-vllm-0.33.0/bin/vllm
 
 --model: "demo", or random weights: a key of SHAPES in serving_models.py, or HIDDENxLAYERS.
-Load: 32 clients, each sends 4 requests, one behind the other; prompts lognormal around 500 tokens,
-40 to 220 tokens out; every turn has prompts of its own, so no cache helps.  Each system runs in its
-own process, one after the other; the first two turns warm up.  Over HTTP: streamed /v1/completions,
-prompts as text.
+Loads: "mixed", 32 clients, each sends 2 requests, one behind the other; prompts lognormal around
+500 tokens, 40 to 220 tokens out.  "decodes", 32 clients, 32 tokens in, 512 out: the most tokens a
+second that there can be, so the most work for the server.  Every turn has prompts of its own, so no
+cache helps.  Each system runs in its own process, one after the other; the first two turns warm up.
+Over HTTP: streamed /v1/completions, prompts as text.
 Server CPU: user and system time of the HTTP process; of mlx-lm and vLLM, all of it in one process
 is not comparable and left out.
 /health: beside 64 streams and one prompt of 30,000 tokens (less, if the context is shorter).
@@ -37,7 +38,7 @@ from run_main import run_main
 
 ROOT = Path(__file__).parent.parent
 HERE = Path(__file__)
-CLIENTS, PER_CLIENT, WARM_UPS = 32, 4, 2
+CLIENTS, PER_CLIENT, WARM_UPS = 32, 2, 2
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,22 @@ def words_of(tokenizer: Any) -> list[int]:
     ]  # fmt: skip
 
 
-def make_turns(tokenizer: Any, count: int, scale: float, longest: int, turns: int) -> list[Turn]:
+def make_turns(tokenizer: Any, scale: float, longest: int, turns: int) -> dict[str, list[Turn]]:
+    """By the name of the load."""
     rng, words = np.random.default_rng(0), words_of(tokenizer)
-    made = []
-    for _ in range(turns):
-        sizes = np.clip(rng.lognormal(np.log(500), 0.8, count) * scale, 16, 0.6 * longest)
+
+    def turn(sizes: Any, limits: Any) -> Turn:
         ids = [rng.choice(words, int(n)).tolist() for n in sizes]
-        limits = [max(int(n * scale), 8) for n in rng.integers(40, 221, count)]
-        made.append(Turn([tokenizer.decode(one) for one in ids], ids, limits))
+        return Turn([tokenizer.decode(one) for one in ids], ids, [int(n) for n in limits])
+
+    made: dict[str, list[Turn]] = {"mixed": [], "decodes": []}
+    for _ in range(turns):
+        count = CLIENTS * PER_CLIENT
+        sizes = np.clip(rng.lognormal(np.log(500), 0.8, count) * scale, 16, 0.6 * longest)
+        limits = np.maximum(rng.integers(40, 221, count) * scale, 8)
+        made["mixed"].append(turn(sizes, limits))
+        limit = max(int(512 * scale), 8)
+        made["decodes"].append(turn([32] * CLIENTS, [limit] * CLIENTS))
     return made
 
 
@@ -165,10 +174,12 @@ def clients(url: str, job: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 class Bench:
-    def __init__(self, args: argparse.Namespace, folder: Path, turns: list[Turn]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, folder: Path, turns: dict[str, list[Turn]]
+    ) -> None:
         self.args, self.folder, self.turns = args, folder, turns
         self.config = {"max_num_seqs": CLIENTS, "max_model_len": args.max_model_len}
-        self.rows: dict[str, dict[str, float]] = {}
+        self.rows: dict[str, dict[str, dict[str, float]]] = {load: {} for load in turns}
         self.health: list[float] = []
 
     def say(self, text: str) -> None:
@@ -183,59 +194,67 @@ class Bench:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        speeds, firsts = [], []
-        for number, turn in enumerate(self.turns):
-            job = {"token_ids": turn.token_ids, "max_tokens": turn.max_tokens}
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-            seconds, tokens, first = json.loads(process.stdout.readline())
-            self.say(f"embedded, turn {number}: {tokens / seconds:,.0f} tokens/s")
-            if number >= WARM_UPS:
-                speeds.append(tokens / seconds)
-                firsts.append(statistics.median(first))
+        for load, turns in self.turns.items():
+            speeds, firsts = [], []
+            for number, turn in enumerate(turns):
+                job = {"token_ids": turn.token_ids, "max_tokens": turn.max_tokens}
+                process.stdin.write(json.dumps(job) + "\n")
+                process.stdin.flush()
+                seconds, tokens, first = json.loads(process.stdout.readline())
+                self.say(f"embedded, {load}, turn {number}: {tokens / seconds:,.0f} tokens/s")
+                if number >= WARM_UPS:
+                    speeds.append(tokens / seconds)
+                    firsts.append(statistics.median(first))
+            self.rows[load]["embedded engine"] = _row(speeds, firsts)
         process.stdin.close()
         process.wait(30)
-        self.rows["embedded engine"] = _row(speeds, firsts)
 
     def run_server(self, name: str, command: list[str], model: str, count_cpu: bool) -> None:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         command = [part.replace("PORT", str(port)) for part in command]
         with server(command, port, self.args.deadline, self.scratch / "log.txt") as pid:
-            speeds, firsts, costs = [], [], []
-            for number, turn in enumerate(self.turns):
-                bodies = [
-                    body(model, *one) for one in zip(turn.texts, turn.max_tokens, strict=True)
-                ]
-                before = cpu_seconds(pid)
-                job = {
-                    "path": "/v1/completions",
-                    "clients": [bodies[i::CLIENTS] for i in range(CLIENTS)],
-                }
-                done = clients(url, job, self.args.deadline)
-                cpu, requests = cpu_seconds(pid) - before, done["requests"]
-                tokens = sum(r["tokens"] for r in requests)
-                seconds = max(r["end"] for r in requests)
-                chunks = sum(r["chunks"] for r in requests)
-                if tokens != sum(turn.max_tokens):
-                    self.say(f"{name}: {tokens} tokens instead of {sum(turn.max_tokens)}")
-                self.say(
-                    f"{name}, turn {number}: {tokens / seconds:,.0f} tokens/s, {chunks} chunks, "
-                    f"server {1e3 * cpu / tokens:.3f} ms a token, clients' CPU "
-                    f"{done['client_cpu']:.2f} s of {seconds:.2f} s"
-                )
-                if number >= WARM_UPS:
-                    speeds.append(tokens / seconds)
-                    firsts.append(statistics.median(r["first"] for r in requests))
-                    costs.append(1e3 * cpu / tokens)
-            self.rows[name] = _row(speeds, firsts)
+            for load, turns in self.turns.items():
+                speeds, firsts, costs = [], [], []
+                for number, turn in enumerate(turns):
+                    speed, first, cost = self.run_turn(
+                        f"{name}, {load}, {number}", turn, url, model, pid
+                    )
+                    if number >= WARM_UPS:
+                        speeds.append(speed)
+                        firsts.append(first)
+                        costs.append(cost)
+                self.rows[load][name] = _row(speeds, firsts)
+                if count_cpu:
+                    self.rows[load][name]["cpu"] = statistics.median(costs)
             if count_cpu:
-                self.rows[name]["cpu"] = statistics.median(costs)
                 self.run_health(url, model)
+
+    def run_turn(
+        self, label: str, turn: Turn, url: str, model: str, pid: int
+    ) -> tuple[float, float, float]:
+        """(tokens/s, median seconds to the first token, milliseconds of the server a token)."""
+        bodies = [body(model, *one) for one in zip(turn.texts, turn.max_tokens, strict=True)]
+        clients_bodies = [bodies[i::CLIENTS] for i in range(CLIENTS)]
+        before = cpu_seconds(pid)
+        job = {"path": "/v1/completions", "clients": clients_bodies}
+        done = clients(url, job, self.args.deadline)
+        cpu, requests = cpu_seconds(pid) - before, done["requests"]
+        tokens = sum(r["tokens"] for r in requests)
+        seconds = max(r["end"] for r in requests)
+        chunks = sum(r["chunks"] for r in requests)
+        if tokens != sum(turn.max_tokens):
+            self.say(f"{label}: {tokens} tokens instead of {sum(turn.max_tokens)}")
+        self.say(
+            f"{label}: {tokens / seconds:,.0f} tokens/s, {chunks} chunks, "
+            f"server {1e3 * cpu / tokens:.3f} ms a token, clients' CPU "
+            f"{done['client_cpu']:.2f} s of {seconds:.2f} s"
+        )
+        return tokens / seconds, statistics.median(r["first"] for r in requests), 1e3 * cpu / tokens
 
     def run_health(self, url: str, model: str) -> None:
         """64 streams, and a long prompt among them."""
-        turn, longest = self.turns[-1], int(0.9 * self.longest)
+        turn, longest = self.turns["mixed"][-1], int(0.9 * self.longest)
         streams = [(text, 200) for text in turn.texts[:64]]
         long = " ".join(turn.texts)
         while len(long) < 8 * longest:
@@ -252,17 +271,18 @@ class Bench:
     scratch: Path
 
     def report(self) -> None:
-        base = self.rows.get("embedded engine")
+        print(f"Model: {self.args.model}; {CLIENTS} clients, {self.args.repeats} counted turns")
         print(
-            f"Model: {self.args.model}; {CLIENTS} clients, "
-            f"{len(self.turns) - WARM_UPS} counted turns"
+            "| load | system | output tokens/s | ratio | median TTFT, ms | server CPU, ms a token |"
         )
-        print("| system | output tokens/s | ratio | median TTFT, ms | server CPU, ms a token |")
-        print("| --- | --- | --- | --- | --- |")
-        for name, row in self.rows.items():
-            ratio = f"{row['speed'] / base['speed']:.2f}" if base else ""
-            cpu = f"{row['cpu']:.3f}" if "cpu" in row else ""
-            print(f"| {name} | {row['speed']:,.0f} | {ratio} | {1e3 * row['ttft']:.0f} | {cpu} |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for load, rows in self.rows.items():
+            base = rows.get("embedded engine")
+            for name, row in rows.items():
+                ratio = f"{row['speed'] / base['speed']:.2f}" if base else ""
+                cpu = f"{row['cpu']:.3f}" if "cpu" in row else ""
+                ttft = f"{1e3 * row['ttft']:.0f}"
+                print(f"| {load} | {name} | {row['speed']:,.0f} | {ratio} | {ttft} | {cpu} |")
         if self.health:
             worst = sorted(self.health)
             print(
@@ -303,9 +323,7 @@ def main() -> int:
         tokenizer = load_tokenizer_only(str(folder))
         config = json.loads((folder / "config.json").read_text())
         longest = args.max_model_len or config["max_position_embeddings"]
-        turns = make_turns(
-            tokenizer, CLIENTS * PER_CLIENT, args.scale, longest, args.repeats + WARM_UPS
-        )
+        turns = make_turns(tokenizer, args.scale, longest, args.repeats + WARM_UPS)
         bench = Bench(args, folder, turns)
         bench.tokenizer, bench.longest, bench.scratch = tokenizer, longest, Path(scratch)
         limits = ["--max-model-len", str(args.max_model_len)] if args.max_model_len else []
