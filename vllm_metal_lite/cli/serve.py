@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         bound, stopping = listen(config), Stopping()
         models = Models(specs, engine, config.memory_budget_gib)
-        print(f"Loading {specs[0].source} ...", file=sys.stderr)
         with stop_on_signals(stopping) as came:
+            print(f"Loading {specs[0].source} ...", file=sys.stderr)
             await serve(bound, config, models, stopping, greet)
         return 130 if signal.SIGINT in came[:1] else 0
 
@@ -73,7 +73,7 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
     try:
         return ServerConfig(**given)
     except ConfigError as e:
-        raise options.UsageError(e.spelled(options.flag)) from None
+        raise options.UsageError(e.spelled(options.engine_flag)) from None
 
 
 def _named(args: argparse.Namespace) -> dict[str, str]:
