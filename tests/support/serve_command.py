@@ -1,11 +1,10 @@
 """The command `serve` in a process group of its own, as a shell or a service manager starts it."""
 
 import os
-import queue
 import re
+import select
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,21 +27,26 @@ class Command:
                 [*COMMAND, "serve", "--port", "0", *STORE, *args],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                text=True,
                 env={**os.environ, **env},
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self._process.stdout:
-            self._lines.put(line)
+        self._unread = b""
 
     def line(self) -> str:
         """The next line on stdout."""
-        return self._lines.get(timeout=SAFETY)
+        out = self._process.stdout
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([out], [], [], SAFETY)
+            data = out.read1() if ready else b""
+            assert data, f"no line: {self.err.read_text()}"
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
+
+    def stop_reading(self) -> None:
+        """Close our end of stdout."""
+        self._process.stdout.close()
 
     def url(self) -> str:
         """The server's URL, once it is up."""

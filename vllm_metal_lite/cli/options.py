@@ -161,7 +161,8 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     for field, metavar, text in _SERVER:
         default = getattr(defaults, field)
         if default is not None:
-            text = f"{text} (default: {default})"
+            shown = f"{default:g}" if isinstance(default, float) else default
+            text = f"{text} (default: {shown})"
         kind = str if field in _TEXTS else _value
         group.add_argument(flag(field), type=kind, metavar=metavar, help=text, default=default)
     group.add_argument(
