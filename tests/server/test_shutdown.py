@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -189,3 +190,26 @@ def test_an_engine_that_dies_ends_its_streams_and_no_more(tmp_path):
         assert client.post("/v1/chat/completions", json=SHORT).status_code == 200
         command.signal(signal.SIGTERM)
         assert command.leave() == 0
+
+
+# An engine's process gets no SIGTERM, and at its exit Python waits for processes.
+FAILS = """
+import asyncio
+from tests.support.server_kit import start_engine
+
+async def main():
+    engine = await start_engine()
+    print(engine.pid, flush=True)
+    raise ZeroDivisionError
+
+asyncio.run(main())
+"""
+
+
+def test_a_server_that_fails_ends_its_engine():
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=SAFETY
+    )
+    assert "ZeroDivisionError" in done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
