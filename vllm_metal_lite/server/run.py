@@ -69,7 +69,7 @@ async def serve(
 
 async def _drain(server: Server, stopping: Stopping) -> None:
     """Wait for the answers under way; then end them."""
-    server.draining = True
+    server.drain()
 
     async def idle() -> None:
         while server.generations:
