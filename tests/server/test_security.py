@@ -10,7 +10,7 @@ from tests.support.raw_http import ask, connect, parsed, raw, read_all
 from tests.support.server_kit import Running, serving
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.server import security
-from vllm_metal_lite.server.run import listen
+from vllm_metal_lite.server.run import listen, url_of
 from vllm_metal_lite.server.settings import ServerConfig
 
 KEY = "secret"
@@ -47,6 +47,7 @@ def test_a_foreign_name_is_refused(running, host):
     answer = ask(running.url, "/health", host=host)
     assert answer.status == 403
     assert "--allowed-host" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "permission_error"
 
 
 @pytest.mark.parametrize(
@@ -373,6 +374,28 @@ def test_options_that_cannot_be(options, words):
     with pytest.raises(ConfigError) as failure:
         ServerConfig(**options)
     assert words in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:"),
+        ("localhost", "http://127.0.0.1:"),
+        ("0.0.0.0", "http://127.0.0.1:"),
+        ("::1", "http://[::1]:"),
+        ("::", "http://[::1]:"),
+    ],
+)
+def test_the_url_is_one_that_this_machine_reaches(host, url):
+    try:
+        bound = listen(ServerConfig(host=host, port=0, api_key=KEY))
+    except ConfigError:
+        assert ":" in host  # a machine without IPv6
+        return
+    with bound:
+        assert url_of(bound).startswith(url)
+        with connect(url_of(bound)):
+            pass
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.2"])

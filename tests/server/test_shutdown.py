@@ -138,7 +138,7 @@ def test_viewers_and_idle_clients_do_not_hold_the_server_up(tmp_path):
         next(lines)
         client.get("/health")  # its connection stays open
         command.signal(signal.SIGTERM)
-        list(lines)  # the stream ends properly
+        list(lines)  # the stream has a proper end
         assert command.leave() == 0
 
 

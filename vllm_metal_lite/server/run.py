@@ -55,7 +55,7 @@ async def serve(
             )
         )  # fmt: skip
         serving = asyncio.ensure_future(http.serve(sockets=[bound]))
-        on_ready(server, _url(bound))
+        on_ready(server, url_of(bound))
         serving.add_done_callback(lambda _: stopping.ask())
         await stopping.asked.wait()
         await _drain(server, stopping)
@@ -69,7 +69,7 @@ async def serve(
 
 async def _drain(server: Server, stopping: Stopping) -> None:
     """Wait for the answers under way; then end them."""
-    server.draining = True
+    server.drain()
 
     async def idle() -> None:
         while server.generations:
@@ -113,9 +113,10 @@ def listen(config: ServerConfig) -> socket.socket:
     return bound
 
 
-def _url(bound: socket.socket) -> str:
+def url_of(bound: socket.socket) -> str:
+    """Where this machine reaches a listening socket."""
     host, port = bound.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # any, for this machine
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

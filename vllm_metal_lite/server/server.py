@@ -46,6 +46,7 @@ class Server:
     def __init__(self, config: ServerConfig, models: Models) -> None:
         self.config, self.models = config, models
         self.draining = False
+        self.on_drain: list[Callable[[], None]] = []  # called when `draining` is set
         self.generations: dict[str, Generation] = {}
         # Called at the end of each request, also of one that is cut short.
         self.on_end: Callable[[EngineClient, Generation], None] = lambda engine, generation: None
@@ -90,6 +91,12 @@ class Server:
                 finally:
                     del self.generations[request_id]
                     self.on_end(engine, generation)
+
+    def drain(self) -> None:
+        """Take no further requests."""
+        self.draining = True
+        for call in self.on_drain:
+            call()
 
     def check_open(self) -> None:
         """Raise ApiError (503) if the server stops."""
