@@ -1,4 +1,4 @@
-"""A real model, made by tools/real_model.py: chat and generate on it, beside mlx-lm."""
+"""A real model, made by tools/real_model.py: chat, generate and serve it, beside mlx-lm."""
 
 import importlib.util
 import io
@@ -7,11 +7,15 @@ from pathlib import Path
 
 import mlx_lm
 import pytest
+from anthropic import Anthropic
 from mlx_lm.utils import dequantize_model
+from openai import OpenAI
 
-from vllm_metal_lite import backend
+from tests.support.server_kit import serving
+from vllm_metal_lite import LLM, EngineConfig, SamplingParams, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.server.models import ModelSpec
 
 _spec = importlib.util.spec_from_file_location(
     "real_model", Path(__file__).parents[2] / "tools" / "real_model.py"
@@ -60,6 +64,33 @@ def test_greedy_answers_are_those_of_mlx_lm(tmp_path):
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         steps = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=MAX_TOKENS)
         assert answer == [step.token for step in steps]
+
+
+@needs_the_model
+def test_the_servers_answers_are_those_of_the_engine():
+    """By the clients of OpenAI and Anthropic, streamed and not."""
+    folder = str(real_model.DEFAULT_FOLDER)
+    small = {"num_blocks": 64, "max_num_seqs": 8, "max_model_len": 128}
+    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    expected = [output.outputs[0].text for output in LLM(folder, **small).chat(chats, greedy)]
+    options = {"model": "smol", "temperature": 0}
+    with serving([ModelSpec("smol", folder)], EngineConfig(**small)) as running:
+        ours = OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        theirs = Anthropic(base_url=running.url, api_key="none", max_retries=0)
+        for chat, text in zip(chats, expected, strict=True):
+            whole = ours.chat.completions.create(**options, messages=chat, max_tokens=MAX_TOKENS)
+            assert whole.choices[0].message.content == text
+            chunks = ours.chat.completions.create(
+                **options, messages=chat, max_tokens=MAX_TOKENS, stream=True
+            )
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+            response = ours.responses.create(**options, input=chat, max_output_tokens=MAX_TOKENS)
+            assert response.output_text == text
+            with theirs.messages.stream(
+                model="smol", messages=chat, max_tokens=MAX_TOKENS, extra_body={"temperature": 0}
+            ) as stream:
+                assert "".join(stream.text_stream) == text
 
 
 def test_rotary_rows_are_put_back():
