@@ -94,7 +94,8 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
 def _bind(config: ServerConfig) -> socket.socket:
     """A listening socket, before models are loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends at once (TCP_NODELAY) only if the protocol is named.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((config.host, config.port))
