@@ -206,3 +206,102 @@ def test_bad_bodies(running, path, caplog):
     assert wrong == []
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
     assert_healthy(running)
+
+
+_HEAD = "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+# What comes behind the first lines of a request, and statuses that are right.  0: no reply.
+BROKEN = {
+    "no length": ("\r\n", {400}),
+    "length of letters": ("Content-Length: ten\r\n\r\n{}", {400}),
+    "length negative": ("Content-Length: -2\r\n\r\n{}", {400}),
+    "length a fraction": ("Content-Length: 2.0\r\n\r\n{}", {400}),
+    "length of 5,000 digits": ("Content-Length: " + "9" * 5000 + "\r\n\r\n{}", {400, 413}),
+    "length of a terabyte": ("Content-Length: 1000000000000\r\n\r\n{}", {413}),
+    "length too short": ('Content-Length: 5\r\n\r\n{"prompt": "hi"}', {400}),
+    "length too long": ("Content-Length: 100\r\n\r\n{}", {0}),
+    "two lengths": ("Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", {400}),
+    "chunk of a bad size": ("Transfer-Encoding: chunked\r\n\r\nxyz\r\n{}\r\n", {0, 400}),
+    "chunks without an end": ("Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n", {0}),
+    "an empty chunk": ("Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", {400}),
+    "unknown encoding": ("Transfer-Encoding: x\r\n\r\n{}", {400, 501}),
+    "said to be gzip": ("Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\n\x1f\x00ab", {400}),
+    "a header without a name": (": x\r\nContent-Length: 2\r\n\r\n{}", {400}),
+    "a header of 100,000": ("X: " + "x" * 100_000 + "\r\n\r\n", {0, 400, 431}),
+    "10,000 headers": ("X: y\r\n" * 10_000 + "\r\n", {0, 400, 431}),
+    "an end within the headers": ("X-Unfinished: ", {0}),
+}
+
+
+def send_raw(running, data):
+    """The status of the reply to bytes behind which the client says nothing more; 0: none."""
+    at = urlsplit(running.url)
+    with socket.create_connection((at.hostname, at.port), timeout=20) as client:
+        try:
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            reply = b""
+            while b"\r\n\r\n" not in reply and (more := client.recv(65536)):
+                reply += more
+        except ConnectionError:  # refused before all was sent
+            return 0
+    return int(reply.split(b" ", 2)[1]) if reply else 0
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_http(running, name, caplog):
+    rest, statuses = BROKEN[name]
+    wrong = {}
+    for path in ENDPOINTS:
+        data = (_HEAD.format(path=path) + rest).encode("latin-1")
+        if (status := send_raw(running, data)) not in statuses:
+            wrong[path] = status
+    assert wrong == {}
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_the_type_of_the_content_does_not_matter(running, path):
+    """Clients forget it; a page of another origin is refused by its Origin header."""
+    _, base = ENDPOINTS[path]
+    client = connect(running)
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "\xff"):
+        client.request("POST", path, json.dumps(base), {"content-type": kind})
+        reply = client.getresponse()
+        assert reply.status == 200, kind
+        reply.read()
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
+def test_other_methods(running, path, method):
+    client = connect(running)
+    client.request(method, path, b"{}")
+    reply = client.getresponse()
+    text = reply.read()
+    assert reply.status == 405
+    assert is_error(path, text)
+
+
+def test_slow_bodies_hold_nobody_up(running, monkeypatch):
+    """Each endpoint gets 8 bodies that never end: they are refused, others are served."""
+    monkeypatch.setattr(security, "_BODY_SECONDS", 1.0)
+    at = urlsplit(running.url)
+
+    def trickle(path):
+        with socket.create_connection((at.hostname, at.port), timeout=20) as client:
+            client.sendall(f"{_HEAD.format(path=path)}Content-Length: 500\r\n\r\n{{".encode())
+            reply = b""
+            while more := client.recv(65536):
+                reply += more
+                if reply.count(b"}") >= 2:
+                    break
+        head, _, body = reply.partition(b"\r\n\r\n")
+        return int(head.split(b" ", 2)[1]), is_error(path, body)
+
+    paths = [path for path in ENDPOINTS for _ in range(8)]
+    with ThreadPoolExecutor(len(paths)) as pool:
+        slow = [pool.submit(trickle, path) for path in paths]
+        assert_healthy(running)
+        assert [one.result() for one in slow] == [(408, True)] * len(paths)
+    assert_healthy(running)
