@@ -43,7 +43,6 @@ BY_NAME = {"__init__", "cli.main", "runner.build"}
 # What vLLM itself is imported for, in the plugin, is not listed here.
 FOR_TYPE_CHECKERS = {
     "__init__",  # whose names are loaded when they are first used
-    "cli.serve",  # which says what to install where the server's packages are missing
     "cli.startup",  # which says that it loads a model before it loads MLX
 }
 

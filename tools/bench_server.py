@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -131,6 +132,7 @@ def server(command: list[str], port: int, seconds: float, log: Path) -> Iterator
     """A server that answers; yields its process's id."""
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
+        RUNNING.append(process)
         try:
             end = time.monotonic() + seconds
             while not answers(port):
@@ -191,6 +193,7 @@ class Bench:
             [sys.executable, str(HERE), "--embedded", str(self.folder), given],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
+        RUNNING.append(process)
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -297,6 +300,15 @@ def _row(speeds: list[float], firsts: list[float]) -> dict[str, float]:
 
 
 STARTED = time.perf_counter()
+RUNNING: list[subprocess.Popen[Any]] = []  # ended at the deadline
+
+
+def give_up() -> None:
+    """The deadline: print all stacks, and leave nothing behind."""
+    faulthandler.dump_traceback()
+    for process in RUNNING:
+        process.kill()
+    os._exit(1)
 
 
 def main() -> int:
@@ -315,7 +327,9 @@ def main() -> int:
     parser.add_argument("--vllm", metavar="FILE", help="vLLM's command, with our plugin installed")
     parser.add_argument("--deadline", type=float, default=600, help="seconds; then stacks and exit")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.deadline, exit=True)
+    deadline = threading.Timer(args.deadline, give_up)
+    deadline.daemon = True
+    deadline.start()
     with tempfile.TemporaryDirectory() as scratch:
         folder = prepare(args, Path(scratch))
         from vllm_metal_lite.model.loader import load_tokenizer_only

@@ -5,9 +5,11 @@
 
 The wheel must hold the package, the kernels and the licence, and nothing else: no tests, no tools,
 and not metal/host, which executes kernels on a CPU for tests.  The wheel is then installed with its
-dependencies, and `chat` and `doctor` run from a folder outside the checkout.
+dependencies, and `chat` and `doctor` run from a folder outside the checkout; then with the extra
+`serve`, and a server answers one chat and gives its page.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import venv
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.request import Request, urlopen
 from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,17 +91,57 @@ def check_run(wheel: Path, folder: Path) -> None:
     if not answer:
         raise Failed("chat prints no answer")
     print(f"hello -> {answer}")
+    refused = _run([command, "serve"], folder, fails=True)
+    if "vllm-metal-lite[serve]" not in refused:
+        raise Failed(f"without its extra, serve says {refused!r}")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    _run([*pip, f"vllm-metal-lite[serve] @ {wheel.resolve().as_uri()}"], folder)
+    check_server(command, folder)
 
 
-def _run(command: list[str], folder: Path, stdin: str = "") -> str:
-    """Run a command in `folder`; returns what it prints."""
-    # Nothing of the checkout, of this shell or of the network may help.
+def check_server(command: str, folder: Path) -> None:
+    """Start the server, and ask for an answer and for the page."""
+    process = subprocess.Popen(
+        [command, "serve", "--port", "0"], cwd=folder, env=_environment(),
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line.startswith("Server:"):
+            raise Failed(f"serve prints {line!r}")
+        url = line.split()[1]
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
+        chat = Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+        with urlopen(chat, timeout=60) as reply:
+            answer = json.load(reply)["choices"][0]["message"]["content"]
+        with urlopen(url, timeout=60) as reply:
+            page = reply.read()
+        if not answer or b"<html" not in page:
+            raise Failed(f"the server answers {answer!r}, its page has {len(page)} bytes")
+        print(f"served: hello -> {answer}")
+    finally:
+        process.terminate()
+        code = process.wait(60)
+    if code:
+        raise Failed(f"serve ends with exit code {code} after SIGTERM")
+
+
+def _environment() -> dict[str, str]:
+    """Nothing of the checkout, of this shell or of the network may help."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    environment["HF_HUB_OFFLINE"] = "1"
+    return {**environment, "HF_HUB_OFFLINE": "1"}
+
+
+def _run(command: list[str], folder: Path, stdin: str = "", fails: bool = False) -> str:
+    """Run a command in `folder`; returns what it prints, or, if it should fail, its errors."""
     done = subprocess.run(
-        command, cwd=folder, env=environment, input=stdin, stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
+        command, cwd=folder, env=_environment(), input=stdin, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE if fails else None,
+    )  # fmt: skip
+    if fails and done.returncode:
+        return done.stderr
+    if done.returncode or fails:
         shown = " ".join([Path(command[0]).name, *command[1:]])
         raise Failed(f"exit code {done.returncode} from `{shown}`: {done.stdout.strip()}")
     return done.stdout.strip()

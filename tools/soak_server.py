@@ -141,7 +141,7 @@ def main() -> int:
     port = free_port()
     command = [
         sys.executable, "-m", "vllm_metal_lite", "serve", "demo", "--port", str(port),
-        "--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512",
+        "--num-blocks", "36", "--max-num-seqs", "8", "--max-model-len", "512", "--max-num-batched-tokens", "64",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support import raw_http
 from tests.support.server_kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server import security
@@ -305,4 +306,24 @@ def test_slow_bodies_hold_nobody_up(running, monkeypatch):
         slow = [pool.submit(trickle, path) for path in paths]
         assert_healthy(running)
         assert [one.result() for one in slow] == [(408, True)] * len(paths)
+    assert_healthy(running)
+
+
+def test_a_body_in_small_pieces(running):
+    body = json.dumps(ENDPOINTS["/v1/completions"][1])
+    head = (
+        _HEAD.format(path="/v1/completions") + f"Connection: close\r\nContent-Length: {len(body)}"
+    )
+    with raw_http.connect(running.url) as client:
+        for byte in f"{head}\r\n\r\n{body}".encode():
+            client.send(bytes([byte]))
+        assert raw_http.parsed(raw_http.read_all(client)).status == 200
+
+
+@pytest.mark.parametrize(
+    "line", ["GARBAGE", "POST /v1/chat/completions", "GET " + "/x" * 40_000 + " HTTP/1.1"]
+)
+def test_what_is_no_http(running, line):
+    data = raw_http.raw(running.url, f"{line}\r\n\r\n".encode())
+    assert not data or 400 <= raw_http.parsed(data).status < 500
     assert_healthy(running)

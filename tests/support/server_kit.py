@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.models import Models, ModelSpec
-from vllm_metal_lite.server.run import Stopping, serve
+from vllm_metal_lite.server.run import Stopping, listen, serve
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -53,7 +53,7 @@ def serving(
             ready.append((Running(url, server, loop), stopping))
             up.set()
 
-        await serve(config, Models(specs, engine), stopping, on_ready)
+        await serve(listen(config), config, Models(specs, engine), stopping, on_ready)
 
     def run() -> None:
         try:

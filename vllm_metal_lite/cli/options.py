@@ -137,6 +137,8 @@ _SERVER = (
     ("memory_budget_gib", "N", "GiB for all models together (default: what is safe)"),
 )
 _TEXTS = ("host", "api_key")
+_SERVER_FIELDS = {field for field, *_ in _SERVER}
+_REPEATED = {"allowed_hosts": "--allowed-host", "allowed_origins": "--allowed-origin"}
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -159,15 +161,16 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     for field, metavar, text in _SERVER:
         default = getattr(defaults, field)
         if default is not None:
-            text = f"{text} (default: {default})"
+            shown = f"{default:g}" if isinstance(default, float) else default
+            text = f"{text} (default: {shown})"
         kind = str if field in _TEXTS else _value
         group.add_argument(flag(field), type=kind, metavar=metavar, help=text, default=default)
     group.add_argument(
-        "--allowed-host", dest="allowed_hosts", action="append", metavar="NAME",
+        _REPEATED["allowed_hosts"], dest="allowed_hosts", action="append", metavar="NAME",
         help="also accept this name in the Host header; repeatable",
     )  # fmt: skip
     group.add_argument(
-        "--allowed-origin", dest="allowed_origins", action="append", metavar="ORIGIN",
+        _REPEATED["allowed_origins"], dest="allowed_origins", action="append", metavar="ORIGIN",
         help="web pages of this origin may call the server; *: any; repeatable",
     )  # fmt: skip
 
@@ -249,8 +252,11 @@ def sampling_fields(
 
 
 def engine_flag(field: str) -> str:
-    """The spelling of a field in engine errors: an option as its flag, others unchanged."""
-    return flag(field) if field in ENGINE_RULES else field
+    """The spelling of a field in errors of an engine or a server: an option as its flag, others
+    unchanged."""
+    if field in _REPEATED:
+        return _REPEATED[field]
+    return flag(field) if field in ENGINE_RULES or field in _SERVER_FIELDS else field
 
 
 def _value(text: str) -> int | float | str:

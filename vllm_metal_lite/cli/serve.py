@@ -3,20 +3,17 @@
 import argparse
 import asyncio
 import os
+import signal
 import sys
+import threading
 import webbrowser
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_metal_lite import envs
 from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.errors import ConfigError, MetalLiteError
-
-if TYPE_CHECKING:
-    from vllm_metal_lite.server.models import ModelSpec
-    from vllm_metal_lite.server.server import Server
-    from vllm_metal_lite.server.settings import ServerConfig
+from vllm_metal_lite.server.settings import ServerConfig
 
 _DEMO = (
     "demo is a tiny model that is shipped to show that everything works.  For a real one, give its "
@@ -26,52 +23,49 @@ _DEMO = (
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    engine = options.engine_config(args)
+    engine, config, named = options.engine_config(args), _server_config(args), _named(args)
     try:
-        from vllm_metal_lite.server.models import Models
-        from vllm_metal_lite.server.run import Stopping, serve, stop_on_signals
+        from vllm_metal_lite.server.models import Models, ModelSpec
+        from vllm_metal_lite.server.run import Stopping, listen, serve, stop_on_signals
+        from vllm_metal_lite.server.server import Server
     except ModuleNotFoundError as e:
         raise MetalLiteError(
             f"the server needs {e.name}: pip install 'vllm-metal-lite[serve]'"
         ) from None
-    config = _server_config(args)
-    specs = _specs(args)
+    specs = [ModelSpec(name, source, name in (args.pin or ())) for name, source in named.items()]
+
+    def greet(server: Server, url: str) -> None:
+        log.clear()
+        for name, client in server.models.loaded.items():
+            for line in client.facts.description:
+                print(line, file=sys.stderr)
+            if server.models.specs[name].source == "demo":
+                print(_DEMO, file=sys.stderr)
+        print(
+            f"Server:    {url} - a chat and a view of the engine; OpenAI's API at {url}/v1, "
+            f"Anthropic's at {url}",
+            flush=True,
+        )
+        if args.log_requests:
+            server.log_requests()
+        if args.open:  # in a thread: a browser may run in this terminal until it is closed
+            threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()
 
     async def main() -> int:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        stopping = Stopping()
+        bound, stopping = listen(config), Stopping()
         models = Models(specs, engine, config.memory_budget_gib)
-        print(f"Loading {specs[0].source} ...", file=sys.stderr)
         with stop_on_signals(stopping) as came:
-            await serve(config, models, stopping, lambda *ready: _greet(args, *ready))
-        return 130 if came and came[0] == 2 else 0
+            print(f"Loading {specs[0].source} ...", file=sys.stderr)
+            await serve(bound, config, models, stopping, greet)
+        return 130 if signal.SIGINT in came[:1] else 0
 
     with log.progress():
         return asyncio.run(main())
 
 
-def _greet(args: argparse.Namespace, server: "Server", url: str) -> None:
-    log.clear()
-    for name, engine in server.models.loaded.items():
-        for line in engine.facts.description:
-            print(line, file=sys.stderr)
-        if name == "demo":
-            print(_DEMO, file=sys.stderr)
-    print(
-        f"Server:    {url} - a chat and a view of the engine; OpenAI's API at {url}/v1, "
-        f"Anthropic's at {url}"
-    )
-    sys.stdout.flush()
-    if args.log_requests:
-        server.log_requests()
-    if args.open:
-        webbrowser.open(url)
-
-
-def _server_config(args: argparse.Namespace) -> "ServerConfig":
+def _server_config(args: argparse.Namespace) -> ServerConfig:
     """The server's options from parsed flags; UsageError if one is out of range."""
-    from vllm_metal_lite.server.settings import ServerConfig
-
     given = {field.name: getattr(args, field.name) for field in fields(ServerConfig)}
     given["api_key"] = args.api_key if args.api_key is not None else envs.api_key()
     for name in "allowed_hosts", "allowed_origins":
@@ -79,13 +73,11 @@ def _server_config(args: argparse.Namespace) -> "ServerConfig":
     try:
         return ServerConfig(**given)
     except ConfigError as e:
-        raise options.UsageError(e.spelled(options.flag)) from None
+        raise options.UsageError(e.spelled(options.engine_flag)) from None
 
 
-def _specs(args: argparse.Namespace) -> "list[ModelSpec]":
-    """The models that were named, the main one first."""
-    from vllm_metal_lite.server.models import ModelSpec
-
+def _named(args: argparse.Namespace) -> dict[str, str]:
+    """The sources of the models by name, the main one first; UsageError if the flags contradict."""
     sources: dict[str, str] = {}
     if args.model is not None or not args.models:
         source = args.model or "demo"
@@ -100,12 +92,11 @@ def _specs(args: argparse.Namespace) -> "list[ModelSpec]":
         if name in sources:
             raise options.UsageError(f"--model: there are two models of the name {name!r}")
         sources[name] = source
-    pinned = set(args.pin or ())
-    if unknown := sorted(pinned - set(sources)):
+    if unknown := sorted(set(args.pin or ()) - set(sources)):
         raise options.UsageError(
             f"--pin {unknown[0]}: no such model; there is: {', '.join(sources)}"
         )
-    return [ModelSpec(name, source, name in pinned) for name, source in sources.items()]
+    return sources
 
 
 def _name_of(source: str) -> str:

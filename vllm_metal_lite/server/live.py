@@ -42,6 +42,7 @@ class Live:
         self._viewers: set[Viewer] = set()
         self._latest: dict[str, bytes] = {}  # by model
         self._watching: asyncio.Task[None] | None = None
+        server.on_drain.append(self._wake)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """What a new viewer sees."""
@@ -58,6 +59,11 @@ class Live:
         finally:
             self._viewers.discard(viewer)
 
+    def _wake(self) -> None:
+        """Have all viewers look whether the server drains."""
+        for viewer in self._viewers:
+            viewer.news.set()
+
     async def _watch(self) -> None:
         """Keep the engines sending until the last viewer has left."""
         while self._viewers:
@@ -67,9 +73,6 @@ class Live:
                 client.on_seen = partial(self._show, name)
                 client.watch(_WATCHED)
             await asyncio.sleep(_RENEWED)
-            if self._server.draining:  # end the streams
-                for viewer in self._viewers:
-                    viewer.news.set()
         self._watching = None
         self._latest.clear()
 

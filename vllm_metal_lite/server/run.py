@@ -32,16 +32,17 @@ class Stopping:
 
 
 async def serve(
+    bound: socket.socket,
     config: ServerConfig,
     models: Models,
     stopping: Stopping,
     on_ready: Callable[[Server, str], None],
 ) -> None:
-    """Serve until `stopping`.  on_ready: gets the server and its URL.
+    """Serve until `stopping`.
 
-    Raises ConfigError if the address cannot be used, ModelLoadError if a model cannot be loaded.
+    bound: from `listen`; closed at the end.  on_ready: gets the server and its URL.
+    Raises ModelLoadError if a model cannot be loaded.
     """
-    bound = _bind(config)
     try:
         if not await _unless(stopping.asked, models.start()):
             return
@@ -49,16 +50,18 @@ async def serve(
         http = _Http(
             uvicorn.Config(
                 make_app(server), http="h11", ws="none", lifespan="off", log_config=None,
-                access_log=False, server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
+                log_level="critical", access_log=False, server_header=False,
+                timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
         )  # fmt: skip
         serving = asyncio.ensure_future(http.serve(sockets=[bound]))
-        on_ready(server, _url(bound))
+        on_ready(server, url_of(bound))
         serving.add_done_callback(lambda _: stopping.ask())
         await stopping.asked.wait()
         await _drain(server, stopping)
         http.should_exit = True
-        await serving
+        # Requests that wait for a model that is being loaded end now, too.
+        await asyncio.gather(serving, models.stop())
     finally:
         bound.close()
         await models.stop()
@@ -66,7 +69,7 @@ async def serve(
 
 async def _drain(server: Server, stopping: Stopping) -> None:
     """Wait for the answers under way; then end them."""
-    server.draining = True
+    server.drain()
 
     async def idle() -> None:
         while server.generations:
@@ -91,26 +94,29 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
     return False
 
 
-def _bind(config: ServerConfig) -> socket.socket:
-    """A listening socket, before models are loaded."""
+def listen(config: ServerConfig) -> socket.socket:
+    """A listening socket.  Raises ConfigError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio sends at once (TCP_NODELAY) only if the protocol is named.
+    # asyncio turns Nagle's delays off only where the socket names its protocol.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((config.host, config.port))
         bound.listen(2048)
-    except OSError as e:
+    except (OSError, UnicodeError) as e:
         bound.close()
+        reason = getattr(e, "strerror", None) or str(e)
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port} (", Option("host"), ", ",
-            Option("port"), f"): {(e.strerror or str(e)).lower()}",
+            Option("port"), f"): {reason.lower()}",
         ) from None  # fmt: skip
     return bound
 
 
-def _url(bound: socket.socket) -> str:
+def url_of(bound: socket.socket) -> str:
+    """Where this machine reaches a listening socket."""
     host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -10,10 +10,10 @@ import asyncio
 import hmac
 import ipaddress
 import socket
-import uuid
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,22 +23,24 @@ from vllm_metal_lite.server.settings import ServerConfig
 
 _OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
 _OPEN_FOLDER = "/page/"
-_BODY_SECONDS = 30  # longest wait for the next piece of a body
+_BODY_SECONDS = 30.0  # longest wait for the next piece of a body
 
 
-def secured(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    """`app` behind the checks of this module."""
+def guards(config: ServerConfig) -> list[Middleware]:
+    """The checks of this module, the outer ones first."""
+    checks = [Middleware(_Checked, config)]
     if config.allowed_origins:
-        # Outside of the checks: the browser asks first, without a key.
-        app = _Checked(app, config)
-        return CORSMiddleware(
-            app,
-            allow_origins=list(config.allowed_origins),
+        # Outside: the browser asks first, without a key, and its page may read our errors.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+            allow_private_network=True,
         )
-    return _Checked(app, config)
+        checks.insert(0, cors)
+    return checks
 
 
 class _Checked:
@@ -50,22 +52,12 @@ class _Checked:
         self._max_body = int(config.max_body_mib * 2**20)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = f"req_{uuid.uuid4().hex}"
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
-            await send(message)
-
         try:
             self._check(scope, Headers(scope=scope))
         except ApiError as e:
-            await error_response(e, shape_for(scope["path"]))(scope, receive, send_with_id)
+            await error_response(e, shape_for(scope["path"]))(scope, receive, send)
         else:
-            await self._app(scope, self._bounded(receive), send_with_id)
+            await self._app(scope, self._bounded(receive), send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Raise ApiError if the request is not to be served."""
@@ -98,17 +90,17 @@ class _Checked:
 
     def _may_call(self, origin: str, host: str) -> bool:
         allowed = self._config.allowed_origins
-        return "*" in allowed or origin in allowed or urlsplit(origin).netloc == host
+        own = (f"http://{host}", f"https://{host}") if host else ()  # https: behind a proxy
+        return "*" in allowed or origin in allowed or origin in own
 
     def _is_open(self, path: str) -> bool:
         return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
 
     def _check_key(self, headers: Headers) -> None:
         assert self._key is not None
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer":
-            given = headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.strip().encode(), self._key):
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+        if not any(hmac.compare_digest(key.strip().encode(), self._key) for key in given):
             raise ApiError(
                 401,
                 "the API key is wrong or missing: send `Authorization: Bearer KEY` or `x-api-key`",
@@ -132,8 +124,9 @@ class _Checked:
                 message = await asyncio.wait_for(receive(), _BODY_SECONDS)
             except TimeoutError:
                 raise ApiError(
-                    408, f"no byte of the request has come for {_BODY_SECONDS} seconds"
-                ) from None
+                    408, f"no byte of the request has come for {_BODY_SECONDS:g} seconds",
+                    headers={"Connection": "close"},
+                ) from None  # fmt: skip
             size += len(message.get("body", b""))
             more = message.get("more_body", False)
             if size > self._max_body:

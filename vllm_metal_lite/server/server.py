@@ -5,11 +5,11 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm_metal_lite.errors import show
@@ -46,6 +46,7 @@ class Server:
     def __init__(self, config: ServerConfig, models: Models) -> None:
         self.config, self.models = config, models
         self.draining = False
+        self.on_drain: list[Callable[[], None]] = []  # called when `draining` is set
         self.generations: dict[str, Generation] = {}
         # Called at the end of each request, also of one that is cut short.
         self.on_end: Callable[[EngineClient, Generation], None] = lambda engine, generation: None
@@ -67,8 +68,7 @@ class Server:
 
         prefix: of the request's id.  Raises ApiError or MetalLiteError.
         """
-        if self.draining:
-            raise busy("the server is shutting down", retry_after=10)
+        self.check_open()
         limit = engine.facts.max_model_len
         if len(prompt_token_ids) >= limit:
             raise ContextOverflow(len(prompt_token_ids), limit)
@@ -92,25 +92,39 @@ class Server:
                     del self.generations[request_id]
                     self.on_end(engine, generation)
 
+    def drain(self) -> None:
+        """Take no further requests."""
+        self.draining = True
+        for call in self.on_drain:
+            call()
+
+    def check_open(self) -> None:
+        """Raise ApiError (503) if the server stops."""
+        if self.draining:
+            raise busy("the server is shutting down", retry_after=10)
+
     def log_requests(self) -> None:
         """Print a line at the end of each request."""
 
         def log(engine: EngineClient, generation: Generation) -> None:
-            print(summary(generation), flush=True)
+            with suppress(OSError):  # nobody reads our output any longer
+                print(summary(generation), flush=True)
 
         self.on_end = log
 
     def end_all(self) -> None:
-        """End all requests, because the server stops."""
-        for generation in list(self.generations.values()):
-            generation.fail(EngineLost("the server is shutting down"))
+        """End all requests that run, because the server stops."""
+        for generation in self.generations.values():
+            if not generation.finished:
+                generation.fail(EngineLost("the server is shutting down"))
 
     def note_unknown(self, body: BaseModel) -> None:
         """Log the fields of a body that no one reads, once for each name."""
         for name in body.model_extra or ():
-            if name not in self._unknown_fields and len(self._unknown_fields) < 1000:
-                self._unknown_fields.add(name)
-                logger.warning(f"requests have a field that is ignored: {show(name)}")
+            shown = show(name)
+            if shown not in self._unknown_fields and len(self._unknown_fields) < 1000:
+                self._unknown_fields.add(shown)
+                logger.warning(f"requests have a field that is ignored: {shown}")
 
 
 def summary(generation: Generation) -> str:
@@ -136,10 +150,11 @@ def endpoint(
 
     async def serve(request: Request) -> Response:
         try:
+            server.check_open()
             body = body_type.model_validate_json(await request.body())
             server.note_unknown(body)
             return await until_gone(request, handler(server, request, body))
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):
             return Response(status_code=499)
         except asyncio.CancelledError:
             raise

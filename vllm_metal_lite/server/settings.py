@@ -1,5 +1,7 @@
 """Every option of the server, validated when it is made."""
 
+import ipaddress
+import re
 from dataclasses import dataclass
 
 from vllm_metal_lite.errors import ConfigError, Option, show
@@ -14,7 +16,8 @@ SERVER_RULES = {
     "memory_budget_gib": number(0, above=True, optional=True),
 }
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_NAME = re.compile(r"[^\s/:@\[\]]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,35 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         apply_rules(self, SERVER_RULES, ConfigError)
-        if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError(Option("api_key"), " must not be empty")
-        if self.host not in LOOPBACK and self.api_key is None:
+        if self.api_key is not None and not _fits_a_header(self.api_key):
+            raise ConfigError(Option("api_key"), " must be ASCII, without spaces, and not empty")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    Option("allowed_origins"),
+                    f" must be as browsers send them, such as https://example.com, or *, got "
+                    f"{show(origin)}",
+                )
+        for name in self.allowed_hosts:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    Option("allowed_hosts"),
+                    f" must be names without a port, such as example.com, got {show(name)}",
+                )
+        if self.api_key is None and not _is_loopback(self.host):
             raise ConfigError(
                 Option("host"), f" {show(self.host)} can be reached from other machines: set an ",
                 Option("api_key"),
             )  # fmt: skip
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _fits_a_header(key: str) -> bool:
+    """Clients encode other characters each in its own way."""
+    return key.isascii() and key.isprintable() and " " not in key and key != ""

@@ -33,6 +33,7 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
+            gone.result()  # raises if the watch itself has failed
             raise ClientGone
         return task.result()
     finally:
@@ -76,8 +77,7 @@ class EventStream(Response):
             gone = asyncio.ensure_future(_gone(receive))
             try:
                 await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if sending.done():
-                    sending.result()
+                (sending if sending.done() else gone).result()
             finally:
                 for task in sending, gone:
                     task.cancel()

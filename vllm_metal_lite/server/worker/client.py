@@ -5,6 +5,7 @@ engine's process reads only between steps, and a step of a long prompt can take 
 """
 
 import asyncio
+import atexit
 import itertools
 import logging
 import multiprocessing
@@ -78,9 +79,11 @@ class EngineClient:
         self._process = context.Process(
             target=process.main, args=(theirs, name), name=f"engine of {name}", daemon=True
         )
-        with _ctrl_c_blocked():
+        with _signals_blocked():
             self._process.start()
         self.pid = self._process.pid
+        # At its exit Python sends SIGTERM to processes that still run, and waits for them.
+        atexit.register(self._kill)
         theirs.close()
         self._writer = threading.Thread(target=self._write, name=f"to {name}", daemon=True)
         self._writer.start()
@@ -184,6 +187,7 @@ class EngineClient:
         self._process.join(_STOP_SECONDS)
         self._process.kill()
         self._process.join()
+        atexit.unregister(self._kill)
         why = _why_ended(self._process.exitcode)
         self._outbox.put(None)
         self._writer.join()
@@ -275,14 +279,14 @@ class EngineClient:
 
 
 @contextmanager
-def _ctrl_c_blocked() -> Iterator[None]:
-    """Processes that start here never get SIGINT.
+def _signals_blocked() -> Iterator[None]:
+    """Processes that start here never get SIGINT and SIGTERM.
 
-    Ctrl-C in a terminal reaches all processes of the server, and the server decides when an engine
-    ends.
+    Ctrl-C in a terminal and a service manager's SIGTERM reach all processes of the server, and the
+    server decides when an engine ends.
     """
     resource_tracker.ensure_running()  # whose start would let SIGINT through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:

@@ -1,0 +1,152 @@
+"""`vllm-metal-lite serve`: its flags, and what the command prints."""
+
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from tests.support.cli_kit import SAFETY
+from tests.support.serve_command import eventually, serve_command
+from vllm_metal_lite.cli.main import main
+
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "70000"], "--port must be an integer from 0 to 65535, got 70000"),
+        (["--port", "http"], "--port must be"),
+        (["--drain", "-1"], "--drain must be"),
+        (["--keep-alive", "0"], "--keep-alive must be"),
+        (["--max-body-mib", "0"], "--max-body-mib must be"),
+        (["--max-waiting", "-1"], "--max-waiting must be"),
+        (["--memory-budget-gib", "0"], "--memory-budget-gib must be"),
+        (["--host", "0.0.0.0"], "set an --api-key"),
+        (["--api-key", "two words"], "--api-key must be ASCII"),
+        (["--allowed-host", "a:80"], "--allowed-host must be names without a port"),
+        (["--allowed-origin", "a.example"], "--allowed-origin must be as browsers send them"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be"),
+        (["--bogus"], "there is no option --bogus"),
+        (["demo", "demo"], "unrecognized arguments: demo"),
+        (["--model", "=demo"], "--model must be MODEL or NAME=MODEL, got '=demo'"),
+        (["--model", "big="], "--model must be MODEL or NAME=MODEL, got 'big='"),
+        (["--model", "a=demo", "--model", "a=other"], "there are two models of the name 'a'"),
+        (["demo", "--model", "demo"], "there are two models of the name 'demo'"),
+        (["--model", "demo", "--served-model-name", "x"], "use --model NAME=MODEL"),
+        (["--pin", "nobody"], "--pin nobody: no such model; there is: demo"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_flag_is_one_line_and_2(flags, words, capsys):
+    assert main(["serve", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert words in " ".join(err.split())
+
+
+def test_a_key_from_the_environment_is_checked_too(monkeypatch, capsys):
+    monkeypatch.setenv("METAL_LITE_API_KEY", "schlüssel")
+    assert main(["serve"]) == 2
+    err = capsys.readouterr().err
+    assert "--api-key must be ASCII" in err
+    assert "schlüssel" not in err
+
+
+def test_a_budget_that_the_device_does_not_have(capsys):
+    assert main(["serve", "--port", "0", "--memory-budget-gib", "99999"]) == 1
+    assert capsys.readouterr().err.startswith("error: --memory-budget-gib is 99999.0 GiB; this ")
+
+
+def test_a_model_that_is_not_there(tmp_path, capsys):
+    assert main(["serve", str(tmp_path / "none"), "--port", "0"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("error: ")
+    assert str(tmp_path) in err
+
+
+MISSING = """
+import sys
+from vllm_metal_lite.cli.main import main
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.exit(main(["serve"]))
+"""
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "starlette", "pydantic"])
+def test_a_missing_extra_says_what_to_install(package):
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING, package], capture_output=True, text=True, timeout=SAFETY
+    )
+    assert done.returncode == 1
+    expected = f"error: the server needs {package}: pip install 'vllm-metal-lite[serve]'\n"
+    assert (done.stdout, done.stderr) == ("", expected)
+
+
+def test_help_is_instant_and_shows_examples():
+    script = (
+        "import sys; from vllm_metal_lite.cli.main import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit as e: assert not e.code\n"
+        "assert not {'mlx', 'numpy', 'transformers', 'uvicorn', 'starlette'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+    for default in "127.0.0.1", "8000", "32", "256", "10", "5":
+        assert f"(default: {default})" in " ".join(done.stdout.split())
+
+
+def test_the_command_with_everything(tmp_path):
+    """Names, the key from the environment, a browser, a line a request, and Ctrl-C."""
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    browser.chmod(0o755)
+    env = {"METAL_LITE_API_KEY": "secret", "BROWSER": f"{browser} %s"}
+    flags = "--served-model-name", "tiny", "--model", "other=demo", "--open", "--log-requests"
+    with serve_command(tmp_path / "err", "demo", *flags, env=env) as command:
+        url = command.url()
+        with httpx.Client(base_url=url, timeout=SAFETY) as client:
+            assert client.get("/v1/models").status_code == 401
+            client.headers["authorization"] = "Bearer secret"
+            names = [model["id"] for model in client.get("/v1/models").json()["data"]]
+            assert names == ["tiny", "other"]
+            reply = client.post("/v1/chat/completions", json=HI).json()
+            assert reply["model"] == "tiny"
+            line = command.line()
+            assert line.startswith(f"{reply['id']}: ")
+            assert "prompt tokens (0 cached), 3 new in" in line
+            assert line.endswith(", length")
+            client.post("/v1/chat/completions", json={**HI, "surprise": 1, "max_tokens": "x"})
+        eventually(opened.exists)
+        eventually(lambda: opened.read_text() == f"{url}\n")
+        command.signal(signal.SIGINT, group=True)
+        assert command.leave() == 130
+    err = command.err.read_text()
+    assert "demo is a tiny model" in err
+    assert "warning: requests have a field that is ignored: 'surprise'" in err
+    assert "secret" not in err
+    assert "Traceback" not in err
+
+
+def test_nobody_reads_the_output(tmp_path):
+    """`serve --log-requests | head -1`: requests are still served."""
+    with serve_command(tmp_path / "err", "--log-requests") as command:
+        url = command.url()
+        command.stop_reading()
+        for _ in range(2):
+            reply = httpx.post(f"{url}/v1/chat/completions", json=HI, timeout=SAFETY)
+            assert reply.status_code == 200
+        command.signal(signal.SIGTERM)
+        command.leave()
+    assert "Traceback" not in command.err.read_text()

@@ -1,0 +1,405 @@
+"""Who may call the server, and how much they may send."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.raw_http import ask, connect, parsed, raw, read_all
+from tests.support.server_kit import Running, serving
+from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.server import security
+from vllm_metal_lite.server.run import listen, url_of
+from vllm_metal_lite.server.settings import ServerConfig
+
+KEY = "secret"
+FRIEND = "https://friend.example"
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+BODY = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """As it is by default, but for the size of a body."""
+    with serving(config=ServerConfig(port=0, max_body_mib=0.01)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Running]:
+    """With a key, an origin and a name that are allowed."""
+    config = ServerConfig(
+        port=0, api_key=KEY, allowed_origins=(FRIEND,), allowed_hosts=("Box.Example",)
+    )
+    with serving(config=config) as server:
+        yield server
+
+
+# The Host header
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8000", "localhost.evil.example", "[", "127.0.0.1.nip.example"],
+)
+def test_a_foreign_name_is_refused(running, host):
+    answer = ask(running.url, "/health", host=host)
+    assert answer.status == 403
+    assert "--allowed-host" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "permission_error"
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "LOCALHOST:1234", "[::1]:80", "192.168.0.9:8000", "", "own"],
+)
+def test_an_address_and_the_machines_own_names_are_accepted(running, host):
+    host = socket.gethostname() if host == "own" else host
+    assert ask(running.url, "/health", host=host).status == 200
+
+
+def test_a_name_may_be_allowed(guarded):
+    assert ask(guarded.url, "/health", host="box.example:80").status == 200
+    assert ask(guarded.url, "/health", host="evil.example").status == 403
+
+
+# The Origin header, and CORS
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://evil.example", "null", "http://127.0.0.1:1", "http://localhost", "http://[", "a", ""],
+)
+def test_pages_of_other_origins_are_refused(running, origin):
+    headers = f"Origin: {origin}", "Content-Type: text/plain"
+    answer = ask(running.url, CHAT, *headers, method="POST", body=BODY)
+    assert answer.status == 403
+    assert "--allowed-origin" in answer.json()["error"]["message"]
+    assert ask(running.url, "/health", f"Origin: {origin}", host="").status == 403
+
+
+def test_the_own_page_is_served_and_no_cors_header_is_sent(running):
+    answer = ask(running.url, "/health", f"Origin: {running.url}")
+    assert answer.status == 200
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    preflight = "Origin: https://evil.example", "Access-Control-Request-Method: POST"
+    assert ask(running.url, CHAT, *preflight, method="OPTIONS").status == 403
+
+
+def test_an_allowed_origin_may_ask_first_and_then_read(guarded):
+    preflight = (
+        f"Origin: {FRIEND}",
+        "Access-Control-Request-Method: POST",
+        "Access-Control-Request-Headers: authorization,content-type",
+        "Access-Control-Request-Private-Network: true",
+    )
+    answer = ask(guarded.url, CHAT, *preflight, method="OPTIONS")
+    assert answer.status == 200
+    assert answer.headers["access-control-allow-origin"] == FRIEND
+    assert "authorization" in answer.headers["access-control-allow-headers"]
+    assert answer.headers["access-control-allow-private-network"] == "true"
+    assert answer.headers["x-request-id"]
+    for key, status in (KEY, 200), ("wrong", 401):  # a page may also read why it was refused
+        answer = ask(guarded.url, "/v1/models", f"Origin: {FRIEND}", f"x-api-key: {key}")
+        assert answer.status == status
+        assert answer.headers["access-control-allow-origin"] == FRIEND
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_another_origin_is_still_refused(guarded):
+    answer = ask(guarded.url, "/health", "Origin: https://evil.example")
+    assert answer.status == 403
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_any_origin_may_be_allowed():
+    with serving(config=ServerConfig(port=0, allowed_origins=("*",))) as running:
+        for origin in "https://any.example", "null":
+            answer = ask(running.url, "/v1/models", f"Origin: {origin}")
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
+        assert ask(running.url, "/health", host="evil.example").status == 403
+
+
+# The key
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Authorization: Bearer secret", "authorization: bearer  secret ", "X-API-Key: secret"],
+)
+def test_the_key_may_come_in_either_header(guarded, header):
+    assert ask(guarded.url, "/v1/models", header).status == 200
+
+
+def test_one_right_key_is_enough(guarded):
+    headers = "Authorization: Bearer something-else", f"x-api-key: {KEY}"
+    assert ask(guarded.url, "/v1/models", *headers).status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        ["Authorization: Bearer"],
+        ["Authorization: Bearer wrong"],
+        ["Authorization: Basic secret"],
+        ["Authorization: secret"],
+        ["x-api-key: secre"],
+        ["x-api-key: sécret"],
+        ["x-api-key:"],
+    ],
+)
+def test_a_wrong_key_is_refused(guarded, headers):
+    answer = ask(guarded.url, "/v1/models", *headers)
+    assert answer.status == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert KEY not in answer.body.decode()
+    answer = ask(guarded.url, MESSAGES, *headers, method="POST", body=BODY)
+    assert answer.json()["error"]["type"] == "authentication_error"
+    assert answer.json()["type"] == "error"
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/page/page.css", "/page/none"])
+def test_the_page_and_its_files_need_no_key(guarded, path):
+    assert ask(guarded.url, path).status in (200, 404)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/models", "/status", "/metrics", "/events", "/tokenize", "//", "/nothing", "/health/"],
+)
+def test_everything_else_needs_the_key(guarded, path):
+    assert ask(guarded.url, path).status == 401
+
+
+def test_no_path_below_the_page_leads_out_of_its_folder(guarded):
+    for path in "/page/../v1/models", "/page/%2e%2e/page.py", "/page//etc/passwd":
+        assert ask(guarded.url, path).status == 404
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_is_refused(running, path, chunked):
+    body = b'{"messages": "' + b"x" * 20_000 + b'"}'
+    if chunked:
+        pieces = b"".join(
+            b"%x\r\n%s\r\n" % (len(piece), piece)
+            for piece in (body[i : i + 4000] for i in range(0, len(body), 4000))
+        )
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        chunked_head = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode()
+        answer = parsed(raw(running.url, chunked_head + pieces + b"0\r\n\r\n"))
+    else:
+        answer = ask(running.url, path, method="POST", body=body)
+    assert answer.status == 413
+    error = answer.json()["error"]
+    assert error["message"] == "the request is larger than max_body_mib (0.01 MiB)"
+    expected = "request_too_large" if path == MESSAGES else "invalid_request_error"
+    assert error["type"] == expected
+
+
+def test_a_body_that_is_announced_as_large_is_not_read(running):
+    with connect(running.url) as sock:
+        sock.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            "Expect: 100-continue\r\nContent-Length: 99999999999\r\n\r\n".encode()
+        )
+        assert sock.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_does_not_come_is_given_up(running, monkeypatch):
+    monkeypatch.setattr(security, "_BODY_SECONDS", 0.2)
+    for path in CHAT, MESSAGES:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+        answer = parsed(raw(running.url, head.encode() + b'{"mess'))  # until the server closes
+        assert answer.status == 408
+        assert answer.json()["error"]["message"].endswith("has come for 0.2 seconds")
+
+
+def test_a_client_that_goes_within_its_body_is_no_error(running, caplog):
+    with connect(running.url) as sock:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+        sock.sendall(head.encode() + b'{"mess')
+        assert ask(running.url, "/health").status == 200  # the server waits for the rest
+    for _ in range(3):
+        assert ask(running.url, "/health").status == 200
+    assert not caplog.records
+
+
+# The shape of all answers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", CHAT, 405),
+        ("OPTIONS", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+        ("GET", MESSAGES, 405),
+        ("POST", "/v1/messages/nothing", 404),
+        ("POST", CHAT, 400),
+        ("POST", MESSAGES, 400),
+    ],
+)
+def test_errors_have_the_shape_of_their_api(running, method, path, status):
+    answer = ask(running.url, path, method=method)
+    assert answer.status == status
+    assert answer.headers["x-request-id"].startswith("req_")
+    whole = answer.json()
+    if path.startswith(MESSAGES):
+        assert whole["type"] == "error"
+        assert set(whole["error"]) == {"type", "message"}
+    else:
+        assert set(whole) == {"error"}
+        assert set(whole["error"]) == {"message", "type", "param", "code"}
+    if status == 405:
+        assert answer.headers["allow"]
+
+
+def test_an_unknown_failure_has_the_shape_of_its_api(running, monkeypatch, caplog):
+    def broken(*_):
+        raise ZeroDivisionError("the secret reason")
+
+    monkeypatch.setattr(security._Checked, "_check", broken)
+    for path in CHAT, MESSAGES:
+        answer = ask(running.url, path, method="POST", body=BODY)
+        assert answer.status == 500
+        assert answer.json()["error"]["message"] == "internal error; the server's log says more"
+        assert answer.headers["x-request-id"]
+    assert len([r for r in caplog.records if r.exc_info]) == 2
+    monkeypatch.undo()
+    assert ask(running.url, "/health").status == 200
+
+
+def test_every_answer_has_an_id_of_its_own(running):
+    ids = set()
+    for method, path, body in (
+        ("HEAD", "/", b""),
+        ("GET", "/health", b""),
+        ("POST", CHAT, BODY),
+        ("POST", CHAT, BODY[:-1] + b', "stream": true}'),
+        ("POST", MESSAGES, BODY),
+    ):
+        answer = ask(running.url, path, method=method, body=body)
+        assert answer.status == 200
+        ids.add(answer.headers["x-request-id"])
+    assert len(ids) == 5
+
+
+# Other ways of HTTP
+
+
+def test_head_has_no_body(running):
+    answer = ask(running.url, "/", method="HEAD")
+    assert answer.status == 200
+    assert answer.body == b""
+    assert int(answer.headers["content-length"]) > 0
+
+
+def test_http_1_0_gets_whole_answers_and_streams(running):
+    assert ask(running.url, CHAT, host="", method="POST", body=BODY).json()["choices"]
+    streamed = BODY[:-1] + b', "stream": true}'
+    answer = ask(running.url, CHAT, host="", method="POST", body=streamed)
+    assert "transfer-encoding" not in answer.headers
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+
+
+def test_requests_that_come_at_once_are_answered_in_turn(running):
+    first = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    data = raw(running.url, first.encode() + BODY + first.encode() + BODY + last)
+    assert data.count(b"HTTP/1.1 200") == 3
+    assert data.count(b'"finish_reason":"length"') == 2
+    assert data.endswith(b'{"status":"ok"}')
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\0\1\2\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"x" * 99_999, b"\r\n"]
+)
+def test_what_is_not_http_harms_nobody(running, junk, capfd):
+    with connect(running.url) as sock:
+        sock.sendall(junk)
+        sock.shutdown(socket.SHUT_WR)
+        answer = read_all(sock)
+    assert not answer or answer.startswith(b"HTTP/1.1 400")
+    assert ask(running.url, "/health").status == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_small_events_are_not_held_back():
+    """Nagle's algorithm would keep a token until the client has confirmed the one before."""
+
+    async def no_delay() -> int:
+        accepted = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(
+            lambda _, writer: accepted.set_result(writer), sock=listen(ServerConfig(port=0))
+        )
+        async with server:
+            with socket.create_connection(server.sockets[0].getsockname()):
+                writer = await accepted
+                taken = writer.get_extra_info("socket")
+                value = taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                writer.close()
+                return value
+
+    assert asyncio.run(no_delay())
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"host": "0.0.0.0"}, "can be reached from other machines: set an api_key"),
+        ({"host": "::"}, "can be reached"),
+        ({"host": ""}, "can be reached"),
+        ({"host": "box.example"}, "can be reached"),
+        ({"api_key": ""}, "api_key must be ASCII"),
+        ({"api_key": " x"}, "api_key must be ASCII"),
+        ({"api_key": "schlüssel"}, "api_key must be ASCII"),
+        ({"allowed_origins": ("friend.example",)}, "got 'friend.example'"),
+        ({"allowed_origins": ("https://friend.example/",)}, "got 'https://friend.example/'"),
+        ({"allowed_hosts": ("https://box.example",)}, "got 'https://box.example'"),
+        ({"allowed_hosts": ("box.example:80",)}, "got 'box.example:80'"),
+        ({"port": 65536}, "port must be an integer from 0 to 65535, got 65536"),
+        ({"drain": float("inf")}, "drain must be"),
+    ],
+)
+def test_options_that_cannot_be(options, words):
+    with pytest.raises(ConfigError) as failure:
+        ServerConfig(**options)
+    assert words in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:"),
+        ("localhost", "http://127.0.0.1:"),
+        ("0.0.0.0", "http://127.0.0.1:"),
+        ("::1", "http://[::1]:"),
+        ("::", "http://[::1]:"),
+    ],
+)
+def test_the_url_is_one_that_this_machine_reaches(host, url):
+    try:
+        bound = listen(ServerConfig(host=host, port=0, api_key=KEY))
+    except ConfigError:
+        assert ":" in host  # a machine without IPv6
+        return
+    with bound:
+        assert url_of(bound).startswith(url)
+        with connect(url_of(bound)):
+            pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.2"])
+def test_loopback_needs_no_key(host):
+    assert ServerConfig(host=host).api_key is None

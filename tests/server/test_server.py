@@ -1,0 +1,102 @@
+"""What all endpoints share: admission, clients that go, the log."""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from tests.support.raw_http import connect
+from tests.support.server_kit import Running, serving
+from vllm_metal_lite import EngineConfig
+from vllm_metal_lite.server.settings import ServerConfig
+
+PATH = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+LONG = {**HI, "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """Two seats, and two requests may wait."""
+    engine = EngineConfig(num_blocks=1024, max_num_seqs=2)
+    with serving(engine=engine, config=ServerConfig(port=0, max_waiting=2)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.url, timeout=60) as client:
+        yield client
+    eventually(lambda: not running.server.generations)
+
+
+def eventually(holds) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def begun(client: httpx.Client, **fields) -> ExitStack:
+    """A stream that has been accepted; its client goes when the stack is closed."""
+    stack = ExitStack()
+    answer = stack.enter_context(
+        client.stream("POST", PATH, json={**LONG, "stream": True, **fields})
+    )
+    assert answer.status_code == 200
+    return stack
+
+
+def test_too_many_requests_are_told_to_come_again(client):
+    with ExitStack() as streams:
+        for fields in {"n": 2}, {}, {}:  # every answer of a request counts
+            streams.enter_context(begun(client, **fields))
+        for path, kind in (PATH, "server_error"), ("/v1/messages", "overloaded_error"):
+            answer = client.post(path, json=HI)
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+            error = answer.json()["error"]
+            assert error["type"] == kind
+            words = "4 requests run or wait, and max_waiting (2) allows no more"
+            assert error["message"] == words
+        status = client.get("/status").json()["server"]
+        assert status == {"running": 2, "waiting": 2, "max_waiting": 2}
+    eventually(lambda: client.post(PATH, json=HI).status_code == 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "two requests at once"])
+def test_a_client_that_goes_frees_its_seat(running, client, stream, times):
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connect(running.url) as sock:
+        sock.sendall((head.encode() + body) * times)
+        eventually(lambda: client.get("/status").json()["server"]["running"] == 1)
+    eventually(lambda: client.get("/status").json()["server"]["running"] == 0)
+    engine = running.server.models.loaded["demo"]
+    eventually(lambda: engine.metrics["requests_running"] == 0)
+
+
+def test_an_unknown_field_is_logged_once(client, caplog):
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert client.post(PATH, json={**HI, "surprise": [1]}).status_code == 200
+        assert client.post(PATH, json={**HI, "x" * 100_000: 1}).status_code == 200
+    known, long = [r.getMessage() for r in caplog.records if "is ignored" in r.getMessage()]
+    assert known == "requests have a field that is ignored: 'surprise'"
+    assert len(long) < 300
+
+
+def test_each_request_may_be_logged(running, client, capfd):
+    running.server.log_requests()
+    reply = client.post(PATH, json=HI).json()
+    begun(client).close()
+    eventually(lambda: not running.server.generations)
+    whole, cut = capfd.readouterr().out.splitlines()
+    assert whole.startswith(f"{reply['id']}: ")
+    assert whole.endswith(", length")
+    assert cut.endswith(", cut short")

@@ -1,0 +1,215 @@
+"""The command `serve` and signals: answers end properly, and no process is left."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+
+from tests.support.cli_kit import COMMAND, SAFETY
+from tests.support.serve_command import Command, eventually, serve_command, wait_until_draining
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+SHORT = {**HI, "max_tokens": 150, "ignore_eos": True}
+LONG = {**HI, "max_tokens": 4000, "ignore_eos": True}
+RESPONSE = {"input": "hi", "max_output_tokens": 4000, "ignore_eos": True}
+
+
+@contextmanager
+def streamed(client: httpx.Client, path: str, body: dict) -> Iterator[Iterator[str]]:
+    """The data of a stream's events; some tokens have been generated."""
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        data = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+        while "delta" not in (event := next(data)) or '"content":""' in event:
+            pass
+        yield data
+
+
+@contextmanager
+def up(tmp_path, *args: str) -> Iterator[tuple[Command, httpx.Client]]:
+    with (
+        serve_command(tmp_path / "err", *args) as command,
+        httpx.Client(base_url=command.url(), timeout=SAFETY) as client,
+    ):
+        yield command, client
+
+
+@pytest.mark.parametrize(
+    ("number", "group", "code"),
+    [
+        (signal.SIGTERM, False, 0),
+        (signal.SIGTERM, True, 0),
+        (signal.SIGINT, True, 130),
+    ],
+    ids=["SIGTERM", "SIGTERM to all", "Ctrl-C"],
+)
+def test_the_answers_under_way_are_finished(tmp_path, number, group, code):
+    with (
+        up(tmp_path, "--drain", str(SAFETY)) as (command, client),
+        streamed(client, "/v1/chat/completions", SHORT) as data,
+    ):
+        command.signal(number, group)
+        wait_until_draining(client)
+        for path in "/v1/chat/completions", "/v1/messages", "/tokenize":
+            refused = client.post(path, json=SHORT)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+            assert refused.json()["error"]["message"] == "the server is shutting down"
+        *_, last, done = data
+        assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+        assert done == "[DONE]"
+        assert command.leave() == code
+        assert "Traceback" not in command.err.read_text()
+
+
+@pytest.mark.parametrize("how", ["drain", "second signal"])
+def test_answers_that_take_too_long_end_with_an_error(tmp_path, how):
+    drain = "0.2" if how == "drain" else str(SAFETY)
+    with up(tmp_path, "--drain", drain) as (command, client), ExitStack() as streams:
+        chat, response, message = (
+            streams.enter_context(streamed(client, path, body))
+            for path, body in (
+                ("/v1/chat/completions", LONG),
+                ("/v1/responses", RESPONSE),
+                ("/v1/messages", LONG),
+            )
+        )
+        with ThreadPoolExecutor() as threads:
+            whole = threads.submit(client.post, "/v1/chat/completions", json=LONG)
+            status = lambda: client.get("/status").json()["server"]["running"]  # noqa: E731
+            eventually(lambda: status() == 4)
+            command.signal(signal.SIGTERM)
+            if how == "second signal":
+                wait_until_draining(client)
+                command.signal(signal.SIGTERM)
+            *_, last, done = chat
+            assert json.loads(last)["error"]["message"] == "the server is shutting down"
+            assert done == "[DONE]"
+            *_, last = response
+            failed = json.loads(last)
+            assert failed["type"] == "response.failed"
+            assert failed["response"]["error"]["message"] == "the server is shutting down"
+            *_, last = message
+            assert json.loads(last)["error"]["message"] == "the server is shutting down"
+            assert whole.result().status_code == 503
+            assert whole.result().headers["retry-after"]
+        assert command.leave() == 0
+        assert "Traceback" not in command.err.read_text()
+
+
+def test_a_signal_while_the_model_loads(tmp_path):
+    with serve_command(tmp_path / "err") as command:
+        command.wait_for_stderr("Loading demo ...")
+        command.signal(signal.SIGTERM)
+        assert command.leave() == 0
+        assert command.err.read_text() == "Loading demo ...\n"
+
+
+def test_a_request_that_waits_for_its_model_is_told(tmp_path):
+    """The second model is loaded by a request, and never comes: its folder holds a pipe."""
+    (tmp_path / "stuck").mkdir()
+    os.mkfifo(tmp_path / "stuck" / "config.json")
+    with (
+        up(tmp_path, "--model", "demo", "--model", f"stuck={tmp_path / 'stuck'}") as (
+            command, client,
+        ),
+        ThreadPoolExecutor() as threads,
+    ):  # fmt: skip
+        body = {**HI, "model": "stuck"}
+        waits = threads.submit(client.post, "/v1/chat/completions", json=body)
+        eventually(lambda: client.get("/status").json()["models"][1]["state"] == "loading")
+        command.signal(signal.SIGTERM)
+        assert waits.result().status_code == 503
+        assert "the server is shutting down" in waits.result().json()["error"]["message"]
+        assert command.leave() == 0
+
+
+def test_viewers_and_idle_clients_do_not_hold_the_server_up(tmp_path):
+    with up(tmp_path) as (command, client), client.stream("GET", "/events") as events:
+        lines = events.iter_lines()
+        next(lines)
+        client.get("/health")  # its connection stays open
+        command.signal(signal.SIGTERM)
+        list(lines)  # the stream has a proper end
+        assert command.leave() == 0
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(tmp_path):
+    with up(tmp_path, "--drain", "0.2") as (command, client), ExitStack() as stack:
+        body = json.dumps({**LONG, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+        sock = stack.enter_context(socket.socket())
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((client.base_url.host, client.base_url.port))
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        )
+        sock.sendall(head.encode() + b"\r\n\r\n" + body)
+        with streamed(client, "/v1/chat/completions", SHORT) as data:
+            *_, done = data
+        assert done == "[DONE]"
+        command.signal(signal.SIGTERM)
+        assert command.leave() == 0
+        assert "Traceback" not in command.err.read_text()
+
+
+def test_an_address_in_use_is_one_line_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [*COMMAND, "serve", "/no/such/model", "--port", str(port)],
+            capture_output=True, text=True, timeout=SAFETY,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port} (--host, --port): ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_engine_that_dies_ends_its_streams_and_no_more(tmp_path):
+    with up(tmp_path) as (command, client):
+        with ExitStack() as streams:
+            chat = streams.enter_context(streamed(client, "/v1/chat/completions", LONG))
+            message = streams.enter_context(streamed(client, "/v1/messages", LONG))
+            response = streams.enter_context(streamed(client, "/v1/responses", RESPONSE))
+            os.kill(client.get("/status").json()["models"][0]["pid"], signal.SIGKILL)
+            *_, error, done = chat
+            assert "SIGKILL" in json.loads(error)["error"]["message"]
+            assert done == "[DONE]"
+            *_, error = message
+            assert "SIGKILL" in json.loads(error)["error"]["message"]
+            *_, error = response
+            assert "SIGKILL" in json.loads(error)["response"]["error"]["message"]
+        assert client.post("/v1/chat/completions", json=SHORT).status_code == 200
+        command.signal(signal.SIGTERM)
+        assert command.leave() == 0
+
+
+# An engine's process gets no SIGTERM, and at its exit Python waits for processes.
+FAILS = """
+import asyncio
+from tests.support.server_kit import start_engine
+
+async def main():
+    engine = await start_engine()
+    print(engine.pid, flush=True)
+    raise ZeroDivisionError
+
+asyncio.run(main())
+"""
+
+
+def test_a_server_that_fails_ends_its_engine():
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=SAFETY
+    )
+    assert "ZeroDivisionError" in done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)

@@ -1,0 +1,182 @@
+"""Streams of events, and clients that go, with the server's end of a connection played by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+from starlette.requests import Request
+
+from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, until_gone
+
+
+class Connection:
+    """gone: set when the client goes.  broken: the watch for that fails.  reads: a client does."""
+
+    def __init__(self, broken: bool = False, reads: bool = True) -> None:
+        self.gone, self.closed = asyncio.Event(), asyncio.Event()
+        self._broken, self._reads = broken, reads
+        self.sent: list[bytes] = []
+
+    async def receive(self) -> dict:
+        if self._broken:
+            raise ConnectionError("the watch has failed")
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict) -> None:
+        if message["type"] == "http.response.body":
+            if not self._reads:
+                await asyncio.Event().wait()
+            self.sent.append(message["body"])
+
+    def request(self) -> Request:
+        return Request({"type": "http"}, self.receive)
+
+    async def stream(self, events: AsyncIterator[bytes], seconds: float = 60.0) -> None:
+        resources = AsyncExitStack()
+        resources.callback(self.closed.set)
+        response = EventStream(events, COMMENT, seconds, resources)
+        await response({"type": "http"}, self.receive, self.send)
+
+
+def run(work) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(work(), 30)
+
+    asyncio.run(limited())
+
+
+async def endless(ended: asyncio.Event) -> AsyncIterator[bytes]:
+    try:
+        yield b"first"
+        await asyncio.Event().wait()
+    finally:
+        ended.set()
+
+
+async def few() -> AsyncIterator[bytes]:
+    yield b"one"
+    yield b"two"
+
+
+def test_a_stream_ends_by_itself():
+    async def work() -> None:
+        connection = Connection()
+        await connection.stream(few())
+        assert connection.sent == [b"one", b"two", b""]
+        assert connection.closed.is_set()
+
+    run(work)
+
+
+def test_a_client_that_goes_ends_the_events():
+    async def work() -> None:
+        connection, ended = Connection(), asyncio.Event()
+        streaming = asyncio.ensure_future(connection.stream(endless(ended)))
+        while not connection.sent:
+            await asyncio.sleep(0)
+        connection.gone.set()
+        await streaming
+        assert ended.is_set()
+        assert connection.closed.is_set()
+
+    run(work)
+
+
+def test_a_client_that_never_reads_may_go():
+    async def work() -> None:
+        connection, ended = Connection(reads=False), asyncio.Event()
+        streaming = asyncio.ensure_future(connection.stream(endless(ended), 0.001))
+        await asyncio.sleep(0.05)  # events and signs of life wait for the client
+        assert not connection.closed.is_set()
+        connection.gone.set()
+        await streaming
+        assert connection.closed.is_set()
+        await ended.wait()
+
+    run(work)
+
+
+def test_a_long_silence_is_broken():
+    async def work() -> None:
+        connection = Connection()
+        streaming = asyncio.ensure_future(connection.stream(endless(asyncio.Event()), 0.001))
+        while connection.sent.count(COMMENT) < 3:
+            await asyncio.sleep(0.001)
+        assert connection.sent[0] == b"first"
+        connection.gone.set()
+        await streaming
+
+    run(work)
+
+
+def test_events_that_fail_fail_the_response():
+    async def failing() -> AsyncIterator[bytes]:
+        yield b"one"
+        raise ZeroDivisionError
+
+    async def work() -> None:
+        connection = Connection()
+        with pytest.raises(ZeroDivisionError):
+            await connection.stream(failing())
+        assert connection.sent == [b"one"]  # without the end of a stream
+        assert connection.closed.is_set()
+
+    run(work)
+
+
+def test_a_watch_that_fails_is_not_a_client_that_goes():
+    async def work() -> None:
+        connection, ended = Connection(broken=True), asyncio.Event()
+        with pytest.raises(ConnectionError):
+            await connection.stream(endless(ended))
+        assert connection.closed.is_set()
+
+        async def slow() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        cancelled = asyncio.Event()
+        with pytest.raises(ConnectionError):
+            await until_gone(connection.request(), slow())
+        assert cancelled.is_set()
+
+    run(work)
+
+
+def test_work_ends_with_its_client():
+    async def work() -> None:
+        connection, cancelled = Connection(), asyncio.Event()
+
+        async def slow() -> None:
+            try:
+                connection.gone.set()
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        with pytest.raises(ClientGone):
+            await until_gone(connection.request(), slow())
+        assert cancelled.is_set()
+
+    run(work)
+
+
+def test_the_result_and_the_error_of_work_come_through():
+    async def work() -> None:
+        connection = Connection()
+
+        async def result() -> int:
+            return 7
+
+        async def error() -> None:
+            raise ZeroDivisionError
+
+        assert await until_gone(connection.request(), result()) == 7
+        with pytest.raises(ZeroDivisionError):
+            await until_gone(connection.request(), error())
+
+    run(work)

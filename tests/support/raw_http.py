@@ -1,0 +1,63 @@
+"""HTTP by hand, for requests that no client sends."""
+
+import json
+import socket
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+
+@dataclass
+class Answer:
+    """headers: by name in small letters."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def connect(url: str) -> socket.socket:
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    return socket.create_connection((host, port), timeout=60)
+
+
+def raw(url: str, request: bytes) -> bytes:
+    """All bytes that the server sends until it closes the connection."""
+    with connect(url) as sock:
+        sock.sendall(request)
+        return read_all(sock)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+def ask(
+    url: str,
+    target: str,
+    *headers: str,
+    method: str = "GET",
+    body: bytes = b"",
+    host: str | None = None,
+) -> Answer:
+    """An answer to a request with exactly these headers, beside Host and Connection: close.
+
+    host: of the header; "": no such header, and HTTP/1.0.
+    """
+    host = urlsplit(url).netloc if host is None else host
+    lines = [f"{method} {target} HTTP/1.{1 if host else 0}", *headers, "Connection: close"]
+    if host:
+        lines.append(f"Host: {host}")
+    if body:
+        lines.append(f"Content-Length: {len(body)}")
+    return parsed(raw(url, "\r\n".join([*lines, "", ""]).encode("utf-8") + body))
+
+
+def parsed(data: bytes) -> Answer:
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    pairs = (line.split(": ", 1) for line in lines)
+    return Answer(int(first.split()[1]), {name.lower(): value for name, value in pairs}, body)
