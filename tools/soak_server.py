@@ -7,7 +7,8 @@ Clients of all APIs come and go, streamed and not; some leave in mid-answer, som
 Resident memory of the server and of the engine's process is read every 10 seconds.  Fails
 if a reply is wrong, if /status is not clean at the end, or if memory grows: the median of the
 last quarter may be at most 3 % + 4 MiB above that of the second quarter.  The first quarter warms
-up: allocators and caches fill.  Prints a table.
+up.  Steps are small, because MLX keeps freed buffers of every size that it has met, up to a limit:
+with many sizes, that cache alone grows for longer than the soak.  Prints a table.
 """
 
 import argparse
@@ -141,7 +142,8 @@ def main() -> int:
     port = free_port()
     command = [
         sys.executable, "-m", "vllm_metal_lite", "serve", "demo", "--port", str(port),
-        "--num-blocks", "36", "--max-num-seqs", "8", "--max-model-len", "512", "--max-num-batched-tokens", "64",
+        "--num-blocks", "36", "--max-num-seqs", "8", "--max-model-len", "512",
+        "--max-num-batched-tokens", "64",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"
