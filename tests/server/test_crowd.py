@@ -1,0 +1,76 @@
+"""256 clients at random: the answers are right, and nothing is left behind."""
+
+import asyncio
+import os
+import random
+import sys
+import threading
+
+from tests.support.crowd import Crowd, get, questions, send, unclean, until
+from tests.support.server_kit import serving
+from vllm_metal_lite import LLM, EngineConfig, SamplingParams
+from vllm_metal_lite.server.settings import ServerConfig
+
+# The pool holds three or four of the requests that its seats would run.
+TINY = EngineConfig(num_blocks=36, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512)
+CLIENTS, WARM_UP = 256, 48
+
+
+def held(running, pid):
+    """What the processes of server and engine hold; the clients hold none of it between visits."""
+
+    async def tasks():
+        return len(asyncio.all_tasks())
+
+    fds = {"server's fds": len(os.listdir("/dev/fd"))}
+    if sys.platform == "linux":
+        fds["engine's fds"] = len(os.listdir(f"/proc/{pid}/fd"))
+        fds["engine's threads"] = len(os.listdir(f"/proc/{pid}/task"))
+    return {
+        **fds,
+        "threads": threading.active_count(),
+        "tasks": asyncio.run_coroutine_threadsafe(tasks(), running.loop).result(30),
+    }
+
+
+def greedy_answers(asked):
+    llm = LLM("demo")
+    params = [
+        SamplingParams(temperature=0, max_tokens=one.max_tokens, ignore_eos=True) for one in asked
+    ]
+    outputs = llm.chat([one.messages for one in asked], params)
+    return [o.outputs[0].text for o in outputs], [o.prompt_token_ids for o in outputs]
+
+
+def test_a_crowd_leaves_nothing_behind():
+    asked = questions(24)
+    answers, token_ids = greedy_answers(asked)
+    rng = random.Random(19)
+
+    with serving(engine=TINY, config=ServerConfig(port=0, max_waiting=CLIENTS)) as running:
+        crowd = Crowd(running.url, asked, answers, token_ids)
+
+        async def come(count, patience):
+            visits = [crowd.draw(rng, patience) for _ in range(count)]
+            await asyncio.gather(*(crowd.go(visit, 100) for visit in visits))
+            return await until(lambda: unclean(running.url), 20)
+
+        assert not asyncio.run(come(WARM_UP, 1))
+        status = asyncio.run(get(running.url, "/status"))
+        before = held(running, status["models"][0]["pid"])
+
+        left = asyncio.run(come(CLIENTS, 8))
+        status = asyncio.run(get(running.url, "/status"))
+        print(crowd.counts, status["models"][0]["metrics"])
+        assert crowd.faults == []
+        assert left == ""
+        assert status["models"][0]["metrics"]["preemptions"] > 0
+        assert min(crowd.counts[kind] for kind in ("left", "answered", "refused")) > 20
+        assert not running.server.generations
+        after = held(running, status["models"][0]["pid"])
+        assert {
+            name: after[name] - before[name] for name in after if after[name] > before[name]
+        } == {}
+        health = asyncio.run(send(running.url, "GET", "/health"))
+        assert health is not None
+        assert health.status == 200
