@@ -1,5 +1,5 @@
 // add_rms_norm: a residual sum and its RMS norm, in one launch and one pass over memory; if Y_NORM with
-// the norm of what is added (post norms, as Gemma's and OLMo's).
+// the norm of the addend (post norms, as Gemma's and OLMo's).
 //
 //   x, y       (rows, DIM) of T           the residual stream, and what a layer adds to it
 //   weight     (DIM,) of any float type   not read unless WEIGHT
@@ -15,14 +15,15 @@
 //   turn 0                                  turn 1
 //   |thread 0|thread 1| ... |thread n - 1|thread 0|thread 1| ...        VEC elements each
 //
-// x and y are asked for before anything is computed.  The sum stays in registers from the first pass to the second, so that nothing is read twice.
+// x and y are asked for before anything is computed.  The sum stays in registers from the first pass to
+// the second, so that nothing is read twice.
 //
-// Why it is correct.  The norm is that of the sum as it was rounded to T, for that is what the next
-// layer reads too: the same bits as mx.fast.rms_norm(x + y), but for the order in which squares are
+// Why it is correct.  The norm is that of the sum as it was rounded to T, because the next layer reads
+// the rounded sum too: the same bits as mx.fast.rms_norm(x + y), but for the order in which squares are
 // added up, in float32.  Squares of a simdgroup are added by simd_sum, those of simdgroups through
 // threadgroup memory; after the barrier every simdgroup adds them up for itself, in the same order, so
-// that all threads hold the same mean and one barrier is enough: the norm of y has memory of its own.  Where a turn reaches past the row a
-// thread neither reads nor writes, but it takes part in the collectives.
+// that all threads hold the same mean and one barrier is enough: the norm of y has memory of its own.
+// Where a turn reaches past the row, a thread neither reads nor writes, but takes part in collectives.
 //
 // Cost.  Reads x and y and writes sum and normed once, 4 * rows * DIM * sizeof(T) bytes.  Apart they
 // are two launches, or three, of which each but the first reads again what the one before wrote.

@@ -9,8 +9,9 @@
 //   biases     as scales
 //   bias       (experts, outputs) of T     BIAS: of the linear layer, is added to the product
 //   up_w ..    as w ..                     GATED: of the second product; its result is
-//   up_bias                                activation(x w^T) times x up_w^T
-//   y          (pairs, outputs) of T       in the order of pairs, not of the plan; sums in float32
+//   up_bias                                activation(x w^T) times x up_w^T; RELU2 has one product
+//   y          (pairs, outputs) of T       in the order of pairs, not of the plan; sums in float32;
+//                                          zero for pairs of padding rows
 //
 // Layout.  A threadgroup has a tile of up to ROW_TILES * 8 pairs of one expert, and 16 rows of its
 // weight: 8 of w and 8 of up_w if GATED.  As in skinny_gemm the weight is the left side of the product,
@@ -29,9 +30,10 @@
 // What would be an array between two launches is rounded to T where it would be.
 //
 // Cost.  w of each used expert once, again for every ROW_TILES * 8 pairs of it; eights of pairs that a
-// tile does not have cost no product.
+// tile does not have cost no product.  LANE_ROWS (4): no more pairs a tile than so many, and products
+// without matrices (lane_products.h).
 #include "activations.h"
-#include "row_products.h"
+#include "lane_products.h"
 
 // Rows row and 8 + row of the tile's weight, AT_ONCE loads STEP elements apart, the first from k on.
 template <int FORM, int BITS, int GROUP_SIZE, int SPREAD, int AT_ONCE, int STEP>
@@ -50,12 +52,49 @@ METAL_FUNC void load_pair(thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weights,
   simdgroup_barrier(mem_flags::mem_none);
 }
 
+// LANE_ROWS: lane_sums[2 m + p] += this lane's part of rows 8 p .. of the weight, times pair m of x.
+template <typename T, int FORM, int BITS, int GROUP_SIZE, int SPREAD, int LANE_ROWS, int AT_ONCE, int STEP>
+METAL_FUNC void multiply_in_lanes(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weights,
+                                  const device T* x, const threadgroup int* offsets, int count, int k,
+                                  int row, int col, thread float* lane_sums) {
+#pragma unroll
+  for (int c = 0; c < AT_ONCE * SPREAD; c++) {
+    const int at = k + c / SPREAD * STEP + c % SPREAD * 8 + col * 4 * SPREAD;
+    thread LaneElements<false> elements[LANE_ROWS > 0 ? LANE_ROWS : 1];
+#pragma unroll
+    for (int m = 0; m < LANE_ROWS; m++) {
+      if (m < count) {
+        load_elements<T>(elements[m], x + offsets[m] + at, row);
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_none);
+    thread float values[16];
+    values_of<T, FORM>(weights[c / SPREAD * 2], c % SPREAD, values);
+    values_of<T, FORM>(weights[c / SPREAD * 2 + 1], c % SPREAD, values + 8);
+#pragma unroll
+    for (int m = 0; m < LANE_ROWS; m++) {
+      if (m < count) {
+        thread float row_of_x[8];
+        elements_of<T>(elements[m], 0.0f, 0.0f, col, row_of_x);
+        lane_sums[m * 2] += dot_of_8(values, row_of_x);
+        lane_sums[m * 2 + 1] += dot_of_8(values + 8, row_of_x);
+      }
+    }
+  }
+}
+
 // y[2 j + p] += rows 8 p .. of the weight, loaded from k on, times pairs 8 j .. of x.
-template <typename T, int FORM, int BITS, int GROUP_SIZE, int SPREAD, int ROW_TILES, int AT_ONCE,
-          int STEP>
+template <typename T, int FORM, int BITS, int GROUP_SIZE, int SPREAD, int ROW_TILES, int LANE_ROWS,
+          int AT_ONCE, int STEP>
 METAL_FUNC void multiply_pairs(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weights,
                                const device T* x, const threadgroup int* offsets, int count, int k,
-                               int row, int col, thread metal::simdgroup_matrix<float, 8, 8>* y) {
+                               int row, int col, thread metal::simdgroup_matrix<float, 8, 8>* y,
+                               thread float* lane_sums) {
+  if (LANE_ROWS > 0) {
+    multiply_in_lanes<T, FORM, BITS, GROUP_SIZE, SPREAD, LANE_ROWS, AT_ONCE, STEP>(
+        weights, x, offsets, count, k, row, col, lane_sums);
+    return;
+  }
 #pragma unroll
   for (int c = 0; c < AT_ONCE * SPREAD; c++) {
     const int at = k + c / SPREAD * STEP + c % SPREAD * 8;
@@ -81,14 +120,27 @@ METAL_FUNC void multiply_pairs(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD
   }
 }
 
-enum ExpertActivation { NOT_GATED, SWIGLU, CLAMPED_SWIGLU };
+enum ExpertActivation { NO_ACTIVATION, SWIGLU, CLAMPED_SWIGLU, GEGLU, RELU2 };
+
+// relu(x)^2.
+template <typename T>
+METAL_FUNC T squared_relu(T x) {
+  const float active = float(x) < 0.0f ? 0.0f : float(x);  // not max, which loses NaN
+  return T(active * active);
+}
 
 // activation(gate) * up, rounded as mlx-lm's operations round: silu(gate) up, or gpt-oss's
-// g sigmoid(alpha g) (u + 1) with g = min(gate, limit) and u clamped to -limit .. limit.
+// g sigmoid(alpha g) (u + 1) with g = min(gate, limit) and u clamped to -limit .. limit; or
+// gelu(gate) up, by tanh, rounded once.
 template <typename T, int ACTIVATION>
 METAL_FUNC T gated(T gate, T up, T alpha, T limit) {
   if (ACTIVATION == SWIGLU) {
     const T active = T(float(gate) * float(T(sigmoid(float(gate)))));
+    return T(float(active) * float(up));
+  }
+  if (ACTIVATION == GEGLU) {  // gelu's (1 + tanh(z)) / 2 is the sigmoid of 2 z
+    const float x = float(gate);
+    const T active = T(x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x)));
     return T(float(active) * float(up));
   }
   const float most = float(limit);
@@ -101,7 +153,7 @@ METAL_FUNC T gated(T gate, T up, T alpha, T limit) {
 
 // --- kernel body ---
 constexpr int COLUMNS = 16;
-constexpr bool GATED = ACTIVATION != NOT_GATED;
+constexpr bool GATED = ACTIVATION != NO_ACTIVATION && ACTIVATION != RELU2;
 constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;
 constexpr int STRIDE = COLUMNS + 4;  // so that lanes of a simdgroup meet 32 banks
 constexpr int STEP = SIMDGROUPS * 32 * SPREAD;
@@ -126,7 +178,13 @@ const int simdgroup_index = int(simdgroup_index_in_threadgroup);
 const int lane = int(thread_index_in_simdgroup);
 const int row = matrix_row(lane);
 const int col = matrix_col(lane);
-if (count == 0) {
+if (count <= 0) {  // no such tile, or pairs of padding, which read no weight
+  for (int i = thread_index; i < -count * OUT_COLUMNS; i += SIMDGROUPS * 32) {
+    const int n = first + i % OUT_COLUMNS;
+    if (n < outputs) {
+      y[size_t(plan[start + i / OUT_COLUMNS]) * outputs + n] = T(0.0f);
+    }
+  }
   return;
 }
 
@@ -148,6 +206,11 @@ for (int i = 0; i < ROW_TILES * 2; i++) {
   part[i].thread_elements()[0] = 0.0f;
   part[i].thread_elements()[1] = 0.0f;
 }
+thread float lane_sums[LANE_ROWS > 0 ? LANE_ROWS * 2 : 1];
+#pragma unroll
+for (int i = 0; i < LANE_ROWS * 2; i++) {
+  lane_sums[i] = 0.0f;
+}
 
 const device uint* words = (const device uint*)w;
 const device uchar* scale_bytes = (const device uchar*)scales;
@@ -163,8 +226,8 @@ if (k < WHOLE) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 while (k < WHOLE) {
-  multiply_pairs<T, FORM, BITS, GROUP_SIZE, SPREAD, ROW_TILES, AT_ONCE, STEP>(
-      weights, x, offsets, count, k, row, col, part);
+  multiply_pairs<T, FORM, BITS, GROUP_SIZE, SPREAD, ROW_TILES, LANE_ROWS, AT_ONCE, STEP>(
+      weights, x, offsets, count, k, row, col, part, lane_sums);
   k += TURN;
   if (k < WHOLE) {
     load_pair<FORM, BITS, GROUP_SIZE, SPREAD, AT_ONCE, STEP>(
@@ -177,8 +240,8 @@ if (WHOLE < LOADS) {
     load_pair<FORM, BITS, GROUP_SIZE, SPREAD, 1, STEP>(
         weights, words, scale_bytes, bias_bytes, up_words, up_scale_bytes, up_bias_bytes, starts, k,
         col);
-    multiply_pairs<T, FORM, BITS, GROUP_SIZE, SPREAD, ROW_TILES, 1, STEP>(
-        weights, x, offsets, count, k, row, col, part);
+    multiply_pairs<T, FORM, BITS, GROUP_SIZE, SPREAD, ROW_TILES, LANE_ROWS, 1, STEP>(
+        weights, x, offsets, count, k, row, col, part, lane_sums);
   }
 }
 if (LOADS < DEPTH) {
@@ -186,8 +249,8 @@ if (LOADS < DEPTH) {
     thread LaneWeights<BITS, GROUP_SIZE, REST> rest[2];
     load_pair<FORM, BITS, GROUP_SIZE, REST, 1, STEP>(
         rest, words, scale_bytes, bias_bytes, up_words, up_scale_bytes, up_bias_bytes, starts, k, col);
-    multiply_pairs<T, FORM, BITS, GROUP_SIZE, REST, ROW_TILES, 1, STEP>(
-        rest, x, offsets, count, k, row, col, part);
+    multiply_pairs<T, FORM, BITS, GROUP_SIZE, REST, ROW_TILES, LANE_ROWS, 1, STEP>(
+        rest, x, offsets, count, k, row, col, part, lane_sums);
   }
 }
 
@@ -197,11 +260,21 @@ for (int j = 0; j < ROW_TILES; j++) {
     if (j > 0) {  // all have read the sums of the pairs before
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
+    if (LANE_ROWS > 0) {
 #pragma unroll
-    for (int p = 0; p < 2; p++) {
-      const int at = (simdgroup_index * 8 + col) * STRIDE + p * 8 + row;
-      sums[at] = part[j * 2 + p].thread_elements()[0];
-      sums[at + STRIDE] = part[j * 2 + p].thread_elements()[1];
+      for (int i = 0; i < LANE_ROWS * 2; i++) {
+        const float sum = row_sum(lane_sums[i]);
+        if (col == 0) {
+          sums[(simdgroup_index * 8 + i / 2) * STRIDE + i % 2 * 8 + row] = sum;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int p = 0; p < 2; p++) {
+        const int at = (simdgroup_index * 8 + col) * STRIDE + p * 8 + row;
+        sums[at] = part[j * 2 + p].thread_elements()[0];
+        sums[at + STRIDE] = part[j * 2 + p].thread_elements()[1];
+      }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = thread_index; i < 8 * OUT_COLUMNS; i += SIMDGROUPS * 32) {
@@ -230,6 +303,8 @@ for (int j = 0; j < ROW_TILES; j++) {
           }
           result = gated<T, ACTIVATION>(result, other, T(as_type<float>(ALPHA)),
                                         T(as_type<float>(LIMIT)));
+        } else if (ACTIVATION == RELU2) {
+          result = squared_relu(result);
         }
         y[size_t(members[j * 8 + m]) * outputs + first + n] = result;
       }

@@ -3,10 +3,11 @@
 //
 //   indices    (pairs,)                 the expert of pair p, which is choice p % top_k of row p / top_k;
 //                                       pairs <= MAX_PAIRS
+//   num_live   (1,) int                 rows that are no padding: the first ones
 //   plan       (pairs + 2 tiles,) int   first `order`: pairs by expert, of one expert by number;
 //                                       then of each tile (first, count): it has the pairs
 //                                       order[first] .. order[first + count - 1], all of one expert.
-//                                       count 0: there is no such tile
+//                                       count 0: there is no such tile; -count: pairs of padding
 //
 // Layout.  The pairs' experts lie in threadgroup memory, and a thread has some experts:
 //
@@ -15,7 +16,10 @@
 //   order      3 1 4 0 2 5
 //   tiles      (0, 1) (1, 2) (3, 3)
 //
-// Why it is correct.  What a thread writes depends on experts and counts only, which nobody changes
+// Padding.  Pairs of padding rows are of an expert that is none, with number EXPERTS, so they are last in
+// the order, and no expert is read for them.
+//
+// Why it is correct.  A thread's output depends on experts and counts only, which no thread changes
 // after the barriers, and the places of two experts do not meet.  So the plan is the same in every
 // order of threads.  The number of tiles is known on the device only: the array has room for the most
 // that there can be, `room`, and what is behind the last tile is marked.
@@ -24,16 +28,17 @@
 // --- kernel body ---
 constexpr int THREADS = SIMDGROUPS * 32;
 threadgroup int experts[MAX_PAIRS];
-threadgroup int counts[EXPERTS];
+threadgroup int counts[EXPERTS + 1];  // and of padding
 
 const int thread_index = int(thread_position_in_threadgroup.x);
 const int pairs = indices_shape[0];
+const int live = int(num_live[0]) * TOP_K;
 
 for (int p = thread_index; p < pairs; p += THREADS) {
-  experts[p] = int(indices[p]);
+  experts[p] = p < live ? int(indices[p]) : EXPERTS;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-for (int e = thread_index; e < EXPERTS; e += THREADS) {
+for (int e = thread_index; e <= EXPERTS; e += THREADS) {
   int count = 0;
   for (int p = 0; p < pairs; p++) {
     count += experts[p] == e ? 1 : 0;
@@ -41,7 +46,7 @@ for (int e = thread_index; e < EXPERTS; e += THREADS) {
   counts[e] = count;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-for (int e = thread_index; e < EXPERTS; e += THREADS) {
+for (int e = thread_index; e <= EXPERTS; e += THREADS) {
   int first = 0;
   int tile = 0;
   for (int before = 0; before < e; before++) {
@@ -58,11 +63,12 @@ for (int e = thread_index; e < EXPERTS; e += THREADS) {
   }
   for (; first < end; first += TILE) {
     plan[pairs + 2 * tile] = first;
-    plan[pairs + 2 * tile + 1] = metal::min(end - first, int(TILE));
+    const int count = metal::min(end - first, int(TILE));
+    plan[pairs + 2 * tile + 1] = e == EXPERTS ? -count : count;
     tile++;
   }
-  if (e == EXPERTS - 1) {
-    const int used = metal::min(pairs, int(EXPERTS));
+  if (e == EXPERTS) {
+    const int used = metal::min(pairs, int(EXPERTS) + 1);
     const int room = metal::min(pairs, (pairs + used * (TILE - 1)) / TILE);
     for (; tile < metal::max(room, int(MIN_TILES)); tile++) {
       plan[pairs + 2 * tile] = 0;

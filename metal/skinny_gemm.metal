@@ -22,26 +22,28 @@
 //                      |      |      |            |      |
 //
 // Of quantised weights a load of 16 bytes a lane brings SPREAD chunks, which go to one simdgroup.
-// AT_ONCE loads of w, with their scales, are asked for before the first is used: bytes under way are
-// what a decode step is short of.  x is small and is read again by every threadgroup, from a cache.
-// So each threadgroup can find the norm of every row for itself, while its first chunks of w are
-// under way, and needs nobody's result.  With GATE half of the rows are of the first half of w and
-// half of the second, so that gate and up of an output meet in one threadgroup.
+// AT_ONCE loads of w, with their scales, are asked for before the first is used: a decode step is
+// short of bytes under way.  x is small and is read again by every threadgroup, from a cache.  So
+// each threadgroup can find the norm of every row for itself, while its first chunks of w are under
+// way, without another's result.  With GATE half of the rows are of the first half of w and half of
+// the second, so that gate and up of an output meet in one threadgroup.
 //
-// Why it is correct.  Each simdgroup sums other elements of the depth, in float32, and leaves its sums
-// in threadgroup memory; after the barrier each thread adds those of one element of y, in order, so the
-// result does not depend on who is first.  That memory holds HELD eights of rows, so it is done for so
-// many at a time.  A row past the last one of w, or of x, repeats the last and is not stored.  All
-// lanes of a simdgroup take the same turns.  What would be an array between two launches is rounded
-// to T where it would be: the weight, the normalised row, the product, gate, its activation and up.
+// Why it is correct.  Each simdgroup sums other elements of the depth, in float32, and leaves its
+// sums in threadgroup memory; after the barrier each thread adds those of one element of y, in
+// order, so the result does not depend on their order of arrival.  That memory holds HELD eights of
+// rows, so it is done for so many at a time.  A row past the last one of w, or of x, repeats the
+// last and is not stored.  All lanes of a simdgroup take the same turns.  What would be an array
+// between two launches is rounded to T where it would be: the weight, the normalised row, the
+// product, gate, its activation and up.
 //
 // Cost.  w once; x once a threadgroup, twice with NORM; one launch of few arrays, which is cheap for
 // the host.  Instructions a weight, for each 8 rows of x, by count: 8 in the products; with NORM about
 // 80 / COLUMNS for the normalised x.  Once a weight: unpacking (weights.h), 3.5 for 4 bits.  An Apple
 // GPU has 7 to 9 for each weight of 4 bits that its memory brings, and 30 for one of 16 bits.  So in
-// 4 bits products of 1 to 8 rows are bound by instructions rather than by bytes, at about 1.5 times the
-// time that the bytes take.
-#include "row_products.h"
+// 4 bits matrix products of 1 to 8 rows are bound by instructions rather than by bytes, at about 1.5 times
+// the time that the bytes take.  LANE_ROWS (4): no more rows than so many, and products without matrices
+// (lane_products.h), of 4 instructions a weight for one row, and 1.5 more for each other row.
+#include "lane_products.h"
 
 // AT_ONCE loads of rows 8 p + row of w, p < PARTS, STEP elements apart, the first from k on.
 template <int FORM, int BITS, int GROUP_SIZE, int SPREAD, int PARTS, int AT_ONCE, int STEP>
@@ -60,13 +62,57 @@ METAL_FUNC void load_chunks(thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weight
   simdgroup_barrier(mem_flags::mem_none);
 }
 
+// LANE_ROWS: lane_sums[PARTS m + p] += this lane's part of rows 8 p .. of w, times row m of x.
+template <typename T, int FORM, int BITS, int GROUP_SIZE, int SPREAD, int PARTS, int DEPTH,
+          int LANE_ROWS, int AT_ONCE, int STEP, bool NORM>
+METAL_FUNC void multiply_in_lanes(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weights,
+                                  const device T* x, int rows, int k, int row, int col,
+                                  const threadgroup float* inverse_rms, const device T* gain,
+                                  thread float* lane_sums) {
+#pragma unroll
+  for (int c = 0; c < AT_ONCE * SPREAD; c++) {
+    const int at = k + c / SPREAD * STEP + c % SPREAD * 8 + col * 4 * SPREAD;
+    thread LaneElements<NORM> elements[LANE_ROWS > 0 ? LANE_ROWS : 1];
+#pragma unroll
+    for (int m = 0; m < LANE_ROWS; m++) {
+      if (m < rows) {
+        load_elements<T>(elements[m], x + m * DEPTH + at, row);
+      }
+    }
+    const float by = NORM ? float(gain[at + row]) : 0.0f;
+    simdgroup_barrier(mem_flags::mem_none);
+    thread float values[PARTS * 8];
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+      values_of<T, FORM>(weights[c / SPREAD * PARTS + p], c % SPREAD, values + p * 8);
+    }
+#pragma unroll
+    for (int m = 0; m < LANE_ROWS; m++) {
+      if (m < rows) {
+        thread float row_of_x[8];
+        elements_of<T>(elements[m], NORM ? inverse_rms[m] : 0.0f, by, col, row_of_x);
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) {
+          lane_sums[m * PARTS + p] += dot_of_8(values + p * 8, row_of_x);
+        }
+      }
+    }
+  }
+}
+
 // y[PARTS j + p] += rows 8 p .. of w, loaded from k on, times rows 8 j .. of x.
 template <typename T, int FORM, int BITS, int GROUP_SIZE, int SPREAD, int PARTS, int DEPTH,
-          int ROW_TILES, bool FULL, int AT_ONCE, int STEP, bool NORM>
+          int ROW_TILES, bool FULL, int LANE_ROWS, int AT_ONCE, int STEP, bool NORM>
 METAL_FUNC void multiply_chunks(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD>* weights,
                                 const device T* x, int rows, int k, int row, int col,
                                 const threadgroup float* inverse_rms, const device T* gain,
-                                thread metal::simdgroup_matrix<float, 8, 8>* y) {
+                                thread metal::simdgroup_matrix<float, 8, 8>* y,
+                                thread float* lane_sums) {
+  if (LANE_ROWS > 0) {
+    multiply_in_lanes<T, FORM, BITS, GROUP_SIZE, SPREAD, PARTS, DEPTH, LANE_ROWS, AT_ONCE, STEP, NORM>(
+        weights, x, rows, k, row, col, inverse_rms, gain, lane_sums);
+    return;
+  }
 #pragma unroll
   for (int c = 0; c < AT_ONCE * SPREAD; c++) {
     const int at = k + c / SPREAD * STEP + c % SPREAD * 8;
@@ -157,6 +203,11 @@ for (int i = 0; i < ROW_TILES * PARTS; i++) {
   part[i].thread_elements()[0] = 0.0f;
   part[i].thread_elements()[1] = 0.0f;
 }
+thread float lane_sums[LANE_ROWS > 0 ? LANE_ROWS * PARTS : 1];
+#pragma unroll
+for (int i = 0; i < LANE_ROWS * PARTS; i++) {
+  lane_sums[i] = 0.0f;
+}
 
 const device uint* words = (const device uint*)w;
 const device uchar* scale_bytes = (const device uchar*)scales;
@@ -177,8 +228,9 @@ if (NORM) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 while (k < WHOLE) {
-  multiply_chunks<T, FORM, BITS, GROUP_SIZE, SPREAD, PARTS, DEPTH, ROW_TILES, FULL, AT_ONCE, STEP, NORM>(
-      weights, x, rows, k, row, col, inverse_rms, (const device T*)gain, part);
+  multiply_chunks<T, FORM, BITS, GROUP_SIZE, SPREAD, PARTS, DEPTH, ROW_TILES, FULL, LANE_ROWS,
+                  AT_ONCE, STEP, NORM>(
+      weights, x, rows, k, row, col, inverse_rms, (const device T*)gain, part, lane_sums);
   k += TURN;
   if (k < WHOLE) {
     load_chunks<FORM, BITS, GROUP_SIZE, SPREAD, PARTS, AT_ONCE, STEP>(
@@ -189,8 +241,9 @@ if (WHOLE < LOADS) {
   for (; k < LOADS; k += STEP) {
     load_chunks<FORM, BITS, GROUP_SIZE, SPREAD, PARTS, 1, STEP>(
         weights, words, scale_bytes, bias_bytes, starts, k, col);
-    multiply_chunks<T, FORM, BITS, GROUP_SIZE, SPREAD, PARTS, DEPTH, ROW_TILES, FULL, 1, STEP, NORM>(
-        weights, x, rows, k, row, col, inverse_rms, (const device T*)gain, part);
+    multiply_chunks<T, FORM, BITS, GROUP_SIZE, SPREAD, PARTS, DEPTH, ROW_TILES, FULL, LANE_ROWS,
+                    1, STEP, NORM>(
+        weights, x, rows, k, row, col, inverse_rms, (const device T*)gain, part, lane_sums);
   }
 }
 if (LOADS < DEPTH) {
@@ -198,8 +251,9 @@ if (LOADS < DEPTH) {
     thread LaneWeights<BITS, GROUP_SIZE, REST> rest[PARTS];
     load_chunks<FORM, BITS, GROUP_SIZE, REST, PARTS, 1, STEP>(
         rest, words, scale_bytes, bias_bytes, starts, k, col);
-    multiply_chunks<T, FORM, BITS, GROUP_SIZE, REST, PARTS, DEPTH, ROW_TILES, FULL, 1, STEP, NORM>(
-        rest, x, rows, k, row, col, inverse_rms, (const device T*)gain, part);
+    multiply_chunks<T, FORM, BITS, GROUP_SIZE, REST, PARTS, DEPTH, ROW_TILES, FULL, LANE_ROWS,
+                    1, STEP, NORM>(
+        rest, x, rows, k, row, col, inverse_rms, (const device T*)gain, part, lane_sums);
   }
 }
 
@@ -208,14 +262,24 @@ for (int from = 0; from < ROW_TILES; from += HELD) {
   if (from > 0) {  // all have read the sums of the rows before
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
+  if (LANE_ROWS > 0) {
 #pragma unroll
-  for (int j = from; j < (from + HELD < ROW_TILES ? from + HELD : ROW_TILES); j++) {
+    for (int i = 0; i < LANE_ROWS * PARTS; i++) {
+      const float sum = row_sum(lane_sums[i]);
+      if (col == 0) {
+        sums[(simdgroup_index * 8 + i / PARTS) * STRIDE + i % PARTS * 8 + row] = sum;
+      }
+    }
+  } else {
 #pragma unroll
-    for (int p = 0; p < PARTS; p++) {
-      const int m = (simdgroup_index * HELD + j - from) * 8 + col;
-      const int at = m * STRIDE + p * 8 + row;
-      sums[at] = part[j * PARTS + p].thread_elements()[0];
-      sums[at + STRIDE] = part[j * PARTS + p].thread_elements()[1];
+    for (int j = from; j < (from + HELD < ROW_TILES ? from + HELD : ROW_TILES); j++) {
+#pragma unroll
+      for (int p = 0; p < PARTS; p++) {
+        const int m = (simdgroup_index * HELD + j - from) * 8 + col;
+        const int at = m * STRIDE + p * 8 + row;
+        sums[at] = part[j * PARTS + p].thread_elements()[0];
+        sums[at + STRIDE] = part[j * PARTS + p].thread_elements()[1];
+      }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

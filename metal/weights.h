@@ -156,6 +156,21 @@ METAL_FUNC uint rounded_pair<bfloat16_t>(const thread float* from) {
   return (as_type<uint>(from[0]) + 0x8000u) >> 16 | ((as_type<uint>(from[1]) + 0x8000u) & 0xffff0000u);
 }
 
+// Chunk j of quantised weights: 8 of them, not rounded.
+template <typename T, int FORM, int BITS, int GROUP_SIZE, int SPREAD>
+METAL_FUNC void values_of(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD>& from, int j,
+                          thread float* to) {
+  constexpr int CODE = FORM == WHOLE_VALUES ? 4 : BITS;  // a compiler reads this either way
+  const int g = j * 8 / GROUP_SIZE;
+  thread float group[2];
+  unpack_group<T, FORM, CODE>(from.scales[g], from.biases[g], group);
+  unpack_codes<FORM, CODE>(from.words, j, to);
+#pragma unroll
+  for (int e = 0; e < 8; e++) {
+    to[e] = to[e] * group[0] + group[1];
+  }
+}
+
 // Chunk j: 8 weights as elements of T, two a word.
 template <typename T, int FORM, int BITS, int GROUP_SIZE, int SPREAD>
 METAL_FUNC uint4 weights_of(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD>& from, int j) {
@@ -163,16 +178,8 @@ METAL_FUNC uint4 weights_of(const thread LaneWeights<BITS, GROUP_SIZE, SPREAD>& 
     const thread uint* words = from.words + j * 4;
     return uint4(words[0], words[1], words[2], words[3]);
   }
-  constexpr int CODE = FORM == WHOLE_VALUES ? 4 : BITS;  // a compiler reads this either way
-  const int g = j * 8 / GROUP_SIZE;
-  thread float group[2];
-  unpack_group<T, FORM, CODE>(from.scales[g], from.biases[g], group);
   thread float values[8];
-  unpack_codes<FORM, CODE>(from.words, j, values);
-#pragma unroll
-  for (int e = 0; e < 8; e++) {
-    values[e] = values[e] * group[0] + group[1];
-  }
+  values_of<T, FORM>(from, j, values);
   return uint4(rounded_pair<T>(values), rounded_pair<T>(values + 2), rounded_pair<T>(values + 4),
                rounded_pair<T>(values + 6));
 }

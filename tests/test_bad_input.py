@@ -75,7 +75,7 @@ def test_an_option_is_refused_in_python_as_on_the_command_line(field, value, wor
         ("max_tokens", "--max-tokens", "", "must be an integer of at least 1, got ''"),
         ("seed", "--sample-seed", 1.5, "must be an integer of 64 bits, got 1.5"),
         ("structured_outputs", "--structured-outputs", "yes",
-         "must be a StructuredOutputsParams or a dict of its fields, got 'yes'"),
+         "must be a StructuredOutputsParams or a dict (JSON object) of its fields, got 'yes'"),
         ("stop", None, 0, "must be a non-empty string of valid Unicode, or a list of them, got 0"),
         ("ignore_eos", None, "no", "must be true or false, got 'no'"),
         ("logit_bias", None, [], "must be a dict of token ids to finite numbers, got []"),

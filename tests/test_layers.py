@@ -21,7 +21,7 @@ LAYERS = (
     ("scheduler",),
     # From here on modules may know MLX.
     ("backend",),
-    ("tuned",),
+    ("distributed", "tuned"),
     ("devices",),
     ("kv", "sampling", "specs"),
     ("kernels",),

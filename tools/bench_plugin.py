@@ -34,7 +34,8 @@ from serving_loads import Load, Sizes, three_kinds
 from serving_models import random_weights
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.model.loader import DEMO_PATH, LoadedModel, load
+from vllm_metal_lite.model.files import DEMO_PATH
+from vllm_metal_lite.model.loader import LoadedModel, load
 
 MAX_NUM_BATCHED_TOKENS = 2048
 NUM_BLOCKS = 2048

@@ -3,6 +3,8 @@
     python tools/bench_products.py                        bfloat16 and 4 bits
     python tools/bench_products.py --weights 6 8 mxfp4    other weights
     python tools/bench_products.py --plans --rows 1 8     the best of many plans, too
+    python tools/bench_products.py --plans lanes --rows 1 2 4 --weights 4
+                                                          the plan with and without lanes
     python tools/bench_products.py --small                tiny shapes, on the CPU host without a GPU
 
 Also a section of bench_kernels.py.  Prints Markdown.  Exit code 1 if a product is wrong.
@@ -19,7 +21,7 @@ from run_main import run_main
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import measure
-from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, gemm_plan, skinny_gemm
+from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, gemm_plan, skinny_gemm
 from vllm_metal_lite.kernels.weights import (
     QuantisedWeight,
     Weight,
@@ -64,7 +66,7 @@ ALL = Sizes()
 
 
 def products(
-    weights: Sequence[str] = ("bf16", "4"), sizes: Sizes = ALL, plans: bool = False
+    weights: Sequence[str] = ("bf16", "4"), sizes: Sizes = ALL, plans: str | None = None
 ) -> bool:
     """us a product, from compiled chains over many weights of one shape.
 
@@ -75,7 +77,7 @@ def products(
     best = " best plan | us |" if plans else ""
     print("| model | weights | outputs x depth | rows | skinny_gemm us | MLX us "
           f"| MLX / skinny_gemm | GB/s | difference |{best}")  # fmt: skip
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |" + " --- | --- |" * plans)
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |" + " --- | --- |" * bool(plans))
     passed = True
     for kind, (model, shapes) in combinations(weights, sizes.layers.items()):
         for outputs, depth in shapes:
@@ -94,7 +96,7 @@ def products(
                     f"| {difference:.2g} |"
                 )
                 if plans:
-                    plan, seconds = _best(drawn, x, sizes.chain)
+                    plan, seconds = _best(drawn, x, sizes.chain, plans)
                     line += f" {' '.join(map(str, plan))} | {1e6 * (seconds - link):.1f} |"
                 print(line, flush=True)
     return passed
@@ -133,9 +135,9 @@ def _difference(x: mx.array, weight: Weight) -> float:
     return (error / mx.abs(wanted).max()).item()
 
 
-def _best(weights: Sequence[Weight], x: mx.array, chain: int) -> tuple[GemmPlan, float]:
+def _best(weights: Sequence[Weight], x: mx.array, chain: int, plans: str) -> tuple[GemmPlan, float]:
     timed = {}
-    for plan in _plans(len(x), weights[0]):
+    for plan in _plans(len(x), weights[0]) if plans == "all" else _lanes(len(x), weights[0]):
         try:
             timed[plan] = _seconds(
                 lambda x, w, plan=plan: skinny_gemm(x, w, plan=plan), weights, x, chain
@@ -146,14 +148,23 @@ def _best(weights: Sequence[Weight], x: mx.array, chain: int) -> tuple[GemmPlan,
     return plan, timed[plan]
 
 
+def _lanes(rows: int, weight: Weight) -> Iterator[GemmPlan]:
+    """The default, and the same with lanes instead of matrices, or the other way round."""
+    plan = gemm_plan(rows, shape_of(weight))
+    yield plan
+    if shape_of(weight).quantisation and rows <= MAX_LANE_ROWS:
+        yield plan._replace(in_lanes=not plan.in_lanes)
+
+
 def _plans(rows: int, weight: Weight) -> Iterator[GemmPlan]:
     """The default, and others with at most 8 chunks in flight and 32 words a lane."""
     shape = shape_of(weight)
     yield gemm_plan(rows, shape)
     bits = bits_of(shape)
     spreads = {16: (1,), 8: (1, 2, 4), 6: (2, 4), 4: (1, 2, 4)}[bits]
-    for plan in combinations((2, 4, 8, 16), (1, 2, 4, 8), spreads, (16, 32)):
-        simdgroups, at_once, spread, columns = plan
+    in_lanes = (False, True) if shape.quantisation and rows <= MAX_LANE_ROWS else (False,)
+    for plan in combinations((2, 4, 8, 16), (1, 2, 4, 8), spreads, (16, 32), in_lanes):
+        simdgroups, at_once, spread, columns, _ = plan
         chunks = at_once * spread
         words = chunks * bits * columns // 64  # of a lane
         if chunks <= 8 and words <= 32 and simdgroups * 32 * spread <= shape.depth:
@@ -182,7 +193,9 @@ def main() -> int:
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["bf16", "4"])
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--models", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--plans", action="store_true", help="find the best of many plans")
+    parser.add_argument(
+        "--plans", nargs="?", const="all", choices=("all", "lanes"), help="find the best"
+    )
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     arguments = parser.parse_args()
     sizes = Sizes({model: LAYERS[model] for model in arguments.models}, arguments.rows)

@@ -382,7 +382,7 @@ def prepare(args: argparse.Namespace, scratch: Path) -> Path:
     from serving_folder import write_model
 
     from vllm_metal_lite import backend
-    from vllm_metal_lite.model.loader import DEMO_PATH
+    from vllm_metal_lite.model.files import DEMO_PATH
 
     if args.model == "demo":
         return DEMO_PATH

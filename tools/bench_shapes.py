@@ -13,6 +13,7 @@ run of a part is in DIR/PART.json as soon as it ends.  A part that is finished i
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,16 +26,14 @@ from serving_parts import BY_NAME, PARTS, Part
 
 _SERVING = Path(__file__).parent / "bench_serving.py"
 _LOADS = {"D": "one request", "H": "32 mixed"}
-# Seconds between a part's own deadline and the end of its process; the least that a part gets.
-_GRACE, _LEAST = 15.0, 60.0
+_LEAST = 60.0  # seconds that a part gets
 
 
-def command(part: Part, deadline: float, args: argparse.Namespace) -> list[str]:
-    words = [sys.executable, str(_SERVING), "--model", part.tiny if args.tiny else part.shape]
-    words += ["--load", *args.load, "--deadline", str(deadline)]
+def command(part: Part, args: argparse.Namespace) -> list[str]:
+    words = [sys.executable, "-X", "faulthandler", str(_SERVING), "--load", *args.load]
+    words += ["--model", part.tiny if args.tiny else part.shape]
     words += ["--json", str(file_of(part, args)), *(["--bits", part.bits] if part.bits else [])]
-    if not args.sweep:
-        words.append("--quick")
+    words += [flag for flag, on in (("--quick", not args.sweep), ("--trusted", args.trusted)) if on]
     if args.tiny:
         words += ["--scale", "0.05"]
     if ours := [*(f"{k}={v}" for k, v in part.options.items()), *args.ours]:
@@ -66,11 +65,12 @@ def run_part(part: Part, seconds: float, args: argparse.Namespace) -> str | None
     path = file_of(part, args)
     if path.exists():
         path.rename(path.with_suffix(".earlier.json"))
-    try:
-        words = command(part, seconds - _GRACE, args)
-        code = subprocess.run(words, timeout=seconds).returncode
-    except subprocess.TimeoutExpired:
-        return f"did not end within {seconds:.0f} s"
+    with subprocess.Popen(command(part, args)) as process:
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # the stack of every thread is printed
+            return f"did not end within {seconds:.0f} s"
     return None if read(path).get("finished") else f"ended with {code}"
 
 
@@ -121,6 +121,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="of all parts (default 9)")
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds of a part")
     parser.add_argument("--ours", nargs="+", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--trusted", action="store_true", help="as bench_serving.py has it")
     parser.add_argument("--sweep", action="store_true", help="mlx-lm's settings; three turns")
     parser.add_argument("--again", action="store_true", help="also parts that are finished")
     parser.add_argument("--tiny", action="store_true", help="tiny models and short prompts")

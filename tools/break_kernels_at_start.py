@@ -26,47 +26,17 @@ sys.path.insert(0, str(ROOT))
 import vllm_metal_lite.backend  # noqa: E402, F401  (a fast BLAS, before anybody imports MLX)
 from tests.support import tiny_models as tiny  # noqa: E402
 from tests.support.broken_machine import (  # noqa: E402
-    EXPERT_KERNELS,
-    RECURRENT_KERNELS,
     cases,
     command,
     consequence,
     impatient,
+    use_of,
 )
 from vllm_metal_lite import SamplingParams, backend  # noqa: E402
 from vllm_metal_lite.attention.select import Verdict  # noqa: E402
-from vllm_metal_lite.backend import mx  # noqa: E402
 from vllm_metal_lite.checks import isolated, verdicts  # noqa: E402
 from vllm_metal_lite.kernels.remembered import Remembered  # noqa: E402
-from vllm_metal_lite.specs import (  # noqa: E402
-    AttentionShape,
-    ConvShape,
-    ExpertShape,
-    GatedNormShape,
-    KernelUse,
-    RecurrenceShape,
-    Rotation,
-)
 
-SHAPE = AttentionShape(4, 2, 64, 64, mx.float32)
-ROTATIONS = Rotation(64, eps=1e-5), Rotation(32, traditional=True, base=None)
-USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
-PRODUCTS = KernelUse(
-    (AttentionShape(4, 2, 64, 64, mx.bfloat16),), 16, weights=((100, 96), (96, 1056))
-)
-RECURRENT = KernelUse(
-    (), 16,
-    recurrences=(
-        ConvShape(40, 4, False, True, mx.float32), GatedNormShape(8, 3, mx.float32),
-        RecurrenceShape(1, 2, 16, 8, mx.float32, fused=True),
-    ),
-)  # fmt: skip
-EXPERTS = KernelUse(PRODUCTS.shapes, 16, experts=(ExpertShape(6, 96, 64),))
-OTHERS = (
-    {"skinny_gemm": PRODUCTS}
-    | dict.fromkeys(EXPERT_KERNELS, EXPERTS)
-    | dict.fromkeys(RECURRENT_KERNELS, RECURRENT)
-)
 HANGS = 15.0  # seconds until the kernel that hangs is given up
 
 
@@ -116,7 +86,7 @@ def checked(kernel: str, kind: str, device: str) -> Verdict:
     isolated.command = lambda: command(kernel, kind, device)
     Remembered().file.unlink(missing_ok=True)
     with impatient(kernel, kind, HANGS):
-        return verdicts.verify(OTHERS.get(kernel, USE))
+        return verdicts.verify(use_of(kernel))
 
 
 def as_expected(kernel: str, kind: str, verdict: Verdict) -> bool:

@@ -3,8 +3,8 @@
 
 Requests arrive in waves.  After the first, the text of one kernel no longer compiles, so the next
 variant of the kernel fails while MLX evaluates the step.  The engine must name the kernel, do
-without it, and answer as the reference attention does.  Prints a row a kernel; exit status 0 only
-if all are right.
+without it, and answer as the reference attention does.  Experts, latents and recurrent layers are
+those of tiny models.  Prints a row a kernel; exit status 0 only if all are right.
 
     python tools/break_kernels_in_serving.py          on a GPU
     METAL_LITE_DEVICE=cpu python tools/break_kernels_in_serving.py --host --kernels kv_write
@@ -14,16 +14,20 @@ import argparse
 import faulthandler
 import logging
 import pkgutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 from cpu_host import on_host
 from run_main import run_main
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend, devices, kernels
 from vllm_metal_lite.attention.select import Verdict
@@ -32,7 +36,7 @@ from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.model.loader import load
+from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.model.packed import NO_FUSION
 
 # Prompt lengths.  A wave makes other variants than those before: longer, more requests.
@@ -46,14 +50,18 @@ SHARED = 24
 class Case:
     """The engine that launches a kernel, and how the kernel is broken.
 
+    tiny: the architecture whose tiny model has such layers; None: any model.
     wrong: a condition on the kernel's template values under which the text does not compile.
+    without: a kernel that the device does without from the start, so that this one is launched.
     """
 
     prefill: str
     fused: bool
     kv_bits: int | None = None
     dtype: str = "float32"
+    tiny: str | None = None
     wrong: str = "true"
+    without: str | None = None
 
 
 CASES = {
@@ -70,8 +78,20 @@ CASES = {
     "fused_decode": Case("varlen", fused=True, wrong="FUSED"),
     "add_rms_norm": Case("varlen", fused=True),
     "skinny_gemm": Case("varlen", fused=True, dtype="bfloat16"),
+    **{
+        name: Case("varlen", fused=True, dtype="float16", tiny="qwen3_moe")
+        for name in ("expert_plan", "expert_gemm", "expert_sum")
+    },
+    "latent_attention": Case("varlen", fused=True, tiny="deepseek_v3"),
+    "latent_write": Case("varlen", fused=True, tiny="deepseek_v3"),
+    "causal_conv": Case("varlen", fused=True, tiny="qwen3_next"),
+    "gated_delta": Case(
+        "varlen", fused=True, tiny="qwen3_next", wrong="!(GATE || NORM)", without="fused_recurrence"
+    ),
+    "fused_recurrence": Case("varlen", fused=True, tiny="qwen3_next", wrong="GATE || NORM"),
+    "gated_rms_norm": Case("varlen", fused=True, tiny="qwen3_next"),
 }
-FILES = {"fused_decode": "paged_decode"}
+FILES = {"fused_decode": "paged_decode", "fused_recurrence": "gated_delta"}
 
 
 def parse_args() -> argparse.Namespace:
@@ -113,18 +133,27 @@ def broken(name: str, wrong: str) -> Iterator[None]:
         yield
 
 
-def make_engine(model: str, case: Case, attention: str, skinny: bool = True) -> LLMEngine:
+def make_engine(model: str, case: Case, attention: str, few: bool = True) -> LLMEngine:
+    """few: products and experts of few rows use the kernels."""
     config = EngineConfig(
         num_blocks=256, max_num_seqs=16, max_model_len=512, max_num_batched_tokens=256,
         attention=attention, kv_bits=case.kv_bits, dtype=case.dtype,
     )  # fmt: skip
-    rows = range(1, 65) if skinny else range(0)
-    fuses = patch.object(decide, "faster_rows", lambda *_: rows)
-    if not case.fused:
-        fuses = patch.object(decide, "decide", lambda *_: (NO_FUSION, ""))
-    right = patch.object(verdicts, "verify", lambda *_: Verdict({}, case.prefill))
-    with fuses, right:
-        return LLMEngine(load(model, config.dtype), config)
+    loaded = load(model, config.dtype) if case.tiny is None else _tiny(case.tiny, config.dtype)
+    rows = range(1, 65) if few else range(0)
+    failures = {case.without: "not wanted"} if case.without else {}
+    with ExitStack() as stack:
+        for name in ("faster_rows", "faster_expert_rows"):
+            stack.enter_context(patch.object(decide, name, lambda *_: rows))
+        if not case.fused:
+            stack.enter_context(patch.object(decide, "decide", lambda *_: (NO_FUSION, "")))
+        verdict = Verdict(failures, case.prefill)
+        stack.enter_context(patch.object(verdicts, "verify", lambda *_: verdict))
+        return LLMEngine(loaded, config)
+
+
+def _tiny(name: str, dtype: str) -> LoadedModel:
+    return import_module("tests.support.tiny_models").packed(name, getattr(mx, dtype))
 
 
 class Serving:
@@ -174,17 +203,17 @@ def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
     with the kernel and without."""
     if case.dtype == "float32":
         return [serve(make_engine(model, case, "reference"))]
-    return [serve(make_engine(model, case, "auto", skinny)) for skinny in (True, False)]
+    return [serve(make_engine(model, case, "auto", few)) for few in (True, False)]
 
 
 def try_kernel(name: str, model: str, expected: list[dict[str, list[int]]]) -> bool:
     """Serve with one kernel broken after the first wave; prints a row."""
     case, warnings, start = CASES[name], Warnings(), time.perf_counter()
     logger = logging.getLogger("vllm_metal_lite")
-    logger.addHandler(warnings)
     problem = ""
     try:
         serving = Serving(make_engine(model, case, "auto"))
+        logger.addHandler(warnings)
         serving.run(until=WAVE_STEPS)
         with broken(name, case.wrong):
             serving.run()
@@ -215,6 +244,8 @@ def main() -> int:
     with ExitStack() as stack:
         if args.host:
             stack.enter_context(on_host())
+            of_16_bits = import_module("tests.support.rounding").of_16_bits
+            stack.enter_context(patch.object(mx, "gather_mm", of_16_bits(mx.gather_mm)))
         stack.enter_context(short_contexts())
         print(f"{backend.describe()}; MLX {mx.__version__}; {args.model}\n")
         print(
@@ -224,7 +255,7 @@ def main() -> int:
         failed = 0
         for name in args.kernels:
             case = CASES[name]
-            kind = case.kv_bits, case.dtype
+            kind = case.kv_bits, case.dtype, case.tiny
             if kind not in known:
                 known[kind] = expected_tokens(args.model, case)
             failed += not try_kernel(name, args.model, known[kind])

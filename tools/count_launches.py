@@ -13,7 +13,8 @@ mlx-lm: as its generator runs, `generate_step` for one request and its batch cac
 - A launch is an operation that runs on the device; views are none.  What `mx.compile` fuses is one.
   Attention in two passes counts as one.
 - Weights: bytes that threadgroup rows ask for (metal_reads.py); kernels of ours ask for each weight
-  once, and for each expert that is used once.  Tokens take any experts, all equally often.
+  once, and for each expert that is used once.  Tokens take any experts, all equally often; padding
+  rows of ours take none.
 - K and V: own contexts for ours, padded to the longest for mlx-lm; with one request, 700 tokens;
   with more, the lengths of load H.
 - Activations: all other arrays that launches read and write.

@@ -23,7 +23,8 @@ from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.model.loader import DEMO_PATH, LoadedModel, load
+from vllm_metal_lite.model.files import DEMO_PATH
+from vllm_metal_lite.model.loader import LoadedModel, load
 
 BITS = (None, 8, 4)
 LENGTHS = (256, 1024, 3072)

@@ -44,11 +44,26 @@ of its recurrent states; where all is packed and nothing recurrent, in the same 
 see below |
 | error | the largest difference of logits, relative to their scale; {tolerance:g} is allowed |
 
-Slots that hold nothing, or what lies behind a window, hold NaN, and so do state slots that nobody
-needs.  Windows have 17 tokens, or 9 in /w9.  Each configuration also has a control that must fail:
+Slots that hold nothing, or what lies behind a window, hold NaN, and so do unused state
+slots.  Windows have 17 tokens, or 9 in /w9.  Each configuration also has a control that must fail:
 a decode over another request's context.
 """
 
+_EXPERTS = """\
+## Mixtures of experts
+
+50 architectures choose experts through mlx-lm's `SwitchGLU` or `SwitchMLP`.  The kernels of
+[experts](kernel-designs.md#mixtures-of-experts) know the activations of 46: SwiGLU (42), GeGLU
+(gemma4_text), gpt-oss's clamped SwiGLU (gpt_oss, minimax_m3_vl), squared ReLU (nemotron_h).
+Experts of the others run by mlx-lm's operations:
+
+| architecture | its experts |
+| --- | --- |
+| deepseek_v41 | SwiGLU with a limit of its own |
+| kimi_k3 | SiTU |
+| muse_spark | SwiGLU in float32 |
+| phixtral | two products with an exact GELU between them (`SwitchMLP`) |
+"""
 
 _MODES = ("packed", "chunked", "mixed", "preempted")
 _COLUMNS = (
@@ -95,7 +110,7 @@ def render(results: list[Result]) -> str:
     ):
         parts += [f"## {title}", "", "| architecture | why |", "| --- | --- |"]
         parts += [f"| {module} | {why} |" for module, why in sorted(reasons.items())] + [""]
-    return "\n".join(parts)
+    return "\n".join([*parts, _EXPERTS])
 
 
 def without_errors(page: str) -> str:

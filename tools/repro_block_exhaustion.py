@@ -11,7 +11,7 @@ so exhaustion is certain.  Exit status 0 only if requests were preempted AND eve
     METAL_LITE_DEVICE=cpu python tools/repro_block_exhaustion.py --engine vllm
 
 --engine vllm does the same under vLLM, whose scheduler preempts there: our engine, with room for
-all, says what the tokens should be.
+all, says what the tokens should be.  --tensor-parallel-size 2 shares the model among two ranks.
 """
 
 import argparse
@@ -25,7 +25,8 @@ import numpy as np
 from run_main import run_main
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.model.loader import LoadedModel, find, load
+from vllm_metal_lite.model.files import find
+from vllm_metal_lite.model.loader import LoadedModel, load
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,6 +35,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="ranks that share the model under vLLM"
+    )
     parser.add_argument("--num-requests", type=int, default=24)
     parser.add_argument(
         "--oversubscribe", type=float, default=3.0, help="demand for blocks / size of the pool"
@@ -47,6 +51,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.num_requests < 2:
         parser.error(f"--num-requests must be at least 2, got {args.num_requests}")
+    if args.tensor_parallel_size != 1 and args.engine != "vllm":
+        parser.error(f"--tensor-parallel-size {args.tensor_parallel_size} needs --engine vllm")
     if not args.oversubscribe > 1:
         parser.error(f"--oversubscribe must be above 1, got {args.oversubscribe:g}")
     return args
@@ -133,6 +139,7 @@ def run_vllm(
         max_num_batched_tokens=max(args.max_num_batched_tokens, args.num_requests),
         enable_prefix_caching=not args.no_prefix_caching,
         disable_log_stats=False,
+        tensor_parallel_size=args.tensor_parallel_size,
     )
     engine = llm.llm_engine
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
@@ -189,6 +196,7 @@ def main() -> int:
     report = {
         "model": args.model,
         "engine": args.engine,
+        "ranks": args.tensor_parallel_size,
         "requests": args.num_requests,
         "tokens_compared": sum(map(len, expected)),
         "blocks_demanded": demand,

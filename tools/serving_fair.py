@@ -2,7 +2,7 @@
 
 mlx-lm's kernels of the gated delta rule and of the state space update are Metal's only.  On CUDA
 and on a CPU it loops over tokens, or computes chunks with general operations, so a comparison there
-would compare kernels that nobody uses on a Mac.  `fair_kernels` gives mlx-lm ours instead: one
+would compare kernels that no Mac uses.  `fair_kernels` gives mlx-lm ours instead: one
 launch a layer for a batch of padded sequences, states in and out once, as its own kernels move
 them.  The short convolution stays mlx-lm's: its operations are kernels on every device.
 """

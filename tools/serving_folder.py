@@ -7,7 +7,7 @@ from typing import Any
 from serving_models import random_weights
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.model.loader import DEMO_PATH
+from vllm_metal_lite.model.files import DEMO_PATH
 
 # isort: split
 from mlx.utils import tree_flatten

@@ -25,7 +25,7 @@ class Load:
     """waves: in order of arrival; turns of conversations come last.
 
     prefix_length: tokens that all prompts share; engines whose API must be told are told.
-    ends_with_last_wave: the run ends when the last wave is done, whoever else is still running.
+    ends_with_last_wave: the run ends when the last wave is done, whatever else still runs.
     """
 
     name: str
@@ -149,7 +149,7 @@ def many(s: Sizes) -> list[Load]:
 
 
 def strangers(s: Sizes) -> list[Load]:
-    """N: the requests of H and four of 5,000 tokens, 64 out; nobody shares anything."""
+    """N: the requests of H and four of 5,000 tokens, 64 out; nothing is shared."""
     (load,) = many(s)
     prompts = load.prompts + [s.tokens(s(5000, 40)) for _ in range(4)]
     return [_at_once("nothing shared", prompts, load.max_tokens + [s(64, 9)] * 4)]

@@ -103,9 +103,19 @@ def describe() -> str:
     return f"{line}, BLAS: MLX's own (slow); OpenBLAS is about 25 times faster: {cure}"
 
 
+_sharers = 1
+
+
+def share_device(processes: int) -> None:
+    """Say how many processes share this device's memory, this one included."""
+    global _sharers
+    _sharers = processes
+
+
 def memory_limit() -> int:
-    """Bytes available on this device: Metal's recommended working set, or all memory."""
+    """Bytes available on this device: Metal's recommended working set, or all memory; this
+    process's part if several share the device."""
     info = {} if is_cpu() else mx.device_info()
     keys = ("max_recommended_working_set_size", "total_memory", "memory_size")  # Metal, CUDA
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(next((info[key] for key in keys if info.get(key)), host))
+    return int(next((info[key] for key in keys if info.get(key)), host)) // _sharers

@@ -32,6 +32,8 @@ class DeviceProfile:
     rope_many_rows: rows from which a simdgroup of `rope_write` handles several heads.  With fewer
         rows, parallelism is worth more than sharing a sine between heads.
     gemm_fill: threadgroups of `skinny_gemm`, of 8 simdgroups each, that keep the device busy.
+    max_lane_rows: the most rows that `skinny_gemm` multiplies with quantised weights without
+        matrices, at most 4.
     max_normed_rows: the most rows that each threadgroup of `skinny_gemm` normalises by itself.
     max_normed_weights: the most values of a quantised weight beside which it does so.  The norm
         costs instructions for each value, and products in few bits have none to spare.
@@ -82,6 +84,7 @@ class DeviceProfile:
     min_prefix_split_keys: int
     rope_many_rows: int
     gemm_fill: int
+    max_lane_rows: int
     max_normed_rows: int
     max_normed_weights: int
     argmax_fill: int
@@ -119,6 +122,7 @@ METAL = DeviceProfile(
     min_prefix_split_keys=128,  # guessed
     rope_many_rows=256,  # guessed
     gemm_fill=128,  # guessed
+    max_lane_rows=4,  # guessed, by counting instructions
     max_normed_rows=16,  # guessed
     max_normed_weights=1 << 21,  # guessed
     argmax_fill=128,  # guessed
@@ -153,6 +157,7 @@ CUDA = DeviceProfile(
     min_prefix_split_keys=128,  # guessed
     rope_many_rows=256,  # guessed
     gemm_fill=128,  # measured
+    max_lane_rows=0,  # guessed: products of tensor cores are cheap
     max_normed_rows=16,  # measured
     max_normed_weights=1 << 24,  # guessed
     argmax_fill=128,  # guessed
@@ -188,6 +193,7 @@ CPU = DeviceProfile(
     min_prefix_split_keys=128,
     rope_many_rows=256,
     gemm_fill=128,
+    max_lane_rows=4,
     max_normed_rows=16,
     max_normed_weights=1 << 21,
     argmax_fill=128,  # unused: a CPU's argmax has no parts
@@ -225,6 +231,7 @@ TUNABLE: dict[str, tuple[float, float]] = {
     "min_prefix_split_keys": (32, 1 << 14),
     "rope_many_rows": (1, _ANY),
     "gemm_fill": (1, 4096),
+    "max_lane_rows": (0, 4),
     "max_normed_rows": (0, 64),
     "max_normed_weights": (0, _ANY),
     "argmax_fill": (1, 4096),

@@ -21,13 +21,18 @@ def device() -> str | None:
 
 
 def attention() -> str:
-    """METAL_LITE_ATTENTION: `EngineConfig.attention` under vLLM."""
-    return os.environ.get("METAL_LITE_ATTENTION", "auto")
+    """METAL_LITE_ATTENTION: `EngineConfig.attention` under vLLM, "auto" if empty."""
+    return os.environ.get("METAL_LITE_ATTENTION") or "auto"
 
 
 def kv_bits() -> str | None:
     """METAL_LITE_KV_BITS: `EngineConfig.kv_bits` under vLLM, None or empty for its default."""
     return os.environ.get("METAL_LITE_KV_BITS")
+
+
+def hostfile() -> str | None:
+    """METAL_LITE_HOSTFILE: how the ranks of a model are connected, under vLLM (distributed.py)."""
+    return os.environ.get("METAL_LITE_HOSTFILE") or None
 
 
 def api_key() -> str | None:

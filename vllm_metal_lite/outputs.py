@@ -41,7 +41,7 @@ class _Text:
 class CompletionOutput:
     """One of a request's `n` answers.
 
-    text: made from the tokens when it is read, so an answer that nobody reads costs nothing.
+    text: made from the tokens when it is read, so an unread answer costs nothing.
     finish_reason: None while running, then "stop" (end of sequence, stop string or stop token),
     "length" (max_tokens or the context is reached), "abort" or "error".
     error: why no further token could be sampled, in one line; None unless finish_reason is "error".

@@ -1,7 +1,7 @@
 """The shapes that attention, kernels, models and checks share, and what a model uses of them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from vllm_metal_lite.backend import mx
 
@@ -138,23 +138,24 @@ class WeightShape(NamedTuple):
     quantisation: Quantisation | None = None
 
 
-class ExpertShape(NamedTuple):
-    """A mixture of experts.
+# SwiGLU, gpt-oss's clamped SwiGLU, GeGLU; and relu squared of one product, which has no gate.
+ExpertActivation = Literal["swiglu", "clamped_swiglu", "geglu", "relu2"]
 
-    limited: gpt-oss's clamped SwiGLU.  quantisation: of gate and up; down: of down; None: floats.
-    """
+
+class ExpertShape(NamedTuple):
+    """A mixture of experts.  quantisation: of gate and up; down: of down; None: floats."""
 
     experts: int
     hidden: int
     intermediate: int
-    limited: bool = False
+    activation: ExpertActivation = "swiglu"
     biased: bool = False
     quantisation: Quantisation | None = None
     down: Quantisation | None = None
 
     def __str__(self) -> str:
         text = f"{self.experts} experts of {self.hidden} x {self.intermediate}"
-        text += ", clamped" if self.limited else ""
+        text += "" if self.activation == "swiglu" else f", {self.activation}"
         text += ", with biases" if self.biased else ""
         ways = dict.fromkeys(how for how in (self.quantisation, self.down) if how)
         return text + "".join(f", {how}" for how in ways)

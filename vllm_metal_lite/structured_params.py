@@ -9,7 +9,7 @@ from vllm_metal_lite.errors import Option, SamplingError, one_line, show
 from vllm_metal_lite.rules import Rule, apply_rules, integer, switch, texts, token_ids
 
 # Between the parts of JSON: a space, or a line break and an indent.  Without a limit, models that
-# may end nowhere write spaces for ever.
+# may end nowhere write spaces forever.
 WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -127,4 +127,4 @@ def record(kind: type) -> Rule:
             )
         return kind(**value)
 
-    return Rule(f"a {kind.__name__} or a dict of its fields", take, optional=True)
+    return Rule(f"a {kind.__name__} or a dict (JSON object) of its fields", take, optional=True)

@@ -41,7 +41,7 @@ def path() -> Path:
 
 
 def load() -> Tuned | None:
-    """The constants of this device; None if nobody measured them.
+    """The constants of this device; None if they were not measured.
 
     Raises ValueError, with one line, if the file cannot be used.
     """

@@ -137,3 +137,12 @@ def test_without_both_ways_of_prompts_the_reference_is_used(caplog):
 def test_what_the_user_knows_is_not_said_again(caplog):
     select("auto", store(), [SHAPE], failing("gather_rows", "rope_write"), known=["gather_rows"])
     assert re.search("rope_write is off", *caplog.messages)
+
+
+def test_of_several_devices_a_kernel_must_be_right_and_fast_on_each():
+    one, other = (
+        Verdict({"rope_write": "x"}, "varlen"),
+        Verdict({"rope_write": "y", "kv_write": "z"}),
+    )
+    assert Verdict.of_all([one, other]) == Verdict({"rope_write": "x", "kv_write": "z"}, "gather")
+    assert Verdict.of_all([one, one]) == one

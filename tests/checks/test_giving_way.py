@@ -5,70 +5,36 @@ Each kernel is here with a kind of fault, and each kind with a kernel.  All of t
 """
 
 import re
-from dataclasses import replace
 
 import pytest
 
 from metal.host import compiler_available
 from tests.support import tiny_models as tiny
 from tests.support.broken_machine import (
-    EXPERT_KERNELS,
-    KERNELS,
+    EXPERTS,
     KINDS,
-    RECURRENT_KERNELS,
+    LATENT,
+    MISCOMPILED,
+    PRODUCTS,
+    RECURRENT,
+    USE,
     at_launch,
     cases,
     command,
     consequence,
     impatient,
+    use_of,
 )
 from tests.support.device import change_device
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.attention.select import Verdict
-from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated, verdicts
+from vllm_metal_lite.checks.run import KERNELS
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.specs import (
-    AttentionShape,
-    ConvShape,
-    ExpertShape,
-    GatedNormShape,
-    KernelUse,
-    Quantisation,
-    RecurrenceShape,
-    Rotation,
-    WeightShape,
-)
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
-
-# In float32 every fault shows; but skinny_gemm has 16 bits.
-ROTATIONS = Rotation(32, eps=1e-5), Rotation(16, traditional=True, base=None)
-SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
-USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
-PRODUCTS = KernelUse(
-    (replace(SHAPE, dtype=mx.bfloat16),), 16, weights=(WeightShape(100, 96), WeightShape(96, 1056))
-)
-EXPERTS = KernelUse(
-    (replace(SHAPE, dtype=mx.bfloat16),), 16,
-    experts=(
-        ExpertShape(6, 96, 64),
-        ExpertShape(5, 64, 64, True, True, Quantisation(4, 32, "mxfp4"), Quantisation(8, 64)),
-    ),
-)  # fmt: skip
-LATENT = KernelUse(
-    (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (Rotation(16, traditional=True),)
-)
-LATENT_KERNELS = "latent_attention", "latent_write"
-RECURRENT = KernelUse(
-    (), 16,
-    recurrences=(
-        ConvShape(40, 4, False, True, mx.float32), GatedNormShape(8, 3, mx.float32),
-        RecurrenceShape(1, 2, 16, 8, mx.float32, fused=True),
-    ),
-)  # fmt: skip
 
 CASES = [
     ("paged_decode", "is wrong"),
@@ -83,6 +49,8 @@ CASES = [
     ("merge_partitions", "raises"),
     ("kv_write", "does not compile"),
     ("kv_gather", "raises"),
+    ("kv_write_quantised", "is wrong"),
+    ("kv_gather_quantised", "is wrong"),
     ("rope_write", "is wrong"),
     ("fused_decode", "does not compile"),
     ("fused_decode", "hangs"),
@@ -104,15 +72,6 @@ CASES = [
 ]
 
 
-def use_of(kernel):
-    if kernel in EXPERT_KERNELS:
-        return EXPERTS
-    if kernel in LATENT_KERNELS:
-        return LATENT
-    recurrent = kernel in RECURRENT_KERNELS
-    return PRODUCTS if kernel == "skinny_gemm" else RECURRENT if recurrent else USE
-
-
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch, tmp_path):
     with seeming_gpu(monkeypatch, tmp_path):
@@ -126,7 +85,7 @@ def machine(monkeypatch, kernel, kind):
 
 def test_every_kernel_and_every_kind_is_here():
     assert set(CASES) <= set(cases())
-    assert {kernel for kernel, _ in CASES} == set(KERNELS)
+    assert {kernel for kernel, _ in CASES} == set(MISCOMPILED) == set(KERNELS)
     assert {kind for _, kind in CASES} == set(KINDS)
 
 
@@ -154,13 +113,13 @@ def test_a_machine_that_is_well(monkeypatch, use):
 
 # Whose rows rope_write writes; whose residual sums are not normalised next.
 NOT_USED = [("qwen3", "kv_write"), ("gemma3_text/w9", "kv_write")]
-# These take 16 bits only, or need latents or states.
-OTHERS = "skinny_gemm", *EXPERT_KERNELS, *LATENT_KERNELS, *RECURRENT_KERNELS
-PAIRS = [(name, k) for name in ("qwen3", "gemma3_text/w9") for k in KERNELS if k not in OTHERS]
+MODELS = {
+    "qwen3": (USE,), "gemma3_text/w9": (USE,), "deepseek_v3": (LATENT,), "qwen3_next": (RECURRENT,),
+}  # fmt: skip
+PAIRS = [(name, k) for name, uses in MODELS.items() for k in KERNELS if use_of(k) in uses]
+PAIRS.append(("deepseek_v3", "merge_partitions"))
 # gated_delta is launched in its other form.
 NOT_USED += [("qwen3_next", "gated_delta")]
-PAIRS += [("deepseek_v3", k) for k in (*LATENT_KERNELS, "merge_partitions")]
-PAIRS += [("qwen3_next", k) for k in RECURRENT_KERNELS]
 
 
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)

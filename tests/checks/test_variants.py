@@ -59,19 +59,19 @@ def variants(monkeypatch):
     [
         (QWEN3, 17),
         (replace(QWEN3, weights=weights(None)), 19),
-        (replace(QWEN3, weights=weights(Quantisation(4, 64))), 19),
+        (replace(QWEN3, weights=weights(Quantisation(4, 64))), 21),
         (
             replace(QWEN3, weights=(*weights(Quantisation(4, 64)), *weights(Quantisation(6, 64)))),
-            21,
+            25,
         ),
         (replace(QWEN3, shares_prefix=False), 13),
         (
             replace(
                 QWEN3, shapes=(replace(FULL, kv_bits=8),), weights=weights(Quantisation(4, 64))
             ),
-            19,
+            21,
         ),
-        (replace(GEMMA3, weights=weights(Quantisation(4, 64))), 25),
+        (replace(GEMMA3, weights=weights(Quantisation(4, 64))), 27),
         (QWEN35, 5),
     ],
     ids=[

@@ -28,6 +28,7 @@ USAGE = [
     ["chat", "--top-p", "0"],
     ["chat", "--stop", ""],
     ["chat", "--max-tokens", "0"],
+    ["launch", "claude", "--print", "--port", "0"],
     ["generate"],
     ["generate", "/nowhere/in.jsonl"],
     ["generate", "/"],

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.engine.detokenizer import Detokenizer
-from vllm_metal_lite.model.loader import DEMO_PATH, load_tokenizer
+from vllm_metal_lite.model.files import DEMO_PATH
+from vllm_metal_lite.model.loader import load_tokenizer
 from vllm_metal_lite.outputs import CompletionOutput
 
 TOKENIZER = load_tokenizer(DEMO_PATH)

@@ -93,7 +93,7 @@ def hooked():
 
 
 class _Step:
-    positions = mx.zeros((1,), mx.int32)
+    positions = num_live = mx.zeros((1,), mx.int32)
 
 
 class _Activations:

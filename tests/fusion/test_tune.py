@@ -15,6 +15,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
+from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.fusion import decide, tune
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.kernels.launch import Kernel
@@ -58,7 +59,7 @@ def timed(monkeypatch, *faster) -> list[int]:
     """Steps of so many rows are faster by the kernel -> a list that grows by what is timed."""
     sizes = []
 
-    def seconds(packed, attention, fusion, num_rows):
+    def seconds(packed, attention, fusion, num_rows, ranks):
         sizes.append(num_rows)
         return (1.0, 1.1) if num_rows in faster else (1.0, 1.0)
 
@@ -239,8 +240,7 @@ def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, ste
 @needs_compiler
 def test_a_trial_that_passed_is_remembered_for_models_of_its_form(monkeypatch, tmp_path):
     tried = []
-    monkeypatch.setattr(decide.Trial, "problem", lambda trial, *_: tried.append(trial))
-    models = {name: model(name) for name in ("qwen3", "llama")}
+    models = {name: model(name) for name in ("qwen3", "llama")}  # each is tried, once
     monkeypatch.setattr(decide.Trial, "problem", lambda trial, *_: tried.append(trial))
     fusion = FusedLaunches()
     for count, (name, of_fusion) in enumerate(
@@ -279,3 +279,17 @@ def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, caplog, suit
     assert said == (
         " products of 2 to 16 rows by skinny_gemm" if suits else " prompts by MLX's SDPA"
     )
+
+
+def test_a_rank_follows_what_rank_0_knows(monkeypatch):
+    """A rank that measured nothing may not measure alone: the others would not take part."""
+
+    class Follower(RankGroup):
+        def first(self, value):
+            return "1 9"
+
+    sizes = timed(monkeypatch, 1, 8)
+    packed, attention = model()
+    fusion = FusedLaunches(skinny_rows=ALL_ROWS)
+    assert tune.faster_rows(packed, attention, fusion, Follower()) == range(1, 9)
+    assert not sizes

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
 from tests.support.expert_cases import (
+    GEGLU,
     OAI,
+    RELU2,
     SWIGLU,
     allowed_and_expected,
     draw_experts,
@@ -67,8 +69,9 @@ def check(x: mx.array, indices: np.ndarray, experts: Experts, plans=(None, None)
 def test_a_plan_has_each_pair_once_by_expert(rows, top_k, num_experts, data):
     top_k = min(top_k, num_experts)
     indices = indices_of(rows, top_k, num_experts, data.draw(st.integers(0, 99)), skew=True)
-    plan = plan_experts(mx.array(indices.reshape(-1)), rows, num_experts)
-    expected = plan_of(indices, num_experts, plan.tile)
+    num_live = data.draw(st.integers(1, rows))
+    plan = plan_experts(mx.array(indices), num_experts, mx.array([num_live], mx.int32))
+    expected = plan_of(indices, num_experts, plan.tile, num_live)
     np.testing.assert_array_equal(np.array(plan.array), np.array(expected.array))
     assert plan.num_tiles == expected.num_tiles
 
@@ -76,14 +79,15 @@ def test_a_plan_has_each_pair_once_by_expert(rows, top_k, num_experts, data):
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=40), st.sampled_from([8, 16, 32]))
 def test_there_is_room_for_all_tiles(counts, tile):
     needed = sum(-(-count // tile) for count in counts)
-    assert needed <= most_tiles(sum(counts), len(counts), tile)
+    num_experts = len(counts) - 1  # the last count is padding's
+    assert needed <= most_tiles(sum(counts), num_experts, tile)
 
 
 def test_a_plan_of_one_row_is_a_constant():
-    plan = plan_experts(mx.array([5, 0, 3]), 1, 8)
+    plan = plan_experts(mx.array([[5, 0, 3]]), 8)
     np.testing.assert_array_equal(np.array(plan.array)[:9], [0, 1, 2, 0, 1, 1, 1, 2, 1])
-    assert plan is not plan_experts(mx.array([1, 4, 2]), 1, 8)
-    assert plan.array is plan_experts(mx.array([1, 4, 2]), 1, 8).array
+    assert plan is not plan_experts(mx.array([[1, 4, 2]]), 8)
+    assert plan.array is plan_experts(mx.array([[1, 4, 2]]), 8).array
 
 
 # The products
@@ -95,7 +99,7 @@ def test_a_plan_of_one_row_is_a_constant():
     st.integers(1, 6),
     st.integers(1, 6),
     st.sampled_from(DTYPES),
-    st.sampled_from([SWIGLU, OAI]),
+    st.sampled_from([SWIGLU, OAI, GEGLU, RELU2]),
     st.booleans(),
     st.integers(0, 99),
 )
@@ -113,6 +117,24 @@ def test_every_quantisation(how):
     experts = draw_experts(2, hidden, inner, mx.bfloat16, how, OAI, bias=True)
     plan = GemmPlan(2, 2, 4)
     check(rows_of(5, hidden, mx.bfloat16), indices_of(5, 1, 2, 1), experts, (plan, None))
+
+
+def test_gelu_gates():
+    """At values where it bends, and where its tanh is 1 to the last bit."""
+    experts = draw_experts(3, 64, 64, mx.bfloat16, activation=GEGLU, bias=True)
+    x = rows_of(9, 64, mx.bfloat16) * mx.array([0.01, 0.3, 1, 3, 9] * 2)[:9, None]
+    check(x.astype(mx.bfloat16), indices_of(9, 2, 3, 0), experts)
+
+
+def test_a_squared_relu_has_no_gate():
+    """In lanes and in matrices; NaN stays in its row."""
+    for rows, how in ((3, Quantisation(4, 32)), (9, None)):
+        experts = draw_experts(3, 64, 96, mx.bfloat16, how, RELU2, bias=True)
+        x, indices = rows_of(rows, 64, mx.bfloat16), indices_of(rows, 2, 3, 0)
+        check(x, indices, experts)
+        x[2, 5] = np.nan
+        got = floats(expert_mlp(x, mx.array(indices), experts)).reshape(rows, -1)
+        np.testing.assert_array_equal(np.isnan(got).all(1), np.arange(rows) == 2)
 
 
 @pytest.mark.parametrize("how", [Quantisation(4, 64), Quantisation(4, 32, "mxfp4")], ids=str)
@@ -168,6 +190,22 @@ def test_an_expert_that_no_row_has_is_not_read():
     x = rows_of(12, 64, mx.bfloat16)
     got = expert_mlp(x, mx.array(np.array([[0, 3]] * 6 + [[3, 1]] * 6)), experts)
     assert np.isfinite(floats(got)).all()
+
+
+@pytest.mark.parametrize(("rows", "num_live"), [(8, 3), (64, 33)])
+def test_padding_reads_no_expert(rows, num_live):
+    """Live rows have the bits that they have without padding; padding rows are zero."""
+    experts = draw_experts(6, 64, 96, mx.bfloat16)
+    x, indices = rows_of(rows, 64, mx.bfloat16), indices_of(rows, 2, 5, 0)
+    indices[num_live:] = 5, 4
+    for part in experts.parts:
+        part.weight[5] = np.nan
+    x[num_live:] = np.nan
+    expected = floats(expert_mlp(x[:num_live], mx.array(indices[:num_live]), experts))
+    live = mx.array([num_live], mx.int32)
+    got = floats(expert_mlp(x, mx.array(indices), experts, num_live=live))
+    np.testing.assert_array_equal(got[: 2 * num_live], expected)
+    np.testing.assert_array_equal(got[2 * num_live :], 0)
 
 
 # The sum

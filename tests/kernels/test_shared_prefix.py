@@ -206,7 +206,7 @@ def test_what_the_kernels_cannot_do_is_refused():
     case = Case([2, 2], 16)
     case.how["window"] = 9
     prefix = shared_prefix.SharedPrefix(*map(mx.zeros, ((2, 4, 1, 32), (2, 4, 1), (2,))))
-    with pytest.raises(ValueError, match="with a window"):
+    with pytest.raises(ValueError, match="without a window"):
         paged_decode(
             mx.zeros((2, 4, 32)), mx.array(case.block_tables), mx.array(case.seq_lens),
             mx.array(case.keys), mx.array(case.values), new_token(),

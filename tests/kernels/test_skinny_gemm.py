@@ -17,7 +17,7 @@ from vllm_metal_lite.kernels.skinny_gemm import (
     gemm_plan,
     skinny_gemm,
 )
-from vllm_metal_lite.kernels.weights import READABLE, QuantisedWeight, Weight, quantised
+from vllm_metal_lite.kernels.weights import READABLE, QuantisedWeight, Weight, quantised, shape_of
 from vllm_metal_lite.specs import Quantisation, WeightShape
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -50,11 +50,13 @@ def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     return floats(mx.array(values.astype(np.float32)).astype(dtype))
 
 
-def values(weight: Weight, dtype: mx.Dtype) -> np.ndarray:
+def values(weight: Weight, dtype: mx.Dtype, in_lanes: bool = False) -> np.ndarray:
     """The weight as `skinny_gemm` rounds it: halves in bfloat16 away from zero."""
     if isinstance(weight, mx.array):
         return floats(weight)
     exact = dequantised(weight).astype(np.float32)
+    if in_lanes:
+        return exact.astype(np.float64)
     if dtype == mx.float16:
         return rounded(exact, dtype)
     bits = exact.view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)
@@ -79,9 +81,10 @@ def check(
     """Of each rounding half a step, and a little for sums in float32."""
     norm = None if gain is None else RowNorm(gain, EPS)
     how = {"norm": norm, "bias": bias, "residual": residual, "gate": gate}
+    plan = plan or gemm_plan(len(x), shape_of(weight))
     got = skinny_gemm(x, weight, plan=plan, **how)
     assert got.dtype == x.dtype
-    step, rows, w = HALF_A_STEP[x.dtype], floats(x), values(weight, x.dtype)
+    step, rows, w = HALF_A_STEP[x.dtype], floats(x), values(weight, x.dtype, plan.in_lanes)
     loose = np.zeros((len(rows), 1))  # what a normalised element that rounds the other way moves
     if gain is not None:
         exact = rows / np.sqrt((rows**2).mean(1, keepdims=True) + EPS)
@@ -164,6 +167,17 @@ def test_every_quantisation(how, dtype):
           gate="silu")  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", READABLE, ids=str)
+def test_every_quantisation_of_few_rows(how, dtype):
+    """In lanes; loads at once, alone, and of fewer chunks than others."""
+    depth = 896 if how.group_size == 128 else 960
+    for rows, plan in ((1, GemmPlan(2, 2, 4, 32, True)), (3, GemmPlan(4, 1, 4, 16, True))):
+        x, weight = draw(rows, 42, depth, dtype)
+        check(x, quantised(weight, how), plan)
+        check(x, quantised(weight / 32, how), plan, **with_all(rows, 21, depth, dtype), gate="silu")
+
+
 @given(
     st.integers(1, MAX_ROWS),
     st.integers(4, 30),
@@ -198,12 +212,13 @@ def test_every_code_has_its_value(how):
         biases = mx.array(scales - 1.5).astype(mx.bfloat16)
     scales = mx.array(scales).astype(mx.bfloat16 if how.mode == "affine" else mx.uint8)
     weight = QuantisedWeight(mx.array(words), scales, biases, how)
-    expected = values(weight, mx.bfloat16)
-    for at in (0, 33, depth - 1):
-        x = mx.zeros((1, depth), mx.bfloat16)
-        x[0, at] = 1
-        got = floats(skinny_gemm(x, weight))[0]
-        np.testing.assert_array_equal(got, expected[:, at])
+    for rows in (1, 5):  # in lanes, and with matrices
+        expected = rounded(values(weight, mx.bfloat16, in_lanes=rows == 1), mx.bfloat16)
+        for at in (0, 33, depth - 1):
+            x = mx.zeros((rows, depth), mx.bfloat16)
+            x[rows - 1, at] = 1
+            got = floats(skinny_gemm(x, weight))[rows - 1]
+            np.testing.assert_array_equal(got, expected[:, at])
 
 
 def test_a_scale_of_nan_stays_in_its_row():
@@ -230,10 +245,12 @@ def test_plans(rows, plan):
     check(x, weight / 32, plan, **with_all(rows, 75, 1120, mx.bfloat16), gate="silu")
 
 
-def test_a_norm_is_the_one_that_mlx_computes():
+@pytest.mark.parametrize("rows", [9, 3], ids=["matrices", "lanes"])
+def test_a_norm_is_the_one_that_mlx_computes(rows):
     """The same bits as normalised by itself, for what is rounded is the same."""
-    x, weight = draw(9, 40, 512, mx.bfloat16)
-    gain = with_all(9, 40, 512, mx.bfloat16)["gain"]
+    x, weight = draw(rows, 40, 512, mx.bfloat16)
+    weight = quantised(weight, Quantisation(4, 64))
+    gain = with_all(rows, 40, 512, mx.bfloat16)["gain"]
     normed = mx.fast.rms_norm(x, gain, EPS)
     got = skinny_gemm(x, weight, norm=RowNorm(gain, EPS))
     np.testing.assert_array_equal(floats(got), floats(skinny_gemm(normed, weight)))
@@ -309,9 +326,24 @@ def test_rows_do_not_touch_each_other():
 def test_rows_of_a_larger_array():
     """What lies behind them, and behind the weight, is NaN."""
     x, weight = draw(16, 24, 64, mx.bfloat16)
+    few = quantised(weight, Quantisation(4, 32))
     expected = floats(skinny_gemm(x[4:9], weight[8:21]))
+    of_few = floats(skinny_gemm(x[5:8], few))
     x[:4] = x[9:] = weight[:8] = weight[21:] = np.nan
     np.testing.assert_array_equal(floats(skinny_gemm(x[4:9], weight[8:21])), expected)
+    x[4] = x[8] = np.nan
+    np.testing.assert_array_equal(floats(skinny_gemm(x[5:8], few)), of_few)
+
+
+def test_a_row_in_lanes_does_not_depend_on_the_others():
+    """The same bits alone and beside others, of which one is NaN."""
+    x, weight = draw(4, 21, 960, mx.float16)
+    weight = quantised(weight, Quantisation(8, 64))
+    alone = [floats(skinny_gemm(x[i : i + 1], weight))[0] for i in range(4)]
+    x[1, 7] = np.nan
+    together = floats(skinny_gemm(x, weight))
+    assert np.isnan(together[1]).all()
+    np.testing.assert_array_equal(together[[0, 2, 3]], [alone[i] for i in (0, 2, 3)])
 
 
 BAD = {
@@ -358,3 +390,6 @@ def test_bad_company_is_named():
         skinny_gemm(x, weight, bias=mx.zeros(4, mx.float16))
     with pytest.raises(ValueError, match="as many weights for gate as for up"):
         skinny_gemm(x, weight[:7], gate="silu")
+    few, five = quantised(mx.zeros((8, 64)), Quantisation(4, 32, "mxfp4")), mx.zeros((5, 64))
+    with pytest.raises(ValueError, match="5 rows are more than 4, the most without matrices"):
+        skinny_gemm(five.astype(mx.float16), few, plan=GemmPlan(1, 1, 1, 16, True))

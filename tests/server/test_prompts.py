@@ -9,7 +9,8 @@ from tests.support import tiny_models
 from tests.support.server_kit import serving
 from vllm_metal_lite.engine.pieces import PieceEncoder
 from vllm_metal_lite.errors import RequestError
-from vllm_metal_lite.model.loader import DEMO_PATH, load_tokenizer_only
+from vllm_metal_lite.model.files import DEMO_PATH
+from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.server.models import ModelSpec
 from vllm_metal_lite.server.prompts import Conversation, join_systems, render_prompt
 from vllm_metal_lite.server.templates import probe

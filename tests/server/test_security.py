@@ -323,10 +323,17 @@ def test_requests_that_come_at_once_are_answered_in_turn(running):
     "junk", [b"\0\1\2\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"x" * 99_999, b"\r\n"]
 )
 def test_what_is_not_http_harms_nobody(running, junk, capfd):
+    answer = b""
+    # A server that closes with bytes unread resets the connection: sending or reading may fail.
     with connect(running.url) as sock:
-        sock.sendall(junk)
-        sock.shutdown(socket.SHUT_WR)
-        answer = read_all(sock)
+        try:
+            sock.sendall(junk)
+            sock.shutdown(socket.SHUT_WR)
+            answer = read_all(sock)
+        except TimeoutError:
+            raise
+        except OSError:
+            pass
     assert not answer or answer.startswith(b"HTTP/1.1 400")
     assert ask(running.url, "/health").status == 200
     assert capfd.readouterr().err == ""

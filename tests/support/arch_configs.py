@@ -319,6 +319,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
                     "layer_types": ["linear_attention", "full_attention"] * 2},
     "plamo2": {**_MAMBA, "num_hidden_layers": 4, "hidden_size_per_head": 16, "mamba_step": 2},
     "qwen3_5": _text(**_DELTA),
+    "qwen3_5/tied": _text(**_DELTA, tie_word_embeddings=True),
     "qwen3_next": {**_MOE, **_DELTA},
     "qwen3_next/q4": {**_MOE, **_DELTA, **_q(4)},
     "recurrent_gemma": {"conv1d_width": 4, "logits_soft_cap": 30.0, "num_key_value_heads": 1,

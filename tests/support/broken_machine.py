@@ -8,13 +8,26 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import child, isolated, speed
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.specs import (
+    AttentionShape,
+    ConvShape,
+    ExpertShape,
+    GatedNormShape,
+    KernelUse,
+    Quantisation,
+    RecurrenceShape,
+    Rotation,
+    WeightShape,
+)
 
 # What a compiler may get wrong: text of a kernel, and its meaning.
 MISCOMPILED = {
@@ -26,6 +39,11 @@ MISCOMPILED = {
     "merge_partitions": ("weights[p] *", "weights[0] *"),
     "kv_write": ("if (slot >= 0 && at < V_WORDS)", "if (slot > 40 && at < V_WORDS)"),
     "kv_gather": ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
+    "kv_write_quantised": (
+        "if (slot >= 0 && head < KV_HEADS)",
+        "if (slot > 40 && head < KV_HEADS)",
+    ),
+    "kv_gather_quantised": ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
     # A fast sine, which does not reduce large angles; a mean over all lanes, idle ones too.
     "rope_write": ("precise::sin(theta)", "precise::sin(theta + 1e-7f * theta)"),
     "latent_write": ("- b[t] * sine", "+ b[t] * sine"),
@@ -46,17 +64,56 @@ MISCOMPILED = {
     "fused_recurrence": ("softplus(gate + bias)", "softplus(gate)"),
     "gated_rms_norm": ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
 }
-KERNELS = tuple(MISCOMPILED)
-RECURRENT_KERNELS = ("causal_conv", "gated_delta", "fused_recurrence", "gated_rms_norm")
 # Forms of kernels that are checked by themselves: when they are launched.
 FORMS = {"fused_decode": "FUSED", "fused_recurrence": "GATE || NORM"}
-EXPERT_KERNELS = ("expert_plan", "expert_gemm", "expert_sum")
 KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", "is slow")
 # Kernels without an alternative to compare with.
 _NOT_TIMED = (
     "kv_write", "kv_gather", "skinny_gemm", "causal_conv", "gated_delta", "fused_recurrence",
-    *EXPERT_KERNELS,
+    "expert_plan", "expert_gemm", "expert_sum", "kv_write_quantised", "kv_gather_quantised",
 )  # fmt: skip
+
+# What the checks try: in float32, where every fault shows, if the kernel serves it.
+ROTATIONS = Rotation(32, eps=1e-5), Rotation(16, traditional=True, base=None)
+SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
+USE = KernelUse((SHAPE,), 16, ROTATIONS, (1000,))
+PRODUCTS = KernelUse(
+    (replace(SHAPE, dtype=mx.bfloat16),), 16, weights=(WeightShape(100, 96), WeightShape(96, 1056))
+)
+EXPERTS = KernelUse(
+    (replace(SHAPE, dtype=mx.bfloat16),), 16,
+    experts=(
+        ExpertShape(6, 96, 64),
+        ExpertShape(
+            5, 64, 64, "clamped_swiglu", True, Quantisation(4, 32, "mxfp4"), Quantisation(8, 64)
+        ),
+    ),
+)  # fmt: skip
+LATENT = KernelUse(
+    (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (Rotation(16, traditional=True),)
+)
+RECURRENT = KernelUse(
+    (), 16,
+    recurrences=(
+        ConvShape(40, 4, False, True, mx.float32), GatedNormShape(8, 3, mx.float32),
+        RecurrenceShape(1, 2, 16, 8, mx.float32, fused=True),
+    ),
+)  # fmt: skip
+QUANTISED = KernelUse((replace(SHAPE, kv_bits=8),), 16)
+_USE_OF = {
+    "skinny_gemm": PRODUCTS,
+    **dict.fromkeys(("latent_attention", "latent_write"), LATENT),
+    **dict.fromkeys(("kv_write_quantised", "kv_gather_quantised"), QUANTISED),
+    **dict.fromkeys(("expert_plan", "expert_gemm", "expert_sum"), EXPERTS),
+    **dict.fromkeys(
+        ("causal_conv", "gated_delta", "fused_recurrence", "gated_rms_norm"), RECURRENT
+    ),
+}
+
+
+def use_of(kernel: str) -> KernelUse:
+    """A model's use that has a check of the kernel."""
+    return _USE_OF.get(kernel, USE)
 
 
 # 2^52 turns of a generator whose result decides something, so that no compiler can leave them out:
@@ -76,7 +133,7 @@ if (seeded == 12345u) {
 def cases() -> list[tuple[str, str]]:
     """Every kernel with every kind of fault that it can have."""
     return [
-        (k, kind) for k in KERNELS for kind in KINDS if kind != "is slow" or k not in _NOT_TIMED
+        (k, kind) for k in MISCOMPILED for kind in KINDS if kind != "is slow" or k not in _NOT_TIMED
     ]
 
 

@@ -14,7 +14,8 @@ from vllm_metal_lite.kernels.experts import (
 from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight
 from vllm_metal_lite.specs import Quantisation
 
-SWIGLU, OAI = Activation(), Activation(1.702, 7.0)
+SWIGLU, GEGLU, RELU2 = Activation(), Activation("geglu"), Activation("relu2")
+OAI = Activation("clamped_swiglu", 1.702, 7.0)
 HALF_A_STEP = {mx.float16: 2**-11, mx.bfloat16: 2**-8}
 
 
@@ -31,13 +32,20 @@ def indices_of(
     return np.argsort(score, axis=1)[:, :top_k].astype(np.uint32)
 
 
-def plan_of(indices: np.ndarray, num_experts: int, tile: int) -> ExpertPlan:
-    """The plan for indices (rows, top_k) by definition, in tiles of `tile` pairs."""
-    pairs = indices.reshape(-1)
+def plan_of(
+    indices: np.ndarray, num_experts: int, tile: int, num_live: int | None = None
+) -> ExpertPlan:
+    """The plan for indices (rows, top_k) by definition, in tiles of `tile` pairs; rows from
+    num_live on are padding."""
+    chosen = indices.astype(np.int64)
+    chosen[num_live if num_live is not None else len(indices) :] = num_experts
+    pairs = chosen.reshape(-1)
     order, counts = np.argsort(pairs, kind="stable"), np.bincount(pairs, minlength=num_experts)
     tiles = [
-        (first + at, min(tile, count - at))
-        for first, count in zip(np.cumsum(counts) - counts, counts, strict=True)
+        (first + at, min(tile, count - at) * (1 if expert < num_experts else -1))
+        for expert, (first, count) in enumerate(
+            zip(np.cumsum(counts) - counts, counts, strict=True)
+        )
         for at in range(0, count, tile)
     ]
     room = most_tiles(len(pairs), num_experts, tile)
@@ -70,7 +78,7 @@ def draw_experts(
     # Not every product that is tried alone has a whole MLP whose widths can be quantised.
     gate, up = part(inner, hidden), part(inner, hidden)
     down = part(hidden, inner) if inner % 32 == 0 else gate
-    return Experts(gate, up, down, activation)
+    return Experts(gate, None if activation == RELU2 else up, down, activation)
 
 
 def allowed_and_expected(
@@ -81,8 +89,12 @@ def allowed_and_expected(
     rows = floats(x).repeat(indices.shape[1], 0)
     nothing = np.zeros_like(rows)
     of_gate, gate = _product(rows, nothing, pairs, experts.gate, step)
-    of_up, up = _product(rows, nothing, pairs, experts.up, step)
-    inner, of_inner = _activated(gate, up, of_gate, of_up, experts.activation, step)
+    if experts.up is None:
+        inner = np.maximum(gate, 0) ** 2
+        of_inner = (2 * np.maximum(gate, 0) + of_gate) * of_gate + step * inner
+    else:
+        of_up, up = _product(rows, nothing, pairs, experts.up, step)
+        inner, of_inner = _activated(gate, up, of_gate, of_up, experts.activation, step)
     return _product(inner, of_inner, pairs, experts.down, step)
 
 
@@ -113,11 +125,13 @@ def _activated(
     step: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The result, and what it may err: of each rounding half a step."""
-    if how.limit is not None:
+    if how.kind == "clamped_swiglu":
         gate, up = np.minimum(gate, how.limit), np.clip(up, -how.limit, how.limit) + 1
     active = gate / (1 + np.exp(-how.alpha * gate))
-    # Of x sigmoid(a x) the steepest is 1.1, whatever a.
-    of_active = 1.1 * of_gate + 4 * step * np.abs(active)
+    if how.kind == "geglu":
+        active = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    # Of x sigmoid(a x) the steepest is 1.1, whatever a; of gelu 1.13.
+    of_active = 1.13 * of_gate + 4 * step * np.abs(active)
     of_up = of_up + step * np.abs(up)
     result = active * up
     return result, of_active * (np.abs(up) + of_up) + np.abs(active) * of_up + step * np.abs(result)

@@ -270,26 +270,58 @@ def skinny_gemm_of_words(dtype, how, depth, columns=16):
     return [product.astype(mx.float32)]
 
 
-# Of 3 experts: one of more pairs than a tile, one of none.
-CHOSEN = np.array([[0, 2]] * 6 + [[2, 0]] * 5 + [[2, 2]] * 4)
+def skinny_gemm_in_lanes(dtype):
+    """Three rows of unlike size, with all and with nothing but the product."""
+    dtype = mx.bfloat16 if dtype == mx.float32 else dtype
+    how = Quantisation(4, 32)
+    weight = quantised_weight((draw(42, 928, seed=14) / 30).astype(dtype), how)
+    x = (draw(3, 928, seed=15) * mx.array([[1.0], [2], [5]])).astype(dtype)
+    gain, bias, residual = (
+        draw(*shape, seed=seed).astype(dtype)
+        for seed, shape in enumerate([(928,), (42,), (3, 21)], 16)
+    )
+    plan = GemmPlan(2, 2, 4, 16, in_lanes=True)
+    everything = skinny_gemm(
+        x, weight, norm=RowNorm(gain, 1e-5), bias=bias, residual=residual, gate="silu", plan=plan
+    )
+    return [y.astype(mx.float32) for y in (everything, skinny_gemm(x, weight, plan=plan))]
+
+
+GPT_OSS = Activation("clamped_swiglu", 1.702, 7.0)
+# Of 3 experts: one of more pairs than a tile, one of padding's only.
+CHOSEN = np.array([[0, 2]] * 3 + [[2, 0]] * 2 + [[2, 2]] * 6 + [[1, 0]] * 5)
+LIVE = 11
 
 
 def expert_plan(dtype):
-    plan = experts.plan_experts(mx.array(CHOSEN.reshape(-1)), len(CHOSEN), 3)
+    plan = experts.plan_experts(mx.array(CHOSEN), 3, mx.array([LIVE], mx.int32))
     return [plan.array]
 
 
-def expert_gemm(dtype, how=None):
+def expert_gemm(dtype, how=None, activation=GPT_OSS):
     """gpt-oss's gate and up with biases, rows of unlike size; loads at once, alone and of fewer
     chunks.  Columns do not fill a threadgroup."""
     dtype = mx.bfloat16 if dtype == mx.float32 else dtype
-    made = draw_experts(3, 928, 36, dtype, how, Activation(1.702, 7.0), bias=True)
+    made = draw_experts(3, 928, 36, dtype, how, activation, bias=True)
     sizes = mx.arange(1, len(CHOSEN) + 1)[:, None]
     x = (draw(len(CHOSEN), 928, seed=19) * sizes / 4).astype(dtype)
     product = experts.expert_product(
-        x, mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16), made.gate, up=made.up,
+        x, mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16, LIVE), made.gate, up=made.up,
         activation=made.activation, share=2,
         how=GemmPlan(2, 2, 1 if how is None else spread_of(shape_of(made.gate.weight))),
+    )  # fmt: skip
+    return [product.astype(mx.float32)]
+
+
+def expert_gemm_in_lanes(dtype):
+    """Four rows of unlike size, of which experts have three, one and none."""
+    dtype = mx.bfloat16 if dtype == mx.float32 else dtype
+    chosen, how = np.array([[2], [0], [2], [2]]), Quantisation(4, 32)
+    made = draw_experts(3, 928, 36, dtype, how, GPT_OSS, bias=True)
+    x = (draw(4, 928, seed=19) * mx.array([[0.5], [1], [2], [3]])).astype(dtype)
+    product = experts.expert_product(
+        x, mx.array(chosen.reshape(-1)), plan_of(chosen, 3, 4), made.gate, up=made.up,
+        activation=made.activation, how=GemmPlan(2, 2, 4, 16, in_lanes=True),
     )  # fmt: skip
     return [product.astype(mx.float32)]
 
@@ -300,7 +332,7 @@ def expert_gemm_down(dtype):
     x = draw(CHOSEN.size, 96, seed=20).astype(dtype)
     weight = ExpertWeight(draw(3, 40, 96, seed=21).astype(dtype))
     product = experts.expert_product(
-        x, mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16), weight
+        x, mx.array(CHOSEN.reshape(-1)), plan_of(CHOSEN, 3, 16, LIVE), weight
     )
     return [product.astype(mx.float32)]
 
@@ -391,7 +423,10 @@ RUN = {
     "expert_plan": expert_plan,
     "expert_gemm": expert_gemm,
     "expert_gemm/mxfp4": lambda dtype: expert_gemm(dtype, Quantisation(4, 32, "mxfp4")),
+    "expert_gemm/gelu": lambda dtype: expert_gemm(dtype, None, Activation("geglu")),
+    "expert_gemm/relu2": lambda dtype: expert_gemm(dtype, None, Activation("relu2")),
     "expert_gemm/down": expert_gemm_down,
+    "expert_gemm/lanes": expert_gemm_in_lanes,
     "expert_sum": expert_sum,
     "causal_conv": causal_conv_rows,
     "gated_delta": gated_delta_rows,
@@ -431,6 +466,7 @@ RUN = {
     "skinny_gemm": skinny_gemm_rows,
     "skinny_gemm/all": skinny_gemm_with_all,
     "skinny_gemm/affine": lambda dtype: skinny_gemm_of_words(dtype, Quantisation(4, 32), 928, 32),
+    "skinny_gemm/lanes": skinny_gemm_in_lanes,
     "skinny_gemm/6": lambda dtype: skinny_gemm_of_words(dtype, Quantisation(6, 64), 960),
     "skinny_gemm/mxfp8": lambda dtype: skinny_gemm_of_words(
         dtype, Quantisation(8, 32, "mxfp8"), 928

@@ -186,7 +186,7 @@ def product(
 
 def experts(
     rows: int, top_k: int, count: int, hidden: int, inner: int, dtype: mx.Dtype,
-    quantisation: Quantisation | None = None, oai: bool = False,
+    quantisation: Quantisation | None = None, oai: bool = False, gated: bool = True,
 ) -> None:  # fmt: skip
     def part(outputs: int, depth: int) -> ExpertWeight:
         bias = mx.zeros((count, outputs), dtype) if oai else None
@@ -199,9 +199,12 @@ def experts(
         weight = QuantisedWeight(words, scales, scales if affine else None, quantisation)
         return ExpertWeight(weight, bias)
 
-    activation = Activation(1.702, 7.0) if oai else Activation()
+    activation = Activation("swiglu" if gated else "relu2")
+    if oai:
+        activation = Activation("clamped_swiglu", 1.702, 7.0)
     indices = mx.zeros((rows, top_k), mx.uint32)
-    made = Experts(part(inner, hidden), part(inner, hidden), part(hidden, inner), activation)
+    up = part(inner, hidden) if gated else None
+    made = Experts(part(inner, hidden), up, part(hidden, inner), activation)
     y = expert_mlp(mx.zeros((rows, hidden), dtype), indices, made)
     expert_sum(y, mx.zeros((rows, top_k), dtype), dtype)
 
@@ -297,6 +300,8 @@ def _cases() -> dict[str, Callable[[], None]]:
         quantisation=Quantisation(6, 64))  # fmt: skip
     add(experts, "expert_gemm GLM-4.7-Flash", 64, 4, 64, 2048, 1536, half,
         quantisation=Quantisation(8, 64))  # fmt: skip
+    add(experts, "expert_gemm Nemotron-3-Nano", 16, 6, 128, 2688, 1856, bf16,
+        quantisation=Quantisation(4, 64), gated=False)  # fmt: skip
     return cases
 
 

@@ -40,9 +40,11 @@ def kernel_engine(
 ) -> LLMEngine:  # fmt: skip
     """An engine of `model` with kernels, unchecked.  fused: changes the model in place."""
     made = engine(model)
-    groups = {s.num_heads // s.num_kv_heads for s in made.model.attention_shapes}
-    store = made.runner.attention.store
-    attention = KernelAttention(store, prefill, groups, rows_as_decodes=rows_as_decodes)
+    shapes = made.model.attention_shapes
+    attention = KernelAttention(
+        made.runner.attention.store, prefill, {s.num_heads // s.num_kv_heads for s in shapes},
+        rows_as_decodes=rows_as_decodes, latents=any(s.latent for s in shapes),
+    )  # fmt: skip
     path = Path(attention)
     if fused:
         path = Path(attention, fusion=fuse(made.model.packed.model, joins=True))

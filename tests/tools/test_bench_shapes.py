@@ -16,6 +16,14 @@ from serving_engines import Run
 from serving_loads import Load, Wave
 from serving_parts import PARTS
 from serving_shapes import SHAPES
+from serving_trust import trusted
+
+from tests.support import tiny_models as tiny
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kv.store import PagedStore
 
 
 def run(load: str, note: str, engine: str, speed: float) -> dict:
@@ -77,13 +85,15 @@ def test_a_file_that_was_cut_off_is_nothing(tmp_path):
 
 def test_a_part_that_is_cut_off_again_loses_nothing(tmp_path, monkeypatch, capfd):
     (tmp_path / "qwen3-0.6b-4.json").write_text(json.dumps({"runs": RUNS}))
-    arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 --minutes 2 --deadline 15.01"
+    arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 --minutes 2 --deadline 2"
     monkeypatch.setattr(sys, "argv", ["bench_shapes.py", *arguments.split()])
+    hangs = [sys.executable, "-X", "faulthandler", "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(bench_shapes, "command", lambda *_: hangs)
     assert bench_shapes.main() == 0
     out, err = capfd.readouterr()
     assert "| 125 | 30 * |" in out
     assert "cut off" in out
-    assert "Timeout" in err  # the stacks
+    assert "most recent call first" in err  # the stacks
 
 
 def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_path, monkeypatch):
@@ -101,3 +111,14 @@ def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_pa
     runs = json.loads((tmp_path / "a.json").read_text())["runs"]
     assert [r["note"] for r in runs] == ["sweep", "failed"]
     assert runs[1]["why"].endswith("invalid argument")
+
+
+def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
+    model = tiny.packed("qwen3", mx.bfloat16)
+    store = PagedStore(model.packed.attention_specs, 4, 8)
+    monkeypatch.setattr(decide.Trial, "problem", lambda *_: pytest.fail("a trial"))
+    with trusted():
+        verdict = verdicts.verify(None)
+        fusion, _ = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
+    assert not verdict.failures
+    assert fusion.skinny_rows == range(1, 65)

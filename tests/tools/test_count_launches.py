@@ -70,6 +70,9 @@ def test_experts_windows_and_latents_are_counted(name):
         assert all(cost.nbytes[kind] > 0 for kind in count_launches.KINDS)
         assert all(n > 0 for n in cost.launches.values())
     assert mine.nbytes["weights"] <= 1.01 * other.nbytes["weights"]
+    if counted.shape.startswith("glm"):  # latents: a norm, two rotations and the write
+        assert mine.launches["metal_lite_latent_write"] == 1
+        assert mine.launches.keys().isdisjoint(("metal_lite_kv_write", "rope"))
 
 
 def test_what_is_more_is_listed():

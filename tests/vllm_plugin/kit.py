@@ -2,6 +2,10 @@
 
 import gc
 import importlib
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.triton_utils import HAS_TRITON
 
 from tests.support import tiny_models as tiny
-from vllm_metal_lite.model.loader import DEMO_PATH
+from vllm_metal_lite.model.files import DEMO_PATH
 
 # Our tiny model -> the name of its architecture in vLLM.
 ARCHITECTURES = {
@@ -29,6 +33,19 @@ ARCHITECTURES = {
 }
 # Recurrent layers beside attention, and nothing but recurrent layers: no prefix is cached.
 RECURRENT = {"qwen3_next": "Qwen3NextForCausalLM", "mamba2": "Mamba2ForCausalLM"}
+# For several ranks.
+SHARED = {
+    "gpt_oss": "GptOssForCausalLM",  # windows, sinks, experts
+    "deepseek_v3": "DeepseekV3ForCausalLM",  # latents
+    # Recurrent layers.  vLLM asks the architecture only what kind of layers it has, and that of
+    # Qwen3.5 needs torchvision.
+    "qwen3_5/tied": "Qwen3NextForCausalLM",
+}
+
+SMALL = {
+    "num_gpu_blocks_override": 100, "max_model_len": 128, "block_size": 8, "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+}  # fmt: skip
 
 
 @cache
@@ -37,7 +54,8 @@ def folder(name: str) -> Path:
     if name == "demo":
         return DEMO_PATH
     path = Path(tempfile.mkdtemp(prefix="tiny-"))
-    return tiny.write_folder(path, name, architectures=[(ARCHITECTURES | RECURRENT)[name]])
+    architecture = (ARCHITECTURES | RECURRENT | SHARED)[name]
+    return tiny.write_folder(path, name, architectures=[architecture])
 
 
 def skip_if_vllm_cannot_read(name: str) -> None:
@@ -62,11 +80,7 @@ def alone(name: str, prompt: Sequence[int], n: int) -> list[int]:
 @contextmanager
 def engine(name: str = "llama", **options: Any) -> Iterator[LLM]:
     """A small vLLM engine in this process; at its end no request may hold a block."""
-    defaults = {
-        "num_gpu_blocks_override": 100, "max_model_len": 128, "block_size": 8, "max_num_seqs": 8,
-        "max_num_batched_tokens": 64, "disable_log_stats": False,
-    }  # fmt: skip
-    llm = LLM(str(folder(name)), **{**defaults, **options})
+    llm = LLM(str(folder(name)), **{**SMALL, "disable_log_stats": False, **options})
     try:
         yield llm
         assert not llm.llm_engine.has_unfinished_requests()
@@ -76,6 +90,31 @@ def engine(name: str = "llama", **options: Any) -> Iterator[LLM]:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def two_hosts() -> dict[str, Any]:
+    """Options of two hosts with a rank each, on the loopback; this process is the first."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+
+
+@contextmanager
+def second_host(folder: Path, log: Path, **options: Any) -> Iterator[subprocess.Popen]:
+    """vLLM without a front end, whose rank joins an engine with the same options."""
+    command = [Path(sys.executable).with_name("vllm"), "serve", folder, "--headless"]
+    for name, value in (options | {"node_rank": 1}).items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    env = {**os.environ, "PYTHONPATH": ":".join(sys.path), "VLLM_LOGGING_LEVEL": "INFO"}
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, env=env, stdout=out, stderr=out) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def use_dialect(monkeypatch: pytest.MonkeyPatch, dialect: str) -> None:

@@ -121,8 +121,8 @@ def test_a_long_answer_ends_at_the_context_length():
     ("options", "named"),
     [
         ({"enable_lora": True}, "--enable-lora"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+         "--pipeline-parallel-size 2: not with --tensor-parallel-size 2"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"block_size": 64}, "--block-size 64: take one of"),
         ({"hf_overrides": {"rope_theta": 5.0}}, "--hf-overrides"),

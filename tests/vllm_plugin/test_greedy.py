@@ -67,9 +67,12 @@ def test_a_store_of_fewer_bits(monkeypatch, bits):
     assert kit.tokens(outputs) == [expected[str(i)].outputs[0].token_ids for i in range(8)]
 
 
-def test_bits_that_there_are_none_of_are_refused(monkeypatch):
-    monkeypatch.setenv("METAL_LITE_KV_BITS", "5")
-    with pytest.raises(Exception, match="METAL_LITE_KV_BITS must be one of"), kit.engine():
+@pytest.mark.parametrize(
+    ("name", "value"), [("METAL_LITE_KV_BITS", "5"), ("METAL_LITE_ATTENTION", "fast")]
+)
+def test_a_bad_variable_is_refused_by_name(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(Exception, match=f"{name} must be one of .*, got '{value}'"), kit.engine():
         pass
 
 

@@ -9,7 +9,7 @@ from tests.vllm_plugin import kit
 from tests.vllm_plugin.test_greedy import CHUNKS, PLAIN, PREFIX, SHARED, check
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
-from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
+from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 
 # A request takes 13 blocks of the full group; of two others, what a window and a step touch.
 TINY_POOL = {"num_gpu_blocks_override": 60}
@@ -42,7 +42,7 @@ def test_one_group_where_the_reference_writes():
 
 def test_every_way_of_scheduling(monkeypatch):
     """Over the reference attention, which copies whole arrays here: tokens are the same."""
-    monkeypatch.setattr(MetalLiteWorker, "_may_share_arrays", lambda self: True)
+    monkeypatch.setattr(KVLayers, "may_share_arrays", lambda self, *args: True)
     name = "gemma3_text"
     with kit.engine(name) as llm:
         assert num_groups(llm) > 1

@@ -47,6 +47,7 @@ class Step:
 
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows or more,) int32 per KV group.
     A padded row has position 0, its group's padding slot, and any token.
+    num_live: (1,) int32, the number of rows that are no padding: the first ones.
     logits_indices: (R,) int32, the batch's, then padding; None: all rows get logits.
     plan: a Plan of the attention path; only that path reads it.
     variant: everything a compiled step depends on beside `arrays`; None if it is not compiled.
@@ -57,6 +58,7 @@ class Step:
     token_ids: mx.array
     positions: mx.array
     slot_mapping: tuple[mx.array, ...]
+    num_live: mx.array
     logits_indices: mx.array | None
     plan: Any
     variant: tuple | None = None
@@ -67,18 +69,20 @@ class Step:
             self.token_ids,
             self.positions,
             self.slot_mapping,
+            self.num_live,
             self.logits_indices,
             self.plan.arrays,
         )
 
     def with_arrays(self, arrays: Arrays) -> "Step":
         """A step of the same variant with other arrays."""
-        token_ids, positions, slot_mapping, logits_indices, of_plan = arrays
+        token_ids, positions, slot_mapping, num_live, logits_indices, of_plan = arrays
         return replace(
             self,
             token_ids=token_ids,
             positions=positions,
             slot_mapping=tuple(slot_mapping),
+            num_live=num_live,
             logits_indices=logits_indices,
             plan=self.plan.with_arrays(of_plan),
         )
@@ -117,6 +121,7 @@ def make_step(
         mx.array(pad_rows(batch.token_ids, num_rows)),
         mx.array(pad_rows(batch.positions, num_rows)),
         tuple(slot_mapping),
+        mx.array([batch.num_tokens], mx.int32),
         logits_indices,
         plan,
     )

@@ -60,6 +60,13 @@ class Verdict:
     failures: dict[str, str]
     prefill: str = "gather"
 
+    @classmethod
+    def of_all(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
+        """What suits each of several devices that take the same path."""
+        failures = {kernel: line for v in reversed(verdicts) for kernel, line in v.failures.items()}
+        prefills = {v.prefill for v in verdicts}
+        return cls(failures, "varlen" if prefills == {"varlen"} else "gather")
+
 
 def no_kernels(
     option: str,
@@ -69,11 +76,11 @@ def no_kernels(
 ) -> str | None:
     """Why the kernels cannot serve a model that attends with `shapes`; None: try them.
 
-    recurrences: of its recurrent layers, as far as they work on packed rows.  option: "reference",
+    recurrences: of the recurrent layers that work on packed rows.  option: "reference",
     "kernels" or "auto", else ConfigError.  by_segment: why the model attends one segment at a time;
-    None if it does not.  Such a model reads K and V through MLX operations,
-    which must not touch a store that kernels write.  ConfigError if option is "kernels" and the
-    kernels cannot serve the model.
+    None if it does not.  Such a model reads K and V through MLX operations, which must not touch a
+    store that kernels write.  ConfigError if option is "kernels" and the kernels cannot serve the
+    model.
     """
     if option not in ATTENTION:
         raise ConfigError(Option("attention"), f" must be one of {list(ATTENTION)}, got {option!r}")

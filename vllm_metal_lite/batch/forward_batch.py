@@ -145,8 +145,9 @@ class ForwardBatch:
                 f"{len(cu) - 1} segments in cu_seqlens_q, {self.num_segments} in seq_lens, "
                 f"{len(self.block_tables)} in block_tables"
             )
-        if (self.seq_lens < q_lens).any():
-            raise ValueError("a segment has more rows than its seq_lens")
+        if (short := self.seq_lens < q_lens).any():
+            i = short.argmax()
+            raise ValueError(f"segment {i} has {q_lens[i]} rows, and seq_lens {self.seq_lens[i]}")
         if (q_lens[: self.num_decodes] != 1).any():
             raise ValueError(f"the first {self.num_decodes} segments must be decodes (one row)")
         for name in ("positions", "slot_mapping"):
@@ -158,7 +159,7 @@ class ForwardBatch:
             batch._validate_blocks(count)
         rows = self.logits_indices
         if len(rows) and (rows.min() < 0 or rows.max() >= n):
-            raise ValueError(f"logits_indices points outside the {n} rows")
+            raise ValueError(f"logits_indices {rows.min()} to {rows.max()} for {n} rows")
         if num_state_slots:
             self._validate_slots(num_state_slots)
 
@@ -170,32 +171,59 @@ class ForwardBatch:
                 f"{len(self.final_slots)} final state slots"
             )
         starts = self.seq_lens - np.diff(self.cu_seqlens_q)
-        if ((starts == 0) != (initial == EMPTY_SLOT)).any():
-            raise ValueError("a segment must start without a state exactly at position 0")
+        if (wrong := (starts == 0) != (initial == EMPTY_SLOT)).any():
+            i = wrong.argmax()
+            raise ValueError(
+                f"segment {i} starts at position {starts[i]} from state slot {initial[i]}: a "
+                f"segment starts from none ({EMPTY_SLOT}) exactly at position 0"
+            )
         segments, rows, slots = self.checkpoints.T
         if len(segments) and not 0 <= segments.min() <= segments.max() < self.num_segments:
-            raise ValueError(f"a checkpoint is of none of the {self.num_segments} segments")
+            raise ValueError(
+                f"checkpoints are of segments {segments.min()} to {segments.max()}: one is of "
+                f"none of the {self.num_segments} segments"
+            )
         written = np.concatenate([self.final_slots, slots])
         used = np.concatenate([initial, written])
         if used.min() < EMPTY_SLOT or written.min() < 0 or used.max() >= num_slots:
-            raise ValueError(f"state slots point outside the pool of {num_slots}")
+            raise ValueError(
+                f"state slots {used.min()} to {used.max()}, written ones from {written.min()} on, "
+                f"point outside the pool of {num_slots}"
+            )
         if len(np.unique(written)) < len(written):
-            raise ValueError("two states would be written to one slot")
+            raise ValueError(f"two states would be written to one slot of {written.tolist()[:16]}")
         owners = np.concatenate([numbers, segments])
-        if ((initial[:, None] == written) & (owners != numbers[:, None])).any():
-            raise ValueError("a segment reads a state slot that another segment writes")
+        taken = ((initial[:, None] == written) & (owners != numbers[:, None])).any(axis=1)
+        if taken.any():
+            i = taken.argmax()
+            raise ValueError(
+                f"segment {i} reads state slot {initial[i]}, another segment writes it"
+            )
         first, end = self.cu_seqlens_q[segments], self.cu_seqlens_q[segments + 1]
-        if ((rows <= first) | (rows >= end)).any():
-            raise ValueError("a checkpoint lies outside its segment")
+        if (outside := (rows <= first) | (rows >= end)).any():
+            i = outside.argmax()
+            raise ValueError(
+                f"a checkpoint before row {rows[i]} is outside its segment, rows {first[i]} to "
+                f"{end[i] - 1}"
+            )
 
     def _validate_blocks(self, num_blocks: int) -> None:
         num_slots = num_blocks * self.block_size
         if self.slot_mapping.min() < PAD_SLOT or self.slot_mapping.max() >= num_slots:
-            raise ValueError(f"slot_mapping points outside the store of {num_slots} slots")
+            raise ValueError(
+                f"slot_mapping {self.slot_mapping.min()} to {self.slot_mapping.max()} points "
+                f"outside the store of {num_slots} slots"
+            )
         blocks_used = -(-self.seq_lens // self.block_size)
         if blocks_used.max() > self.block_tables.shape[1]:
-            raise ValueError("a block table is shorter than its sequence")
+            raise ValueError(
+                f"a sequence has {blocks_used.max()} blocks, the block tables "
+                f"{self.block_tables.shape[1]}"
+            )
         used = np.arange(self.block_tables.shape[1]) < blocks_used[:, None]
         tables = self.block_tables[used]
         if tables.min() < 0 or tables.max() >= num_blocks:
-            raise ValueError(f"block_tables points outside the store of {num_blocks} blocks")
+            raise ValueError(
+                f"block_tables {tables.min()} to {tables.max()} points outside the store of "
+                f"{num_blocks} blocks"
+            )

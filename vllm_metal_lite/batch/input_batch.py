@@ -88,6 +88,10 @@ class InputBatch:
         self.token_ids[req_index, start:end] = token_ids
         self.num_tokens[req_index] = end
 
+    def set_tokens(self, req_index: int, start: int, token_ids: Sequence[int]) -> None:
+        """Overwrite tokens from position `start` on; the row does not grow."""
+        self.token_ids[req_index, start : start + len(token_ids)] = token_ids
+
     def pack(
         self,
         req_indices: np.ndarray,

@@ -20,7 +20,6 @@ class CallWriter:
         self._reader, self._emit = reader, emit
         self._tools = {tool.name: tool for tool in tools}
         self.is_open = False
-        self.num_calls = 0
         self._parts: list[str] = []  # of the arguments
 
     def knows(self, name: Any) -> bool:
@@ -34,7 +33,6 @@ class CallWriter:
         self._emit(ToolCall(name, call_id))
         self.is_open, self._parts = True, []
         self._reader.taken = None  # the call is no text any longer
-        self.num_calls += 1
         return self._tools[name]
 
     @property

@@ -17,7 +17,8 @@ _CODE, _CODE_END = "```json", "```"
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     yield from reader.expect(_CALL)
-    while True:
+    more = True
+    while more:
         name = (yield from reader.until(_SEPARATOR)).strip()
         is_code = (yield from reader.peek()) != "{"
         if is_code:
@@ -28,10 +29,7 @@ def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
             yield from reader.expect(_CODE_END)
         yield from reader.expect(_CALL_END)
         calls.end()
-        yield from reader.skip_space()
-        if not (yield from reader.has(_CALL)):
-            break
-    yield from reader.has(_END)  # a model may end its answer without
+        more = yield from reader.another(_CALL, _END)
 
 
 DEEPSEEK_V3_1 = ChatFormat(

@@ -12,16 +12,14 @@ _CODE, _CODE_END = "```json", "```"
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     yield from reader.expect(_CALL)
-    while True:
+    more = True
+    while more:
         calls.begin((yield from reader.until(_CODE)).strip())
         yield from reader.json_value(calls.arguments)
         yield from reader.expect(_CODE_END)
         yield from reader.expect(_CALL_END)
         calls.end()
-        yield from reader.skip_space()
-        if not (yield from reader.has(_CALL)):
-            break
-    yield from reader.has(_END)  # a model may end its answer without
+        more = yield from reader.another(_CALL, _END)
 
 
 HUNYUAN = ChatFormat(

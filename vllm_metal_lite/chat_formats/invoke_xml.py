@@ -22,7 +22,8 @@ def _format(name: str, prefix: str, section: str) -> ChatFormat:
 
     def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
         yield from reader.expect(invoke)
-        while True:
+        more = True
+        while more:
             tool_name, _ = _attributes((yield from reader.until(">")))
             tool = calls.begin(tool_name)
             arguments = ObjectWriter(calls)
@@ -37,10 +38,7 @@ def _format(name: str, prefix: str, section: str) -> ChatFormat:
                 yield from reader.skip_space()
             yield from reader.expect(invoke_end)
             arguments.end()
-            yield from reader.skip_space()
-            if not (yield from reader.has(invoke)):
-                break
-        yield from reader.has(end)  # a model may end its answer without
+            more = yield from reader.another(invoke, end)
 
     return ChatFormat(
         name,

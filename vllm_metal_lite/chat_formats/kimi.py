@@ -13,17 +13,15 @@ _ARGUMENTS = "<|tool_call_argument_begin|>"
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     yield from reader.expect(_CALL)
-    while True:
+    more = True
+    while more:
         call_id = (yield from reader.until(_ARGUMENTS)).strip()
         name, _, _ = call_id.removeprefix("functions.").rpartition(":")
         calls.begin(name, call_id)
         yield from reader.json_value(calls.arguments)
         yield from reader.expect(_CALL_END)
         calls.end()
-        yield from reader.skip_space()
-        if not (yield from reader.has(_CALL)):
-            break
-    yield from reader.has(_END)  # a model may end its answer without
+        more = yield from reader.another(_CALL, _END)
 
 
 def _call_id(name: str, number: int, given: str) -> str:

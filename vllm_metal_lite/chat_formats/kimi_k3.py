@@ -29,7 +29,8 @@ def _closed(tag: str) -> str:
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     yield from reader.expect(f"{_OPEN}call")
-    while True:
+    more = True
+    while more:
         calls.begin((yield from _attributes(reader)).get("tool"))
         yield from reader.skip_space()
         if (yield from reader.has(f"{_OPEN}json")):
@@ -40,10 +41,7 @@ def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
             calls.end()
         else:
             yield from _arguments(reader, ObjectWriter(calls))
-        yield from reader.skip_space()
-        if not (yield from reader.has(f"{_OPEN}call")):
-            break
-    yield from reader.has(_closed("tools"))  # a model may end its answer without
+        more = yield from reader.another(f"{_OPEN}call", _closed("tools"))
 
 
 def _arguments(reader: Reader, arguments: ObjectWriter) -> Reading[None]:

@@ -20,7 +20,8 @@ _MOST_LEVELS = 64  # of lists and objects in a value
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     yield from reader.expect(_INVOKE)
-    while True:
+    more = True
+    while more:
         name = _NAME.match((yield from reader.until(">")))
         tool = calls.begin(name[1] if name else None)
         arguments = ObjectWriter(calls)
@@ -40,10 +41,7 @@ def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
             else:
                 arguments.value((yield from _value(reader, key, schema, _MOST_LEVELS)))
         arguments.end()
-        yield from reader.skip_space()
-        if not (yield from reader.has(_INVOKE)):
-            break
-    yield from reader.has(_END)  # a model may end its answer without
+        more = yield from reader.another(_INVOKE, _END)
 
 
 def _value(reader: Reader, key: str, schema: Any, levels: int) -> Reading[Any]:

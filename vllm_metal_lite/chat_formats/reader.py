@@ -114,6 +114,15 @@ class Reader:
             self.take(len(text))
         return found
 
+    def another(self, start: str, end: str) -> Reading[bool]:
+        """Whether another item of a section begins; if not, take the section's end too, without
+        which a model may end its answer."""
+        yield from self.skip_space()
+        if (yield from self.has(start)):
+            return True
+        yield from self.has(end)
+        return False
+
     def expect(self, text: str) -> Reading[None]:
         """Read whitespace and `text`.  Raises Malformed."""
         yield from self.skip_space()

@@ -26,7 +26,7 @@ class Case:
     keys, values: (slots, num_kv_heads, head_dim) float32, the values that the store holds; NaN in
     free slots.  kept: the same in the format of the store.  q: (rows, num_heads, k_head_dim), and
     q_pe (rows, num_heads, v_head_dim) of latents.
-    Whoever changes an array copies it first.
+    A caller that changes an array copies it first.
     """
 
     def __init__(self, shape: AttentionShape, block_size: int) -> None:

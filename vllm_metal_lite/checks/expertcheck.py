@@ -18,21 +18,25 @@ from vllm_metal_lite.kernels.experts import (
     most_tiles,
     plan_experts,
 )
+from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS
 from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, dequantised, quantised
 from vllm_metal_lite.specs import ExpertShape, Quantisation
 
-_ROWS, _TOP_K, _TILE = 20, 4, 32
+_ROWS, _TOP_K = 20, 4
+_LIVE = 18  # the other rows are padding
+# Of many rows, and of as few as are multiplied without matrices.
+_TILES = 32, MAX_LANE_ROWS
 # Fewer experts and columns than the model has, but its depth: the kernel's text is the same.
 _EXPERTS, _OUTPUTS = 5, 200
-_OAI = Activation(1.702, 7.0)
+_CLAMPED = Activation("clamped_swiglu", 1.702, 7.0)
 
 
 def plan(check: Check) -> Found:
-    """To the bit; the experts of later rows are all one, which has several tiles."""
+    """To the bit; the experts of later rows are all one, which has several tiles; with padding."""
     count = _shape(check).experts
     indices = _indices(count)
-    got = plan_experts(mx.array(indices.reshape(-1)), _ROWS, count)
-    return largest([got.array], [_plan(indices, count)]), 0.0
+    got = plan_experts(mx.array(indices), count, mx.array([_LIVE], mx.int32))
+    return largest([got.array], [_plan(indices, count, _TILES[0])]), 0.0
 
 
 def product(check: Check) -> Found:
@@ -40,12 +44,11 @@ def product(check: Check) -> Found:
     shape, dtype, rng = _shape(check), check.shape.dtype, np.random.default_rng(0)
     indices = _indices(_EXPERTS)
     pairs, rows = indices.reshape(-1), np.arange(_ROWS).repeat(_TOP_K)
-    tiles = ExpertPlan(
-        mx.array(_plan(indices, _EXPERTS)), most_tiles(len(pairs), _EXPERTS, _TILE), _TILE
-    )
     # Or rounding errors of gate and up would add up.
     x = rounded(draw(rng, (_ROWS, shape.hidden), dtype) / 2, dtype)
-    activation = _OAI if shape.limited else Activation()
+    clamped = shape.activation == "clamped_swiglu"
+    activation = _CLAMPED if clamped else Activation(shape.activation)
+    gated = shape.activation != "relu2"
     (gate, of_gate), (up, of_up), (down, of_down) = (
         _weight(rng, depth, dtype, how, shape.biased)
         for depth, how in (
@@ -54,14 +57,20 @@ def product(check: Check) -> Found:
         )
     )  # fmt: skip
     where = mx.array(pairs.astype(np.uint32))
-    inner = expert_product(
-        mx.array(x).astype(dtype), where, tiles, gate,
-        up=up, activation=activation, share=_TOP_K,
-    )  # fmt: skip
-    expected = _activated(of_gate(x[rows], pairs), of_up(x[rows], pairs), activation)
+    of_live = (rows < _LIVE)[:, None]
+    expected = _activated(of_gate(x[rows], pairs), of_up(x[rows], pairs), activation) * of_live
     y = draw(rng, (len(pairs), shape.intermediate), dtype)
-    got = expert_product(mx.array(y).astype(dtype), where, tiles, down)
-    return largest([inner, got], [expected, of_down(y, pairs)]), TOLERANCE[dtype]
+    got = []
+    for tile in _TILES:
+        array = mx.array(_plan(indices, _EXPERTS, tile))
+        tiles = ExpertPlan(array, most_tiles(len(pairs), _EXPERTS, tile), tile)
+        got.append(expert_product(
+            mx.array(x).astype(dtype), where, tiles, gate,
+            up=up if gated else None, activation=activation, share=_TOP_K,
+        ))  # fmt: skip
+        got.append(expert_product(mx.array(y).astype(dtype), where, tiles, down))
+    found = largest(got, [expected, of_down(y, pairs) * of_live] * len(_TILES))
+    return found, TOLERANCE[dtype]
 
 
 def weighted(check: Check) -> Found:
@@ -85,16 +94,20 @@ def _indices(experts: int) -> np.ndarray:
     return indices.astype(np.uint32)
 
 
-def _plan(indices: np.ndarray, experts: int) -> np.ndarray:
+def _plan(indices: np.ndarray, experts: int, tile: int) -> np.ndarray:
     """Order and tiles (metal/expert_plan.metal)."""
-    pairs = indices.reshape(-1)
-    counts = np.bincount(pairs, minlength=experts)
+    chosen = indices.astype(np.int64)
+    chosen[_LIVE:] = experts  # of padding
+    pairs = chosen.reshape(-1)
+    counts = np.bincount(pairs, minlength=experts + 1)
     tiles = [
-        (first + at, min(_TILE, count - at))
+        (first + at, min(tile, count - at))
         for first, count in zip(np.cumsum(counts) - counts, counts, strict=True)
-        for at in range(0, count, _TILE)
+        for at in range(0, count, tile)
     ]
-    tiles += [(0, 0)] * (most_tiles(len(pairs), experts, _TILE) - len(tiles))
+    live = _LIVE * _TOP_K
+    tiles = [(first, count if first < live else -count) for first, count in tiles]
+    tiles += [(0, 0)] * (most_tiles(len(pairs), experts, tile) - len(tiles))
     order = np.argsort(pairs, kind="stable")
     return np.concatenate([order, np.reshape(tiles, -1)]).astype(np.int32)
 
@@ -126,9 +139,14 @@ def _weight(
 
 
 def _activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:
-    if how.limit is not None:
+    if how.kind == "relu2":
+        return np.maximum(gate, 0) ** 2
+    if how.kind == "clamped_swiglu":
         gate, up = np.minimum(gate, how.limit), np.clip(up, -how.limit, how.limit) + 1
-    return gate / (1 + np.exp(-how.alpha * gate)) * up
+    # gelu's (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+    cubic = gate + 0.044715 * gate**3
+    steep = (8 / np.pi) ** 0.5 * cubic if how.kind == "geglu" else how.alpha * gate
+    return gate / (1 + np.exp(-steep)) * up
 
 
 CHECKS: dict[str, Callable[[Check], Found]] = {

@@ -102,7 +102,7 @@ def product(check: Check) -> Found:
         w = quantised(plain, check.quantisation)
         weight = rounded(dequantised(w), dtype)
     gate_columns = weight[: width // 2].T, weight[width // 2 :].T
-    if rows % 8 == 0:
+    if rows % 4 == 0:
         bias = draw(rng, (width,), dtype) / 2
         halves = zip(gate_columns, np.split(bias, 2), strict=True)
         gate, up = (x @ columns + b for columns, b in halves)

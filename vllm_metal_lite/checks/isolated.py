@@ -166,7 +166,7 @@ class _Child:
         self._process.kill()
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout, self._errors):
-            with suppress(OSError, ValueError):  # flushing a pipe that nobody reads; in use
+            with suppress(OSError, ValueError):  # flushing a pipe without a reader; in use
                 if file is not None:
                     file.close()
 

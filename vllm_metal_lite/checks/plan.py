@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, unsupported
-from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
+from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, MAX_ROWS, multiplies_in_lanes
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
@@ -20,6 +21,8 @@ from vllm_metal_lite.specs import (
 # Rows of products with the least and with the greatest depth.  The first do not fill their tile.
 # Each takes along other things that run beside a product.
 PRODUCT_ROWS = (5, MAX_ROWS)
+# The same of quantised weights where few rows are multiplied without matrices.
+LANE_ROWS = (3, MAX_LANE_ROWS)
 
 
 def checks_for(use: KernelUse) -> list[Check]:
@@ -51,7 +54,12 @@ def _products(weights: Sequence[WeightShape], heads: AttentionShape) -> list[Che
     checks = []
     for how in dict.fromkeys(weight.quantisation for weight in weights):
         by_depth = sorted((w for w in weights if w.quantisation == how), key=lambda w: w.depth)
-        for rows, w in zip(PRODUCT_ROWS, (by_depth[0], by_depth[-1]), strict=True):
+        least, greatest = by_depth[0], by_depth[-1]
+        uses = [*zip(PRODUCT_ROWS, (least, greatest), strict=True)]
+        if multiplies_in_lanes(1, least):
+            most = profile().max_lane_rows
+            uses += [(min(LANE_ROWS[0], most), least), (min(LANE_ROWS[1], most), greatest)]
+        for rows, w in uses:
             sizes = rows, w.outputs, w.depth
             checks.append(Check("skinny_gemm", heads, sizes=sizes, quantisation=how))
     return checks

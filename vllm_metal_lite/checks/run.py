@@ -1,4 +1,4 @@
-"""Runs one check in this process."""
+"""All checks by kernel, and one of them run in this process."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -7,6 +7,11 @@ from vllm_metal_lite.checks import expertcheck, fusedcheck, recurrentcheck, self
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.errors import one_line
+
+_CHECKS = selfcheck.CHECKS, fusedcheck.CHECKS, expertcheck.CHECKS, recurrentcheck.CHECKS
+# Every kernel of metal/, and every form of one that is checked, and gives way, by itself.
+# latent_prefill is a use of latent_attention, with the same text.
+KERNELS = tuple(sorted({name for of in _CHECKS for name in of} - {"latent_prefill"}))
 
 
 def run(check: Check, timed: bool = False) -> CheckResult:

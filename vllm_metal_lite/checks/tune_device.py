@@ -73,6 +73,10 @@ def constants(sizes: loads.Sizes = SIZES) -> list[Constant]:
             lambda: (loads.product(sizes, n) for n in (1024, 2048, 4096, 8192)),
         ),
         Choice(
+            "max_lane_rows", "skinny_gemm of 1 to 4 rows in 4 bits, with matrices or without",
+            (0, 1, 2, 4), lambda: (loads.few_rows(sizes, n) for n in (1, 2, 4)),
+        ),
+        Choice(
             "max_normed_rows", "skinny_gemm of 8 to 64 rows, with the norm inside or before it",
             (0, 8, 16, 32, 64), lambda: (loads.normed(sizes, n) for n in (8, 16, 32, 64)),
         ),

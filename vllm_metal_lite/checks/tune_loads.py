@@ -22,7 +22,7 @@ from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan, paged_decode
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
-from vllm_metal_lite.kernels.skinny_gemm import RowNorm, gemm_plan, skinny_gemm
+from vllm_metal_lite.kernels.skinny_gemm import RowNorm, gemm_plan, multiplies_in_lanes, skinny_gemm
 from vllm_metal_lite.kernels.weights import Weight, quantised
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.sampling.logits import argmax_in_parts, num_parts
@@ -207,6 +207,8 @@ def rope(sizes: Sizes, rows: int) -> Load:
 
 # Products
 
+_FOUR_BITS = Quantisation(4, 32)
+
 
 def _square(sizes: Sizes, rows: int, size: int) -> tuple[mx.array, mx.array]:
     dtype = sizes.shape.dtype
@@ -237,15 +239,29 @@ def normed(sizes: Sizes, rows: int) -> Load:
 def normed_weights(sizes: Sizes, outputs: int) -> Load:
     """The same of 8 rows, with a square weight in 4 bits."""
     size = sizes.width(outputs)
-
-    @cache
-    def made() -> tuple[mx.array, Weight]:
-        x, w = _square(sizes, 8, size)
-        packed = quantised(w, Quantisation(4, 32))
-        mx.eval(packed.arrays)
-        return x, packed
-
+    made = cache(lambda: _square_of_4_bits(sizes, 8, size))
     return Load(lambda: size**2 <= profile().max_normed_weights, _with_norm(made))
+
+
+def few_rows(sizes: Sizes, rows: int) -> Load:
+    """skinny_gemm with a square weight in 4 bits, without matrices (True) or with them."""
+    size = sizes.width(4096)
+    made = cache(lambda: _square_of_4_bits(sizes, rows, size))
+    shape = WeightShape(size, size, _FOUR_BITS)
+
+    def way(in_lanes: bool) -> Way:
+        x, w = made()
+        plan = gemm_plan(rows, shape)._replace(in_lanes=in_lanes)
+        return Way(in_lanes, lambda x: skinny_gemm(x, w, plan=plan), x)
+
+    return Load(lambda: multiplies_in_lanes(rows, shape), way)
+
+
+def _square_of_4_bits(sizes: Sizes, rows: int, size: int) -> tuple[mx.array, Weight]:
+    x, w = _square(sizes, rows, size)
+    packed = quantised(w, _FOUR_BITS)
+    mx.eval(packed.arrays)
+    return x, packed
 
 
 def _with_norm(made: Callable[[], tuple[mx.array, Weight]]) -> Callable[[bool], Way]:

@@ -17,7 +17,8 @@ from vllm_metal_lite.cli.model_table import ModelEntry
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, OutOfMemoryError, one_line
-from vllm_metal_lite.model.loader import DEMO_PATH, LoadedModel, preview, read_config
+from vllm_metal_lite.model.files import DEMO_PATH, read_config
+from vllm_metal_lite.model.loader import LoadedModel, preview
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.step_peak import estimated_step_peak
 
@@ -87,7 +88,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_candidate(folder: Path) -> bool:
-    """Whether somebody would take the folder for a model."""
+    """Whether the folder looks like a model."""
     config = folder / "config.json"
     if not config.is_file():
         return False

@@ -233,6 +233,12 @@ def add_seconds(parser: argparse.ArgumentParser, default: float, what: str) -> N
     )  # fmt: skip
 
 
+def add_port(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--port", type=_port, default=8000, metavar="N", help="port of the server (default: 8000)"
+    )
+
+
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     """Add the sampling flags; `max_tokens` describes this command's default in words."""
     group = parser.add_argument_group(
@@ -311,6 +317,14 @@ def _count(text: str) -> int:
         if 1 <= int(text) <= _MOST:
             return int(text)
     raise argparse.ArgumentTypeError(f"must be an integer from 1 to {_MOST:,}, got {text!r}")
+
+
+def _port(text: str) -> int:
+    """A port that a server may be reached at."""
+    with suppress(ValueError):
+        if 1 <= int(text) <= 65535:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text!r}")
 
 
 def _counts(text: str) -> list[int]:

@@ -14,6 +14,7 @@ class Answer:
     """Connects the scheduler's Request to the output that the user sees.
 
     The `n` answers of a request share `result`, which is updated in place.
+    bad_words: token ids of the texts that must not come.
     """
 
     def __init__(
@@ -26,11 +27,12 @@ class Answer:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         seed: int,
+        bad_words: list[list[int]],
     ) -> None:
         self.request, self.params, self.result, self.seed = request, params, result, seed
+        self.bad_words = bad_words
         self.output = CompletionOutput(index)
         self._token_ids = self.output.token_ids
-        self.bad_words: list[list[int]] = []  # their token ids
         if params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0

@@ -14,7 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
-from vllm_metal_lite.engine.chat_checkpoints import chat_checkpoints
+from vllm_metal_lite.engine.chat_checkpoints import turn_checkpoints
 from vllm_metal_lite.engine.constraints import Constraints
 from vllm_metal_lite.engine.intake import (
     bad_words_of,
@@ -79,7 +79,7 @@ class LLMEngine:
         self._arrivals = itertools.count()
         self._counts = dict.fromkeys(_COUNTS, 0)
         self.async_scheduling = True
-        # Called after each completed step, by those who watch the engine.
+        # Called after each completed step, for watchers of the engine.
         self.on_step: Callable[[SchedulerOutput], None] | None = None
         # Of the steps in flight, oldest first; at most two.
         self._outputs: deque[SchedulerOutput] = deque()
@@ -134,18 +134,7 @@ class LLMEngine:
         tokenizer, caches = self.model.tokenizer, self.scheduler.config.enable_prefix_caching
         if tokenizer is None or not (self.num_state_slots and caches):
             return token_ids, ()
-        others = {k: v for k, v in kwargs.items() if k != "continue_final_message"}
-
-        def render(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-            text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-            return text
-
-        checkpoints = chat_checkpoints(
-            render(messages, **options), token_ids, messages, add_generation_prompt,
-            lambda alike: render(alike, add_generation_prompt=False, **others),
-            lambda text: tokenizer.encode(text, add_special_tokens=False),
-        )  # fmt: skip
-        return token_ids, checkpoints
+        return token_ids, turn_checkpoints(tokenizer, messages, token_ids, **options)
 
     def add_request(
         self,

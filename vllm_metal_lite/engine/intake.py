@@ -81,7 +81,7 @@ def make_answers(
 ) -> list[Answer]:
     """One answer a name; fills in `result`.
 
-    seed: of the first answer.  of_request: for each answer's Request.
+    seed: of the first answer.  bad_words: their token ids.  of_request: for each answer's Request.
     """
     if params.prompt_logprobs is not None:
         result.prompt_logprobs = [None]
@@ -95,9 +95,8 @@ def make_answers(
             request.max_chunk = 0 if request.atomic else _PROMPT_LOGPROBS_CHUNK
         answer = Answer(
             request, params, result, index, model.tokenizer, model.eos_token_ids, max_model_len,
-            seed + index,
+            seed + index, bad_words,
         )  # fmt: skip
-        answer.bad_words = bad_words
         answers.append(answer)
     result.outputs = [answer.output for answer in answers]
     return answers

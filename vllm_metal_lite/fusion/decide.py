@@ -12,6 +12,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.fusion.fused import EXPERT_KERNELS, FusedLaunches, fuse
 from vllm_metal_lite.fusion.tune import faster_expert_rows, faster_rows
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
@@ -28,20 +29,24 @@ logger = logging.getLogger(__name__)
 
 
 def decide(
-    packed: PackedModel, attention: Attention, wrong: Collection[str] = ()
+    packed: PackedModel,
+    attention: Attention,
+    wrong: Collection[str] = (),
+    ranks: RankGroup = ALONE,
 ) -> tuple[Fusion, str]:
     """The fusion for a model's steps, and its part of the start-up line.
 
-    wrong: kernels that are not used on this device.  The checks cover each kernel alone; the
-    trial here covers the fused kernels in this model.  If the trial fails, nothing is fused, with
-    a warning.  Raises KernelError if a launch fails in the trial.  Changes the model in place;
-    forwards without fusion are unaffected.
+    wrong: kernels that are not used on this device.  ranks: all of them decide as one.
+
+    The checks cover each kernel alone; the trial here covers the fused kernels in this model.  If
+    the trial fails, nothing is fused, with a warning.  Raises KernelError if a launch fails in the
+    trial.  Changes the model in place; forwards without fusion are unaffected.
     """
     if not isinstance(attention, KernelAttention):
         return NO_FUSION, ""
     # On a CPU the products dominate, and columns of a joined product are not contiguous.
     fusion = fuse(packed.model, joins=not backend.is_cpu()).without(wrong)
-    trials = _Trials(packed, attention)
+    trials = _Trials(packed, attention, ranks)
     if problem := trials.problem(fusion):
         logger.warning(f"fused launches do not suit this model: {problem.text}")
         return NO_FUSION, ""
@@ -56,19 +61,21 @@ def decide(
 class _Trials:
     """Trials of one model with its attention.  A pass is remembered for models of this form."""
 
-    def __init__(self, packed: PackedModel, attention: KernelAttention) -> None:
-        self.packed, self.attention = packed, attention
+    def __init__(
+        self, packed: PackedModel, attention: KernelAttention, ranks: RankGroup = ALONE
+    ) -> None:
+        self.packed, self.attention, self.ranks = packed, attention, ranks
         self._found = Remembered()
         self._trial: Trial | None = None
 
     def problem(self, fusion: FusedLaunches) -> Problem | None:
         """Why a fusion does not suit the model, or None if it does."""
         key = f"trial of {self._form(fusion)}"
-        if key in self._found.known:
+        if all(self.ranks.gather(key in self._found.known)):
             return None
         logger.info("trying fused launches with this model", extra={"transient": True})
         if self._trial is None:
-            self._trial = Trial(self.packed.model, self.packed.layout.vocab_size)
+            self._trial = Trial(self.packed.model, self.packed.layout.vocab_size, self.ranks)
         store = PagedStore(
             self.packed.attention_specs, 4, self.attention.store.block_size,
             states=self.packed.state_pool(2),
@@ -105,7 +112,7 @@ def _with_skinny_gemm(trials: _Trials, fusion: FusedLaunches) -> FusedLaunches:
     if problem := trials.problem(skinny):
         logger.warning(f"products by skinny_gemm do not suit this model: {problem.text}")
         return fusion
-    rows = faster_rows(packed, attention, skinny)
+    rows = faster_rows(packed, attention, skinny, trials.ranks)
     return replace(fusion, skinny_rows=rows)
 
 
@@ -118,5 +125,5 @@ def _with_experts(trials: _Trials, fusion: FusedLaunches) -> FusedLaunches:
     if problem := trials.problem(ours):
         logger.warning(f"experts by expert_gemm do not suit this model: {problem.text}")
         return fusion
-    rows = faster_expert_rows(packed, attention, ours)
+    rows = faster_expert_rows(packed, attention, ours, trials.ranks)
     return replace(fusion, expert_rows=rows)

@@ -6,44 +6,70 @@ Only the instances of one model change class, as linear layers do (linear.py).
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import Chosen, as_view, rows_of
 from vllm_metal_lite.kernels.experts import expert_mlp, fits
 from vllm_metal_lite.model.experts import experts_of, served
 
-# The row counts that use the kernels; empty also while no fused forward is being built.
-_expert_rows: ContextVar[range] = ContextVar("expert_rows", default=range(0))
+
+class _Fusing(NamedTuple):
+    """The row counts that use the kernels, and how many of a step's rows are no padding."""
+
+    expert_rows: range
+    num_live: mx.array | None
+
+
+_NOT_FUSING = _Fusing(range(0), None)
+_fusing: ContextVar[_Fusing] = ContextVar("experts", default=_NOT_FUSING)
 
 
 @contextmanager
-def fusing(expert_rows: range) -> Iterator[None]:
-    """Held while a fused forward is built."""
-    token = _expert_rows.set(expert_rows)
+def fusing(expert_rows: range, num_live: mx.array | None = None) -> Iterator[None]:
+    """Held while a fused forward is built.  num_live: see `expert_mlp`."""
+    token = _fusing.set(_Fusing(expert_rows, num_live))
     try:
         yield
     finally:
-        _expert_rows.reset(token)
+        _fusing.reset(token)
 
 
 class FusedSwitchGLU(SwitchGLU):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        rows = _expert_rows.get()
-        if indices.shape[:-1] == x.shape[:-1] and x.size // x.shape[-1] in rows:
-            experts = experts_of(self)
-            flat, chosen = rows_of(x), indices.reshape(-1, indices.shape[-1])
-            if experts is not None and fits(flat, chosen, experts):
-                result = expert_mlp(flat, chosen, experts)
-                shape = (*indices.shape, result.shape[-1])
-                return as_view(result, shape[:-1], Chosen(result, shape))
-        return super().__call__(x, indices)
+        result = _by_kernels(self, x, indices)
+        return super().__call__(x, indices) if result is None else result
+
+
+class FusedSwitchMLP(SwitchMLP):
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        result = _by_kernels(self, x, indices)
+        return super().__call__(x, indices) if result is None else result
+
+
+_FUSED: dict[type, type] = {SwitchGLU: FusedSwitchGLU, SwitchMLP: FusedSwitchMLP}
+
+
+def _by_kernels(layer: nn.Module, x: mx.array, indices: mx.array) -> mx.array | None:
+    """The result (*indices.shape, hidden); None if mlx-lm's own code must compute it."""
+    rows, num_live = _fusing.get()
+    if indices.shape[:-1] != x.shape[:-1] or x.size // x.shape[-1] not in rows:
+        return None
+    experts = experts_of(layer)
+    flat, chosen = rows_of(x), indices.reshape(-1, indices.shape[-1])
+    if experts is None or not fits(flat, chosen, experts):
+        return None
+    result = expert_mlp(flat, chosen, experts, num_live=num_live)
+    shape = (*indices.shape, result.shape[-1])
+    return as_view(result, shape[:-1], Chosen(result, shape))
 
 
 def fuse_experts(model: nn.Module) -> None:
     """Prepare the model's mixtures of experts for fused forwards."""
     for _, module in model.named_modules():
-        if type(module) is SwitchGLU and served(module):
-            module.__class__ = FusedSwitchGLU
+        fused = _FUSED.get(type(module))
+        if fused is not None and served(module):
+            module.__class__ = fused

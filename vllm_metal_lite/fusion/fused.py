@@ -55,7 +55,7 @@ class FusedLaunches:
             with (
                 hooked(functions),
                 linear.fusing(self.skinny_rows),
-                experts.fusing(self.expert_rows),
+                experts.fusing(self.expert_rows, step.num_live),
             ):
                 yield
         finally:

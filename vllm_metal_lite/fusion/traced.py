@@ -216,6 +216,9 @@ class Traced(mx.array):
             return value
         return Traced(value, Weighted(origin, y.reshape(-1, origin.shape[-2])))
 
+    def __rmul__(self, other: Any) -> mx.array:
+        return self * other
+
 
 def _add(x: Any, y: Any) -> mx.array:
     x, y = up_to_date(x), up_to_date(y)

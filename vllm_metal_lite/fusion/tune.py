@@ -21,6 +21,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.segment_state import SegmentState
+from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.fusion.fused import FusedLaunches
 from vllm_metal_lite.kernels.remembered import Remembered
@@ -52,20 +53,24 @@ class _Ways(NamedTuple):
     other: FusedLaunches
 
 
-def faster_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches) -> range:
+def faster_rows(
+    packed: PackedModel, attention: Attention, fusion: FusedLaunches, ranks: RankGroup = ALONE
+) -> range:
     """The row counts in `fusion.skinny_rows` at which `skinny_gemm` speeds up this model.
 
     Measured once for each set of weight shapes, then remembered.  If timing fails, MLX's products
-    are used, with a warning.
+    are used, with a warning.  ranks: rank 0's timing counts, since all must run the same steps.
     """
     dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
     weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype in dtypes]
     other = replace(fusion, skinny_rows=NONE)
     ways = _Ways("skinny_gemm", "products of few rows", fusion, other)
-    return _faster(packed, attention, ways, [_form(weight) for weight in weights])
+    return _faster(packed, attention, ways, [_form(weight) for weight in weights], ranks)
 
 
-def faster_expert_rows(packed: PackedModel, attention: Attention, fusion: FusedLaunches) -> range:
+def faster_expert_rows(
+    packed: PackedModel, attention: Attention, fusion: FusedLaunches, ranks: RankGroup = ALONE
+) -> range:
     """The same of `fusion.expert_rows` and the kernels of mixtures of experts."""
     forms = [
         f"{experts.count} experts of {_form(experts.gate.weight)}"
@@ -73,7 +78,7 @@ def faster_expert_rows(packed: PackedModel, attention: Attention, fusion: FusedL
     ]
     other = replace(fusion, expert_rows=NONE)
     ways = _Ways("expert_gemm", "mixtures of experts of few rows", fusion, other)
-    return _faster(packed, attention, ways, forms)
+    return _faster(packed, attention, ways, forms, ranks)
 
 
 def _faster(
@@ -81,6 +86,7 @@ def _faster(
     attention: Attention,
     ways: _Ways,
     forms: Sequence[str],
+    ranks: RankGroup,
 ) -> range:
     """forms: of the weights that the kernel reads."""
     # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
@@ -89,18 +95,20 @@ def _faster(
         return NONE
     found, counts = Remembered(), Counter(forms)
     key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in sorted(counts.items()))
-    if key not in found.known:
+    known = ranks.first(found.known.get(key))
+    if known is None:
         logger.info(
             f"timing {ways.what} with this model, once on this machine",
             extra={"transient": True},
         )
         try:
-            rows = _measure(packed, attention, ways)
+            rows = _measure(packed, attention, ways, ranks)
         except Exception as e:  # from a compiler or a driver; the next start may succeed
             logger.warning(f"{ways.kernel} cannot be timed, and is not used: {one_line(e)}")
             return NONE
-        found.add(key, f"{rows.start} {rows.stop}")
-    return range(*map(int, found.known[key].split()))
+        known = f"{rows.start} {rows.stop}"
+        found.add(key, known)
+    return range(*map(int, known.split()))
 
 
 def _form(weight: Weight) -> str:
@@ -108,13 +116,13 @@ def _form(weight: Weight) -> str:
     return f"{how or weight.dtype} {(outputs, depth)}"
 
 
-def _measure(packed: PackedModel, attention: Attention, ways: _Ways) -> range:
+def _measure(packed: PackedModel, attention: Attention, ways: _Ways, ranks: RankGroup) -> range:
     """From the fewest rows to the most at which the kernel wins.  It computes eight rows at once,
     so MLX's products may win with fewer.  Bisection, because each of the larger sizes compiles
     variants of the kernel."""
 
     def loses(num_rows: int) -> bool:
-        by_kernel, by_mlx = _seconds(packed, attention, ways, num_rows)
+        by_kernel, by_mlx = _seconds(packed, attention, ways, num_rows, ranks)
         return by_kernel >= by_mlx
 
     first = next((count for count in _FEWEST if not loses(count)), None)
@@ -125,12 +133,16 @@ def _measure(packed: PackedModel, attention: Attention, ways: _Ways) -> range:
 
 
 def _seconds(
-    packed: PackedModel, attention: Attention, ways: _Ways, num_rows: int
+    packed: PackedModel,
+    attention: Attention,
+    ways: _Ways,
+    num_rows: int,
+    ranks: RankGroup = ALONE,
 ) -> tuple[float, float]:
     """Seconds per step with the kernel and with MLX's products, in turns because clocks drift."""
     step = _padding(attention, num_rows, packed.layout.vocab_size)
     steps_of = [
-        _Steps(CompiledSteps(packed, attention, way), step, attention.new_state())
+        _Steps(CompiledSteps(packed, attention, way), step, attention.new_state(), ranks)
         for way in (ways.ours, ways.other)
     ]
     for way in steps_of:
@@ -147,8 +159,10 @@ def _seconds(
 class _Steps:
     """The same step again and again, compiled."""
 
-    def __init__(self, forward: CompiledSteps, step: Step, state: list[mx.array]) -> None:
-        self.forward, self.step, self.state = forward, step, state
+    def __init__(
+        self, forward: CompiledSteps, step: Step, state: list[mx.array], ranks: RankGroup
+    ) -> None:
+        self.forward, self.step, self.state, self.ranks = forward, step, state, ranks
 
     def seconds(self, count: int) -> float:
         """Seconds per step over `count` steps, each submitted while the previous one runs."""
@@ -160,13 +174,13 @@ class _Steps:
             logits, self.state = result
             mx.async_eval(logits, self.state)
         mx.eval(logits, self.state)
-        return (time.perf_counter() - start) / count
+        return self.ranks.first((time.perf_counter() - start) / count)
 
 
 def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
     """A step of decodes that write no rows and no states, and see no keys.
 
-    Of different tokens, which have different experts.
+    Of different tokens, which have different experts; rows count as live, so these are read.
     """
     store = attention.store
     inputs = InputBatch(num_rows, 1, store.block_size, len(store.num_blocks))

@@ -90,7 +90,7 @@ def paged_decode(
         batch, heads = len(q.q.array), q.num_heads
         arrays, new = q.arrays, q.template(kv_heads, k_row, v_row)
     if prefix and window:
-        raise ValueError("a shared prefix with a window")
+        raise ValueError(f"a shared prefix needs attention without a window, got {window}")
     dtype = arrays[0].dtype
     group = heads // kv_heads
     aligned = (_load_words(row) for row in (k_row, v_row))

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.skinny_gemm import GemmPlan
+from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
 from vllm_metal_lite.kernels.weights import Weight, inputs_of, readable, shape_of, spread_of
-from vllm_metal_lite.specs import ExpertShape, WeightShape
+from vllm_metal_lite.specs import ExpertActivation, ExpertShape, WeightShape
 
-_PLAN = Kernel("expert_plan", ["indices"], ["plan"])
+_PLAN = Kernel("expert_plan", ["indices", "num_live"], ["plan"])
 _GEMM = Kernel(
     "expert_gemm",
     [
@@ -25,19 +25,22 @@ _SUM = Kernel("expert_sum", ["x", "weights"], ["y"])
 # Most rows, and most (row, choice) pairs and experts: both lie in threadgroup memory.
 MAX_ROWS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 1024
 # Pairs of a tile: more take registers, fewer read an expert again.
-_TILES = (8, 16, 32)
+_TILES = (1, MAX_LANE_ROWS, 8, 16, 32)
 _COLUMNS = 16
+# ExpertActivation in metal/expert_gemm.metal.
+_ACTIVATIONS = {"swiglu": 1, "clamped_swiglu": 2, "geglu": 3, "relu2": 4}
 _PLAN_SIMDGROUPS = 8
 # A plan has room for so many, so that it has MIN_ELEMENTS.
 _MIN_TILES = MIN_ELEMENTS // 2
 
 
 class Activation(NamedTuple):
-    """SwiGLU; with a limit gpt-oss's: g sigmoid(alpha g) (u + 1), with g = min(gate, limit) and
-    u = up, clamped to -limit and limit."""
+    """kind: "clamped_swiglu" is g sigmoid(alpha g) (u + 1), with g = min(gate, limit) and u = up,
+    clamped to -limit and limit; "geglu" has gelu by tanh."""
 
+    kind: ExpertActivation = "swiglu"
     alpha: float = 1.0
-    limit: float | None = None
+    limit: float = 0.0
 
 
 class ExpertWeight(NamedTuple):
@@ -50,16 +53,19 @@ class ExpertWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """gate and up: (experts, intermediate, hidden); down: (experts, hidden, intermediate)."""
+    """gate and up: (experts, intermediate, hidden); down: (experts, hidden, intermediate).
+
+    up: None if the activation is of one product, that of `gate`.
+    """
 
     gate: ExpertWeight
-    up: ExpertWeight
+    up: ExpertWeight | None
     down: ExpertWeight
     activation: Activation
 
     @property
     def parts(self) -> tuple[ExpertWeight, ...]:
-        return self.gate, self.up, self.down
+        return tuple(part for part in (self.gate, self.up, self.down) if part is not None)
 
     @property
     def count(self) -> int:
@@ -68,9 +74,9 @@ class Experts:
     @property
     def shape(self) -> ExpertShape:
         count, inner, hidden = self.gate.weight.shape
-        ways = [shape_of(part.weight).quantisation for part in (self.gate, self.down)]
+        gate, down = (shape_of(part.weight).quantisation for part in (self.gate, self.down))
         biased = any(part.bias is not None for part in self.parts)
-        return ExpertShape(count, hidden, inner, self.activation.limit is not None, biased, *ways)
+        return ExpertShape(count, hidden, inner, self.activation.kind, biased, gate, down)
 
 
 class ExpertPlan(NamedTuple):
@@ -86,13 +92,14 @@ class ExpertPlan(NamedTuple):
 
 def experts_problem(experts: Experts) -> str | None:
     """Why the kernels cannot serve these experts for rows of any type, or None if they can."""
-    gate, up, down = (part.weight for part in experts.parts)
     for part in experts.parts:
         if not readable(part.weight):
             return f"the kernels do not read weights {_text(part.weight)}"
+    other = experts.up or experts.gate
+    gate, up, down = experts.gate.weight, other.weight, experts.down.weight
     if gate.shape != up.shape or down.shape != (gate.shape[0], gate.shape[2], gate.shape[1]):
         return f"experts of {gate.shape}, {up.shape} and {down.shape} do not fit each other"
-    if shape_of(gate) != shape_of(up) or (experts.gate.bias is None) != (experts.up.bias is None):
+    if shape_of(gate) != shape_of(up) or (experts.gate.bias is None) != (other.bias is None):
         return "gate and up are not of one form"
     if gate.shape[0] > MAX_EXPERTS:
         return f"{gate.shape[0]} experts are more than {MAX_EXPERTS}"
@@ -118,13 +125,16 @@ def expert_mlp(
     indices: mx.array,
     experts: Experts,
     plans: tuple[GemmPlan | None, GemmPlan | None] = (None, None),
+    num_live: mx.array | None = None,
 ) -> mx.array:
     """The result of each row's experts (rows * top_k, hidden), in the order of `indices`.
 
     x: (rows, hidden) in float16 or bfloat16, at most MAX_ROWS.  indices: (rows, top_k) integers,
-    the experts of each row.  plans: of gate and up, and of down; by default `product_plan`'s.  Sums
-    are in float32; rounds where mlx-lm's operations would, a quantised weight as `mx.dequantize`.
-    Raises ValueError for other shapes or types.
+    the experts of each row.  plans: of gate and up, and of down; by default `product_plan`'s.
+    num_live: (1,) int32, 1 or more: so many rows are no padding, the first ones; by default all.
+    Padding rows read no expert; their result is zero.  Sums are in float32; rounds where mlx-lm's
+    operations would, a quantised weight as `mx.dequantize`.  Raises ValueError for other shapes or
+    types.
     """
     if not fits(x, indices, experts) or indices.ndim != 2 or len(indices) != len(x):
         why = experts_problem(experts)
@@ -133,8 +143,8 @@ def expert_mlp(
             f"{_text(experts.gate.weight)} must be of one 16-bit float type and depth, at most "
             f"{MAX_ROWS} rows and {MAX_PAIRS} pairs" + (f": {why}" if why else "")
         )
-    top_k, indices = indices.shape[1], indices.reshape(-1)
-    plan = plan_experts(indices, len(x), experts.count)
+    top_k, plan = indices.shape[1], plan_experts(indices, experts.count, num_live)
+    indices = indices.reshape(-1)
     inner = expert_product(
         x, indices, plan, experts.gate,
         up=experts.up, activation=experts.activation, share=top_k, how=plans[0],
@@ -142,26 +152,38 @@ def expert_mlp(
     return expert_product(inner, indices, plan, experts.down, how=plans[1])
 
 
-def plan_experts(indices: mx.array, num_rows: int, num_experts: int) -> ExpertPlan:
-    """The plan for indices (pairs,) of so many rows, each of which has an expert at most once."""
-    (pairs,) = indices.shape
-    if num_rows == 1:  # each pair is a tile: nothing depends on the device
+def plan_experts(
+    indices: mx.array, num_experts: int, num_live: mx.array | None = None
+) -> ExpertPlan:
+    """The plan for indices (rows, top_k), in each row different.  num_live: see `expert_mlp`."""
+    num_rows, top_k = indices.shape
+    pairs = indices.size
+    if num_rows == 1:  # no padding, and each pair is a tile: nothing depends on the device
         return ExpertPlan(_single(pairs), pairs, _TILES[0])
     tile = next((t for t in _TILES if num_rows <= t), _TILES[-1])
     num_tiles = most_tiles(pairs, num_experts, tile)
     template: Template = {
-        "EXPERTS": num_experts, "MAX_PAIRS": MAX_PAIRS, "TILE": tile,
+        "EXPERTS": num_experts, "TOP_K": top_k, "MAX_PAIRS": MAX_PAIRS, "TILE": tile,
         "MIN_TILES": _MIN_TILES, "SIMDGROUPS": _PLAN_SIMDGROUPS,
     }  # fmt: skip
     size = pairs + 2 * max(_MIN_TILES, num_tiles)
-    (array,) = _PLAN([indices], template, (1, 1, 1), 32 * _PLAN_SIMDGROUPS, [(size,)], [mx.int32])
+    inputs = [indices.reshape(-1), _no_padding() if num_live is None else num_live]
+    (array,) = _PLAN(inputs, template, (1, 1, 1), 32 * _PLAN_SIMDGROUPS, [(size,)], [mx.int32])
     return ExpertPlan(array, num_tiles, tile)
 
 
 def most_tiles(pairs: int, num_experts: int, tile: int) -> int:
-    """The most tiles of so many pairs: of each used expert only the last is not full."""
-    used = min(pairs, num_experts)
+    """The most tiles of so many pairs: of each used expert, and of padding, only the last is not
+    full."""
+    used = min(pairs, num_experts + 1)
     return min(pairs, (pairs + used * (tile - 1)) // tile)
+
+
+@cache
+def _no_padding() -> mx.array:
+    num_live = mx.array([MAX_ROWS], mx.int32)
+    mx.eval(num_live)
+    return num_live
 
 
 @cache
@@ -184,7 +206,8 @@ def product_plan(tile: int, weight: WeightShape) -> GemmPlan:
     loads = max(1, weight.depth // (32 * spread))
     simdgroups = min(8, 1 << (loads.bit_length() - 1))
     at_once = 4 if weight.quantisation is None and tile <= 16 else 2
-    return GemmPlan(simdgroups, min(at_once, loads // simdgroups), spread)
+    in_lanes = multiplies_in_lanes(tile, weight)
+    return GemmPlan(simdgroups, min(at_once, loads // simdgroups), spread, _COLUMNS, in_lanes)
 
 
 def expert_product(
@@ -200,26 +223,26 @@ def expert_product(
 ) -> mx.array:
     """The product (pairs, outputs) of each pair's row of x with its expert's weight.
 
-    x: (pairs / share, depth).  indices: (pairs,).  up, activation: the result is the activation of
-    the product times the product with `up`.
+    x: (pairs / share, depth).  indices: (pairs,).  activation: of the product.  up: the result is
+    that times the product with `up`.
     """
     _, outputs, depth = weight.weight.shape
-    simdgroups, at_once, spread, _ = how or product_plan(plan.tile, shape_of(weight.weight))
+    how = how or product_plan(plan.tile, shape_of(weight.weight))
     arrays, form = _inputs(weight)
     up_arrays = _inputs(up)[0] if up else [unused()] * 4
-    limited = activation is not None and activation.limit is not None
     template: Template = {
-        "T": x.dtype, **form, "SPREAD": spread, "DEPTH": depth, "ROW_TILES": plan.tile // 8,
-        "SIMDGROUPS": simdgroups, "AT_ONCE": at_once, "SHARE": share,
+        "T": x.dtype, **form, "SPREAD": how.spread, "DEPTH": depth,
+        "ROW_TILES": -(-plan.tile // 8), "LANE_ROWS": MAX_LANE_ROWS if how.in_lanes else 0,
+        "SIMDGROUPS": how.simdgroups, "AT_ONCE": how.at_once, "SHARE": share,
         "BIAS": weight.bias is not None,
-        "ACTIVATION": 0 if activation is None else 2 if limited else 1,
+        "ACTIVATION": _ACTIVATIONS[activation.kind] if activation else 0,
         "ALPHA": bits(activation.alpha if activation else 0.0),
-        "LIMIT": bits(activation.limit or 0.0 if activation else 0.0),
+        "LIMIT": bits(activation.limit if activation else 0.0),
     }  # fmt: skip
     columns = _COLUMNS // 2 if up else _COLUMNS
     return _GEMM(
         [x, indices, plan.array, *arrays, *up_arrays], template,
-        (-(-outputs // columns), plan.num_tiles, 1), 32 * simdgroups,
+        (-(-outputs // columns), plan.num_tiles, 1), 32 * how.simdgroups,
         [(len(indices), outputs)], [x.dtype],
     )[0]  # fmt: skip
 

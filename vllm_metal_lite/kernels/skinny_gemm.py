@@ -26,18 +26,22 @@ Gate = Literal["silu", "gelu_approx"]
 MAX_ROWS = 64
 # Fewest rows of the weight per threadgroup.
 _COLUMNS = 16
+# The most rows whose products are made without matrices.
+MAX_LANE_ROWS = 4
 # Bytes of threadgroup memory for sums.  Metal allows 32 KB for everything.
 _SUM_BYTES = 31 << 10
 
 
 class GemmPlan(NamedTuple):
     """simdgroups: share the depth.  at_once: loads in flight, of `spread` chunks of 32 weights.
-    columns: rows of the weight per threadgroup, 16 or 32."""
+    columns: rows of the weight per threadgroup, 16 or 32.  in_lanes: without matrices,
+    for at most MAX_LANE_ROWS rows."""
 
     simdgroups: int
     at_once: int
     spread: int = 1
     columns: int = _COLUMNS
+    in_lanes: bool = False
 
 
 class RowNorm(NamedTuple):
@@ -63,10 +67,18 @@ def gemm_plan(rows: int, weight: WeightShape) -> GemmPlan:
     spread = spread_of(weight)
     loads = max(1, weight.depth // (32 * spread))
     simdgroups = min(simdgroups, 1 << (loads.bit_length() - 1))
-    if weight.outputs >= 2 * profile().gemm_fill * _COLUMNS and rows <= 32:
+    in_lanes = multiplies_in_lanes(rows, weight)
+    if weight.outputs >= 2 * profile().gemm_fill * _COLUMNS and rows <= 32 and not in_lanes:
         # Such weights have fewer bytes than x, which a threadgroup reads, and normalises, once.
+        # (In lanes, columns take registers.)
         return GemmPlan(simdgroups, 1, spread, 2 * _COLUMNS)
-    return GemmPlan(simdgroups, min(2 if rows <= 32 else 1, loads // simdgroups), spread)
+    at_once = min(2 if rows <= 32 else 1, loads // simdgroups)
+    return GemmPlan(simdgroups, at_once, spread, _COLUMNS, in_lanes)
+
+
+def multiplies_in_lanes(rows: int, weight: WeightShape) -> bool:
+    """Whether so few rows are multiplied with the weight without matrices."""
+    return weight.quantisation is not None and rows <= profile().max_lane_rows
 
 
 def fits(x: mx.array, weight: Weight) -> bool:
@@ -94,20 +106,23 @@ def skinny_gemm(
     At most MAX_ROWS rows, and a depth that is a multiple of 32 (6 bits: 64).  norm: applied to x
     first.  bias: (outputs,), is added to the product.  gate: the result is the activation of
     y[:, :outputs / 2] times y[:, outputs / 2:].  residual: of the result's shape, added last.
-    Rounds where the separate operations would; a quantised weight as `mx.dequantize`.  plan: by
-    default `gemm_plan`'s.  Raises ValueError for other shapes or types.
+    Rounds where the separate operations would; a quantised weight as `mx.dequantize`, or not at all
+    if the plan is `in_lanes`.  plan: by default `gemm_plan`'s.  Raises ValueError for other shapes
+    or types.
     """
     rows, (outputs, depth) = len(x), weight.shape
     width = outputs // 2 if gate else outputs
     _check(x, weight, norm, bias, residual, (rows, width), gate is not None and outputs % 2 == 1)
-    simdgroups, at_once, spread, columns = plan or gemm_plan(rows, shape_of(weight))
+    simdgroups, at_once, spread, columns, in_lanes = plan or gemm_plan(rows, shape_of(weight))
+    if in_lanes and rows > MAX_LANE_ROWS:
+        raise ValueError(f"{rows} rows are more than {MAX_LANE_ROWS}, the most without matrices")
     tiles = -(-rows // 8)
     # The kernel pads each row of sums by four floats.
     room = _SUM_BYTES // (simdgroups * 8 * (columns + 4) * 4)
     arrays, form = inputs_of(weight)
     template: Template = {
         "T": x.dtype, **form, "SPREAD": spread, "DEPTH": depth,
-        "ROW_TILES": tiles, "FULL": rows % 8 == 0,
+        "ROW_TILES": tiles, "FULL": rows % 8 == 0, "LANE_ROWS": MAX_LANE_ROWS if in_lanes else 0,
         "COLUMNS": columns, "SIMDGROUPS": simdgroups, "AT_ONCE": at_once,
         "HELD": -(-tiles // -(-tiles // room)),
         "NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0),

@@ -2,24 +2,44 @@
 
 import mlx.nn as nn
 from mlx_lm.models.activations import SwigluOAI
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
+from mlx_lm.models.gemma4_text import GeGLU
+from mlx_lm.models.switch_layers import (
+    QuantizedSwitchLinear,
+    SwiGLU,
+    SwitchGLU,
+    SwitchLinear,
+    SwitchMLP,
+)
 
 from vllm_metal_lite.kernels.experts import Activation, Experts, ExpertWeight, experts_problem
 from vllm_metal_lite.kernels.weights import QuantisedWeight
 from vllm_metal_lite.specs import Quantisation
 
+# mlx-lm's mixtures of experts.
+MIXTURES = (SwitchGLU, SwitchMLP)
+
 
 def experts_of(layer: nn.Module) -> Experts | None:
-    """The experts of mlx-lm's SwitchGLU, if the kernels know its activation and kinds of layers."""
-    activation = layer.activation
-    if type(activation) is SwigluOAI:
-        how = Activation(activation._alpha, activation._limit)
-    elif type(activation) is SwiGLU:
-        how = Activation()
-    else:
+    """The experts of a mixture, if the kernels know its activation and kinds of layers."""
+    how = _activation_of(layer)
+    if how is None:
         return None
+    if isinstance(layer, SwitchMLP):
+        one, down = map(_weight_of, (layer.fc1, layer.fc2))
+        return Experts(one, None, down, how) if one and down else None
     gate, up, down = map(_weight_of, (layer.gate_proj, layer.up_proj, layer.down_proj))
     return Experts(gate, up, down, how) if gate and up and down else None
+
+
+def _activation_of(layer: nn.Module) -> Activation | None:
+    activation = layer.activation
+    if isinstance(layer, SwitchMLP):
+        return Activation("relu2") if type(activation) is nn.ReLU2 else None
+    if type(activation) is SwigluOAI:
+        return Activation("clamped_swiglu", activation._alpha, activation._limit)
+    if type(activation) is SwiGLU:
+        return Activation()
+    return Activation("geglu") if type(activation) is GeGLU else None
 
 
 def _weight_of(layer: nn.Module) -> ExpertWeight | None:
@@ -34,11 +54,11 @@ def _weight_of(layer: nn.Module) -> ExpertWeight | None:
 
 def served_experts(model: nn.Module) -> list[Experts]:
     """The mixtures of experts of a model that the kernels serve."""
-    layers = (m for _, m in model.named_modules() if isinstance(m, SwitchGLU))
+    layers = (m for _, m in model.named_modules() if isinstance(m, MIXTURES))
     return [experts for layer in layers if (experts := served(layer))]
 
 
 def served(layer: nn.Module) -> Experts | None:
-    """The experts of mlx-lm's SwitchGLU, if the kernels serve them."""
+    """The experts of a mixture, if the kernels serve them."""
     experts = experts_of(layer)
     return experts if experts is not None and experts_problem(experts) is None else None

@@ -18,6 +18,7 @@ import numpy as np
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.layout import Layout
@@ -71,14 +72,14 @@ class Fit(NamedTuple):
     is_unexpected: bool = False
 
 
-def fit(model: nn.Module, layout: Layout, model_type: str) -> Fit:
+def fit(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE) -> Fit:
     """Try the forms of a model in turn; raises ModelLoadError if none fits.
 
     The trial also evaluates lazy arrays that are not parameters (RoPE's frequencies): MLX can
     evaluate them only in the thread that created them.
     """
     try:
-        trial = Trial(model, layout.vocab_size)
+        trial = Trial(model, layout.vocab_size, ranks)
     except Exception as e:
         raise ModelLoadError(f"mlx-lm cannot run this {model_type}: {one_line(e)}") from e
     fitted = _choose(model, layout, model_type, trial.problem)
@@ -87,7 +88,7 @@ def fit(model: nn.Module, layout: Layout, model_type: str) -> Fit:
     return fitted
 
 
-def foresee(model: nn.Module, layout: Layout, model_type: str) -> Fit:
+def foresee(model: nn.Module, layout: Layout, model_type: str, ranks: RankGroup = ALONE) -> Fit:
     """As `fit`, by the model's code alone: graphs are built and not evaluated, so no weight is
     read.  `fit` may still choose a later form, or refuse, for logits that differ."""
     return _choose(model, layout, model_type, _problem_of_code)

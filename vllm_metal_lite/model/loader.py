@@ -1,12 +1,7 @@
-"""Loads a model by name and prepares the model for packed steps.
+"""Loads a model by name (files.py) and prepares the model for packed steps."""
 
-A name is "demo" (shipped in the package), a local folder, or a Hugging Face repository.
-"""
-
-import json
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,28 +11,30 @@ from mlx.utils import tree_map, tree_unflatten
 from mlx_lm.models import activations
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
+from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import (
     ConfigError,
     ModelLoadError,
     Option,
     RemoteCodeError,
     one_line,
-    shorten,
-    show,
 )
 from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.experts import served_experts
+from vllm_metal_lite.model.files import find, read_config, read_json
 from vllm_metal_lite.model.fit import Fit, fit, foresee
 from vllm_metal_lite.model.layout import Layout, inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import namespaces
+from vllm_metal_lite.model.shards import shard
+from vllm_metal_lite.model.stages import check_kinds, keep_stage
 from vllm_metal_lite.model.usage import Usage, product_weights
 from vllm_metal_lite.specs import (
     AttentionShape,
@@ -45,15 +42,6 @@ from vllm_metal_lite.specs import (
     KernelUse,
     RecurrenceShape,
     RecurrentShape,
-)
-
-DEMO_PATH = Path(__file__).parent.parent / "demo_model"
-
-# The start of a git-lfs pointer, which git checks out if git-lfs is not installed.
-_LFS_FIRST_WORDS = b"version https://git-lfs"
-_A_MODEL = (
-    "a model is 'demo', a local folder, or a Hugging Face name such as "
-    "mlx-community/Qwen3-0.6B-4bit"
 )
 
 # Architectures with wrong results in mlx-lm itself, and the reason.
@@ -68,6 +56,7 @@ class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
     context_guess: the source of max_position if the number is a guess, otherwise None.
+    ranks: the ranks that share the model, of which this is one shard; ALONE for a whole model.
     """
 
     name: str
@@ -86,6 +75,7 @@ class LoadedModel:
     recurrences: list[RecurrentShape]
     usage: Usage
     context_guess: str | None = None
+    ranks: RankGroup = ALONE
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -133,7 +123,12 @@ class LoadedModel:
         return self.packed.layout.state_bytes
 
 
-def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
+def load(
+    name: str,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    ranks: RankGroup = ALONE,
+) -> LoadedModel:
     """Load a model by name; every failure is a ModelLoadError of one line.
 
     trust_remote_code: run Python code from the model's folder, if the tokenizer or the architecture
@@ -141,12 +136,17 @@ def load(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> Loa
 
     dtype "auto": on a GPU the type of the weights; on a CPU float32, with quantised weights
     expanded, because MLX's CPU backend is fast only in float32.
+
+    ranks: load this rank's shard or stage; all ranks must load the model at once.
     """
     path, name = find(name), str(name)
     with _explained(name, path, trust_remote_code):
         model, tokenizer, config = _unevaluated(name, path, dtype, trust_remote_code)
+        if ranks.size > 1:
+            divide = keep_stage if ranks.stages else shard
+            divide(model, str(config.get("model_type")), ranks)
         mx.eval(model.parameters())
-        return from_model(model, tokenizer, config, name=name, path=path)
+        return from_model(model, tokenizer, config, name=name, path=path, ranks=ranks)
 
 
 def preview(
@@ -212,7 +212,7 @@ def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) 
         tokenizer = load_tokenizer(path, options, eos_token_ids=config.get("eos_token_id"))
     except Exception as e:
         # The exception type varies: transformers first tries a tokenizer of its own.
-        if trust or "auto_map" not in _read_json(path / "tokenizer_config.json"):
+        if trust or "auto_map" not in read_json(path / "tokenizer_config.json"):
             raise
         raise _remote_code_error(name, "tokenizer", path) from e
     # Suppress transformers' warning: the engine reports its own limit.
@@ -234,19 +234,22 @@ def from_model(
     config: dict[str, Any],
     name: str,
     path: Path | None = None,
-    fit: Callable[[nn.Module, Layout, str], Fit] = fit,
+    fit: Callable[[nn.Module, Layout, str, RankGroup], Fit] = fit,
+    ranks: RankGroup = ALONE,
 ) -> LoadedModel:
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
 
-    fit: chooses the packed form.
+    fit: chooses the packed form.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))
     _refuse_untrusted(name, model_type)
     num_parameters = sum(w.size for w in backend.leaves(model.parameters()))
     adapt(model)
     layout = inspect(model, model_type)
+    if ranks.stages:
+        check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
-    fitted = fit(model, layout, model_type)
+    fitted = fit(model, layout, model_type, ranks)
     weights = backend.leaves(model.parameters())
     eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
     return LoadedModel(
@@ -260,12 +263,13 @@ def from_model(
         num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in weights),
         dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
-        generation_config=_read_json(path / "generation_config.json") if path else {},
+        generation_config=read_json(path / "generation_config.json") if path else {},
         attention_shapes=fitted.shapes,
         recurrences=fitted.recurrences,
         usage=fitted.usage,
         kv_specs=list(layout.specs),
         context_guess=context_guess,
+        ranks=ranks,
     )
 
 
@@ -283,88 +287,6 @@ def _not_quantisable(specs: list[LayerSpec]) -> str | None:
 def _refuse_untrusted(name: str, model_type: str) -> None:
     if model_type in _REFUSED:
         raise ModelLoadError(f"{name}: {model_type} is not supported: {_REFUSED[model_type]}")
-
-
-def find(name: str) -> Path:
-    """The folder of a model; downloads (with progress) from Hugging Face if needed."""
-    if not isinstance(name, (str, Path)):
-        raise ModelLoadError(f"{_A_MODEL}, got {show(name)}")
-    if name == "demo":
-        return DEMO_PATH
-    name, exists = str(name), False
-    with suppress(OSError, RuntimeError, ValueError):  # too long; no such user; half a surrogate
-        path = Path(name).expanduser()
-        if path.is_dir():
-            return path
-        exists = path.exists()
-    if exists:
-        raise ModelLoadError(f"{name}: a model is a folder, this is a file")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")):
-        raise ModelLoadError(f"{shorten(name)}: no such folder; {_A_MODEL}")
-    return _download(name)
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    shown = shorten(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
-    except errors.GatedRepoError as e:
-        raise ModelLoadError(
-            f"{shown}: access to this model must be asked for on its page, then `hf auth login`"
-        ) from e
-    except errors.RepositoryNotFoundError as e:
-        raise ModelLoadError(f"{shown}: there is no such model on the Hugging Face Hub") from e
-    except Exception as e:  # the hub's client has many errors for "no network"
-        raise ModelLoadError(
-            f"{shown}: not in the local cache, and the Hugging Face Hub cannot be reached "
-            f"({one_line(e)})"
-        ) from e
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelLoadError(f"{path}: not readable as JSON: {one_line(e)}") from e
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: must be a JSON object")
-    return value
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model's folder; ModelLoadError if it is none, or if files are missing."""
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(f"{path}: not a model folder: it has no config.json")
-    _refuse_pointers(path)
-    config = _read_json(path / "config.json")
-    if "model_type" not in config:
-        raise ModelLoadError(f"{path / 'config.json'}: has no model_type")
-    if not list(path.glob("model*.safetensors")):
-        raise ModelLoadError(f"{path}: not a model folder: it has no model*.safetensors")
-    return config
-
-
-def _refuse_pointers(path: Path) -> None:
-    """Raise ModelLoadError for a clone whose large files git-lfs has not downloaded."""
-    pointers = sorted(f.name for f in path.iterdir() if f.is_file() and _is_pointer(f))
-    if pointers:
-        more = f" (so are {len(pointers) - 1} more)" if len(pointers) > 1 else ""
-        raise ModelLoadError(
-            f"{path}: {pointers[0]} is a git-lfs pointer and not the file itself{more}: run "
-            "`git lfs install`, then `git lfs pull` in this folder"
-        )
-
-
-def _is_pointer(file: Path) -> bool:
-    try:
-        with file.open("rb") as f:
-            return f.read(len(_LFS_FIRST_WORDS)) == _LFS_FIRST_WORDS
-    except OSError:  # loading the model reports the reason
-        return False
 
 
 def _convert(model: nn.Module, dtype: str) -> None:

@@ -39,7 +39,7 @@ def _select_rows(body: nn.Module, rows: _Rows) -> None:
     body.__class__ = type(base.__name__, (base,), {"__call__": call})
 
 
-def _body(model: nn.Module) -> nn.Module | None:
+def body_of(model: nn.Module) -> nn.Module | None:
     """The module below `model` that owns the list of decoder layers."""
     for _, module in model.named_modules():
         if module is not model and isinstance(module.get("layers"), list):
@@ -131,7 +131,7 @@ class PackedModel:
             self.by_segment = by_segment or "modules that keep K and V keep a state too"
         self._hooks = RecurrentHooks(model) if layout.states and not in_sequences else tuple
         self._rows = _Rows()
-        body = _body(model)
+        body = body_of(model)
         if body is not None:
             _select_rows(body, self._rows)
 

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.backend import leaves, mx
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
@@ -73,21 +74,27 @@ class Row(NamedTuple):
 
 
 class Draw:
-    """Random tokens of two requests, and the model's own logits for them."""
+    """Random tokens of two requests, and the model's own logits for them.
 
-    def __init__(self, model: nn.Module, vocab_size: int, seed: int = 0) -> None:
+    ranks: the distances are those of rank 0, so that all ranks conclude the same.
+    """
+
+    def __init__(
+        self, model: nn.Module, vocab_size: int, seed: int = 0, ranks: RankGroup = ALONE
+    ) -> None:
         rng = np.random.default_rng(seed)
-        self._model = model
+        self._model, self._ranks = model, ranks
         self.sequences = [rng.integers(0, vocab_size, n) for n in LENGTHS]
         self.own = [_native(model, s, len(s)) for s in self.sequences]
 
     @cached_property
     def noise(self) -> list[np.ndarray]:
         """Distances of the model's own chunked logits, (positions, chunk sizes) per request."""
-        return [
+        noise = [
             np.transpose([list(map(_distance, _native(self._model, s, n), own)) for n in _CHUNKS])
             for s, own in zip(self.sequences, self.own, strict=True)
         ]
+        return [np.array(rows) for rows in self._ranks.first([n.tolist() for n in noise])]
 
     def rows(
         self, packed: PackedModel, attention: Attention, fusion: Fusion = NO_FUSION
@@ -106,7 +113,7 @@ class Draw:
                 for position in range(start, start + count):
                     error = _distance(next(got), self.own[request][position])
                     rows.append(Row(kind, error, request, position))
-        return rows
+        return [Row(*row) for row in self._ranks.first(rows)]
 
 
 def built_steps(
@@ -140,8 +147,8 @@ def built_steps(
 class Trial:
     """Tries packed forms of a model; keeps the model's own logits for the next form."""
 
-    def __init__(self, model: nn.Module, vocab_size: int) -> None:
-        self._model, self._vocab_size = model, vocab_size
+    def __init__(self, model: nn.Module, vocab_size: int, ranks: RankGroup = ALONE) -> None:
+        self._model, self._vocab_size, self._ranks = model, vocab_size, ranks
         self._exact = all(w.dtype not in _16_BIT for w in leaves(model.parameters()))
         self._limit = _EXACT_LIMIT if self._exact else _LIMIT
         self._draws: list[Draw] = []
@@ -187,7 +194,7 @@ class Trial:
 
     def _draw(self, number: int) -> Draw:
         if number == len(self._draws):
-            self._draws.append(Draw(self._model, self._vocab_size, number))
+            self._draws.append(Draw(self._model, self._vocab_size, number, self._ranks))
         return self._draws[number]
 
 

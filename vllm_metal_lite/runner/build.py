@@ -3,7 +3,7 @@
 The core runs without the packages on top of it: `checks` and `fusion` are optional.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from types import ModuleType
 
@@ -28,12 +28,12 @@ def build_runner(
     room = _room("fusion.decide")
     while room is not None:
         try:
-            fusion, note = room.decide(model.packed, path.attention, path.failed)
+            fusion, note = room.decide(model.packed, path.attention, path.failed, model.ranks)
             path = replace(path, fusion=fusion, fusion_note=note)
             break
         except KernelError as e:  # in the trial of the fused launches
             path = path.without(e)
-    return ModelRunner(model.packed, path, sampler)
+    return ModelRunner(model.packed, path, sampler, model.ranks)
 
 
 def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> Path:
@@ -43,8 +43,18 @@ def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> Path
     if reason is not None:
         return Path(ReferenceAttention(store), reason, option, shapes)
     if room := _room("checks.verdicts"):
-        verdict = room.verify(model.kernel_use(store.block_size))
+        verdict = _by_all(room, model, store.block_size)
     return Path(*select(option, store, shapes, verdict), option, shapes, verdict)
+
+
+def _by_all(checks: ModuleType, model: LoadedModel, block_size: int) -> Verdict:
+    """The verdict of a model's ranks, which check one after another: they may share a device."""
+    own = Verdict({})
+    for rank in range(model.ranks.size):
+        if rank == model.ranks.rank:
+            own = checks.verify(model.kernel_use(block_size))
+        model.ranks.gather(rank)  # until this one is done
+    return Verdict.of_all([Verdict(**found) for found in model.ranks.gather(asdict(own))])
 
 
 def _room(name: str) -> ModuleType | None:

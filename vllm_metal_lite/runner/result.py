@@ -79,7 +79,9 @@ class StepResult:
     @cached_property
     def _reported(self) -> np.ndarray:
         self.wait()
-        return np.zeros(0, np.int32) if self._sampled is None else np.array(self.arrays[0])
+        if self._sampled is None:  # without rows, or of a stage that samples nothing
+            return np.zeros(len(self._req_indices), np.int32)
+        return np.array(self.arrays[0])
 
     @cached_property
     def logprobs(self) -> Logprobs | None:

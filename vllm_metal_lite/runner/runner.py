@@ -20,6 +20,7 @@ from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.model.packed import Fusion, PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
@@ -46,11 +47,14 @@ class StatesLost(RuntimeError):
 class ModelRunner:
     """Runs packed steps of one model over one store.
 
-    path: the current path, which changes if a kernel fails.
+    path: the current path, which changes if a kernel fails.  ranks: of which each has a runner, and
+    all run the same steps.
     """
 
-    def __init__(self, model: PackedModel, path: Path, sampler: Sampler) -> None:
-        self.model, self.sampler = model, sampler
+    def __init__(
+        self, model: PackedModel, path: Path, sampler: Sampler, ranks: RankGroup = ALONE
+    ) -> None:
+        self.model, self.sampler, self.ranks = model, sampler, ranks
         self._take(path, CompiledSteps(model, path.attention, path.fusion))
         self._last: StepResult | None = None
 
@@ -79,7 +83,7 @@ class ModelRunner:
         grammar: the tokens allowed in some of these T rows, or a function that makes them while the
         device runs the forward; it may be called again.  after: the previous step, which holds
         the tokens that are unknown on the host.  Raises if this step is invalid, or if the previous
-        step failed and nobody waited for it.  A kernel that fails gives way (`Path.without`).
+        step failed before the host waited for it.  A kernel that fails gives way (`Path.without`).
         """
         store = self.attention.store
         batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)
@@ -95,6 +99,8 @@ class ModelRunner:
 
     def _give_way(self, error: Exception, batch: ForwardBatch, after: StepResult | None) -> bool:
         """Take the path without the kernel at fault, if a kernel is at fault and there is one."""
+        if self.ranks.size > 1:  # the others wait inside of this step, which has no repetition
+            return False
         if not self.path.uses_kernels or _OUT_OF_MEMORY.search(str(error)):
             return False
         if after is not None:
@@ -124,6 +130,8 @@ class ModelRunner:
 
     def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> Step:
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
+        if not self.ranks.has_logits:  # any row: its evaluation is what sends the hidden states
+            step = replace(step, logits_indices=mx.zeros(1, mx.int32))
         return step if after is None else replace(step, token_ids=after.complete(step))
 
     def _launch(
@@ -140,6 +148,10 @@ class ModelRunner:
             step = self._prepare(batch, after)
             logits, state = self._forward(step)
 
+            if not self.ranks.has_logits:
+                result = StepResult(req_indices, None, None, None, written=[logits])
+                self._submit(result, state)
+                return result
             num_sampled = len(batch.sample_segments)
             sampled = for_host = logprobs = scored = None
             if num_sampled:

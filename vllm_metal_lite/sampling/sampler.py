@@ -17,6 +17,7 @@ from math import inf, log
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling import undrawn
@@ -147,10 +148,12 @@ class Sampler:
     change.  Token counts of requests with penalties stay on the device, (slots, V) uint32 holding
     2 * (times generated) + (in the prompt).  The device updates these counts, so a step can be
     built before the previous step's tokens are known.
+
+    ranks: all of them sample, and take rank 0's tokens: chips of several kinds round differently.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self.max_num_seqs = max_num_seqs
+    def __init__(self, max_num_seqs: int, vocab_size: int, ranks: RankGroup = ALONE) -> None:
+        self.max_num_seqs, self._ranks = max_num_seqs, ranks
         self.vocab_size = vocab_size
         self._rows = np.full(max_num_seqs, _NEUTRAL)
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # token ids, addends
@@ -303,7 +306,7 @@ class Sampler:
                 x = ops.perturb_above(x, floor, bits, plan.temperature)
             else:
                 x = ops.perturb(x, bits, plan.temperature)
-        token_ids = ops.argmax(x).view(mx.int32)
+        token_ids = self._ranks.first_array(ops.argmax(x).view(mx.int32))
         for_host = undrawn.mark(x, token_ids)
         if plan.slots is not None:
             drawn = token_ids if plan.penalty_rows is None else token_ids[plan.penalty_rows]

@@ -128,7 +128,7 @@ class BlockPool:
         """Name an owned, full block; False if another block already has this name."""
         if not self.enable_caching or block_hash in self._by_name:
             return False
-        assert self._ref[block_id] > 0, f"block {block_id} is owned by nobody"
+        assert self._ref[block_id] > 0, f"block {block_id} has no owner"
         assert self._name[block_id] is None, f"block {block_id} has a name"
         self._by_name[block_hash] = block_id
         self._name[block_id] = block_hash

@@ -144,7 +144,7 @@ class KVCacheManager:
             if first > table.num_given_back:
                 blocks = table.block_ids[table.num_given_back : first]
                 pool.free(blocks)
-                # Nobody can start in the middle of a context, whose window has lost a block.
+                # No request can start in the middle of a context, whose window has lost a block.
                 kept = self._in_kept_windows(request, group, table.num_given_back, first)
                 pool.evict_first(b for b, keep in zip(blocks, kept, strict=True) if not keep)
                 table.num_given_back = first

@@ -10,21 +10,20 @@ A step can be scheduled before the previous step's tokens are known: `advance` a
 UNKNOWN_TOKEN for each, and `update` replaces it.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
-from operator import attrgetter, le, sub
+from operator import le, sub
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
-from vllm_metal_lite.errors import Option, RequestError, show
+from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks
+from vllm_metal_lite.scheduler.limits import longest
+from vllm_metal_lite.scheduler.rank_queue import RANK, RankQueue
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
-
-_RANK = attrgetter("rank")
 
 # Waiting requests that a step looks at in search of one that waits for no other.
 _MAX_PASSED = 64
@@ -61,10 +60,10 @@ class Scheduler:
         self.prefix_lost_tokens = 0  # in blocks, but without a state behind them
         self._block_size = config.block_size
         self._requests: dict[str, Request] = {}
-        # Each unfinished request is in one of these lists, or ended by `advance`; ordered by rank.
-        self._waiting: list[Request] = []
-        self._partials: list[Request] = []
-        self._decodes: list[Request] = []
+        # Each unfinished request is in one of these queues, or ended by `advance`.
+        self._waiting = RankQueue()
+        self._partials = RankQueue()
+        self._decodes = RankQueue()
         # Decodes that complete a block whose last token is still unknown: no hash, so no name yet.
         self._unnamed: list[tuple[SchedulerOutput, Request]] = []
         self._num_added = 0
@@ -95,40 +94,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError, changing nothing, if it could never finish."""
-        name, prompt = f"request {show(request.request_id)}", request.num_prompt_tokens
         if request.request_id in self._requests:
-            raise RequestError(f"{name} is already in use")
-        if prompt == 0:
-            raise RequestError(f"{name} has an empty prompt: it must have at least one token")
-        if request.max_tokens < 1:
-            raise RequestError(f"{name}: max_tokens must be at least 1, got {request.max_tokens}")
-        if prompt >= self.max_model_len:
-            raise RequestError(
-                f"{name} has a prompt of {prompt} tokens; ",
-                Option("max_model_len"),
-                f" ({self.max_model_len}) leaves room for {self.max_model_len - 1} and a new one",
-            )
-        # The last token sampled is never computed, so it is never stored.
-        max_length = min(prompt + request.max_tokens, self.max_model_len)
-        num_stored = max_length - 1
-        size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
-        if sizes := self.kv.too_large(num_stored, num_stored if request.atomic else 1):
-            raise RequestError(
-                f"{name} ({size}) needs {sizes[0]} blocks of {self._block_size} tokens, "
-                f"the store has {sizes[1]}"
-            )
-        # Preempted before its last token, it must recompute all its tokens in one step.
-        if request.atomic and num_stored > self.config.max_num_batched_tokens:
-            raise RequestError(
-                f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; ",
-                Option("max_num_batched_tokens"), f" is {self.config.max_num_batched_tokens}",
-            )  # fmt: skip
-        request.max_length = max_length
+            raise RequestError(f"request {show(request.request_id)} is already in use")
+        request.max_length = longest(request, self.config, self.max_model_len, self.kv)
         # The count orders requests of equal arrival (the n answers of one prompt).
         request.rank = (request.priority, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_RANK)
+        self._waiting.add(request)
 
     def finish(self, request: Request) -> None:
         """Remove a request from its queue and release its blocks; unknown ones are ignored."""
@@ -139,12 +112,12 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)
         else:
-            _remove(self._waiting, request)
+            self._waiting.discard(request)
         request.status = RequestStatus.FINISHED
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes.  Running requests keep their blocks, but what they compute is
-        found by nobody, the step in flight included."""
+        """Forget all cached prefixes.  Running requests keep their blocks, but no request finds
+        what they compute, the step in flight included."""
         self.kv.reset()
 
     # Steps
@@ -212,8 +185,8 @@ class Scheduler:
                 request.num_computed_tokens = end
                 self.kv.give_back(request, end)  # with short windows, most of its blocks
                 if is_terminal:
-                    _remove(self._partials, request)
-                    insort(self._decodes, request, key=_RANK)
+                    self._partials.discard(request)
+                    self._decodes.add(request)
         ended = []
         for request in terminal:
             if request.status is running:
@@ -235,8 +208,8 @@ class Scheduler:
         request.token_ids += forced
         output.forced.append((request, forced))
         if len(forced) > 1:
-            _remove(self._decodes, request)
-            insort(self._partials, request, key=_RANK)
+            self._decodes.discard(request)
+            self._partials.add(request)
 
     def update(self, output: SchedulerOutput, token_ids: Sequence[int]) -> None:
         """Record the tokens of a step, after `advance`.
@@ -358,7 +331,7 @@ class Scheduler:
                 at += 1
                 continue
             del self._waiting[at]
-            insort(self._partials, request, key=_RANK)
+            self._partials.add(request)
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = start
             if not request.num_computed_before:
@@ -442,7 +415,7 @@ class Scheduler:
 
     def _preempt_lowest(self, out: SchedulerOutput) -> Request:
         last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
-        victim = max(last, key=_RANK)
+        victim = max(last, key=RANK)
         # Steps are filled in order of rank, so the victim is not in this step yet.
         assert all(s.request is not victim for s in out.segments), "a scheduled request gives way"
         victim.num_preemptions += 1
@@ -457,18 +430,9 @@ class Scheduler:
         before = max(request.num_computed_before, request.num_computed_tokens)
         request.num_computed_before, request.num_computed_tokens = before, 0
         request.status = RequestStatus.PREEMPTED if before else RequestStatus.WAITING
-        insort(self._waiting, request, key=_RANK)
+        self._waiting.add(request)
 
     def _unseat(self, request: Request) -> None:
-        if not _remove(self._decodes, request):
-            _remove(self._partials, request)
+        if not self._decodes.discard(request):
+            self._partials.discard(request)
         self.kv.free(request)
-
-
-def _remove(queue: list[Request], request: Request) -> bool:
-    """Remove a request from a list ordered by rank; False if it is not there."""
-    at = bisect_left(queue, request.rank, key=_RANK)
-    if at == len(queue) or queue[at] is not request:
-        return False
-    del queue[at]
-    return True

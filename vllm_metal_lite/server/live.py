@@ -1,4 +1,4 @@
-"""`/events`: what the engines do, while somebody watches.
+"""`/events`: what the engines do, while a client watches.
 
 All viewers share what an engine sends.  An engine sends events for some seconds after the last
 `Watch` only, so a server that ends without a word costs it nothing.

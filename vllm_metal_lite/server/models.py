@@ -3,7 +3,7 @@
 The first model and the pinned ones are loaded from the start, others when a request names them.  If
 memory is short, models are unloaded, the least recently used first: those without a request at
 once, others as soon as their requests have ended.  A model that has to go gets no new requests, so
-no model waits for ever; its later requests load it again.
+no model waits forever; its later requests load it again.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for the model."""
+        """Whether a request waits for the model."""
         return any(not waiter.done() for waiter in self.waiters)
 
     @property
@@ -101,7 +101,7 @@ Starter = Callable[[str, Callable[[int], Awaitable[EngineConfig]]], Awaitable[En
 
 
 class _Unwanted(Exception):
-    """Nobody waits for the model any longer."""
+    """No request waits for the model any longer."""
 
 
 class Models:
@@ -139,7 +139,7 @@ class Models:
             )
         self._start, self._clock = start, clock
         self._loading = asyncio.Lock()  # one model at a time, in order of the requests
-        self._changed = asyncio.Event()  # somebody left an engine, or waits no more
+        self._changed = asyncio.Event()  # a request left an engine, or waits no more
 
     @property
     def loaded(self) -> dict[str, EngineClient]:
@@ -166,7 +166,7 @@ class Models:
     async def use(self, name: str | None) -> AsyncIterator[tuple[ModelSpec, EngineClient]]:
         """The engine of a model, loaded; the model stays loaded inside of the block.
 
-        name None or "": the first model.  Raises ApiError: 404 for a name that nobody knows, 503
+        name None or "": the first model.  Raises ApiError: 404 for an unknown name, 503
         for a model that does not load.
         """
         model = self._find(name)
@@ -222,7 +222,7 @@ class Models:
     # Load and unload
 
     async def _load(self, model: Model) -> None:
-        """Load a model for those who wait for it."""
+        """Load a model for the requests that wait for it."""
         error: ModelLoadError | None = ModelLoadError("the server is shutting down")
         try:
             async with self._loading:
@@ -272,7 +272,7 @@ class Models:
     async def _make_room(self, model: Model, size: int) -> None:
         """Unload models until `size` bytes are free.
 
-        Raises ModelLoadError if the pinned models leave less; _Unwanted if nobody waits for the
+        Raises ModelLoadError if the pinned models leave less; _Unwanted if no request waits for the
         model any longer.
         """
         loaded = [(m, m.engine) for m in self.models.values() if m.engine and m.engine.alive]

@@ -115,7 +115,7 @@ class Server:
         """Print a line at the end of each request."""
 
         def log(engine: EngineClient, generation: Generation) -> None:
-            with suppress(OSError):  # nobody reads our output any longer
+            with suppress(OSError):  # the reader of our output is gone
                 print(summary(generation), flush=True)
 
         self.on_end = log

@@ -1,15 +1,19 @@
 """A conversation made ready for its next answer, for all chat APIs."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.chat_formats.tool import ToolChoice
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.answer_events import AnswerDelta, answer_events
 from vllm_metal_lite.server.answer_form import answer_form
 from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
+from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.structured import check_form
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.generation import Generation
 from vllm_metal_lite.structured_params import ThinkingParams
 
 _TAIL = 16  # tokens at a prompt's end that may open thoughts
@@ -23,6 +27,19 @@ class Turn:
     params: SamplingParams
     make_parser: Callable[[], ChatParser]
     parallel: bool
+
+    def generate(
+        self, server: Server, engine: EngineClient, prefix: str, priority: int | None
+    ) -> AbstractAsyncContextManager[Generation]:
+        """`Server.generate` of this turn."""
+        return server.generate(
+            engine, prefix, self.prompt.token_ids, self.params, priority=priority or 0,
+            checkpoints=self.prompt.checkpoints, parted=self.prompt.parted,
+        )  # fmt: skip
+
+    def deltas(self, generation: Generation) -> AsyncIterator[AnswerDelta]:
+        """What comes of the answers, as `answer_events` reads it."""
+        return answer_events(generation, self.make_parser, self.parallel)
 
 
 async def prepare(

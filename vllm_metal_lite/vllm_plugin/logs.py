@@ -20,6 +20,5 @@ def log_through_vllm() -> None:
     if not any(isinstance(handler, _Forward) for handler in ours.handlers):
         ours.addHandler(_Forward(logging.getLogger("vllm.metal_lite")))
         ours.propagate = False  # vLLM's logger decides on propagation
-        ours.setLevel(
-            logging.INFO
-        )  # its handlers decide on levels; the first start says what it does
+        # vLLM's handlers decide on levels; at the first start INFO tells of the checks.
+        ours.setLevel(logging.INFO)

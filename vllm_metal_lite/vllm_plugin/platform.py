@@ -11,6 +11,9 @@ from vllm.platforms import Platform, PlatformEnum
 
 from vllm_metal_lite import envs
 from vllm_metal_lite.errors import MetalLiteError
+from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
+from vllm_metal_lite.vllm_plugin.data_parallel import separate_engines
+from vllm_metal_lite.vllm_plugin.hosts import use_address_towards_master
 from vllm_metal_lite.vllm_plugin.refusals import refuse_unsupported
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _WORKER = "vllm_metal_lite.vllm_plugin.worker.MetalLiteWorker"
+_RANK_WORKER = "vllm_metal_lite.vllm_plugin.rank_worker.RankWorker"
 
 # From 70 GiB up, vLLM assumes a data-centre GPU and raises its default batch sizes.
 _MOST_MEMORY_TOLD = 64 << 30
@@ -33,6 +37,7 @@ class MetalLitePlatform(Platform):
     dist_backend = "gloo"
     simple_compile_backend = "eager"
     device_control_env_var = "METAL_LITE_VISIBLE_DEVICES"
+    num_devices = 1  # of this host, as vLLM counts: each rank has one
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -55,8 +60,16 @@ class MetalLitePlatform(Platform):
         from vllm.config import CompilationMode
 
         refuse_unsupported(vllm_config)
+        separate_engines(vllm_config)
+        if vllm_config.parallel_config.nnodes > 1:
+            use_address_towards_master(vllm_config.parallel_config)
+        guard_torch_accelerator()
         if vllm_config.parallel_config.worker_cls == "auto":
-            vllm_config.parallel_config.worker_cls = _WORKER
+            several = vllm_config.parallel_config.world_size > 1
+            vllm_config.parallel_config.worker_cls = _RANK_WORKER if several else _WORKER
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            # The scheduler then sends sampled tokens to the stages, which do not pass them on.
+            vllm_config.scheduler_config.async_scheduling = False
         vllm_config.parallel_config.disable_custom_all_reduce = True
         vllm_config.compilation_config.mode = CompilationMode.NONE  # there is no torch model
         vllm_config.compilation_config.cudagraph_capture_sizes = []
@@ -91,6 +104,10 @@ class MetalLitePlatform(Platform):
                 raise VLLMValidationError(str(e)) from e
 
     # The device
+
+    @classmethod
+    def device_count(cls) -> int:
+        return cls.num_devices
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

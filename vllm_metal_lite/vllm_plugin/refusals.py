@@ -31,14 +31,12 @@ _OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("ec_transfer_config", "--ec-transfer-config", _is_set),
     ("watermark_config", "--watermark-config", _is_set),
     ("diffusion_config", "--diffusion-config", _is_set),
-    ("parallel_config.tensor_parallel_size", "--tensor-parallel-size", _above_one),
-    ("parallel_config.pipeline_parallel_size", "--pipeline-parallel-size", _above_one),
-    ("parallel_config.data_parallel_size", "--data-parallel-size", _above_one),
+    ("parallel_config.data_parallel_external_lb", "--data-parallel-rank", _is_set),
+    ("parallel_config.data_parallel_backend", "--data-parallel-backend", _not("mp")),
     ("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size",
      _above_one),
     ("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size",
      _above_one),
-    ("parallel_config.nnodes", "--nnodes", _above_one),
     ("parallel_config.enable_expert_parallel", "--enable-expert-parallel", _is_set),
     ("parallel_config.enable_eplb", "--enable-eplb", _is_set),
     ("parallel_config.enable_dbo", "--enable-dbo", _is_set),
@@ -65,8 +63,9 @@ _OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 )  # fmt: skip
 
 _HINTS = {
+    "--data-parallel-rank": "start a server for each rank, behind a balancer (docs/scale.md)",
     "--block-size": f"take one of {list(BLOCK_SIZES)}",
-    "multimodal input": "--language-model-only serves the text part",
+    "multimodal input": "try --language-model-only, for the text part",
     "--quantization": "MLX's own checkpoints need no flag",
 }
 
@@ -77,6 +76,12 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
         value = get(vllm_config, path)
         if value is not None and is_too_much(value):
             _refuse(option, value)
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        for axis in ("tensor", "data"):
+            if (size := getattr(parallel, f"{axis}_parallel_size")) > 1:
+                hint = f"not with --{axis}-parallel-size {size}"
+                _refuse("--pipeline-parallel-size", parallel.pipeline_parallel_size, hint)
     model = vllm_config.model_config
     if model is None:  # vLLM's own tools make configs without a model
         return

@@ -1,37 +1,39 @@
 """The vLLM worker, which drives our runner."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.config import KV_BITS
+from vllm_metal_lite.config import ATTENTION, KV_BITS
+from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.kv.store import LayerSpec, PagedStore
+from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.adapters.modules import rotation_limit
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner import memory as sizing
-from vllm_metal_lite.runner.build import build_runner, choose_attention
+from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
-from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.vllm_plugin import logs
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
+from vllm_metal_lite.vllm_plugin.data_parallel import engines_of_host
+from vllm_metal_lite.vllm_plugin.group import own_device
+from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
 from vllm_metal_lite.vllm_plugin.lost_states import recompute_states
 from vllm_metal_lite.vllm_plugin.memory import MemoryPlan, plan_memory
 from vllm_metal_lite.vllm_plugin.outputs import StepOutput
-from vllm_metal_lite.vllm_plugin.state_slots import StateSlotSpec, no_own_pool, state_slot_spec
+from vllm_metal_lite.vllm_plugin.state_slots import no_own_pool
 from vllm_metal_lite.vllm_plugin.translate import Step, StepTranslator
 
 if TYPE_CHECKING:
@@ -41,13 +43,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.metal_lite")
 
-_NAME = "layers.{}"
-_STATES = "states.{}"
-
 Part = TypeVar("Part", LoadedModel, Pipeline, StepTranslator)
-
-# A purely recurrent model stores nothing in blocks, but vLLM counts tokens in blocks.
-_TOKEN_COUNTER = LayerSpec(1, 8, 8, mx.float32)
 
 
 def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
@@ -70,6 +66,12 @@ def _kv_bits(text: str | None) -> int | None:
     return int(text)
 
 
+def _check_attention(option: str) -> None:
+    """Raise ConfigError for a METAL_LITE_ATTENTION that is not in ATTENTION."""
+    if option not in ATTENTION:
+        raise ConfigError(f"METAL_LITE_ATTENTION must be one of {list(ATTENTION)}, got {option!r}")
+
+
 def _awake(part: Part | None) -> Part:
     if part is None:
         raise RuntimeError("the worker has not started, or it sleeps")
@@ -77,8 +79,12 @@ def _awake(part: Part | None) -> Part:
 
 
 class MetalLiteWorker(WorkerBase):
-    """One device, one model.  vLLM calls the methods in roughly this order."""
+    """One device, one model.  vLLM calls the methods in roughly this order.
 
+    ranks: the workers that share the model (rank_worker.py).
+    """
+
+    ranks: RankGroup = ALONE
     _model: LoadedModel | None = None
     _pipeline: Pipeline | None = None
     _translator: StepTranslator | None = None
@@ -106,17 +112,34 @@ class MetalLiteWorker(WorkerBase):
         logs.log_through_vllm()
         self.device = torch.device("cpu")
         guard_torch_accelerator()
+        self._take_device()
         if backend.is_cpu() and envs.device() != "cpu":
             raise ConfigError(
                 "MLX sees no GPU here; METAL_LITE_DEVICE=cpu runs on the CPU (slowly)"
             )
         logger.info("%s", backend.describe())
 
+    def _take_device(self) -> None:
+        """A device for each worker of this host, or a part of the memory of the only one."""
+        parallel = self.parallel_config
+        workers = parallel.local_world_size
+        sharers = workers * engines_of_host(self.vllm_config)
+        if sharers == 1 and parallel.world_size == 1:
+            return  # NCCL takes the device of the rank's number; a rank alone on its host sees one
+        own_device((parallel.data_parallel_rank_local or 0) * workers + self.local_rank)
+        if backend.name() != "cuda":
+            backend.share_device(sharers)
+
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
-        model = load(self.model_config.model, self._dtype(), self.model_config.trust_remote_code)
-        self._model = model.with_kv_bits(_kv_bits(envs.kv_bits()))
+        bits = _kv_bits(envs.kv_bits())
+        _check_attention(envs.attention())
+        model = load(
+            self.model_config.model, self._dtype(), self.model_config.trust_remote_code, self.ranks
+        )
+        self._model = model.with_kv_bits(bits)
+        self._layers = KVLayers(self.model, self.ranks)
         _check_rotation(self.model, self.model_config.max_model_len)
         sizing.set_memory_limits()
         if self.cache_config.enable_prefix_caching and (reason := self._no_prefix_cache()):
@@ -137,7 +160,7 @@ class MetalLiteWorker(WorkerBase):
             return None
         if self.cache_config.mamba_cache_mode != "align":
             return "vLLM does not know that its layers keep states"
-        if len(set(self._specs)) > 1:
+        if len(set(self._layers.specs)) > 1:
             return "it keeps states, and its attention layers are unlike"
         return no_own_pool()
 
@@ -152,48 +175,8 @@ class MetalLiteWorker(WorkerBase):
         return "auto" if backend.is_cpu() and dtype == "float32" else dtype
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
-        """With several groups, report windows only if the groups' layers may share arrays.
-
-        vLLM wants as many layers in each group, so the states are told as so many.
-        """
-        specs, unlike = self._specs, len(kv_groups(self._specs)) > 1
-        if unlike and not self._may_share_arrays():
-            specs = [replace(s, window=None) for s in specs]
-        told = {_NAME.format(i): self._kv_cache_spec(s) for i, s in enumerate(specs)}
-        if self._caches_states:
-            page = told[_NAME.format(0)].page_size_bytes
-            spec = state_slot_spec(self._memory.num_state_slots, self.cache_config.block_size, page)
-            told |= {_STATES.format(i): spec for i in range(len(specs))}
-        return told
-
-    def _may_share_arrays(self) -> bool:
-        """Whether layers of several groups may share arrays, each in its own blocks.
-
-        The layers must have one shape, and kernels must write the arrays: MLX's own operations copy
-        the whole array if one layer writes while another still reads.
-        """
-        shapes = {(s.num_kv_heads, s.k_head_dim, s.v_head_dim, s.dtype) for s in self._specs}
-        if len(shapes) > 1:
-            return False
-        store = PagedStore(self.model.kv_specs, 1, self.cache_config.block_size)
-        return choose_attention(self.model, store, envs.attention()).uses_kernels
-
-    @property
-    def _specs(self) -> list[LayerSpec]:
-        return self.model.kv_specs or [_TOKEN_COUNTER]
-
-    def _kv_cache_spec(self, spec: LayerSpec) -> "KVCacheSpec":
-        # vLLM only uses these to count bytes, so give the width and dtype of stored rows.
-        kwargs = {
-            "block_size": self.cache_config.block_size,
-            "num_kv_heads": spec.num_kv_heads,
-            "head_size": spec.k_row.width,
-            "head_size_v": spec.v_row.width,
-            "dtype": getattr(torch, str(spec.k_row.kept_dtype).removeprefix("mlx.core.")),
-        }
-        if spec.window is None:
-            return FullAttentionSpec(**kwargs)
-        return SlidingWindowSpec(**kwargs, sliding_window=spec.window)
+        slots = self._memory.num_state_slots if self._caches_states else None
+        return self._layers.kv_cache_specs(self.model, self.cache_config.block_size, slots)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """The axis order of our store; vLLM would ask an attention backend."""
@@ -205,28 +188,20 @@ class MetalLiteWorker(WorkerBase):
 
     @cached_property
     def _memory(self) -> MemoryPlan:
-        """Made once: slots keep their number when the worker sleeps."""
-        return plan_memory(self.model, self._specs, self.vllm_config, self._caches_states)
+        """Made once: slots keep their number when the worker sleeps.  The smallest rank decides;
+        of stages, which may differ in layers, vLLM compares the blocks."""
+        plan = plan_memory(self.model, self._layers.specs, self.vllm_config, self._caches_states)
+        least = MemoryPlan(*map(min, zip(*self.ranks.gather(astuple(plan)), strict=True)))
+        return replace(least, kv_bytes=plan.kv_bytes) if self.ranks.stages else least
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
 
     def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
         seats, size = self.scheduler_config.max_num_seqs, self.cache_config.block_size
-        numbers = {_NAME.format(i): i for i in range(len(self.model.packed.attention_specs))}
-        self._groups, state_group = [], None
-        for number, group in enumerate(kv_cache_config.kv_cache_groups):
-            if group.kv_cache_spec.block_size != size:
-                raise ConfigError(
-                    f"vLLM made a group of layers with blocks of {group.kv_cache_spec.block_size} "
-                    f"tokens beside others of {size}; vllm-metal-lite wants one size"
-                )
-            if isinstance(group.kv_cache_spec, StateSlotSpec):
-                state_group = number
-                continue
-            layers = tuple(numbers[name] for name in group.layer_names if name in numbers)
-            self._groups.append(KVGroup(layers, num_blocks=kv_cache_config.num_blocks))
-        self._sampler = Sampler(seats, self.model.vocab_size)
+        self._groups, state_group = self._layers.groups(kv_cache_config, size)
+        all_sample = ALONE if self.ranks.stages else self.ranks
+        self._sampler = Sampler(seats, self.model.vocab_size, all_sample)
         inputs = InputBatch(seats, self.model_config.max_model_len, size, len(self._groups))
         self._translator = StepTranslator(
             inputs, self._sampler, self.model_config.seed, state_group
@@ -282,8 +257,8 @@ class MetalLiteWorker(WorkerBase):
         masks = self.translator.masks(step, grammar_output)
         launched = self._launch(step, masks)
         output = StepOutput(step, launched.result)
-        if self.scheduler_config.async_scheduling:
-            return output
+        if self.scheduler_config.async_scheduling or self.ranks.stages:
+            return output  # stages: the next step may start on those that are done
         launched.result.wait()
         return output.get_output()
 
@@ -343,7 +318,7 @@ class MetalLiteWorker(WorkerBase):
         """No encoder."""
 
     def execute_dummy_batch(self) -> None:
-        """Nothing to do: only data-parallel ranks need it."""
+        """Nothing to do: data-parallel ranks are engines of their own."""
 
     def check_health(self) -> None:
         """A reply means healthy."""

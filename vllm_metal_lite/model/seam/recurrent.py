@@ -53,7 +53,7 @@ class ShortConv(nn.Conv1d):
     """A convolution that takes a ConvInput.
 
     silu: whether the model applies SiLU to the result, as seen while the model ran natively.
-    results: takes (convolution, result) of native calls; None: nobody watches.
+    results: takes (convolution, result) of native calls; None: not recorded.
     """
 
     silu = False

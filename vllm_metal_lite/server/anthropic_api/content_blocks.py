@@ -59,7 +59,7 @@ class ContentBlocks:
             block["input"] = _object(text)
         else:
             block[kind] = text
-        if kind == "thinking":  # clients want a signature; nobody checks this one
+        if kind == "thinking":  # clients want a signature, and check none
             delta = {"type": "signature_delta", "signature": ""}
             yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)

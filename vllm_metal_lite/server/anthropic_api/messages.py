@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite.chat_formats.tool import ToolChoice
-from vllm_metal_lite.server.answer_events import answer_events
 from vllm_metal_lite.server.anthropic_api import blocks
 from vllm_metal_lite.server.anthropic_api.reply import PING, MessageReply
 from vllm_metal_lite.server.anthropic_api.tools import message_tools, thinking_of
@@ -83,14 +82,9 @@ async def create_message(server: Server, request: Request, body: MessagesRequest
         params = await with_form(params, form, where)
         conversation, choice, budget = body.conversation()
         turn = await prepare(engine, conversation, choice, params, budget)
-        generation = await stack.enter_async_context(
-            server.generate(
-                engine, "msg_", turn.prompt.token_ids, turn.params,
-                priority=body.priority or 0, checkpoints=turn.prompt.checkpoints,
-                parted=turn.prompt.parted,
-            )
-        )  # fmt: skip
-        deltas = answer_events(generation, turn.make_parser, turn.parallel)
+        generating = turn.generate(server, engine, "msg_", body.priority)
+        generation = await stack.enter_async_context(generating)
+        deltas = turn.deltas(generation)
         reply = MessageReply(generation, deltas, spec.name)
         if body.stream:
             return EventStream(reply.stream(), PING, server.config.keep_alive, stack.pop_all())

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_metal_lite.server.answer_events import answer_events
 from vllm_metal_lite.server.errors import ApiError, openai_shape
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
 from vllm_metal_lite.server.openai_api.chat_reply import Scores, chunks, whole_choices
@@ -77,16 +76,11 @@ async def chat_completions(
         turn = await prepare(engine, conversation, choice, params, body.thinking_token_budget)
         last = conversation.messages[-1]
         echoed = last["content"] if body.echo and last["role"] == "assistant" else ""
-        generation = await stack.enter_async_context(
-            server.generate(
-                engine, "chatcmpl-", turn.prompt.token_ids, turn.params,
-                priority=body.priority or 0, checkpoints=turn.prompt.checkpoints,
-                parted=turn.prompt.parted,
-            )
-        )  # fmt: skip
+        generating = turn.generate(server, engine, "chatcmpl-", body.priority)
+        generation = await stack.enter_async_context(generating)
         names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
         scores = Scores(body.top_logprobs or 0, names)
-        deltas = answer_events(generation, turn.make_parser, turn.parallel)
+        deltas = turn.deltas(generation)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         reply = Reply(kind, spec.name, [generation], body.stream_options)
         if body.stream:

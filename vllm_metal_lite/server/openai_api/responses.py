@@ -9,7 +9,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.answer_events import answer_events
 from vllm_metal_lite.server.errors import ApiError, openai_shape
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs, check_most
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
@@ -123,13 +122,8 @@ async def create_response(server: Server, request: Request, body: ResponsesReque
         params = await with_form(params, (body.text or {}).get("format"), "text.format")
         conversation = Conversation(messages, tools=tools.tools, effort=reasoning.effort)
         turn = await prepare(engine, conversation, tools.choice, params)
-        generation = await stack.enter_async_context(
-            server.generate(
-                engine, "resp_", turn.prompt.token_ids, turn.params,
-                priority=body.priority or 0, checkpoints=turn.prompt.checkpoints,
-                parted=turn.prompt.parted,
-            )
-        )  # fmt: skip
+        generating = turn.generate(server, engine, "resp_", body.priority)
+        generation = await stack.enter_async_context(generating)
         names, top = TokenNames(engine.tokenizer), body.top_logprobs or 0
 
         def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
@@ -139,7 +133,7 @@ async def create_response(server: Server, request: Request, body: ResponsesReque
             content = chat_logprobs(token_ids, positions, top, names)["content"]
             return content
 
-        deltas = answer_events(generation, turn.make_parser, turn.parallel)
+        deltas = turn.deltas(generation)
         echo = body.echo(spec.name, params, tools)
         reply = ResponseReply(
             generation, deltas, tools.callees, reasoning.shows_summary, echo, scores

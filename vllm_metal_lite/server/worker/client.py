@@ -263,7 +263,7 @@ class EngineClient:
             pass  # the process has ended
         except Exception:
             logger.exception("a message to the engine's process cannot be sent")
-            self._kill()  # or later messages would wait for ever
+            self._kill()  # or later messages would wait forever
 
     # In the event loop
 
@@ -304,7 +304,7 @@ class EngineClient:
 
     @staticmethod
     def _waiting(futures: dict[Any, asyncio.Future[Any]], key: Any) -> asyncio.Future[Any] | None:
-        """The future that somebody still waits for."""
+        """The future, if a caller still waits for it."""
         future = futures.get(key)
         return None if future is None or future.done() else future
 
@@ -320,10 +320,10 @@ class EngineClient:
         for future in futures:
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # nobody may wait for it
+                future.exception()  # perhaps no caller waits for it
 
     def _end(self, why: str) -> None:
-        """The process has ended: nobody waits for it any longer."""
+        """The process has ended, and no caller waits for it."""
         self.why_ended = why
         self.ended.set()
         self._fail(list(self.generations), EngineLost(why))

@@ -185,6 +185,6 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the engine did, for those who watch (`watch.py`): JSON."""
+    """What the engine did, for its watchers (`watch.py`): JSON."""
 
     text: str

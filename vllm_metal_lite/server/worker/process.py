@@ -16,7 +16,7 @@ from typing import Any
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import MetalLiteError, one_line
-from vllm_metal_lite.model.loader import find
+from vllm_metal_lite.model.files import find
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (

@@ -1,6 +1,6 @@
-"""What an engine does, for those who watch: its steps, its requests and a map of its blocks.
+"""What an engine does, for its watchers: its steps, its requests and a map of its blocks.
 
-Nothing is recorded while nobody watches.  An event costs the engine time, so the watcher measures
+Without watchers nothing is recorded.  An event costs the engine time, so the watcher measures
 the cost and then waits `_PATIENCE` times as long: watching takes less than 1 % of the engine's time
 with pools and batches of every size.
 """
@@ -29,13 +29,13 @@ FREE, CACHED, SHARED = 0, -1, -2
 
 
 class Watcher:
-    """Makes events of an engine while somebody watches.  `saw` is the engine's `on_step`.
+    """Makes events of an engine while it is watched.  `saw` is the engine's `on_step`.
 
-    num_events, seconds: how many events, and what they cost so far.
+    seconds: the cost of all events so far.
     """
 
     def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_events, self.seconds = 0, 0.0
+        self.seconds = 0.0
         self._engine, self._clock = engine, clock
         self._started = self._step_end = clock()
         self._until = self._next_at = self._started
@@ -46,7 +46,7 @@ class Watcher:
     def watch(self, seconds: float) -> None:
         """Make events for so many seconds from now on.  The next one is due at once."""
         now = self._clock()
-        if now > self._until:  # nobody watched
+        if now > self._until:  # there was no watcher
             self._steps.clear()
             self._num_preemptions = _preemptions(self._requests())
         self._until = now + seconds
@@ -88,7 +88,6 @@ class Watcher:
         text = json.dumps(self._snapshot(start), separators=(",", ":"))
         self._has_news = False
         end = self._clock()
-        self.num_events += 1
         self.seconds += end - start
         self._next_at = end + max(_SECONDS, _PATIENCE * (end - start))
         return text

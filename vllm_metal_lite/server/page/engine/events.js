@@ -1,4 +1,4 @@
-// Watches GET /events while somebody looks: not when the tab is hidden or the panel is closed.
+// Watches GET /events while the view is seen: not when the tab is hidden or the panel is closed.
 
 import { events, request } from "../api.js";
 

@@ -1,0 +1,58 @@
+"""Every kernel has a check, a fault that tools seed, and a way out: none can be forgotten."""
+
+import pkgutil
+import sys
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import break_kernels_in_serving  # noqa: E402
+
+from tests.support.broken_machine import FORMS, MISCOMPILED  # noqa: E402
+from tests.support.kernel_runs import RUN  # noqa: E402
+from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED  # noqa: E402
+from vllm_metal_lite import kernels  # noqa: E402
+from vllm_metal_lite.attention.select import OPTIONAL_KERNELS  # noqa: E402
+from vllm_metal_lite.checks.run import KERNELS  # noqa: E402
+from vllm_metal_lite.kernels.launch import Kernel  # noqa: E402
+
+FILES = {path.stem for path in (ROOT / "metal").glob("*.metal")}
+
+
+def launched() -> list[Kernel]:
+    modules = (
+        import_module(f"{kernels.__name__}.{m.name}")
+        for m in pkgutil.iter_modules(kernels.__path__)
+    )
+    return [k for module in modules for k in vars(module).values() if isinstance(k, Kernel)]
+
+
+def test_every_kernel_and_every_form_of_one_is_checked():
+    forms = {form for kernel in launched() for form in kernel.forms.values()}
+    assert {kernel.name for kernel in launched()} == FILES
+    assert forms == set(FORMS)
+    assert set(KERNELS) == FILES | forms
+
+
+def test_tools_break_every_kernel():
+    assert set(MISCOMPILED) == set(KERNELS)
+    assert break_kernels_in_serving.CASES.keys() == set(KERNELS)
+
+
+def test_every_kernel_runs_under_the_checker():
+    assert {name.partition("/")[0] for name in RUN} == FILES
+
+
+def test_a_kernel_without_another_way_gives_way_to_the_reference():
+    essential = {"kv_write", "kv_write_quantised", "causal_conv", "gated_delta"}
+    alone = {
+        kernel for kernel in KERNELS if kernel.removesuffix("_quantised") not in OPTIONAL_KERNELS
+    }
+    assert alone == essential
+
+
+def test_every_kernel_that_takes_the_token_is_known_to_the_replay():
+    taking = {kernel.name for kernel in launched() if "token" in kernel.inputs}
+    assert taking == WRITERS | WRITES_IF_FUSED | READERS

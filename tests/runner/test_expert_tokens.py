@@ -1,0 +1,80 @@
+"""Greedy tokens of an engine with the kernels of experts are those of one without.
+
+In float16, where MLX's operations round as the kernels do.  On the CPU host; steps are padded, as
+on a GPU.
+"""
+
+import pytest
+
+from metal.host import compiler_available, installed
+from tests.support import tiny_models as tiny
+from tests.support.device import pad_to_powers_of_two
+from tests.support.rounding import of_16_bits
+from vllm_metal_lite import backend
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.fusion.fused import EXPERT_KERNELS
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+# Three requests run together, then two, then one: steps have a padding row, none, one row.
+PROMPTS, COUNTS, TOP_K = tiny.prompts(3, 5, 11, seed=9), (4, 6, 8), 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, installed():
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(backend, "is_cpu", lambda: False)
+        patch.setattr(backend, "memory_limit", lambda: 1 << 30)
+        patch.setattr(verdicts, "verify", lambda *_: Verdict({}, "gather"))
+        patch.setattr(decide, "faster_rows", lambda *_: range(0))
+        patch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
+        pad_to_powers_of_two(patch)
+        yield
+
+
+def tokens_of(name: str, expert_rows: range) -> list[list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decide, "faster_expert_rows", lambda *_: expert_rows)
+        engine = tiny.engine(name, mx.float16, max_num_batched_tokens=24)
+    for i, (prompt, count) in enumerate(zip(PROMPTS, COUNTS, strict=True)):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=count))
+    done = tiny.run(engine)
+    assert engine.runner.path.failed == ()
+    return [list(done[str(i)].outputs[0].token_ids) for i in range(len(PROMPTS))]
+
+
+LATENTS = {"latent_attention", "latent_write"}
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("qwen3_moe", {"paged_decode"}), ("gpt_oss", {"paged_decode"}),
+        ("mixtral", {"paged_decode"}), ("deepseek_v2", LATENTS), ("deepseek_v3", LATENTS),
+        ("glm4_moe_lite", LATENTS),
+    ],
+)  # fmt: skip
+def test_tokens_are_those_of_mlx_lm_s_experts(name, others, monkeypatch):
+    """Beside the other kernels of the model.  The plan knows which rows are padding."""
+    launch, launched, planned = Kernel.__call__, set(), set()
+
+    def noting(self, arrays, *args):
+        launched.add(self.name)
+        if self.name == "expert_plan":
+            indices, num_live = arrays
+            planned.add((indices.size // TOP_K, num_live.item()))
+        return launch(self, arrays, *args)
+
+    expected = tokens_of(name, range(0))
+    monkeypatch.setattr(Kernel, "__call__", noting)
+    assert tokens_of(name, range(1, 65)) == expected
+    assert launched >= EXPERT_KERNELS | others
+    assert launched.isdisjoint(("kv_write", "rope_write") if others == LATENTS else LATENTS)
+    # Rows, and those that are no padding: prompts, their rest beside decodes, three requests, two.
+    assert planned == {(32, 24), (4, 4), (4, 3), (2, 2)}

@@ -1,0 +1,64 @@
+"""Functions that run in several processes at once, as ranks that share a model.
+
+    results = run("tests.model.test_shards:task", 2, "llama")
+
+calls `task(ranks, "llama")` in two processes joined by a ring; the results, by rank, went through
+JSON.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(task: str, size: int, *args: Any, links: int = 1, timeout: float = 120) -> list[Any]:
+    """The results of all ranks; AssertionError with a rank's output if it fails.
+
+    links: connections between neighbours.
+    """
+    with_sockets = [socket.socket() for _ in range(size * links)]
+    for s in with_sockets:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as MLX does
+        s.bind(("127.0.0.1", 0))
+    ports = [f"127.0.0.1:{s.getsockname()[1]}" for s in with_sockets]
+    addresses = [ports[rank * links : (rank + 1) * links] for rank in range(size)]
+    env = os.environ | {"METAL_LITE_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.rank_processes", task, str(rank),
+             json.dumps([addresses, args])],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        outputs = [p.communicate(timeout=timeout)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+        for s in with_sockets:
+            s.close()
+    for rank, (p, output) in enumerate(zip(processes, outputs, strict=True)):
+        assert p.returncode == 0, f"rank {rank}:\n{output[-3000:]}"
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def main() -> None:
+    from vllm_metal_lite.distributed import join, links
+
+    task, rank, rest = sys.argv[1:]
+    addresses, args = json.loads(rest)
+    module, _, name = task.partition(":")
+    ranks = join(int(rank), addresses, links(len(addresses), None))
+    print(json.dumps(getattr(import_module(module), name)(ranks, *args)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

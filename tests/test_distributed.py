@@ -1,0 +1,75 @@
+"""How ranks are connected: hostfiles of MLX, and the ring over several addresses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support import rank_processes
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.distributed import Links, links
+from vllm_metal_lite.errors import ConfigError
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    def write(content):
+        path = tmp_path / "hosts.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def two(backend, **keys):
+    """A hostfile as `mlx.distributed_config` writes it."""
+    host = {"ssh": "a", "ips": ["192.168.0.1"], "rdma": []}
+    return {"backend": backend, "envs": [], "hosts": [host, host | {"ssh": "b"} | keys]}
+
+
+def test_without_a_hostfile_the_ring_chooses_its_addresses():
+    assert links(2, None) == Links("ring", [[], []], [])
+
+
+def test_addresses_of_the_ring(hostfile):
+    found = links(2, hostfile(two("ring", ips=["192.168.0.2"])))
+    assert found == Links("ring", [["192.168.0.1"], ["192.168.0.2"]], [])
+
+
+def test_devices_of_jaccl(hostfile, monkeypatch):
+    """Read, not run: RDMA needs two Macs."""
+    monkeypatch.setattr(mx.distributed, "is_available", lambda backend: backend == "jaccl")
+    content = two("jaccl", ips=[], rdma=["rdma_en5", None])
+    content["hosts"][0]["rdma"] = [None, "rdma_en4"]
+    expected = [[None, "rdma_en4"], ["rdma_en5", None]]
+    assert links(2, hostfile(content)) == Links("jaccl", [["192.168.0.1"], []], expected)
+    content["hosts"][1]["rdma"] = ["rdma_en5"]
+    with pytest.raises(ConfigError, match="each host needs 2 rdma devices"):
+        links(2, hostfile(content))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "is not a hostfile of mlx.distributed_config"),
+        ([{"ssh": "a"}], "is not a hostfile of mlx.distributed_config"),
+        ({"backend": "ring", "hosts": []}, "has 0 hosts for 2 ranks"),
+        (two("mpi"), "has the backend 'mpi': take one of"),
+        (two("ring", ips=[]), "its hosts need equally many ips"),
+        (two("jaccl"), "asks for jaccl, which needs macOS 26.2"),
+    ],
+)
+def test_a_wrong_hostfile_is_named(hostfile, content, problem):
+    with pytest.raises(ConfigError, match=f"METAL_LITE_HOSTFILE .*hosts.json:? {problem}"):
+        links(2, hostfile(content))
+
+
+def total(ranks, n):
+    summed = mx.distributed.all_sum(mx.arange(n) + ranks.rank, group=ranks.group)
+    return [np.array(summed[:4]).tolist(), int(np.array(summed).sum(dtype=np.int64))]
+
+
+def test_the_ring_takes_several_addresses_a_rank():
+    n = 500_000  # MLX uses the second connection from 1.5 MiB
+    results = rank_processes.run("tests.test_distributed:total", 2, n, links=2)
+    assert results == [[[1, 3, 5, 7], n * n]] * 2

@@ -1,0 +1,265 @@
+"""How ranks find each other, notice who is lost, and refuse who is unlike; no engine."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+
+import torch.distributed as dist
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.distributed import RankGroup
+from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.model.files import DEMO_PATH
+from vllm_metal_lite.vllm_plugin import group, hosts, peers, watchdog
+from vllm_metal_lite.vllm_plugin.peers import Listener, PeerError, Peers
+from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
+
+
+@contextlib.contextmanager
+def connected(size):
+    """Peers of `size` ranks in threads of this process, and what each heard of lost ranks."""
+    listeners = [Listener("127.0.0.1") for _ in range(size)]
+    where, heard, made = [one.peer for one in listeners], [[] for _ in range(size)], {}
+
+    def connect(rank):
+        made[rank] = Peers(rank, listeners[rank], where, heard[rank].append)
+        made[rank].start()
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        yield [made[rank] for rank in range(size)], heard
+    finally:
+        for one in made.values():
+            one.leave()
+
+
+def wait_until(happened):
+    for _ in range(200):
+        if happened():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it has not happened within 10 s")
+
+
+def test_a_rank_that_is_gone_is_named_by_all_others():
+    with connected(3) as (made, heard):
+        for s in made[1]._sockets.values():
+            s.shutdown(2)  # as when its process ends
+        wait_until(lambda: heard[0] and heard[2])
+        for line in heard[0][0], heard[2][0]:
+            assert line.startswith(f"rank 1 of 3 (pid {os.getpid()} on ")
+            assert line.endswith("has ended")
+
+
+def test_ranks_that_leave_together_are_no_loss():
+    with connected(2) as (made, heard):
+        for one in made:
+            one.leave()
+        for one in made:
+            one._thread.join(10)
+            assert not one._thread.is_alive()
+        assert heard == [[], []]
+
+
+def test_a_rank_that_leaves_alone_is_followed(monkeypatch):
+    """vLLM of its host was stopped; vLLM of this host does not know."""
+    monkeypatch.setattr(peers, "LEAVE", 0.1)
+    with connected(2) as (made, heard):
+        made[1].leave()
+        wait_until(lambda: heard[0])
+        assert heard[0][0].endswith("has left")
+
+
+def test_a_rank_whose_vllm_is_gone_ends(monkeypatch):
+    monkeypatch.setattr(peers, "LEAVE", 0.1)
+    with connected(2) as (_, heard):
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        wait_until(lambda: heard[1])
+        assert re.search("rank 1 of 2 .* has lost its vLLM process", heard[1][0])
+
+
+def test_a_silent_rank_is_named(monkeypatch):
+    monkeypatch.setattr(peers, "SILENCE", 0.5)
+    monkeypatch.setattr(peers, "INTERVAL", 0.1)
+    with connected(2) as (made, heard):
+        made[1]._leaving.set()  # its thread ends, its connection stays
+        wait_until(lambda: heard[0])
+        assert "hangs" in heard[0][0]
+
+
+# A process with a watchdog, as `Peers.start` starts it, which gives no sign; it ends when told to.
+_SILENT = """
+import subprocess, sys
+command = [sys.executable, "-I", "-S", *sys.argv[1:]]
+child = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+child.stdin.write(b".")
+sys.stdin.read()
+"""
+
+
+def silent_process(seconds):
+    command = [sys.executable, "-c", _SILENT, watchdog.__file__, str(seconds), "rank 1 of 2"]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0
+    )
+
+
+def test_a_watchdog_kills_its_process_that_gives_no_sign():
+    with silent_process(1) as process:
+        assert process.wait(60) == -signal.SIGKILL
+        line = process.stderr.read()  # until the watchdog has ended too
+        assert f"rank 1 of 2 (pid {process.pid}) has been silent for 1 s and is killed" in line
+
+
+def test_a_watchdog_ends_with_its_process():
+    with silent_process(60) as process:
+        process.stdin.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 0
+
+
+def test_a_rank_that_does_not_call_is_named(monkeypatch):
+    monkeypatch.setattr(peers, "CONNECT", 0.2)
+    first, second = Listener("127.0.0.1"), Listener("127.0.0.1")
+    where = [first.peer, second.peer]
+    with pytest.raises(PeerError, match=r"rank 0 was not called by rank 1 .* within 0 s"):
+        Peers(0, first, where, print)
+    first.socket.close()
+    with pytest.raises(PeerError, match=r"rank 1 cannot reach rank 0 "):
+        Peers(1, second, where, print)
+
+
+def parallel(**options):
+    """vLLM's configuration of two ranks on one host, or as `options` say."""
+    defaults = {
+        "world_size": 2, "local_world_size": 2, "nnodes": 1, "node_rank": 0,
+        "master_addr": "127.0.0.1", "master_port": 29501,
+    }  # fmt: skip
+    return SimpleNamespace(**defaults | options)
+
+
+def test_a_rank_that_does_not_start_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(group, "_START", 0.2)
+    with pytest.raises(PeerError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
+        group.join_workers(0, parallel(), f"file://{tmp_path / 'store'}", print)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_a_host_that_does_not_start_is_named(monkeypatch):
+    monkeypatch.setattr(hosts, "START", 0.2)
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    options = parallel(nnodes=2, master_port=free_port())
+    with pytest.raises(PeerError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
+        group.join_workers(0, options, "", print)
+
+
+def test_a_follower_says_where_it_looked_for_rank_0(monkeypatch):
+    monkeypatch.setattr(hosts, "START", 0.2)
+    port = free_port()
+    found = f"rank 1 could not reach --master-addr 127.0.0.1 --master-port {port} for 0 s"
+    with pytest.raises(PeerError, match=found):
+        hosts.meet(parallel(nnodes=2, node_rank=1, master_port=port), 1, 2)
+
+
+def test_hosts_must_agree_on_the_number_of_ranks():
+    store = dist.HashStore()
+    group._links_of_rank_0(store, 0, 2)
+    with pytest.raises(ConfigError, match="rank 1 is one of 4 ranks, rank 0 is one of 2"):
+        group._links_of_rank_0(store, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "master", "problem"),
+    [
+        (0, "203.0.113.1", "--master-addr 203.0.113.1: this host, of --node-rank 0, has no such"),
+        (1, "no-such-host.invalid", "--master-addr no-such-host.invalid: this host has no route"),
+    ],
+)
+def test_a_wrong_master_is_refused(monkeypatch, node_rank, master, problem):
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    with pytest.raises(ConfigError, match=problem):
+        hosts.use_address_towards_master(
+            parallel(nnodes=2, node_rank=node_rank, master_addr=master)
+        )
+
+
+def test_a_foreign_host_ip_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_HOST_IP", "203.0.113.1")
+    with pytest.raises(
+        ConfigError, match=r"VLLM_HOST_IP 203\.0\.113\.1 is no address of this host"
+    ):
+        hosts.use_address_towards_master(parallel(nnodes=2))
+
+
+def test_a_host_uses_the_interface_towards_the_master(monkeypatch):
+    for name in ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    hosts.use_address_towards_master(parallel(nnodes=2, node_rank=1))
+    assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
+    assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+
+
+def test_a_rank_alone_on_its_host_sees_one_gpu(monkeypatch):
+    """MLX's NCCL takes the GPU whose number is the rank's, modulo those that it sees."""
+    options = parallel(nnodes=2, local_world_size=1, world_size=2, data_parallel_rank_local=None)
+    vllm_config = SimpleNamespace(additional_config={})
+    worker = SimpleNamespace(vllm_config=vllm_config, parallel_config=options, local_rank=0)
+    monkeypatch.setattr(backend, "name", lambda: "cuda")
+    monkeypatch.setenv("METAL_LITE_DEVICE", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    MetalLiteWorker._take_device(worker)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+
+
+def test_an_address_of_another_host_in_the_hostfile():
+    with pytest.raises(ConfigError, match=r"rank 1 on .* has no address 203.0.113.1: the hosts"):
+        group._reserve(1, ["127.0.0.1", "203.0.113.1"])
+
+
+def test_a_reserved_port_is_free_for_nccl():
+    """MLX's NCCL listens at all addresses with SO_REUSEADDR only."""
+    (reserved,) = group._reserve(0, ["127.0.0.1"])
+    with reserved, socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("0.0.0.0", reserved.getsockname()[1]))
+        s.listen()
+
+
+class Unlike(RankGroup):
+    """A group whose rank 1 has something else."""
+
+    def __init__(self, **other):
+        super().__init__()
+        self.other = other
+
+    def gather(self, value):
+        return [value, value | self.other]
+
+
+@pytest.mark.parametrize("other", [{"mlx": "0.1"}, {"config.json": "x"}, {"weights": []}])
+def test_unlike_ranks_are_refused_by_what_differs(other):
+    (name,) = other
+    with pytest.raises(ConfigError, match=f"rank 1 has {name} .*, rank 0 has .*: all ranks"):
+        group.check_alike(Unlike(**other), DEMO_PATH, {})
+    group.check_alike(Unlike(), DEMO_PATH, {"--dtype": "auto"})

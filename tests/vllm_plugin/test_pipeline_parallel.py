@@ -1,0 +1,91 @@
+"""Two stages under real vLLM: what one rank answers, and an engine that ends when a stage does."""
+
+import os
+import re
+import signal
+
+import pytest
+
+from tests.support import tiny_models as tiny
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+
+from tests.vllm_plugin import kit
+from tests.vllm_plugin.test_tensor_parallel import (
+    LONG,
+    NUM_TOKENS,
+    PROMPTS,
+    SERVED,
+    TIGHT,
+    load,
+    serving,
+    wait_for,
+)
+from vllm_metal_lite.vllm_plugin.kv_layers import KVLayers
+
+pytestmark = pytest.mark.xdist_group("tensor_parallel")  # each engine has three processes
+
+
+def batches_in_flight(llm):
+    """Filled later: at each step's start, the batches before it whose tokens vLLM does not have."""
+    core, found = kit.core(llm), []
+    execute = core.model_executor.execute_model
+
+    def counting(*args, **kwargs):
+        found.append(len(core.batch_queue))
+        return execute(*args, **kwargs)
+
+    core.model_executor.execute_model = counting
+    return found
+
+
+def test_two_stages_answer_as_one():
+    """Chunked, mixed, preempted, with shared prefixes, aborted; two batches in flight."""
+    found = []
+    for size in (2, 1):
+        with kit.engine("llama", **TIGHT, pipeline_parallel_size=size) as llm:
+            in_flight = batches_in_flight(llm) if size == 2 else [1]
+            found.append(load(llm))
+            assert max(in_flight) == 1
+    (greedy, others), (_, others_of_one) = found
+    expected = [kit.alone("llama", prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert greedy == [expected, expected]
+    for name, (answered, scores) in others.items():
+        expected, expected_scores = others_of_one[name]
+        assert answered == expected
+        assert scores == pytest.approx(expected_scores, abs=1e-4)
+
+
+def test_stages_with_recurrent_states():
+    name = "qwen3_5/tied"
+    kit.skip_if_vllm_cannot_read(name)
+    options = {**TIGHT, "enable_prefix_caching": True, "pipeline_parallel_size": 2}
+    with kit.engine(name, **options) as llm:
+        for _ in range(2):
+            outputs = kit.generate(llm, PROMPTS, max_tokens=NUM_TOKENS)
+            assert kit.tokens(outputs) == [kit.alone(name, p, NUM_TOKENS) for p in PROMPTS]
+
+
+class OfStages(KVLayers):
+    """Layers that know the windows of each stage."""
+
+    def __init__(self, windows):
+        self._windows = windows
+
+
+def test_stages_with_unlike_windows_tell_none():
+    """Otherwise vLLM would make a group of one stage's window layers beside all other layers."""
+    assert not OfStages([[None], [None]]).unlike
+    assert OfStages([[None], [17]]).unlike
+    assert not OfStages([[None, 17], [17]]).may_share_arrays(None, 16)
+
+
+def test_a_stage_that_dies_ends_the_engine(tmp_path):
+    log, model = tmp_path / "log", tiny.write_folder(tmp_path / "model", "llama", **LONG)
+    options = SERVED | {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    with serving(tmp_path, model, options) as process:
+        wait_for(log, "SERVING", process, 240)
+        pid = int(re.search(r"rank 0 of 2 has joined \(pid (\d+)\)", log.read_text())[1])
+        os.kill(pid, signal.SIGKILL)
+        wait_for(log, "ERROR EngineDeadError", process, 30)
+    assert re.search(rf"The engine ends: rank 0 of 2 \(pid {pid} on .* has ended", log.read_text())

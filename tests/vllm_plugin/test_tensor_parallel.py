@@ -1,0 +1,213 @@
+"""Two ranks under real vLLM: what one rank answers, and engines that end when a rank does."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import mlx_lm
+import pytest
+
+from tests.support import tiny_models as tiny
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.vllm_plugin import kit
+
+pytestmark = pytest.mark.xdist_group(
+    "tensor_parallel"
+)  # of one worker: each engine has three processes
+
+NUM_TOKENS = 24
+PREFIX = tiny.prompts(1, 48, 48, seed=2)[0]
+PROMPTS = [PREFIX + p for p in tiny.prompts(5, 1, 30, seed=3)] + tiny.prompts(3, 1, 60, seed=1)
+TIGHT = {"num_gpu_blocks_override": 28, "max_num_batched_tokens": 8}
+LONG = {"max_position_embeddings": 20_000, "architectures": ["LlamaForCausalLM"]}
+# What depends on more than the largest logit.
+PARAMS = [
+    {"temperature": 0.9, "seed": 1, "logprobs": 2},
+    {"temperature": 1.2, "seed": 2, "n": 2, "top_p": 0.9},
+    {"prompt_logprobs": 1, "logprobs": 0},
+    {"frequency_penalty": 1.5, "repetition_penalty": 1.3},
+    {"structured_outputs": StructuredOutputsParams(regex="[a-c]{4,8}"), "ignore_eos": False},
+]
+
+
+def add(llm, request_id, prompt, **kwargs):
+    params = SamplingParams(
+        **{"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS, **kwargs}
+    )
+    llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+
+
+def run(llm, steps=10_000):
+    """Step; the outputs of the requests that finished."""
+    done = {}
+    for _ in range(steps):
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+        done |= {out.request_id: out for out in llm.llm_engine.step() if out.finished}
+    return done
+
+
+def answer(output):
+    """Tokens, which tokens were scored at which rank, and the scores."""
+    entries = [output.prompt_logprobs, *(o.logprobs for o in output.outputs)]
+    scored = [(t, p) for some in entries for entry in some or () for t, p in (entry or {}).items()]
+    tokens = [(list(o.token_ids), o.finish_reason) for o in output.outputs]
+    ranks, scores = [(t, p.rank) for t, p in scored], [float(p.logprob) for _, p in scored]
+    return (tokens, ranks), scores
+
+
+def load(llm):
+    """Greedy tokens by request, and answers of requests with all kinds of parameters."""
+    before, outputs = kit.num_preemptions(llm), []
+    for _ in range(2):
+        outputs.append(kit.generate(llm, PROMPTS, max_tokens=NUM_TOKENS))
+    assert kit.prefix_hits(outputs[1]) >= 4 * len(PREFIX)
+    assert kit.num_preemptions(llm) > before
+    for i, params in enumerate(PARAMS):
+        add(llm, str(i), PROMPTS[i], **params)
+    add(llm, "aborted", PROMPTS[0])
+    done = run(llm, steps=10)
+    llm.llm_engine.abort_request(["aborted"])
+    done |= run(llm)
+    assert len(done) == len(PARAMS)
+    return [kit.tokens(o) for o in outputs], {name: answer(o) for name, o in done.items()}
+
+
+def test_two_ranks_answer_as_one():
+    """Chunked, mixed, preempted, with shared prefixes, aborted; one step ahead."""
+    found = []
+    for size in (2, 1):
+        with kit.engine("llama", **TIGHT, tensor_parallel_size=size) as llm:
+            found.append(load(llm))
+    (greedy, others), (_, others_of_one) = found
+    expected = [kit.alone("llama", prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert greedy == [expected, expected]
+    for name, (answered, scores) in others.items():
+        expected, expected_scores = others_of_one[name]
+        assert answered == expected
+        assert scores == pytest.approx(expected_scores, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5/tied"])
+def test_windows_and_states(name):
+    kit.skip_if_vllm_cannot_read(name)
+    options = {**TIGHT, "enable_prefix_caching": True, "tensor_parallel_size": 2}
+    with kit.engine(name, **options) as llm:
+        for _ in range(2):
+            outputs = kit.generate(llm, PROMPTS, max_tokens=NUM_TOKENS)
+            assert kit.tokens(outputs) == [kit.alone(name, p, NUM_TOKENS) for p in PROMPTS]
+        assert kit.prefix_hits(outputs) > len(PREFIX)
+
+
+# The engine in a process of its own, as users have it.  Prints greedy answers; then says when a
+# request is under way, and how it ended.
+_SERVE = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+def main():
+    llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
+    prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[3])]
+    params = SamplingParams(max_tokens=int(sys.argv[4]), ignore_eos=True, temperature=0)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    print("ANSWERS", [list(o.outputs[0].token_ids) for o in outputs], flush=True)
+    params = SamplingParams(max_tokens=19_000, ignore_eos=True, temperature=0)
+    print("SERVING", flush=True)
+    try:
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+    except Exception as e:
+        print("ERROR", type(e).__name__, flush=True)
+if __name__ == "__main__":
+    main()
+"""
+SERVED = {
+    "tensor_parallel_size": 2, "max_model_len": 20_000, "block_size": 8, "max_num_seqs": 4,
+    "num_gpu_blocks_override": 2_600, "max_num_batched_tokens": 64,
+    "worker_extension_cls": "tests.vllm_plugin.failing_rank.FailingRank",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sent", "how"),
+    [
+        (signal.SIGKILL, r"rank 1 of 2 \(pid {pid} on \S+\) has ended"),
+        (None, "rank 1 of 2 fails: RuntimeError: device lost"),
+    ],
+)
+def test_a_rank_that_dies_or_fails_ends_the_engine(tmp_path, sent, how):
+    log, model = tmp_path / "log", tiny.write_folder(tmp_path / "model", "llama", **LONG)
+    with serving(tmp_path, model, SERVED) as process:
+        wait_for(log, "SERVING", process, 240)
+        time.sleep(2)
+        pid = pid_of_rank_1(log)
+        if sent is None:
+            (model / "fail").touch()
+        else:
+            os.kill(pid, sent)
+        wait_for(log, "ERROR EngineDeadError", process, 120)
+    assert re.search("The engine ends: " + how.replace("{pid}", str(pid)), log.read_text())
+
+
+def test_two_hosts_answer_as_one_and_end_when_a_rank_hangs(tmp_path):
+    """The second host is another vLLM on the loopback."""
+    log, log_2 = tmp_path / "log", tmp_path / "log_2"
+    model = tiny.write_folder(tmp_path / "model", "llama", **LONG)
+    options = SERVED | kit.two_hosts()
+    with (
+        kit.second_host(model, log_2, **options) as second,
+        serving(tmp_path, model, options) as process,
+    ):
+        wait_for(log, "SERVING", process, 240)
+        model_alone = mlx_lm.load(str(model))[0]
+        expected = [tiny.alone(model_alone, p, NUM_TOKENS) for p in PROMPTS]
+        assert json.loads(re.search(r"ANSWERS (.*)", log.read_text())[1]) == expected
+        time.sleep(2)
+        pid = pid_of_rank_1(log_2)
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(log, "ERROR EngineDeadError", process, 120)
+        wait_for(log_2, "is killed", second, 120)
+        second.wait(120)
+    assert re.search(rf"The engine ends: rank 1 of 2 \(pid {pid} on .* it hangs", log.read_text())
+    assert f"The engine ends: rank 1 of 2 (pid {pid}) has been silent" in log_2.read_text()
+
+
+@contextlib.contextmanager
+def serving(folder, model, options):
+    """The process of `_SERVE`, which writes to the file `log` of the folder."""
+    script = folder / "serve.py"
+    script.write_text(_SERVE)
+    env = {
+        **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO",
+        "PYTHONPATH": ":".join(sys.path),
+    }  # fmt: skip
+    asked = [json.dumps([list(map(int, p)) for p in PROMPTS]), str(NUM_TOKENS)]
+    command = [sys.executable, script, model, json.dumps(options), *asked]
+    with (folder / "log").open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def pid_of_rank_1(log):
+    return int(re.search(r"rank 1 of 2 has joined \(pid (\d+)\)", log.read_text())[1])
+
+
+def wait_for(log, text, process, seconds):
+    for _ in range(seconds * 10):
+        if text in log.read_text():
+            return
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.1)
+    raise AssertionError(f"no {text!r} after {seconds} s: {log.read_text()[-3000:]}")

@@ -1,0 +1,27 @@
+"""Engines that start at once: every kernel is used, for all the rows that it takes.
+
+On MLX CUDA a start compiles for minutes, and keeps nothing of that: checks, trials and timings of
+an engine's start take longer there than what a short loan of a machine is for.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.fusion import decide
+
+
+@contextmanager
+def trusted(prefill: str = "varlen") -> Iterator[None]:
+    """Engines made meanwhile check, try and time nothing.  prefill: "varlen" or "gather"."""
+    with (
+        patch.object(verdicts, "verify", lambda use: Verdict({}, prefill)),
+        patch.object(decide._Trials, "problem", lambda *_: None),
+        patch.object(decide, "faster_rows", lambda packed, attention, f, ranks: f.skinny_rows),
+        patch.object(
+            decide, "faster_expert_rows", lambda packed, attention, f, ranks: f.expert_rows
+        ),
+    ):
+        yield

@@ -1,0 +1,285 @@
+"""A graph of launches that write a store or states, and read them in turns.
+
+All keys are zero, so attention weighs them alike; write n stores the number n as values.  A launch
+of a recurrent layer stores n, and gives the number that its state had before.  Every read therefore
+has an answer that is known without computing attention or a recurrence.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
+from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
+from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
+from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kernels.segments import plan_segments
+from vllm_metal_lite.kernels.shared_prefix import shared_prefix
+
+WRITES = ("kv_write", "rope_write")
+READS = ("kv_gather", "paged_decode", "varlen_prefill", "merge_partitions", "shared_prefix",
+         "fused_decode")  # fmt: skip
+LATENTS = "latent_write", "latent_attention"
+STATES = ("causal_conv", "gated_delta")  # each writes and reads
+
+
+# What the fused decode adds to the number, so that one stale slot shows in a mean of 128.
+_FAR = 100
+_DTYPE = mx.float16
+_BLOCK = 16
+# Layers with K and V; with latents (their size, and that of rotary keys); with states (channels,
+# and the width of a state of the delta rule).
+_LAYERS, _LATENT_LAYER, _STATE_LAYER = (0, 0, 1, 1), 2, 3
+_RANK, _ROPE = 64, 16
+_CHANNELS, _WIDTH = 64, 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """launches: about so many, half of them reads.  context: tokens of each sequence."""
+
+    launches: int = 300
+    sequences: int = 8
+    context: int = 128
+    num_heads: int = 16
+    num_kv_heads: int = 8
+    head_dim: int = 64
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read.  write: the number of the write before it.  values: (rows, heads, dim), not yet
+    evaluated.  expected: (rows,)."""
+
+    kernel: str
+    layer: int
+    write: int
+    values: mx.array
+    expected: np.ndarray
+
+
+class Graph:
+    """Launches over the store of three layers and the states of a fourth, and what each slot
+    should hold after them.
+
+    The launch of a read may write too: the fused decode does.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        rng = np.random.default_rng(0)
+        width = sizes.context // _BLOCK
+        blocks = rng.permutation(sizes.sequences * width).astype(np.int32)
+        self.tables = blocks.reshape(sizes.sequences, width)
+        self.num_slots = blocks.size * _BLOCK
+        self.order = rng.permutation(self.num_slots).astype(np.int32)
+        shape = self.num_slots, sizes.num_kv_heads, sizes.head_dim
+        # (keys, values) of each layer.
+        self.stores = [(mx.zeros(shape, _DTYPE), mx.zeros(shape, _DTYPE)) for _ in range(2)]
+        latents, rotary_keys = (mx.zeros((self.num_slots, 1, n), _DTYPE) for n in (_RANK, _ROPE))
+        self.stores.append((latents, rotary_keys))
+        self.slots = [np.zeros(self.num_slots) for _ in self.stores]
+        # Each sequence has a state.
+        self.states = {
+            "causal_conv": mx.zeros((sizes.sequences, 1, _CHANNELS), _DTYPE),
+            "gated_delta": mx.zeros((sizes.sequences, 1, _WIDTH, _WIDTH)),
+        }
+        self.kept = dict.fromkeys(self.states, 0)
+        self.columns = cycle(((0, 1), (1, 0)))  # of states of the delta rule: written, read
+        self.token = new_token()
+        mx.eval(self.stores, self.states, self.token)
+        self.how: dict[str, Any] = {"block_size": _BLOCK, "scale": sizes.head_dim**-0.5}
+
+    def write(self, kernel: str, layer: int, number: int) -> None:
+        """Store `number` in all slots (kv_write) or in a half of them (the others)."""
+        store, where = self.stores[layer], mx.array(self.order)
+        if kernel == "kv_write":
+            k, v = self._new(self.num_slots, number)
+            self.token = kv_write(k, v, where, *store, self.token)
+            self.slots[layer][:] = number
+            return
+        half = self.order[number % 2 :: 2]
+        how: dict[str, Any] = {
+            "positions": mx.arange(len(half), dtype=mx.int32), "slot_mapping": mx.array(half),
+            "keys": store[0], "values": store[1], "token": self.token,
+        }  # fmt: skip
+        if kernel == "latent_write":
+            _, self.token = latent_write(self._new_latents(len(half), number), **how)
+        else:
+            _, self.token = rope_write(self._new_rows(len(half), number), **how)
+        self.slots[layer][half] = number
+
+    def read(self, kernel: str, layer: int, number: int) -> Read:
+        """Launch one read.  number: of the write before it."""
+        launch: Callable[[int, int], tuple[mx.array, np.ndarray]] = getattr(self, f"_{kernel}")
+        values, expected = launch(layer, number)
+        return Read(kernel, layer, number, values, expected)
+
+    def _kv_gather(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+        some = np.roll(self.order, 7 * number)[:64]
+        _, values, self.token = kv_gather(mx.array(some), *self.stores[layer], self.token)
+        return values, self.slots[layer][some]
+
+    def _paged_decode(
+        self, layer: int, number: int, splits: int = 1
+    ) -> tuple[mx.array, np.ndarray]:
+        values, self.token = paged_decode(
+            self._queries(len(self.tables)), *self._where(), *self.stores[layer], self.token,
+            plan=DecodePlan(splits, 4), **self.how,
+        )  # fmt: skip
+        return values, self._means(layer, self.tables)
+
+    def _merge_partitions(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+        return self._paged_decode(layer, number, splits=2)
+
+    def _varlen_prefill(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+        """The last four tokens of each sequence as a chunk."""
+        rows = 4
+        ends = np.arange(len(self.tables) + 1, dtype=np.int32) * rows
+        group = self.sizes.num_heads // self.sizes.num_kv_heads
+        tiles = plan_tiles(ends, int(ends[-1]), group)
+        tables, lens = self._where()
+        values, self.token = varlen_prefill(
+            self._queries(int(ends[-1])), tables, mx.array(ends), lens, mx.array(tiles),
+            *self.stores[layer], self.token, **self.how,
+        )  # fmt: skip
+        sees = [self.sizes.context - rows + 1 + i for i in range(rows)]
+        means = [self._means(layer, self.tables, n) for n in sees]
+        return values, np.stack(means, axis=1).ravel()
+
+    def _shared_prefix(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+        """All sequences begin with the first half of one."""
+        leader, half = number % len(self.tables), self.tables.shape[1] // 2
+        tables = self.tables.copy()
+        tables[:, :half] = tables[leader, :half]
+        q, (where, lens) = self._queries(len(tables)), self._where(tables)
+        prefix = shared_prefix(
+            q, where, lens, mx.array([leader], mx.int32),
+            mx.full((len(tables),), half * _BLOCK, mx.int32), *self.stores[layer], self.token,
+            splits=2, **self.how,
+        )  # fmt: skip
+        values, self.token = paged_decode(
+            q, where, lens, *self.stores[layer], prefix.lse, plan=DecodePlan(1, 4), prefix=prefix,
+            **self.how,
+        )  # fmt: skip
+        return values, self._means(layer, tables)
+
+    def _fused_decode(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+        """Writes another number to the newest slot of each sequence, and reads."""
+        newest, number = self.tables[:, -1] * _BLOCK + _BLOCK - 1, number + _FAR
+        self.slots[layer][newest] = number
+        values, self.token = paged_decode(
+            self._new_rows(len(self.tables), number), *self._where(), *self.stores[layer],
+            self.token, plan=DecodePlan(1, 4), **self.how,
+        )  # fmt: skip
+        return values, self._means(layer, self.tables)
+
+    def _latent_attention(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+        rows, heads = len(self.tables), self.sizes.num_heads
+        tables, lens = self._where()
+        cu_seqlens_q, tiles = decode_tiles(rows, heads)
+        q, q_pe = (mx.zeros((rows, heads, size), _DTYPE) for size in (_RANK, _ROPE))
+        values, self.token = latent_attention(
+            q, q_pe, tables, cu_seqlens_q, lens, tiles, *self.stores[layer], self.token, **self.how
+        )
+        return values, self._means(layer, self.tables)
+
+    def _causal_conv(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+        """A row is the row before it."""
+        segments, before = self._segments(), self._replace("causal_conv", number)
+        rows = mx.full((len(before), _CHANNELS), number, _DTYPE)
+        weight = mx.repeat(mx.array([[1.0, 0.0]], _DTYPE), _CHANNELS, axis=0)
+        y, self.token = causal_conv(
+            Columns(rows, 0), weight, None, self.states["causal_conv"], mx.array(segments),
+            mx.array(plan_conv_tiles(segments)), self.token, silu=False,
+        )  # fmt: skip
+        return y, before
+
+    def _gated_delta(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+        """A state has two columns in use; one is replaced, and the other one is read."""
+        segments, before = self._segments(), self._replace("gated_delta", number)
+        rows = len(before)
+        k, q = (Columns(_one_hot(rows, column), 0) for column in next(self.columns))
+        y, self.token = gated_delta(
+            q, k, Columns(mx.full((rows, _WIDTH), number, _DTYPE), 0), mx.ones((rows, 1)),
+            mx.ones((rows, 1)), self.states["gated_delta"], mx.array(segments), self.token,
+            num_k_heads=1, max_seqlen=1,
+        )  # fmt: skip
+        return y, before
+
+    def _segments(self) -> np.ndarray:
+        """A row for each state, from which it starts and which it replaces."""
+        slots = np.arange(self.sizes.sequences)
+        ends = np.arange(len(slots) + 1)
+        return plan_segments(ends, slots, slots, len(slots), len(slots))
+
+    def _replace(self, kernel: str, number: int) -> np.ndarray:
+        """The number that all states of the kernel's layer have, before they get the next."""
+        before, self.kept[kernel] = self.kept[kernel], number
+        return np.full(self.sizes.sequences, before)
+
+    def _where(self, tables: np.ndarray | None = None) -> tuple[mx.array, mx.array]:
+        tables = self.tables if tables is None else tables
+        return mx.array(tables), mx.full((len(tables),), self.sizes.context, mx.int32)
+
+    def _means(self, layer: int, tables: np.ndarray, length: int | None = None) -> np.ndarray:
+        slots = (tables[:, :, None] * _BLOCK + np.arange(_BLOCK)).reshape(len(tables), -1)
+        return self.slots[layer][slots[:, :length]].mean(1)
+
+    def _queries(self, rows: int) -> mx.array:
+        return mx.ones((rows, self.sizes.num_heads, self.sizes.head_dim), _DTYPE)
+
+    def _new(self, rows: int, number: int) -> tuple[mx.array, mx.array]:
+        shape = rows, self.sizes.num_kv_heads, self.sizes.head_dim
+        return mx.zeros(shape, _DTYPE), mx.full(shape, number, _DTYPE)
+
+    def _new_rows(self, rows: int, number: int) -> NewRows:
+        k, v = (Columns(a.reshape(rows, -1), 0) for a in self._new(rows, number))
+        q = Columns(self._queries(rows).reshape(rows, -1), 0)
+        rope = Rope(self.sizes.head_dim, False, 10_000.0, 1.0, None)
+        return NewRows(q, k, v, self.sizes.num_heads, rope, None, None)
+
+    def _new_latents(self, rows: int, number: int) -> NewLatents:
+        """Ones, whose norm has the weight `number`."""
+        heads = self.sizes.num_heads
+        sizes = heads * _ROPE, _RANK, _ROPE
+        q, latent, k_pe = (
+            Columns(mx.full((rows, n), one, _DTYPE), 0)
+            for n, one in zip(sizes, (1, 1, 0), strict=True)
+        )
+        norm = HeadNorm(mx.full((_RANK,), number, _DTYPE), 0.0)
+        return NewLatents(q, _ROPE, heads, latent, k_pe, norm, Rope(_ROPE, False, 1e4, 1.0, None))
+
+
+def _one_hot(rows: int, column: int) -> mx.array:
+    return mx.array(np.eye(_WIDTH, dtype=np.float32)[[column] * rows]).astype(_DTYPE)
+
+
+def build(sizes: Sizes, reads: Sequence[str] = READS) -> list[Read]:
+    """The reads of a graph of writes and reads in turns, not evaluated."""
+    graph, found = Graph(sizes), []
+    for number, (write, read, layer) in islice(_turns(reads), sizes.launches // 2):
+        if write is not None:
+            graph.write(write, layer, number)
+        found.append(graph.read(read, layer, number))
+    return found
+
+
+def _turns(reads: Sequence[str]) -> Iterator[tuple[int, tuple[str | None, str, int]]]:
+    """Numbers from 1; a write, None if the read writes too; the read; the layer."""
+    of_kv = zip(cycle(WRITES), cycle(reads), cycle(_LAYERS), strict=False)
+    others = cycle(
+        [(*LATENTS, _LATENT_LAYER), *((None, kernel, _STATE_LAYER) for kernel in STATES)]
+    )
+    turns = (turn for kv, other in zip(of_kv, others, strict=False) for turn in (kv, other))
+    return enumerate(turns, 1)

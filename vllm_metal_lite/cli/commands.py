@@ -1,0 +1,280 @@
+"""The commands: their flags, help and examples."""
+
+from argparse import HelpFormatter
+from importlib.util import find_spec
+from typing import Any
+
+from vllm_metal_lite import __version__
+from vllm_metal_lite.cli import options
+
+_EXAMPLES = """\
+examples:
+  vllm-metal-lite chat                                 the demo, no download
+  vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit   from the Hugging Face Hub
+  vllm-metal-lite serve --open                         a server, and its page
+  vllm-metal-lite launch claude --model ~/models/mine  a coding agent on a local model
+  vllm-metal-lite generate prompts.jsonl -o answers.jsonl
+  vllm-metal-lite doctor                               is this machine all right?
+  vllm-metal-lite bench --compare                      how fast is it, beside mlx-lm?
+"""
+_CHAT_EXAMPLES = """\
+examples:
+  vllm-metal-lite chat
+  vllm-metal-lite chat mlx-community/Qwen3-0.6B-4bit --system "Be brief."
+  vllm-metal-lite chat ~/models/my-model --temperature 0 --max-model-len 8192
+  echo "My name is Ada. What is my name?" | vllm-metal-lite chat
+"""
+_SERVE_EXAMPLES = """\
+examples:
+  vllm-metal-lite serve --open
+  vllm-metal-lite serve mlx-community/Qwen3-4B-4bit --port 9000 --max-model-len 32768
+  vllm-metal-lite serve --model big=~/models/big --model small=~/models/small --pin small
+  METAL_LITE_API_KEY=secret vllm-metal-lite serve ~/models/mine --host 0.0.0.0
+"""
+_LAUNCH_EXAMPLES = """\
+examples:
+  vllm-metal-lite launch claude --model mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit
+  vllm-metal-lite launch codex --model ~/models/mine --max-model-len 65536 -- exec "Fix the tests"
+  vllm-metal-lite launch opencode --print
+"""
+_GENERATE_NOTES = """\
+Each line of the input is a JSON object with one of
+  "prompt": TEXT
+  "prompt_token_ids": [IDS]
+  "messages": [{"role": "user", "content": TEXT}, ...]
+and, where wanted, "id" (else the line's number), "priority" (lower goes
+first), "checkpoints" (numbers of prompt tokens after which later prompts may
+go on differently) and any sampling parameter ("temperature", "max_tokens",
+"seed", "stop", "n", ...), which overrides its flag.
+
+Each line of the output, in the order of the input, is an object with id,
+text, token_ids, finish_reason, num_prompt_tokens and num_cached_tokens; with
+"n" above 1, "outputs" is a list of text, token_ids and finish_reason.  A line
+that is refused becomes {"id": ..., "error": ...}; an answer that fails has
+finish_reason "error", and "error" says why.
+
+examples:
+  vllm-metal-lite generate prompts.jsonl -o answers.jsonl
+  vllm-metal-lite generate prompts.jsonl --model ~/models/mine --temperature 0
+  echo '{"prompt": "Once upon a time"}' | vllm-metal-lite generate - | jq -r .text
+"""
+
+_DOCTOR = (
+    "Check every kernel against the reference on this machine, in a process of its own; measure "
+    "its speed beside MLX's own operations; check that launches run in order; and compare the "
+    "tokens of a model with the reference's.  Exit code 1 if a kernel is wrong, launches run out "
+    "of order or tokens differ; 0 also without a GPU."
+)
+_DOCTOR_EXAMPLES = """\
+examples:
+  vllm-metal-lite doctor
+  vllm-metal-lite doctor mlx-community/Qwen3-0.6B-4bit
+  vllm-metal-lite doctor --report report.json          to attach to an issue
+  vllm-metal-lite doctor --tune                        for speed: a minute or two, once
+"""
+
+
+_MODELS = (
+    "List the models in the Hugging Face cache (HF_HUB_CACHE) and in folders: whether each is "
+    "supported, how it would run, and how much context fits in this machine's memory.  Reads no "
+    "weights and downloads nothing."
+)
+_MODELS_EXAMPLES = """\
+examples:
+  vllm-metal-lite models
+  vllm-metal-lite models ~/models ~/.lmstudio/models
+  vllm-metal-lite models --json | jq '.models[] | select(.supported) | .name'
+"""
+
+_BENCH_NOTES = """\
+Prompts are random tokens; decoding is greedy, and the end of sequence is ignored.
+  first token      from the arrival of all requests to the first token, median
+  prompt tokens/s  until every request has its first token
+  decode tokens/s  while all requests decode
+A context that the model does not hold is cut, and a case that the memory or the
+time does not allow is skipped; the table says so.  The report holds no name of a
+user, a host or a folder.
+
+examples:
+  vllm-metal-lite bench
+  vllm-metal-lite bench mlx-community/Qwen3-0.6B-4bit --compare --report bench.json
+  vllm-metal-lite bench ~/models/mine --requests 1,8 --context 2048 --seconds 60
+"""
+
+
+class _HelpFormatter(HelpFormatter):
+    """Wraps descriptions, but not text with its own line breaks (the examples)."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def make_parser() -> options.Parser:
+    """The parser of the whole command line."""
+    parser = options.Parser(
+        prog="vllm-metal-lite",
+        description="Language models on a Mac, on MLX: a chat, a server, coding agents, files of "
+        "prompts.",
+        epilog=_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-metal-lite {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model",
+        description="Talk to a model.  With a pipe on stdin, all of it is one message, and only "
+        "the answer is printed.",
+        epilog=_CHAT_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    chat.add_argument(
+        "model",
+        nargs="?",
+        default="demo",
+        metavar="MODEL",
+        help="'demo' (default), a folder, or a Hugging Face name",
+    )
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt")
+    chat.add_argument(
+        "--no-thinking",
+        action="store_true",
+        help="ask a model that can think first to answer at once",
+    )
+    chat.add_argument(
+        "--verbose", action="store_true", help="notices on stderr also when stdin is a pipe"
+    )
+    options.add_sampling_options(chat, max_tokens="what the context holds")
+    # A conversation needs one seat, and seats determine the size of the store.
+    options.add_engine_options(chat, max_num_seqs=1)
+
+    if find_spec("vllm_metal_lite.server") is not None:  # a room that can be taken away
+        _add_serve(commands)
+        _add_launch(commands)
+
+    generate = commands.add_parser(
+        "generate",
+        help="answer a file of prompts",
+        description="Answer a file of prompts, many at a time.",
+        epilog=_GENERATE_NOTES,
+        formatter_class=_HelpFormatter,
+    )
+    generate.add_argument("input", metavar="INPUT.jsonl", help="one JSON object a line; -: stdin")
+    generate.add_argument(
+        "-o", "--output", default="-", metavar="OUTPUT.jsonl", help="default: stdout"
+    )
+    generate.add_argument(
+        "--model",
+        default="demo",
+        metavar="MODEL",
+        help="'demo' (default), a folder, or a Hugging Face name",
+    )
+    options.add_sampling_options(generate, max_tokens="256")
+    options.add_engine_options(generate, max_num_seqs=64)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure a model's speed",
+        description="Measure prompt and decode speed with few and many requests.",
+        epilog=_BENCH_NOTES,
+        formatter_class=_HelpFormatter,
+    )
+    bench.add_argument(
+        "model",
+        nargs="?",
+        default="demo",
+        metavar="MODEL",
+        help="'demo' (default; tiny), a folder, or a Hugging Face name",
+    )
+    options.add_bench_options(bench)
+    options.add_engine_options(bench, max_num_seqs=32)
+
+    models = commands.add_parser(
+        "models",
+        help="list the models on this machine",
+        description=_MODELS,
+        epilog=_MODELS_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    models.add_argument(
+        "folders", nargs="*", metavar="FOLDER", help="also look in this folder, 3 levels deep"
+    )
+    models.add_argument("--json", action="store_true", help="print everything known, as JSON")
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine",
+        description=_DOCTOR,
+        epilog=_DOCTOR_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    doctor.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="check the shapes of this model: a folder or a Hugging Face name (default: the shapes "
+        "that most models have, and the answers of the demo)",
+    )
+    doctor.add_argument(
+        "--full", action="store_true", help="check many more shapes, without a limit: minutes"
+    )
+    options.add_seconds(doctor, 60.0, "time to use, after the model is loaded")
+    doctor.add_argument(
+        "--report", metavar="FILE", help="write everything as one JSON file, for an issue"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the same JSON")
+    doctor.add_argument(
+        "--tune",
+        action="store_true",
+        help="measure the constants that speed depends on, and keep them for this machine",
+    )
+    doctor.add_argument("--reset", action="store_true", help="with --tune: remove what was kept")
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve models over HTTP",
+        description="Serve models over HTTP: the API of OpenAI and of Anthropic, and a page with a "
+        "chat and a view of the engine.  Needs pip install 'vllm-metal-lite[serve]'.",
+        epilog=_SERVE_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    serve.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="'demo' (default), a folder, or a Hugging Face name",
+    )
+    options.add_server_options(serve)
+    options.add_engine_options(serve, max_num_seqs=32)
+
+
+def _add_launch(commands: Any) -> None:
+    launch = commands.add_parser(
+        "launch",
+        help="start a coding agent on a local model",
+        usage="%(prog)s [OPTIONS] AGENT [-- ARGS FOR THE AGENT]",
+        description="Start a coding agent on a local model: Claude Code, Codex or OpenCode.  Uses "
+        "the server that runs on the port, or starts one that ends with the agent.  Your own "
+        "configuration of the agent is not changed.",
+        epilog=_LAUNCH_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    launch.add_argument("agent", choices=("claude", "codex", "opencode"), metavar="AGENT",
+                        help="claude, codex or opencode")  # fmt: skip
+    launch.rest = "agent_args"
+    launch.set_defaults(agent_args=[])
+    launch.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a folder or a Hugging Face name; of a running server, the name that it serves "
+        "(default: its first)",
+    )
+    options.add_port(launch)
+    launch.add_argument(
+        "--print", action="store_true", help="print the agent's command and variables, and end"
+    )
+    options.add_engine_options(launch, max_num_seqs=32)

@@ -1,0 +1,125 @@
+"""A model's shard of one rank, by mlx-lm's own `shard`.
+
+mlx-lm's sharded linear layers become plain ones, and a sum over the ranks where it belongs, so that
+everything that knows plain linear layers (joined projections, kernels) knows these too.
+"""
+
+from typing import Any
+
+import mlx.nn as nn
+from mlx.nn.layers import distributed as layers
+from mlx.utils import tree_unflatten
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.distributed import RankGroup
+from vllm_metal_lite.errors import ModelLoadError, one_line
+
+# What mlx-lm's attention modules call their numbers of heads, all of which it divides by the ranks.
+_HEADS = (
+    "n_heads", "num_heads", "num_attention_heads", "num_v_heads", "num_k_heads",
+    "n_kv_heads", "num_kv_heads", "num_key_value_heads",
+)  # fmt: skip
+_KV_HEADS = _HEADS[-3:]
+# Of fewer K/V heads than ranks, these give each rank a copy of one.
+_REPEATS_KV_HEADS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text")
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_INPUT = ("o_proj", "out_proj", "down_proj")
+
+
+def shard(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
+    """Keep this rank's part of each weight, in place; raises ModelLoadError, with the numbers.
+
+    The weights may be unevaluated: then the other parts never stay in memory.
+    """
+    refusal = f"{model_type} cannot be shared by {ranks.size} ranks"
+    if not hasattr(model, "shard"):
+        raise ModelLoadError(f"{refusal}: mlx-lm cannot shard this architecture")
+    if (problem := _undivided_heads(model, model_type, ranks.size)) is not None:
+        raise ModelLoadError(f"{refusal}: {problem}")
+    problem = _undivided_weight(model, ranks.size)
+    try:
+        model.shard(ranks.group)
+    except Exception as e:  # whatever mlx-lm or MLX says of parts that do not divide
+        raise ModelLoadError(f"{refusal}: {problem or one_line(e)}") from e
+    plain = [(path, _plain(module, ranks)) for path, module in model.named_modules()]
+    model.update_modules(tree_unflatten([(path, m) for path, m in plain if m is not None]))
+
+
+def _undivided_heads(model: nn.Module, model_type: str, size: int) -> str | None:
+    """The first number of heads that does not divide; mlx-lm would round down without a word."""
+    for path, module in model.named_modules():
+        if "attn" not in path.rpartition(".")[2] and "attention" not in path.rpartition(".")[2]:
+            continue
+        for name in _HEADS:
+            count = getattr(module, name, None)
+            if not isinstance(count, int) or count % size == 0:
+                continue
+            if name in _KV_HEADS and model_type in _REPEATS_KV_HEADS and size % count == 0:
+                continue
+            return f"{name} of {path} is {count}, no multiple of {size}"
+    return None
+
+
+def _undivided_weight(model: nn.Module, size: int) -> str | None:
+    """The first weight whose divided axis does not divide."""
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if "weight" not in module:
+            continue
+        if name in _BY_OUTPUT and (count := module["weight"].shape[-2]) % size:
+            return f"{path} has {count} outputs, no multiple of {size}"
+        if name not in _BY_INPUT:
+            continue
+        if "scales" not in module and (count := module["weight"].shape[-1]) % size:
+            return f"{path} has {count} inputs, no multiple of {size}"
+        if "scales" in module and (count := module["scales"].shape[-1]) % size:
+            return (
+                f"the quantised inputs of {path} are {count} groups of {module.group_size}, "
+                f"no multiple of {size}"
+            )
+    return None
+
+
+class SummedLinear(nn.Module):
+    """A linear layer over this rank's inputs, and the sum over all ranks."""
+
+    def __init__(self, linear: nn.Module, bias: mx.array | None, ranks: RankGroup) -> None:
+        super().__init__()
+        self.linear, self._ranks = linear, ranks
+        if bias is not None:
+            self.bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = mx.distributed.all_sum(self.linear(x), group=self._ranks.group)
+        return y + self["bias"] if "bias" in self else y
+
+
+def _plain(module: nn.Module, ranks: RankGroup) -> nn.Module | None:
+    """The same as a plain layer; None for any other module."""
+    if isinstance(module, layers.AllToShardedLinear):
+        return _linear(module)
+    if isinstance(module, layers.QuantizedAllToShardedLinear):
+        return _quantized(module)
+    if isinstance(module, layers.ShardedToAllLinear):
+        return SummedLinear(_linear(module, bias=False), module.get("bias"), ranks)
+    if isinstance(module, layers.QuantizedShardedToAllLinear):
+        return SummedLinear(_quantized(module, bias=False), module.get("bias"), ranks)
+    return None
+
+
+def _take(linear: nn.Module, module: nn.Module, bias: bool) -> nn.Module:
+    for name in ("weight", "scales", "biases", "bias"):
+        if name in module and (bias or name != "bias"):
+            linear[name] = module[name]
+    return linear
+
+
+def _linear(module: nn.Module, bias: bool = True) -> nn.Module:
+    return _take(nn.Linear(1, 1, bias=False), module, bias)
+
+
+def _quantized(module: Any, bias: bool = True) -> nn.Module:
+    how = module.group_size, module.bits, module.mode
+    linear = nn.QuantizedLinear(module.group_size, 1, False, *how)
+    linear.pop("biases", None)  # its mode has them or not
+    return _take(linear, module, bias)

@@ -1,0 +1,128 @@
+"""A model's layers divided among ranks: a pipeline, of which each rank is a stage.
+
+As mlx-lm's PipelineMixin, for any model with a list of layers: a layer of another stage hands its
+input on.  The first own layer receives what the previous stage sends, the last one sends.  Hidden
+states go from stage to stage and not back, so only the last stage has logits, and a stage that has
+sent may begin the next step.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.distributed import RankGroup
+from vllm_metal_lite.errors import ModelLoadError, one_line
+from vllm_metal_lite.model.layout import Layout
+from vllm_metal_lite.model.packed import body_of
+from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
+
+
+def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
+    """Keep this rank's layers, in place; raises ModelLoadError.
+
+    Every stage keeps the embedding and the head.  The weights may be unevaluated: then the other
+    layers never stay in memory.
+    """
+    refusal = f"{model_type} cannot be divided into {ranks.size} stages"
+    body = body_of(model)
+    if body is None:
+        raise ModelLoadError(f"{refusal}: it has no list of layers")
+    if len(body.layers) < ranks.size:
+        raise ModelLoadError(f"{refusal}: it has {len(body.layers)} layers")
+    if (problem := _no_chain(model, body.layers)) is not None:
+        raise ModelLoadError(f"{refusal}: {problem}")
+    start, end = stage_bounds(len(body.layers), ranks.rank, ranks.size)
+    if start > 0:
+        _wrap(body.layers[start], lambda call, x: call(ranks.receive(like=x)))
+    if end < len(body.layers):
+        _wrap(body.layers[end - 1], lambda call, x: ranks.send(call(x)))
+    body.layers = [
+        layer if start <= i < end else Absent(layer) for i, layer in enumerate(body.layers)
+    ]
+
+
+def stage_bounds(num_layers: int, rank: int, size: int) -> tuple[int, int]:
+    """The layers [start, end) of a stage.  The first stages get one more if they do not divide."""
+    least, more = divmod(num_layers, size)
+    start = rank * least + min(rank, more)
+    return start, start + least + (rank < more)
+
+
+def check_kinds(layout: Layout, model_type: str, ranks: RankGroup) -> None:
+    """Raise ModelLoadError on every rank if a stage lacks a kind of layer that another one has."""
+    kinds = ranks.gather([bool(layout.specs), bool(layout.states)])
+    for kind, has in zip(("K and V", "recurrent states"), zip(*kinds, strict=True), strict=True):
+        if any(has) and not all(has):
+            raise ModelLoadError(
+                f"{model_type} cannot be divided into {ranks.size} stages: no layer of stage "
+                f"{has.index(False)} keeps {kind}"
+            )
+
+
+class Absent(nn.Module):
+    """Stands for a layer of another stage.
+
+    It has no weights, but the layer's plain attributes: models ask layers of which kind they are.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        vars(self).update(vars(layer))
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        for value in (*args, *kwargs.values()):
+            _advance(value, x.shape[1])
+        return x
+
+
+def _advance(cache: Any, num_tokens: int) -> None:
+    """Count tokens in mlx-lm's own caches: models take masks and positions from the first one."""
+    if isinstance(cache, CacheList):
+        for member in cache.caches:
+            _advance(member, num_tokens)
+    elif isinstance(cache, NATIVE_TYPES):
+        vars(cache)["offset"] += num_tokens
+
+
+def _no_chain(model: nn.Module, layers: list[nn.Module]) -> str | None:
+    """Why the layers are no chain, in which each gets only what the one before returns; None if
+    they are.  Builds a forward of one token; nothing is evaluated."""
+    calls: list[tuple[int, Any, Any]] = []
+
+    def noting(i: int, call: Callable[[Any], Any], x: Any) -> Any:
+        y = call(x)
+        calls.append((i, x, y))
+        return y
+
+    types = [type(layer) for layer in layers]
+    for i, layer in enumerate(layers):
+        _wrap(layer, partial(noting, i))
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
+    except Exception as e:
+        return one_line(e)
+    finally:
+        for layer, own in zip(layers, types, strict=True):
+            layer.__class__ = own
+    if [i for i, *_ in calls] != list(range(len(layers))):
+        return "its layers do not run once each, in order"
+    for i, x, y in calls:
+        if i and x is not calls[i - 1][2]:
+            return f"layer {i} gets something else than layer {i - 1} returns"
+        if not isinstance(y, mx.array) or (y.shape, y.dtype) != (x.shape, x.dtype):
+            return f"layer {i} returns something else than hidden states like its own"
+    return None
+
+
+def _wrap(layer: nn.Module, run: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Have run(call, x) stand for the layer's call on x, in which call(x) is the layer's own."""
+    base = type(layer)
+
+    def call(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(lambda x: base.__call__(self, x, *args, **kwargs), x)
+
+    layer.__class__ = type(base.__name__, (base,), {"__call__": call})

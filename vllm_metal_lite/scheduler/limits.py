@@ -1,0 +1,41 @@
+"""Refuses requests that could never finish."""
+
+from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.errors import Option, RequestError, show
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
+from vllm_metal_lite.scheduler.request import Request
+
+
+def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCacheManager) -> int:
+    """The most tokens that a request may come to, its prompt included.
+
+    Raises RequestError, with the numbers, if the request could never finish: it has no prompt or
+    no room for a token, needs more blocks than the store has, or is atomic and may outgrow a step.
+    """
+    name, prompt = f"request {show(request.request_id)}", request.num_prompt_tokens
+    if prompt == 0:
+        raise RequestError(f"{name} has an empty prompt: it must have at least one token")
+    if request.max_tokens < 1:
+        raise RequestError(f"{name}: max_tokens must be at least 1, got {request.max_tokens}")
+    if prompt >= max_model_len:
+        raise RequestError(
+            f"{name} has a prompt of {prompt} tokens; ",
+            Option("max_model_len"),
+            f" ({max_model_len}) leaves room for {max_model_len - 1} and a new one",
+        )
+    # The last token sampled is never computed, so it is never stored.
+    max_length = min(prompt + request.max_tokens, max_model_len)
+    num_stored = max_length - 1
+    size = f"{prompt} prompt tokens + max_tokens {request.max_tokens}"
+    if sizes := kv.too_large(num_stored, num_stored if request.atomic else 1):
+        raise RequestError(
+            f"{name} ({size}) needs {sizes[0]} blocks of {config.block_size} tokens, "
+            f"the store has {sizes[1]}"
+        )
+    # Preempted before its last token, it must recompute all its tokens in one step.
+    if request.atomic and num_stored > config.max_num_batched_tokens:
+        raise RequestError(
+            f"{name} is atomic and may need {num_stored} tokens ({size}) in one step; ",
+            Option("max_num_batched_tokens"), f" is {config.max_num_batched_tokens}",
+        )  # fmt: skip
+    return max_length

@@ -1,0 +1,183 @@
+"""Joins vLLM's workers into one group of ranks: their addresses, and whether all are alike."""
+
+import faulthandler
+import hashlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from vllm.distributed import init_distributed_environment
+from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_ip, get_loopback_ip
+
+import vllm_metal_lite
+from vllm_metal_lite import backend, envs
+from vllm_metal_lite.distributed import Links, RankGroup, join, links
+from vllm_metal_lite.errors import ConfigError, one_line
+from vllm_metal_lite.vllm_plugin.hosts import meet
+from vllm_metal_lite.vllm_plugin.peers import Listener, Peer, PeerError, Peers
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
+logger = logging.getLogger("vllm.metal_lite")
+
+# Seconds until all ranks of one host must have started, and until MLX must have connected those
+# that can reach each other (NCCL makes its contexts meanwhile).
+_START, _JOIN = 120.0, 30.0
+
+
+def join_workers(
+    rank: int, parallel: "ParallelConfig", init_method: str, lost: Callable[[str], None]
+) -> tuple[RankGroup, Peers]:
+    """Connect this worker with the others of its model.
+
+    init_method: vLLM's, a file or an address at which the workers of one host find each other.
+    lost: see `Peers`.  Raises PeerError, with the rank that is missing.
+    """
+    size = parallel.world_size
+    if parallel.nnodes > 1:
+        address, store = get_ip(), meet(parallel, rank, size)
+    else:
+        address = get_loopback_ip()
+        store, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
+        store.set_timeout(timedelta(seconds=_START))
+    how = _links_of_rank_0(store, rank, size)
+    listener, reserved = Listener(address), _reserve(rank, how.ips[rank] or [address])
+    where = ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]
+    found = _exchange(store, rank, size, [listener.peer, where])
+    peers = Peers(rank, listener, [Peer(*peer) for peer, _ in found], lost)
+    with _time_limit():
+        ranks = join(rank, [addresses for _, addresses in found], how)
+    for s in reserved:
+        s.close()
+    peers.start()
+    logger.info(
+        "rank %d of %d has joined (pid %d), links: %s", rank, size, os.getpid(), how.backend
+    )
+    if parallel.nnodes > 1:
+        _join_queues(store, rank, parallel)
+    return ranks, peers
+
+
+def _links_of_rank_0(store: dist.Store, rank: int, size: int) -> Links:
+    """What rank 0 knows of the links; raises ConfigError if the hosts differ in size."""
+    if rank == 0:
+        how = links(size, envs.hostfile())
+        store.set("metal_lite/links", json.dumps([size, how]))
+        return how
+    size_of_0, how = json.loads(_get(store, "metal_lite/links", 0, size))
+    if size != size_of_0:
+        raise ConfigError(
+            f"rank {rank} is one of {size} ranks, rank 0 is one of {size_of_0}: all hosts need the "
+            "same --tensor-parallel-size or --pipeline-parallel-size"
+        )
+    return Links(*how)
+
+
+def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
+    """Sockets at a free port of each IP, kept from other processes; MLX may listen there too."""
+    reserved = []
+    for ip in ips:
+        s = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # NCCL's
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the ring's, JACCL's
+        try:
+            s.bind((ip, 0))
+        except OSError as e:
+            raise ConfigError(
+                f"rank {rank} on {socket.gethostname()} has no address {ip}: the hosts of "
+                f"METAL_LITE_HOSTFILE must be in the order of --node-rank: {one_line(e)}"
+            ) from e
+        reserved.append(s)
+    return reserved
+
+
+def _exchange(store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
+    """The values of all ranks, by rank, as JSON has them."""
+    store.set(f"metal_lite/{rank}", json.dumps(value))
+    return [json.loads(_get(store, f"metal_lite/{r}", r, size)) for r in range(size)]
+
+
+def _get(store: dist.Store, key: str, other: int, size: int) -> bytes:
+    try:
+        return bytes(store.get(key))
+    except Exception as e:  # torch has a type for each store
+        limit = store.timeout.total_seconds()
+        raise PeerError(
+            f"rank {other} of {size} has not started (limit: {limit:.0f} s): {one_line(e)}"
+        ) from e
+
+
+def _join_queues(store: dist.Store, rank: int, parallel: "ParallelConfig") -> None:
+    """vLLM's queues between hosts want a group of torch's."""
+    size, local_size = parallel.world_size, parallel.local_world_size
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("vllm", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=_START),
+    )
+    init_distributed_environment(size, rank, local_rank=rank % local_size, backend="gloo")
+    # By this, vLLM tells whether two ranks are on one host.
+    type(current_platform).num_devices = local_size
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """End the process if MLX does not connect: it waits forever, with the interpreter's lock."""
+    faulthandler.dump_traceback_later(_JOIN, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def check_alike(ranks: RankGroup, path: Path, options: dict[str, Any]) -> None:
+    """Raise ConfigError on every rank if any differs from rank 0.
+
+    path: the model's folder.  options: what else must be the same.
+    """
+    own = {
+        **{name: version(name) for name in ("mlx", "mlx-lm", "vllm")},
+        "vllm-metal-lite": vllm_metal_lite.__version__,
+        "device": backend.describe(),
+        "METAL_LITE_ATTENTION": envs.attention(),
+        "METAL_LITE_KV_BITS": envs.kv_bits(),
+        "config.json": hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
+        "weights": sorted((f.name, f.stat().st_size) for f in path.glob("*.safetensors")),
+        **options,
+    }
+    first, *others = ranks.gather(own)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise ConfigError(
+                    f"rank {rank} has {name} {other.get(name)!r}, rank 0 has {value!r}: "
+                    "all ranks of a model must be alike"
+                )
+
+
+def own_device(local_rank: int) -> None:
+    """On NVIDIA, leave this process one device of those it may see.
+
+    Call before MLX's first operation: there MLX looks for devices, not when it is imported.  A
+    default device of another index would not do: MLX gives threads a stream of the first device.
+    """
+    if envs.device() == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else None
+        if devices is not None and local_rank >= len(devices):
+            raise ConfigError(
+                f"rank {local_rank} has no device: CUDA_VISIBLE_DEVICES names {len(devices)}"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank] if devices else str(local_rank)

@@ -1,0 +1,120 @@
+"""A worker that runs one rank's shard of a model (`--tensor-parallel-size`), or one stage
+(`--pipeline-parallel-size`).
+
+All ranks get the same calls from vLLM and run the same steps; vLLM reads only the leader's answers.
+A rank that fails leaves the others waiting inside of a step, so its process ends: vLLM notices,
+ends the other workers and gives requests an error.
+"""
+
+import atexit
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_metal_lite import backend
+from vllm_metal_lite.distributed import RankGroup
+from vllm_metal_lite.errors import ConfigError, one_line
+from vllm_metal_lite.model.files import find
+from vllm_metal_lite.vllm_plugin.group import check_alike, join_workers
+from vllm_metal_lite.vllm_plugin.peers import Peers
+from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+logger = init_logger("vllm.metal_lite")
+
+
+class RankWorker(MetalLiteWorker):
+    """One rank of several, each a process with its own shard or stage, and its own K and V."""
+
+    _peers: Peers | None = None
+
+    def init_device(self) -> None:
+        super().init_device()
+        stages = self.parallel_config.pipeline_parallel_size > 1
+        if stages and backend.name() == "cuda":
+            raise ConfigError(
+                "--pipeline-parallel-size is not possible on NVIDIA: MLX cannot send between GPUs; "
+                "take --tensor-parallel-size"
+            )
+        ranks, self._peers = join_workers(
+            self.rank, self.parallel_config, self.distributed_init_method, self._end
+        )
+        self.ranks = RankGroup(ranks.group, stages)
+        self._waiter = ThreadPoolExecutor(1, "StepWaiter")
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        options = {
+            "--dtype": self._dtype(),
+            "--max-num-seqs": self.scheduler_config.max_num_seqs,
+            "--max-num-batched-tokens": self.scheduler_config.max_num_batched_tokens,
+            "--max-model-len": self.model_config.max_model_len,
+            "--pipeline-parallel-size": self.parallel_config.pipeline_parallel_size,
+        }
+        check_alike(self.ranks, find(self.model_config.model), options)
+        super().load_model(load_dummy_weights=load_dummy_weights)
+
+    @property
+    def _answers(self) -> bool:
+        return self.ranks.rank == self.ranks.leader
+
+    def sample_tokens(
+        self, grammar_output: "GrammarOutput | None"
+    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput":
+        output = super().sample_tokens(grammar_output)
+        if not self._answers and self.pipeline.steps:  # vLLM waits for the leader's step only
+            self._waiter.submit(self._wait, self.pipeline.steps[-1].result.wait)
+        return output
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        except Exception as e:
+            self._failed(e)
+
+    def _failed(self, error: Exception) -> None:
+        """The leader's errors reach vLLM as the answer to its call; vLLM reads no others."""
+        if not self._answers and self._peers is not None:
+            self._end(
+                f"rank {self.rank} of {self.ranks.size} fails: "
+                f"{type(error).__name__}: {one_line(error)}"
+            )
+
+    def _end(self, line: str) -> None:
+        logger.error("The engine ends: %s", line)
+        os._exit(1)
+
+    def shutdown(self) -> None:
+        if self._peers is not None:
+            self._peers.leave()
+        super().shutdown()
+        # MLX's ring joins its threads when the process ends, but tells them without holding their
+        # lock (~SocketThread in ring.cpp): a thread about to sleep misses it, and the join hangs.
+        atexit.register(os._exit, 0)
+
+
+def _ends_all(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; an error of it ends this rank, so that the others do not wait."""
+
+    @wraps(method)
+    def call(self: RankWorker, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as e:
+            self._failed(e)
+            raise
+
+    return call
+
+
+for _name in (
+    "determine_available_memory", "get_kv_cache_spec", "initialize_from_config",
+    "compile_or_warm_up_model", "execute_model", "sample_tokens", "sleep", "wake_up",
+):  # fmt: skip
+    setattr(RankWorker, _name, _ends_all(getattr(RankWorker, _name)))

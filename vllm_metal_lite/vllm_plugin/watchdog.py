@@ -1,0 +1,36 @@
+"""A script beside a process: kills the process if it hangs, as no other host can.
+
+    python watchdog.py SECONDS NAME
+
+The parent process writes to this one's standard input every second.  The script imports nothing of
+the package, so that its process is small.
+"""
+
+import os
+import select
+import signal
+import sys
+
+
+def watch(parent: int, seconds: int, name: str) -> None:
+    """Kill `parent` after `seconds` without a sign; return when it ends or closes the pipe."""
+    silent = 0  # counted, not measured: all of a terminal's processes may be stopped at once
+    while silent < seconds:
+        if not select.select([0], [], [], 1.0)[0]:
+            silent += 1
+        elif os.read(0, 4096):
+            silent = 0
+        else:
+            return
+    if os.getppid() == parent:
+        print(
+            f"The engine ends: {name} (pid {parent}) has been silent for {seconds} s and is killed",
+            file=sys.stderr,
+        )
+        os.kill(parent, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # are for the parent, which closes the pipe
+        signal.signal(number, signal.SIG_IGN)
+    watch(os.getppid(), int(sys.argv[1]), sys.argv[2])
