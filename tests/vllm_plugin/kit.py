@@ -93,11 +93,11 @@ def engine(name: str = "llama", **options: Any) -> Iterator[LLM]:
 
 
 def two_hosts() -> dict[str, Any]:
-    """Options of two hosts with a rank each, on the loopback; this process is the first."""
+    """Options of two hosts on the loopback; this process is the first."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    return {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    return {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
 
 
 @contextmanager

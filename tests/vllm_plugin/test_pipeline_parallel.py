@@ -18,6 +18,7 @@ from tests.vllm_plugin.test_tensor_parallel import (
     SERVED,
     TIGHT,
     load,
+    pid_of_rank_1,
     serving,
     wait_for,
 )
@@ -89,3 +90,20 @@ def test_a_stage_that_dies_ends_the_engine(tmp_path):
         os.kill(pid, signal.SIGKILL)
         wait_for(log, "ERROR EngineDeadError", process, 30)
     assert re.search(rf"The engine ends: rank 0 of 2 \(pid {pid} on .* has ended", log.read_text())
+
+
+def test_a_stage_of_another_host_that_dies_ends_the_engine(tmp_path):
+    """vLLM alone would wait 300 s for its answer."""
+    log, log_2 = tmp_path / "log", tmp_path / "log_2"
+    model = tiny.write_folder(tmp_path / "model", "llama", **LONG)
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    options = SERVED | sizes | kit.two_hosts()
+    with (
+        kit.second_host(model, log_2, **options),
+        serving(tmp_path, model, options) as process,
+    ):
+        wait_for(log, "SERVING", process, 240)
+        pid = pid_of_rank_1(log_2)
+        os.kill(pid, signal.SIGKILL)
+        wait_for(log, "ERROR EngineDeadError", process, 60)
+    assert re.search(rf"The engine ends: rank 1 of 2 \(pid {pid} on .* has ended", log.read_text())

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.metal_lite")
 
+# The executor of the first host (`distributed_executor_backend`).
+EXECUTOR = "vllm_metal_lite.vllm_plugin.executor.HostsExecutor"
+
 # Seconds until the ranks of all hosts must have started: a user starts them one by one.
 START = 300.0
 _REPORT = 30.0

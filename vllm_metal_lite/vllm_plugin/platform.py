@@ -13,7 +13,7 @@ from vllm_metal_lite import envs
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.data_parallel import separate_engines
-from vllm_metal_lite.vllm_plugin.hosts import use_address_towards_master
+from vllm_metal_lite.vllm_plugin.hosts import EXECUTOR, use_address_towards_master
 from vllm_metal_lite.vllm_plugin.refusals import refuse_unsupported
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
@@ -63,6 +63,8 @@ class MetalLitePlatform(Platform):
         separate_engines(vllm_config)
         if vllm_config.parallel_config.nnodes > 1:
             use_address_towards_master(vllm_config.parallel_config)
+            if vllm_config.parallel_config.node_rank == 0:
+                vllm_config.parallel_config.distributed_executor_backend = EXECUTOR
         guard_torch_accelerator()
         if vllm_config.parallel_config.worker_cls == "auto":
             several = vllm_config.parallel_config.world_size > 1

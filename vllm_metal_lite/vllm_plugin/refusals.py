@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_metal_lite.config import BLOCK_SIZES
 from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.vllm_plugin import hosts
 from vllm_metal_lite.vllm_plugin.compat import get
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("parallel_config.enable_eplb", "--enable-eplb", _is_set),
     ("parallel_config.enable_dbo", "--enable-dbo", _is_set),
     ("parallel_config.distributed_executor_backend", "--distributed-executor-backend",
-     _not("uni", "mp")),
+     _not("uni", "mp", hosts.EXECUTOR)),
     ("cache_config.block_size", "--block-size", _not(*BLOCK_SIZES)),
     ("cache_config.cpu_offload_gb", "--cpu-offload-gb", _is_set),
     ("cache_config.kv_offloading_size", "--kv-offloading-size", _is_set),

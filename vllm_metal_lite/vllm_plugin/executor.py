@@ -1,0 +1,50 @@
+"""vLLM's executor for several hosts: no wait for another host's answer outlasts the engine.
+
+When a rank is lost, vLLM 0.33 cancels its waits for answers of its own host only.  The answer of
+stages comes from the last host, so requests would wait for `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+"""
+
+import time
+from typing import Any
+
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+# Seconds between looks at whether the executor has failed.
+_LOOK = 0.5
+
+
+class HostsExecutor(MultiprocExecutor):
+    """`MultiprocExecutor` of the first host."""
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        for rank in range(self.local_world_size, self.world_size):
+            self.response_mqs[rank] = RemoteAnswers(self.response_mqs[rank], self)
+
+
+class RemoteAnswers:
+    """The queue of a rank on another host."""
+
+    def __init__(self, queue: MessageQueue, executor: MultiprocExecutor) -> None:
+        self._queue, self._executor = queue, executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
+        """The next answer.
+
+        timeout: seconds; None waits as long as the executor lives.  Raises TimeoutError;
+        RuntimeError if the executor has failed, as vLLM's queues of one host do.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _LOOK if end is None else max(end - time.monotonic(), 0.0)
+            try:
+                return self._queue.dequeue(min(left, _LOOK), indefinite)
+            except TimeoutError:
+                if self._executor.is_failed:
+                    raise RuntimeError("cancelled: a rank of this engine was lost") from None
+                if left < _LOOK:
+                    raise
