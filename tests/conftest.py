@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
+from zlib import crc32
 
 # Before anything imports MLX: tests run where mlx-lm's own CPU answers are the oracle, and never
 # ask a network for a model.
@@ -24,10 +26,21 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 TESTS = Path(__file__).parent
+MANY = 6  # cases of one test function
 
 
-def pytest_collection_modifyitems(items):
-    """Marks the tests of slow.txt, so that `tools/test --quick` leaves them out."""
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="all cases of the tests in slow.txt; without it, a third of the cases of a function "
+        f"that has {MANY} and more",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks the tests of slow.txt, and leaves out two thirds of the cases where there are many."""
     lines = (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines()
     paths = [TESTS / line for line in lines if not line.startswith("#")]
     if missing := [str(path) for path in paths if not path.exists()]:
@@ -35,6 +48,23 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if any(item.path.is_relative_to(path) for path in paths):
             item.add_marker(pytest.mark.slow)
+    result = yield  # -k and -m
+    if not config.getoption("all_cases"):
+        left_out = two_thirds_of_many([item for item in items if item.get_closest_marker("slow")])
+        config.hook.pytest_deselected(items=left_out)
+        dropped = set(left_out)
+        items[:] = [item for item in items if item not in dropped]
+    return result
+
+
+def two_thirds_of_many(items):
+    """Of each function with many cases two thirds: always the same, from all over its cases."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.path, item.cls, item.originalname].append(item)
+    many = [some for some in cases.values() if len(some) >= MANY]
+    mixed = [sorted(some, key=lambda item: crc32(item.name.encode())) for some in many]
+    return [item for some in mixed for item in some[(len(some) + 2) // 3 :]]
 
 
 def pytest_sessionfinish(session):

@@ -1,5 +1,6 @@
 """HostKernel: `mx.fast.metal_kernel`, executed on the CPU."""
 
+import functools
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -133,12 +134,15 @@ class HostKernel:
     def _compile(self, text: str, options: HostOptions) -> tuple[Library, list[Parameter]]:
         function = mlx_source.instantiation(text)
         text = origin.mark_lines(text, self.definition)
-        include = mlx_source.include_dir()
-        whole = expand_includes(
-            mlx_source.prelude(), "prelude", [include] if include else []
-        ) + expand_includes(text, self.name, [])
-        unit, parameters = translate(whole, function)
+        text = expand_includes(text, self.name, [])
+        unit, parameters = translate(text, function, _prelude())
         return load(unit, self.name, toolchain.flavour(options)), parameters
+
+
+@functools.cache
+def _prelude() -> str:
+    include = mlx_source.include_dir()
+    return expand_includes(mlx_source.prelude(), "prelude", [include] if include else [])
 
 
 def _layout(data: np.ndarray, what: str) -> np.ndarray:

@@ -163,6 +163,6 @@ class Library:
 
 
 @functools.cache
-def load(unit: str, kernel: str, flavour: toolchain.Flavour) -> Library:
+def load(unit: toolchain.Unit, kernel: str, flavour: toolchain.Flavour) -> Library:
     """The library of a translated kernel, compiled if need be."""
     return Library(toolchain.build(unit, kernel, flavour), kernel)

@@ -99,5 +99,5 @@ def _elements(value: object, parameter: Parameter) -> np.ndarray:
 @functools.cache
 def _translated(
     source: str, function: str, include_dirs: tuple[Path, ...], name: str
-) -> tuple[str, list[Parameter]]:
+) -> tuple[toolchain.Unit, list[Parameter]]:
     return translate(expand_includes(source, name, include_dirs), function)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,22 +135,36 @@ def _compile(source: Path, target: Path, flags: list[str], what: str) -> None:
     _run([*compiler(), *_COMMON, *flags, "-c", str(source), "-o", str(target)], what)
 
 
+class Unit(NamedTuple):
+    """A translation unit: `head` is what many have in common, such as Metal's library."""
+
+    head: str
+    body: str
+
+
 @functools.cache
-def _library_header(flags: tuple[str, ...]) -> list[str]:
-    """Flags that read Metal's library in compiled form, which is made once a set of flags."""
+def _head_flags(head: str, flags: tuple[str, ...]) -> list[str]:
+    """Flags that put the head before a body; clang reads it in compiled form, made once."""
+    key = hashlib.sha256(repr((_runtime_hash(), str(HEADERS), flags, head)).encode()).hexdigest()
+    header, compiled = (cache_dir() / f"{key[:32]}.{end}" for end in ("h", "pch"))
+    if not header.exists():
+        _write(header, lambda made: made.write_text(head))
     if not is_clang():
-        return []
-    # clang refuses a precompiled header whose files have moved or changed.
-    files = [(str(path), path.stat().st_mtime_ns) for path in sorted(HEADERS.iterdir())]
-    key = hashlib.sha256(repr((_runtime_hash(), flags, files)).encode()).hexdigest()[:32]
-    target = cache_dir() / f"{key}.pch"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
-            made = Path(scratch) / "made.pch"
-            header = ["-x", "c++-header", str(HEADERS / "metal_stdlib"), "-o", str(made)]
-            _run([*compiler(), *_COMMON, *flags, *header], "metal_stdlib")
-            made.replace(target)
-    return ["-include-pch", str(target)]
+        return ["-include", str(header)]
+    if not compiled.exists():
+        # Another process may have written the same header a little later.
+        options = ["-Xclang", "-fno-pch-timestamp", "-x", "c++-header", str(header)]
+        command = [*compiler(), *_COMMON, *flags, *options]
+        _write(compiled, lambda made: _run([*command, "-o", str(made)], "Metal's library"))
+    return ["-include-pch", str(compiled)]
+
+
+def _write(target: Path, make: Callable[[Path], object]) -> None:
+    """Have `make` write a file that becomes `target` when it is whole."""
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+        made = Path(scratch) / target.name
+        make(made)
+        made.replace(target)
 
 
 def _runtime_objects(flavour: Flavour) -> list[str]:
@@ -158,15 +173,13 @@ def _runtime_objects(flavour: Flavour) -> list[str]:
     for name in [*_RUNTIME, *_MEMORY[flavour.checked]]:
         target = cache_dir() / f"{Path(name).stem}-{_runtime_hash()[:16]}.o"
         if not target.exists():
-            with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
-                made = Path(scratch) / "made.o"
-                _compile(HEADERS / name, made, ["-O2", "-fno-sanitize=all"], name)
-                made.replace(target)
+            flags = ["-O2", "-fno-sanitize=all"]
+            _write(target, lambda made, name=name: _compile(HEADERS / name, made, flags, name))
         objects.append(str(target))
     return objects
 
 
-def build(text: str, name: str, flavour: Flavour) -> Path:
+def build(unit: Unit, name: str, flavour: Flavour) -> Path:
     """The shared library of a translated kernel, from the cache if the same text was built before.
 
     Raises:
@@ -175,7 +188,7 @@ def build(text: str, name: str, flavour: Flavour) -> Path:
     if not compiler_available():
         raise HostError("no C++ compiler: pip install ziglang, or install clang++ or g++")
     flags = _kernel_flags(flavour)
-    key = hashlib.sha256("\0".join([_runtime_hash(), *flags, text]).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\0".join([_runtime_hash(), *flags, *unit]).encode()).hexdigest()[:32]
     library = cache_dir() / f"{key}.so"
     if library.exists():
         for file in library, library.with_suffix(".cpp"):
@@ -184,8 +197,8 @@ def build(text: str, name: str, flavour: Flavour) -> Path:
         return library
     with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
         source, made = Path(scratch) / f"{key}.cpp", Path(scratch) / "kernel.o"
-        source.write_text(text)
-        _compile(source, made, [*flags, *_library_header(tuple(flags))], f"kernel {name}")
+        source.write_text(unit.body)
+        _compile(source, made, [*flags, *_head_flags(unit.head, tuple(flags))], f"kernel {name}")
         # No C++ library and no sanitizer's: the runtime needs neither.
         link = [*compiler(), "-shared", "-O2", "-fno-sanitize=all", str(made)]
         link += [*_runtime_objects(flavour), *(["-nostdlib++"] if is_clang() else [])]

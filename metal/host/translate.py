@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .faults import HostError
-from .toolchain import HEADERS
+from .toolchain import HEADERS, Unit
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+(?:"([^"]+)"|<(metal_\w+)>)[^\n]*$', re.M)
@@ -158,12 +158,13 @@ def _split_arguments(text: str, start: int) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-def translate(text: str, function: str) -> tuple[str, list[Parameter]]:
+def translate(text: str, function: str, prelude: str = "") -> tuple[Unit, list[Parameter]]:
     """A C++ translation unit that runs one kernel, and the kernel's parameters.
 
     Args:
         text: Metal source without quoted includes (see `expand_includes`).
         function: the kernel, with its template arguments if it is a template.
+        prelude: Metal source that other texts have before them too.
     """
     parameters = kernel_parameters(text, function.split("<")[0].strip())
     found = _CONSTANT.findall(without_comments(text))
@@ -176,8 +177,7 @@ def translate(text: str, function: str) -> tuple[str, list[Parameter]]:
     arguments = ",\n      ".join(parameter.argument() for parameter in parameters)
     text = _INSTANTIATION.sub("template", share_threadgroup_variables(text))
     text = _UNROLL.sub("", _SHARED_ARGUMENT.sub("", text))
-    unit = f"""#include "metal_stdlib"
-{text}
+    body = f"""{text}
 #line 1 "entry"
 extern "C" HOST_INTERNAL void metal_host_kernel() {{
   auto* const kernel_function = {function};
@@ -191,4 +191,4 @@ HOST_SETTER metal_host_constant(unsigned index, const void* value) {{
 {cases}  }}
 }}
 """
-    return unit, parameters
+    return Unit(f'#include "metal_stdlib"\n{_UNROLL.sub("", prelude)}', body), parameters

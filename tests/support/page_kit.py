@@ -10,13 +10,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _MAC = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
+
+expect.set_options(timeout=30_000)  # of every `expect`, in ms: a busy machine shows a page late
 
 
 def chromium_path() -> str | None:
