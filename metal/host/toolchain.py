@@ -1,6 +1,5 @@
 """Finds a C++ compiler and makes a shared library of a kernel's translation."""
 
-import functools
 import hashlib
 import importlib.util
 import os
@@ -10,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ _RUNTIME = ["runtime.cpp"]
 _MEMORY = {False: ["memory.cpp"], True: ["checker.cpp", "hooks.cpp"]}
 
 
-@functools.cache
+@cache
 def compiler() -> tuple[str, ...] | None:
     """The command of a C++ compiler, or None: ziglang's clang, clang++ or g++, in this order.
 
@@ -60,13 +60,13 @@ def is_clang() -> bool:
     return _version().find("clang") >= 0
 
 
-@functools.cache
+@cache
 def _version() -> str:
     command = [*compiler(), "--version"]
     return subprocess.run(command, capture_output=True, text=True, env=_environment()).stdout
 
 
-@functools.cache
+@cache
 def cache_dir() -> Path:
     """Where compiled kernels are kept: `METAL_LITE_HOST_CACHE`, or a folder of the user's own."""
     named = os.environ.get("METAL_LITE_HOST_CACHE")
@@ -86,7 +86,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **zig}
 
 
-@functools.cache
+@cache
 def _runtime_hash() -> str:
     digest = hashlib.sha256("\0".join([*compiler(), _version()]).encode())
     for path in sorted(HEADERS.rglob("*")):
@@ -142,7 +142,7 @@ class Unit(NamedTuple):
     body: str
 
 
-@functools.cache
+@cache
 def _head_flags(head: str, flags: tuple[str, ...]) -> list[str]:
     """Flags that put the head before a body; clang reads it in compiled form, made once."""
     key = hashlib.sha256(repr((_runtime_hash(), str(HEADERS), flags, head)).encode()).hexdigest()
@@ -174,7 +174,7 @@ def _runtime_objects(flavour: Flavour) -> list[str]:
         target = cache_dir() / f"{Path(name).stem}-{_runtime_hash()[:16]}.o"
         if not target.exists():
             flags = ["-O2", "-fno-sanitize=all"]
-            _write(target, lambda made, name=name: _compile(HEADERS / name, made, flags, name))
+            _write(target, partial(_compile, HEADERS / name, flags=flags, what=name))
         objects.append(str(target))
     return objects
 
