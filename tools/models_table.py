@@ -96,7 +96,7 @@ def render(results: list[Result]) -> str:
         _INTRO.format(version=version("mlx-lm"), tolerance=TOLERANCE, counts=counts),
         f"| {' | '.join(_COLUMNS)} |",
         "|" + " --- |" * len(_COLUMNS),
-        *(_row(r) for r in sorted(passed, key=lambda r: r.name.lower())),
+        *(row(r) for r in sorted(passed, key=lambda r: r.name.lower())),
         "",
     ]
     # The loader says "... is not supported: why".
@@ -118,7 +118,8 @@ def without_errors(page: str) -> str:
     return re.sub(r"\| [0-9.e+-]+ \|$", "| |", page, flags=re.MULTILINE)
 
 
-def _row(r: Result) -> str:
+def row(r: Result) -> str:
+    """The table's row of a configuration that runs."""
     works = {mode for mode, error in r.errors.items() if error < TOLERANCE}
     hits = HITS & set(r.errors)
     prefix = "off" if not hits else "yes" if works >= hits else "no"

@@ -162,8 +162,8 @@ def test_the_runs_above_were_not_all_easy():
     """Preemption and shared prefixes really happened, in many of them."""
     if not preemptions:
         pytest.skip("the property test was not run")
-    assert np.count_nonzero(preemptions) > 4
-    assert np.count_nonzero(hits) > 4
+    assert np.count_nonzero(preemptions) > len(preemptions) / 8
+    assert np.count_nonzero(hits) > len(hits) / 8
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.sampled_from(NAMES))

@@ -81,17 +81,6 @@ def test_stages_with_unlike_windows_tell_none():
     assert not OfStages([[None, 17], [17]]).may_share_arrays(None, 16)
 
 
-def test_a_stage_that_dies_ends_the_engine(tmp_path):
-    log, model = tmp_path / "log", tiny.write_folder(tmp_path / "model", "llama", **LONG)
-    options = SERVED | {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-    with serving(tmp_path, model, options) as process:
-        wait_for(log, "SERVING", process, 240)
-        pid = int(re.search(r"rank 0 of 2 has joined \(pid (\d+)\)", log.read_text())[1])
-        os.kill(pid, signal.SIGKILL)
-        wait_for(log, "ERROR EngineDeadError", process, 30)
-    assert re.search(rf"The engine ends: rank 0 of 2 \(pid {pid} on .* has ended", log.read_text())
-
-
 def test_a_stage_of_another_host_that_dies_ends_the_engine(tmp_path):
     """vLLM alone would wait 300 s for its answer."""
     log, log_2 = tmp_path / "log", tmp_path / "log_2"
