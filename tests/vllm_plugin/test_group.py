@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -186,6 +187,19 @@ def test_hosts_must_agree_on_the_number_of_ranks():
     group._links_of_rank_0(store, 0, 2)
     with pytest.raises(ConfigError, match="rank 1 is one of 4 ranks, rank 0 is one of 2"):
         group._links_of_rank_0(store, 1, 4)
+
+
+def test_a_host_that_cannot_start_tells_the_first(monkeypatch):
+    """Here it has other options; the first host does not wait for its ranks."""
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    first = parallel(nnodes=2, master_port=free_port())
+    second = parallel(nnodes=2, node_rank=1, world_size=4, master_port=first.master_port)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(group.join_workers, 0, first, "", print)
+        with pytest.raises(ConfigError, match="rank 2 is one of 4 ranks"):
+            group.join_workers(2, second, "", print)
+        with pytest.raises(PeerError, match="another rank cannot start: rank 2 is one of 4 ranks"):
+            joining.result(60)
 
 
 @pytest.mark.parametrize(

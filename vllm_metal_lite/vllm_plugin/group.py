@@ -50,8 +50,13 @@ def join_workers(
         address = get_loopback_ip()
         store, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
         store.set_timeout(timedelta(seconds=_START))
-    how = _links_of_rank_0(store, rank, size)
-    listener, reserved = Listener(address), _reserve(rank, how.ips[rank] or [address])
+    try:
+        how = _links_of_rank_0(store, rank, size)
+        listener, reserved = Listener(address), _reserve(rank, how.ips[rank] or [address])
+    except ConfigError as e:  # tell those who wait for this rank, under whatever number
+        for other in range(1, size):
+            store.set(f"metal_lite/{other}", json.dumps(one_line(e)))
+        raise
     where = ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]
     found = _exchange(store, rank, size, [listener.peer, where])
     peers = Peers(rank, listener, [Peer(*peer) for peer, _ in found], lost)
@@ -102,9 +107,12 @@ def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
 
 
 def _exchange(store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
-    """The values of all ranks, by rank, as JSON has them."""
+    """The values of all ranks, by rank, as JSON has them; PeerError if one has failed."""
     store.set(f"metal_lite/{rank}", json.dumps(value))
-    return [json.loads(_get(store, f"metal_lite/{r}", r, size)) for r in range(size)]
+    values = [json.loads(_get(store, f"metal_lite/{r}", r, size)) for r in range(size)]
+    if failed := [value for value in values if isinstance(value, str)]:
+        raise PeerError(f"another rank cannot start: {failed[0]}")
+    return values
 
 
 def _get(store: dist.Store, key: str, other: int, size: int) -> bytes:
