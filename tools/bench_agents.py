@@ -165,8 +165,8 @@ def report(args: Any, rows: list[dict[str, Any]]) -> None:
             f"{' | '.join(ttfts)} | {row['cached_tokens']:,} ({cached:.1%}) | "
             f"{row['peak_gb']:.1f} |"
         )
-    if len(rows) == 2 and rows[1]["turns"]:
-        ours, theirs = rows
+    ours, theirs = (next((r for r in rows if r["name"] == n), None) for n in ("ours", "mlx-lm"))
+    if ours and theirs and theirs["turns"]:
         speed = ours["sessions_per_minute"] / theirs["sessions_per_minute"]
         print(f"ratio: sessions {speed:.2f}, median TTFT {theirs['ttft'] / ours['ttft']:.2f}")
 

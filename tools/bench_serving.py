@@ -23,9 +23,11 @@ import gc
 import json
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from run_main import run_main
+from serving_alone import Alone
 from serving_engines import Engine, Ours, Run, drive
 from serving_fair import Fair, fair_kernels, loops_over_tokens
 from serving_host import host
@@ -85,8 +87,8 @@ def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
 class Bench:
     """Runs engines turn by turn; keeps the metrics of every counted run."""
 
-    def __init__(self, letter: str, load: Load, report: Report) -> None:
-        self.letter, self.load, self.report = letter, load, report
+    def __init__(self, letter: str, load: Load, args: argparse.Namespace) -> None:
+        self.letter, self.load, self.report, self.alone = letter, load, args.report, args.alone
         self.label = f"{letter} {load.name}"
 
     def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
@@ -118,19 +120,20 @@ class Bench:
         """(metrics of each turn, last run), by engine."""
         values: dict[str, list[Metrics]] = {e.name: [] for e in engines}
         last: dict[str, Run] = {}
-        for turn in range(repeats):
-            for engine in engines:
-                metrics, last[engine.name] = self.run(engine, f"turn {turn + 1}")
-                values[engine.name].append(metrics)
+        with self.alone():
+            for turn in range(repeats):
+                for engine in engines:
+                    metrics, last[engine.name] = self.run(engine, f"turn {turn + 1}")
+                    values[engine.name].append(metrics)
         return values, last
 
 
 def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
     """One load on ours and on mlx-lm at its best."""
-    bench, more = Bench(letter, load, args.report), {}
+    bench, more = Bench(letter, load, args), {}
     ours = Ours(model, load, args.ours)
     candidates = peers(letter, load, model)
-    if args.settings:
+    if args.settings and letter != "D":
         candidates = [MlxLm(model, s) for s in args.settings]
     fair = args.fair and loops_over_tokens(model)
     if fair:
@@ -142,6 +145,7 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
         if metrics := bench.tried(engine):
             sweep[engine.name] = metrics  # of the first the second run, which compiles less
         if args.quick and sweep:
+            bench.tried(engine)  # what comes a second time is compiled
             break
     finalists = best_of([e for e in candidates if e.name in sweep], sweep)
     values, last = bench.turns([ours, *finalists], args.repeats)
@@ -209,7 +213,7 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
         engines.append(Ours(model, load, options, name=f"{policy}, in one step"))
     steps = (2048,) if args.quick else (2048, 512)
     engines += [MlxLm(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
-    bench = Bench(letter, load, args.report)
+    bench = Bench(letter, load, args)
     for engine in engines:
         for _ in range(2):
             bench.run(engine, "warm-up")
@@ -234,7 +238,7 @@ def cache_cost(letter: str, load: Load, model: LoadedModel, args: argparse.Names
         Ours(model, load, {**args.ours, "enable_prefix_caching": on}, name=name)
         for name, on in ways.items()
     ]
-    bench = Bench(letter, load, args.report)
+    bench = Bench(letter, load, args)
     for engine in [*engines, *engines]:
         bench.run(engine, "warm-up")
     values, last = bench.turns(engines, max(args.repeats, 5))  # the cost is a few percent
@@ -300,7 +304,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one turn, mlx-lm's likely best only")
     parser.add_argument(
         "--settings", nargs="+", type=_settings, metavar="PREFILL/COMPLETION[/PREFIX]",
-        help="mlx-lm's batch sizes to try; PREFIX: none, once or server",
+        help="mlx-lm's batch sizes to try, but for load D; PREFIX: none, once or server",
     )  # fmt: skip
     parser.add_argument(
         "--ours", nargs="+", type=_option, default=[], metavar="NAME=VALUE",
@@ -318,10 +322,13 @@ def main() -> int:
     parser.add_argument(
         "--deadline", type=float, metavar="SECONDS", help="then say where it is, and exit with 1"
     )
+    parser.add_argument(
+        "--beside", type=Path, metavar="FILE", help="other processes use the GPU, with this lock"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write everything there, run by run")
     args = parser.parse_args()
     args.ours, args.report = dict(args.ours), Report(args.json)
-    args.repeats = args.repeats or (1 if args.quick else 3)
+    args.repeats, args.alone = args.repeats or (1 if args.quick else 3), Alone(args.beside)
     if not (args.load or args.host):
         parser.error("nothing to do: give --load or --host")
 

@@ -3,12 +3,16 @@
 
     python tools/bench_shapes.py --results DIR --minutes 9              a GPU; again to go on
     python tools/bench_shapes.py --results DIR --only glm-4.7-flash-4
+    python tools/bench_shapes.py --results DIR --beside                 parts warm up side by side
     python tools/bench_shapes.py --results DIR --tiny                   a CPU, tiny models
 
 A part is a shape in one format: loads D and H of bench_serving.py, in a process of its own.  At its
 deadline, or at the end of --minutes, the process prints the stack of every thread and ends.  Each
-run of a part is in DIR/PART.json as soon as it ends.  A part that is finished is not run again
-(--again).  The table at the end is made of what DIR has.
+run of a part is in DIR/PART.json as soon as it ends, and what a part prints in DIR/PART.log.  A
+part that is finished is not run again (--again).  The table at the end is made of what DIR has.
+
+--beside: all parts start at once, since a start compiles for minutes.  A counted turn waits until
+no other part warms up or is timed (serving_alone.py; other tools may share DIR/lock).
 """
 
 import argparse
@@ -36,6 +40,10 @@ def command(part: Part, args: argparse.Namespace) -> list[str]:
     words += [flag for flag, on in (("--quick", not args.sweep), ("--trusted", args.trusted)) if on]
     if args.tiny:
         words += ["--scale", "0.05"]
+    if args.beside:
+        words += ["--beside", str(args.results / "lock")]
+    if part.settings and not args.sweep:
+        words += ["--settings", part.settings]
     if ours := [*(f"{k}={v}" for k, v in part.options.items()), *args.ours]:
         words += ["--ours", *ours]
     return words
@@ -60,18 +68,30 @@ def report_of(part: Part, args: argparse.Namespace) -> dict[str, Any]:
     return max(reports, key=lambda r: (r.get("finished", False), len(r.get("runs", []))))
 
 
-def run_part(part: Part, seconds: float, args: argparse.Namespace) -> str | None:
-    """Run a part for some seconds at most; returns what went wrong."""
-    path = file_of(part, args)
-    if path.exists():
-        path.rename(path.with_suffix(".earlier.json"))
-    with subprocess.Popen(command(part, args)) as process:
+class Running:
+    """A part in a process of its own."""
+
+    def __init__(self, part: Part, args: argparse.Namespace) -> None:
+        self.part, self.path = part, file_of(part, args)
+        if self.path.exists():
+            self.path.rename(self.path.with_suffix(".earlier.json"))
+        with self.path.with_suffix(".log").open("w") as log:
+            self._process = subprocess.Popen(command(part, args), stdout=log, stderr=log)
+
+    def end_by(self, end: float) -> None:
+        """Wait until it has ended, at `end` (time.monotonic()) at the latest."""
+        problem = None
         try:
-            code = process.wait(seconds)
+            code = self._process.wait(max(end - time.monotonic(), 0))
+            if not read(self.path).get("finished"):
+                problem = f"ended with {code}"
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # the stack of every thread is printed
-            return f"did not end within {seconds:.0f} s"
-    return None if read(path).get("finished") else f"ended with {code}"
+            self._process.send_signal(signal.SIGABRT)  # the stack of every thread is printed
+            self._process.wait()
+            problem = "did not end in time"
+        print(f"\n# {self.part.name}\n\n{self.path.with_suffix('.log').read_text()}", flush=True)
+        if problem:
+            print(f"{self.part.name}: {problem}", file=sys.stderr, flush=True)
 
 
 def speeds(runs: list[dict[str, Any]], load: str) -> dict[str, tuple[float, bool]]:
@@ -123,11 +143,12 @@ def main() -> int:
     parser.add_argument("--ours", nargs="+", default=[], metavar="NAME=VALUE")
     parser.add_argument("--trusted", action="store_true", help="as bench_serving.py has it")
     parser.add_argument("--sweep", action="store_true", help="mlx-lm's settings; three turns")
+    parser.add_argument("--beside", action="store_true", help="all parts at once")
     parser.add_argument("--again", action="store_true", help="also parts that are finished")
     parser.add_argument("--tiny", action="store_true", help="tiny models and short prompts")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + 60 * args.minutes
+    end, running = time.monotonic() + 60 * args.minutes, []
     for part in PARTS:
         if args.only and part.name not in args.only:
             continue
@@ -137,9 +158,13 @@ def main() -> int:
         if left < _LEAST:
             print(f"{part.name}: {left:.0f} s are left, which is too little", file=sys.stderr)
             continue
-        print(f"\n# {part.name}, {left:.0f} s left", flush=True)
-        if problem := run_part(part, min(left, args.deadline), args):
-            print(f"{part.name}: {problem}", file=sys.stderr, flush=True)
+        print(f"{part.name} starts, {left:.0f} s left", file=sys.stderr, flush=True)
+        running.append(Running(part, args))
+        if not args.beside:
+            running.pop().end_by(min(end, time.monotonic() + args.deadline))
+    ends = min(end, time.monotonic() + args.deadline)
+    for one in running:
+        one.end_by(ends)
     print_table(args)
     return 0
 

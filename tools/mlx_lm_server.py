@@ -4,8 +4,9 @@
     python tools/mlx_lm_server.py --model FOLDER --port 8001
 
 Two things differ from `python -m mlx_lm server`, both in its favour.  Recurrent layers get our
-kernels where mlx-lm's are Metal's only (serving_fair.py).  MLX keeps at most 4 GiB of freed
-buffers: without a limit they fill the GPU beside long prompts, whose sizes never repeat.
+kernels where mlx-lm's are Metal's only (serving_fair.py).  And memory is limited, or long prompts
+exhaust the GPU: MLX keeps at most 4 GiB of freed buffers, whose sizes never repeat, and waits for
+running work at 0.7 of the memory, where its own limit leaves no room for the scores of one layer.
 """
 
 import importlib
@@ -16,12 +17,13 @@ from pathlib import Path
 from run_main import run_main
 from serving_fair import fair_kernels
 
+from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 
 # isort: split
 from mlx_lm import server
 
-_CACHE_LIMIT = 4 << 30
+_CACHE_LIMIT, _MEMORY_FRACTION = 4 << 30, 0.7
 
 
 def main() -> int:
@@ -29,6 +31,7 @@ def main() -> int:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     importlib.import_module(f"mlx_lm.models.{config['model_type']}")  # to be patched
     mx.set_cache_limit(_CACHE_LIMIT)
+    mx.set_memory_limit(int(_MEMORY_FRACTION * backend.memory_limit()))
     with fair_kernels():
         server.main()
     return 0

@@ -16,11 +16,13 @@ import re
 import statistics
 import time
 from collections import Counter
+from contextlib import nullcontext
 
 from run_main import run_main
 from serving_host import timed
 from serving_models import BITS, get_model
 from serving_parts import BY_NAME
+from serving_trust import trusted
 from step_growth import engine_of, fill
 
 from vllm_metal_lite import LLMEngine, MetalLiteError
@@ -129,6 +131,7 @@ def main() -> int:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--context", type=int, default=700)
     parser.add_argument("--num-blocks", type=int, help="of the store (default: what is needed)")
+    parser.add_argument("--trusted", action="store_true", help="as bench_serving.py has it")
     parser.add_argument("--kernels", action="store_true", help="what ran on an NVIDIA GPU")
     args = parser.parse_args()
     if min(args.batch) < 1 or args.context < 1:
@@ -141,7 +144,8 @@ def main() -> int:
             model, options = get_model(shape, args.dtype, part.bits), part.options
         if args.num_blocks:
             options = {**options, "num_blocks": args.num_blocks}
-        engine = engine_of(model, [(max(args.batch), args.context + _TOKENS)], options)
+        with trusted() if args.trusted else nullcontext():
+            engine = engine_of(model, [(max(args.batch), args.context + _TOKENS)], options)
         print(f"\n## {part.name if part else model.name}: {engine.attention_reason}", flush=True)
         for batch in args.batch:
             print(f"\n{batch} x {args.context}\n")

@@ -22,8 +22,9 @@ def _cache_limit() -> int:
     return limit
 
 
-# Before any engine of ours lowers it.
-MLX_CACHE_LIMIT = _cache_limit()
+# Before any engine of ours lowers it.  Freed buffers of prompts, whose sizes rarely repeat, would
+# fill a GPU that other processes share.
+MLX_CACHE_LIMIT = min(_cache_limit(), 16 << 30)
 
 
 class Engine(Protocol):

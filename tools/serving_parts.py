@@ -7,6 +7,7 @@ class Part(NamedTuple):
     """bits: of random weights, None for bfloat16.  tiny: the shape of a dry run.
 
     bars: the ratios to mlx-lm that are wanted, by load of bench_serving.py.  kv_bits: of our store.
+    settings: of mlx-lm's batches, where MLX's CUDA backend fails in larger ones.
     """
 
     shape: str
@@ -14,6 +15,7 @@ class Part(NamedTuple):
     tiny: str
     bars: dict[str, float]
     kv_bits: int | None = None
+    settings: str = ""
 
     @property
     def name(self) -> str:
@@ -26,11 +28,12 @@ class Part(NamedTuple):
 
 
 _EXPERTS = {"H": 3.0, "D": 1.5}
+_SMALL = "4/32"
 PARTS = (
     Part("qwen3-0.6b", "4", "128x2", {"H": 5.0, "D": 2.0}),
-    Part("qwen3-30b-a3b", "4", "qwen3-moe-tiny", _EXPERTS),
-    Part("glm-4.7-flash", "4", "glm-tiny", _EXPERTS),
-    Part("gpt-oss-20b", "mxfp4", "gpt-oss-tiny", _EXPERTS),
+    Part("qwen3-30b-a3b", "4", "qwen3-moe-tiny", _EXPERTS, settings=_SMALL),
+    Part("glm-4.7-flash", "4", "glm-tiny", _EXPERTS, settings=_SMALL),
+    Part("gpt-oss-20b", "mxfp4", "gpt-oss-tiny", _EXPERTS, settings=_SMALL),
     Part("gemma3-4b", "4", "gemma3-tiny", {"H": 3.5, "D": 1.5}, 8),
     Part("qwen3-4b", "4", "128x2", {"H": 5.0, "D": 2.0}),
     Part("qwen3-30b-a3b", None, "qwen3-moe-tiny", _EXPERTS),

@@ -17,15 +17,18 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from growth_plot import Cell, write_svg
 from run_main import run_main
+from serving_alone import Alone
 from serving_models import get_model
 from serving_parts import BY_NAME, Part
 from serving_roofline import Rates, measured_rates, roofline
+from serving_trust import trusted
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.backend import mx
@@ -79,18 +82,22 @@ def fill(engine: LLMEngine, batch: int, context: int, tokens: int) -> list[str]:
     return names
 
 
-def seconds_of(engine: LLMEngine, batch: int, context: int) -> float:
+def seconds_of(engine: LLMEngine, batch: int, context: int, alone: Alone) -> float:
     """The median of a step of `batch` decodes at `context`."""
-    names, times = fill(engine, batch, context, _WARM_UP + _STEPS + 4), []
-    for _ in range(_WARM_UP + _STEPS):
-        start = time.perf_counter()
+    names, times = fill(engine, batch, context, _WARM_UP + _STEPS + 6), []
+    for _ in range(_WARM_UP):
         engine.step()
-        times.append(time.perf_counter() - start)
+    with alone():
+        engine.step()
+        for _ in range(_STEPS):
+            start = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - start)
     engine.abort(names)
     while engine.has_unfinished_requests():
         engine.step()
     mx.synchronize()
-    return statistics.median(times[_WARM_UP:])
+    return statistics.median(times)
 
 
 def cells_of(model: LoadedModel, args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -133,13 +140,14 @@ def measure(part: Part, rates: Rates, end: float, args: argparse.Namespace) -> I
     missing = [cell for cell in cells_of(model, args) if cell not in done]
     if not missing:
         return
-    engine = engine_of(model, missing, part.options)
+    with trusted() if args.trusted else nullcontext():
+        engine = engine_of(model, missing, part.options)
     print(f"\n{name}: {engine.attention_reason}", file=sys.stderr, flush=True)
     for batch, context in missing:
         if time.monotonic() > end:
             print("the time is over: run this again to go on", file=sys.stderr)
             return
-        seconds = seconds_of(engine, batch, context)
+        seconds = seconds_of(engine, batch, context, args.alone)
         yield Cell(name, batch, context, 1e3 * seconds,
                    1e3 * roofline(model, batch, context + _STEPS / 2, rates))  # fmt: skip
 
@@ -155,12 +163,16 @@ def main() -> int:
     parser.add_argument("--context", nargs="+", type=int)
     parser.add_argument("--gib", type=float, default=30.0, help="most of K and V (default 30)")
     parser.add_argument("--minutes", type=float, default=8.0, help="no cell starts later")
+    parser.add_argument("--trusted", action="store_true", help="as bench_serving.py has it")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench_serving.py has it")
     parser.add_argument("--tiny", action="store_true", help="tiny models, batches and contexts")
     args = parser.parse_args()
     args.batch = args.batch or (_TINY_BATCHES if args.tiny else _BATCHES)
     args.context = args.context or (_TINY_CONTEXTS if args.tiny else _CONTEXTS)
     end = time.monotonic() + 60 * args.minutes
-    rates = measured_rates()
+    args.alone = Alone(args.beside)
+    with args.alone():
+        rates = measured_rates()
     copy, products = rates.bytes_per_s / 1e9, rates.flops_per_s / 1e12
     print(f"Copy {copy:,.0f} GB/s, products {products:,.1f} TFLOP/s.\n")
     print("| model | batch | context | ms a step | tokens/s | of roofline |")

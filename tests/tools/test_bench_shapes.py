@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import bench_serving
 import bench_shapes
 from bench_shapes import cells, read, speeds
+from serving_alone import Alone
 from serving_engines import Run
 from serving_loads import Load, Wave
 from serving_parts import PARTS
@@ -65,15 +68,44 @@ def test_a_part_is_measured_and_a_finished_one_is_not_run_again(tmp_path, monkey
     report = read(tmp_path / "qwen3-0.6b-4.json")
     assert report["finished"]
     assert {r["note"] for r in report["runs"]} == {"warm-up", "sweep", "turn 1"}
-    monkeypatch.setattr(bench_shapes, "run_part", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr(bench_shapes, "Running", lambda *_: pytest.fail("again"))
     assert bench_shapes.main() == 0
     assert "| qwen3-0.6b-4 |" in capfd.readouterr().out
+
+
+def test_parts_side_by_side_are_timed_one_at_a_time(tmp_path, monkeypatch, capfd):
+    arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 glm-4.7-flash-4 --load D --beside"
+    monkeypatch.setattr(sys, "argv", ["bench_shapes.py", *arguments.split()])
+    assert bench_shapes.main() == 0
+    for name in ("qwen3-0.6b-4", "glm-4.7-flash-4"):
+        assert read(tmp_path / f"{name}.json")["finished"]
+    assert "cut off" not in capfd.readouterr().out
+
+
+def test_a_counted_run_waits_for_who_warms_up_and_runs_alone(tmp_path):
+    one, events, entered = Alone(tmp_path / "lock"), [], threading.Event()
+
+    def count(name: str, alone: Alone) -> None:
+        with alone():
+            events.append(name)
+            entered.set()
+            time.sleep(0.02)
+            events.append(name)
+
+    # The lock goes with its object, as with its process.
+    thread = threading.Thread(target=lambda: count("two", Alone(tmp_path / "lock")))
+    thread.start()
+    assert not entered.wait(0.1)  # `one` warms up
+    count("one", one)
+    del one
+    thread.join(10)
+    assert events in (["one", "one", "two", "two"], ["two", "two", "one", "one"])
 
 
 def test_no_part_starts_when_the_time_is_over(tmp_path, monkeypatch, capfd):
     arguments = f"--results {tmp_path} --tiny --minutes 0.5"
     monkeypatch.setattr(sys, "argv", ["bench_shapes.py", *arguments.split()])
-    monkeypatch.setattr(bench_shapes, "run_part", lambda *_: pytest.fail("it starts"))
+    monkeypatch.setattr(bench_shapes, "Running", lambda *_: pytest.fail("it starts"))
     assert bench_shapes.main() == 0
     assert capfd.readouterr().out.count("not run") == len(PARTS)
 
@@ -93,7 +125,8 @@ def test_a_part_that_is_cut_off_again_loses_nothing(tmp_path, monkeypatch, capfd
     out, err = capfd.readouterr()
     assert "| 125 | 30 * |" in out
     assert "cut off" in out
-    assert "most recent call first" in err  # the stacks
+    assert "most recent call first" in out  # the stacks
+    assert "did not end in time" in err
 
 
 def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_path, monkeypatch):
@@ -101,7 +134,8 @@ def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_pa
         raise RuntimeError("cuGraphAddKernelNode: invalid argument")
 
     report = bench_serving.Report(str(tmp_path / "a.json"))
-    bench = bench_serving.Bench("D", Load("one", [Wave([[1]], [2])]), report)
+    args = argparse.Namespace(report=report, alone=Alone(None))
+    bench = bench_serving.Bench("D", Load("one", [Wave([[1]], [2])]), args)
     engine = argparse.Namespace(name="mlx-lm 16/32")
     done = Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
     monkeypatch.setattr(bench_serving, "drive", lambda *_: done)

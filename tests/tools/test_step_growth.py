@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import step_growth
 from growth_plot import Cell, write_svg
+from serving_alone import Alone
 from serving_models import random_model
 from serving_roofline import Rates
 from step_growth import append, engine_of, read, seconds_of
@@ -26,10 +27,10 @@ def test_the_model_runs_decodes_alone(name):
         return execute(batch, *args, **kwargs)
 
     runner.execute = noting
-    assert seconds_of(engine, 3, 40) > 0
+    assert seconds_of(engine, 3, 40, Alone(None)) > 0
     assert {(segments, tokens) for segments, tokens, _ in steps} == {(3, 3)}
     assert steps[0][2] == 42  # the first decode is launched beside the end of the prompts
-    assert seconds_of(engine, 1, 100) > 0  # the engine is free again
+    assert seconds_of(engine, 1, 100, Alone(None)) > 0  # the engine is free again
     assert engine.pipeline.runner is runner
 
 
