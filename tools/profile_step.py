@@ -17,8 +17,10 @@ import statistics
 import time
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 from run_main import run_main
+from serving_alone import Alone
 from serving_host import timed
 from serving_models import BITS, get_model
 from serving_parts import BY_NAME
@@ -132,8 +134,10 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=700)
     parser.add_argument("--num-blocks", type=int, help="of the store (default: what is needed)")
     parser.add_argument("--trusted", action="store_true", help="as bench_serving.py has it")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench_serving.py has it")
     parser.add_argument("--kernels", action="store_true", help="what ran on an NVIDIA GPU")
     args = parser.parse_args()
+    alone = Alone(args.beside)
     if min(args.batch) < 1 or args.context < 1:
         parser.error(f"--batch {args.batch} and --context {args.context} must be at least 1")
     for part in [BY_NAME[name] for name in args.only] if args.only else [None]:
@@ -150,9 +154,10 @@ def main() -> int:
         for batch in args.batch:
             print(f"\n{batch} x {args.context}\n")
             names = decoding(engine, batch, args.context)
-            host(engine, batch)
-            if args.kernels:
-                kernels(engine)
+            with alone():
+                host(engine, batch)
+                if args.kernels:
+                    kernels(engine)
             engine.abort(names)
             while engine.has_unfinished_requests():
                 engine.step()
