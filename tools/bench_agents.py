@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from bench_server import STARTED, free_port, give_up, prepare, server, words_of
 from run_main import run_main
+from serving_alone import Alone
 
 START, SHARED, TURNS, OUT = 25_000, 20_000, 12, 150
 
@@ -108,7 +109,8 @@ def run(
             warm["system"] = job["warm"][0][0]
             ask(url, warm)
             say(f"{name} is warm")
-            done = ask(url, {**job, "model": model, "seconds": args.seconds})
+            with args.alone():
+                done = ask(url, {**job, "model": model, "seconds": args.seconds})
         finally:
             peak = memory.close()
         metrics = {}
@@ -187,10 +189,12 @@ def main() -> int:
         default="--decode-concurrency 8 --prompt-concurrency 2 --prompt-cache-size 32 "
         "--prompt-cache-bytes 45GB",
     )  # fmt: skip
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench_serving.py has it")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     parser.add_argument("--seconds", type=float, default=200, help="for the sessions of a system")
     parser.add_argument("--deadline", type=float, default=590, help="then stacks and exit")
     args = parser.parse_args()
+    args.alone = Alone(args.beside)
     deadline = threading.Timer(args.deadline, give_up)
     deadline.daemon = True
     deadline.start()

@@ -3,7 +3,7 @@
 
     python tools/bench_shapes.py --results DIR --minutes 9              a GPU; again to go on
     python tools/bench_shapes.py --results DIR --only glm-4.7-flash-4
-    python tools/bench_shapes.py --results DIR --beside                 parts warm up side by side
+    python tools/bench_shapes.py --results DIR --beside LOCK            parts warm up side by side
     python tools/bench_shapes.py --results DIR --tiny                   a CPU, tiny models
 
 A part is a shape in one format: loads D and H of bench_serving.py, in a process of its own.  At its
@@ -12,7 +12,8 @@ run of a part is in DIR/PART.json as soon as it ends, and what a part prints in 
 part that is finished is not run again (--again).  The table at the end is made of what DIR has.
 
 --beside: all parts start at once, since a start compiles for minutes.  A counted turn waits until
-no other part warms up or is timed (serving_alone.py; other tools may share DIR/lock).
+no other part warms up or is timed (serving_alone.py).  Other tools may share the lock; one process
+a load (--load D, --load H, two DIRs) waits the least.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def command(part: Part, args: argparse.Namespace) -> list[str]:
     if args.tiny:
         words += ["--scale", "0.05"]
     if args.beside:
-        words += ["--beside", str(args.results / "lock")]
+        words += ["--beside", str(args.beside)]
     if part.settings and not args.sweep:
         words += ["--settings", part.settings]
     if ours := [*(f"{k}={v}" for k, v in part.options.items()), *args.ours]:
@@ -143,7 +144,7 @@ def main() -> int:
     parser.add_argument("--ours", nargs="+", default=[], metavar="NAME=VALUE")
     parser.add_argument("--trusted", action="store_true", help="as bench_serving.py has it")
     parser.add_argument("--sweep", action="store_true", help="mlx-lm's settings; three turns")
-    parser.add_argument("--beside", action="store_true", help="all parts at once")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="all at once, with this lock")
     parser.add_argument("--again", action="store_true", help="also parts that are finished")
     parser.add_argument("--tiny", action="store_true", help="tiny models and short prompts")
     args = parser.parse_args()

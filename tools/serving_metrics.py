@@ -95,7 +95,8 @@ def median_of(values: Sequence[Metrics]) -> Metrics:
 class Agreement:
     """equal: requests whose tokens are all the same.  prefix: mean share of tokens before the first
     difference.  In standard deviations of a row's logits, the largest of the `looked_at` requests
-    that were computed again: tie: the distance of the two logits where tokens differ first.  noise:
+    that were computed again: tie: the distance of the two logits where tokens differ first.
+    ours_below, theirs_below: how far the logit of each engine's token is from the largest.  noise:
     how far the same logits are from those that mlx-lm computes behind a cache.
     """
 
@@ -105,6 +106,8 @@ class Agreement:
     tie: float
     noise: float
     looked_at: int
+    ours_below: float = 0.0
+    theirs_below: float = 0.0
 
     @property
     def within_ties(self) -> bool:
@@ -118,14 +121,15 @@ class Agreement:
     def __str__(self) -> str:
         text = f"{self.equal}/{self.requests} equal, prefix {self.prefix:.0%}"
         if self.looked_at:
-            text += f", tie {self.tie:.3f}, noise {self.noise:.3f}"
+            text += f", tie {self.tie:.3f}, noise {self.noise:.3f}, below the best token: ours "
+            text += f"{self.ours_below:.3f}, mlx-lm's {self.theirs_below:.3f}"
         return text if self.within_ties else text + " NOT A TIE"
 
 
 def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreement:
     """Compare greedy tokens of equal prompts; at most `most` differences are looked into, each by
     two forwards of the unmodified model, without a cache and with one."""
-    equal, shares, ties, noises = 0, [], [0.0], [0.0]
+    equal, shares, ties, noises, below = 0, [], [0.0], [0.0], [(0.0, 0.0)]
     prompts = zip(ours.prompts, theirs.prompts, strict=True)
     for (prompt, other), a, b in zip(prompts, ours.tokens, theirs.tokens, strict=True):
         if prompt != other:  # the turns before parted
@@ -136,11 +140,15 @@ def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreemen
         shares.append(at / n if n else 1.0)
         if at < n and len(ties) <= most:
             logits, again = _last_logits(native(model), mx.array([prompt + a[:at]]))
-            ties.append(float(mx.abs(logits[a[at]] - logits[b[at]]) / logits.std()))
-            noises.append(float((again - logits).std() / logits.std()))
+            logits, again = logits / logits.std(), again / logits.std()
+            ours_below, theirs_below = (float(logits.max() - logits[t[at]]) for t in (a, b))
+            below.append((ours_below, theirs_below))
+            ties.append(abs(ours_below - theirs_below))
+            noises.append(float((again - logits).std()))
     return Agreement(
-        len(shares), equal, statistics.mean(shares), max(ties), max(noises), len(ties) - 1
-    )
+        len(shares), equal, statistics.mean(shares), max(ties), max(noises), len(ties) - 1,
+        *(max(of_one) for of_one in zip(*below, strict=True)),
+    )  # fmt: skip
 
 
 def _last_logits(model: nn.Module, tokens: mx.array) -> tuple[mx.array, mx.array]:

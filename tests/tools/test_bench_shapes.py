@@ -74,7 +74,8 @@ def test_a_part_is_measured_and_a_finished_one_is_not_run_again(tmp_path, monkey
 
 
 def test_parts_side_by_side_are_timed_one_at_a_time(tmp_path, monkeypatch, capfd):
-    arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 glm-4.7-flash-4 --load D --beside"
+    arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 glm-4.7-flash-4 --load D"
+    arguments += f" --beside {tmp_path / 'lock'}"
     monkeypatch.setattr(sys, "argv", ["bench_shapes.py", *arguments.split()])
     assert bench_shapes.main() == 0
     for name in ("qwen3-0.6b-4", "glm-4.7-flash-4"):

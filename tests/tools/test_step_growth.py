@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import step_growth
 from growth_plot import Cell, write_svg
-from serving_alone import Alone
 from serving_models import random_model
 from serving_roofline import Rates
 from step_growth import append, engine_of, read, seconds_of
@@ -27,16 +26,16 @@ def test_the_model_runs_decodes_alone(name):
         return execute(batch, *args, **kwargs)
 
     runner.execute = noting
-    assert seconds_of(engine, 3, 40, Alone(None)) > 0
+    assert seconds_of(engine, 3, 40) > 0
     assert {(segments, tokens) for segments, tokens, _ in steps} == {(3, 3)}
     assert steps[0][2] == 42  # the first decode is launched beside the end of the prompts
-    assert seconds_of(engine, 1, 100, Alone(None)) > 0  # the engine is free again
+    assert seconds_of(engine, 1, 100) > 0  # the engine is free again
     assert engine.pipeline.runner is runner
 
 
 def test_cells_of_the_csv_are_not_measured_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step_growth, "measured_rates", lambda: Rates(1e9, 1e9))
-    monkeypatch.setattr(step_growth, "seconds_of", lambda *_: 0.25)
+    monkeypatch.setattr(step_growth, "seconds_of", lambda *_, **__: 0.25)
     table, plot = tmp_path / "a.csv", tmp_path / "a.svg"
     append(table, Cell("128x2", 1, 64, 7.0, 1.0))
     words = f"--csv {table} --plot {plot} --tiny --only qwen3-4b-4 --batch 1 2 --context 64 128"
