@@ -1,15 +1,15 @@
 // expert_plan: sorts the pairs (row, choice) of a mixture of experts by expert, and cuts each expert's
 // pairs into tiles of at most TILE.  One threadgroup.
 //
-//   indices    (pairs,)                 the expert of pair p, which is choice p % top_k of row p / top_k;
-//                                       pairs <= MAX_PAIRS
+//   indices    (pairs,)                 the expert of pair p, which is choice p % top_k of row p / top_k
 //   num_live   (1,) int                 rows that are no padding: the first ones
 //   plan       (pairs + 2 tiles,) int   first `order`: pairs by expert, of one expert by number;
 //                                       then of each tile (first, count): it has the pairs
 //                                       order[first] .. order[first + count - 1], all of one expert.
 //                                       count 0: there is no such tile; -count: pairs of padding
 //
-// Layout.  The pairs' experts lie in threadgroup memory, and a thread has some experts:
+// Layout.  Pairs pass through threadgroup memory, PART at a time, once to be counted and once to be
+// placed.  A thread has some experts:
 //
 //   indices    5 2 5 0 2 5     thread 5:  3 pairs are of expert 5, 3 of smaller ones
 //                              so its pairs go to order[3], order[4], order[5]
@@ -20,30 +20,46 @@
 // the order, and no expert is read for them.
 //
 // Why it is correct.  A thread's output depends on experts and counts only, which no thread changes
-// after the barriers, and the places of two experts do not meet.  So the plan is the same in every
+// between the barriers, and the places of two experts do not meet.  So the plan is the same in every
 // order of threads.  The number of tiles is known on the device only: the array has room for the most
 // that there can be, `room`, and what is behind the last tile is marked.
 //
 // Cost.  One launch; a thread reads 2 pairs + EXPERTS words of threadgroup memory for each expert.
+
+// The experts of pairs from `first` on, for all threads.  Padding's is EXPERTS.
+template <int EXPERTS, int PART, int THREADS, typename I>
+METAL_FUNC void stage(threadgroup int* experts, const device I* indices, int first, int end, int live,
+                      int thread_index) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // all have read the part before
+  for (int i = thread_index; i < PART && first + i < end; i += THREADS) {
+    experts[i] = first + i < live ? int(indices[first + i]) : EXPERTS;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
 // --- kernel body ---
 constexpr int THREADS = SIMDGROUPS * 32;
-threadgroup int experts[MAX_PAIRS];
+threadgroup int experts[PART];
 threadgroup int counts[EXPERTS + 1];  // and of padding
+threadgroup int next[EXPERTS + 1];    // where the next pair of an expert goes
 
 const int thread_index = int(thread_position_in_threadgroup.x);
 const int pairs = indices_shape[0];
 const int live = int(num_live[0]) * TOP_K;
 
-for (int p = thread_index; p < pairs; p += THREADS) {
-  experts[p] = p < live ? int(indices[p]) : EXPERTS;
-}
-threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int e = thread_index; e <= EXPERTS; e += THREADS) {
-  int count = 0;
-  for (int p = 0; p < pairs; p++) {
-    count += experts[p] == e ? 1 : 0;
+  counts[e] = 0;
+}
+for (int part = 0; part < pairs; part += PART) {
+  stage<EXPERTS, PART, THREADS>(experts, indices, part, pairs, live, thread_index);
+  const int size = metal::min(pairs - part, int(PART));
+  for (int e = thread_index; e <= EXPERTS; e += THREADS) {
+    int count = 0;
+    for (int i = 0; i < size; i++) {
+      count += experts[i] == e ? 1 : 0;
+    }
+    counts[e] += count;
   }
-  counts[e] = count;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int e = thread_index; e <= EXPERTS; e += THREADS) {
@@ -53,14 +69,8 @@ for (int e = thread_index; e <= EXPERTS; e += THREADS) {
     first += counts[before];
     tile += (counts[before] + TILE - 1) / TILE;
   }
+  next[e] = first;
   const int end = first + counts[e];
-  int to = first;
-  for (int p = 0; p < pairs && to < end; p++) {
-    if (experts[p] == e) {
-      plan[to] = p;
-      to++;
-    }
-  }
   for (; first < end; first += TILE) {
     plan[pairs + 2 * tile] = first;
     const int count = metal::min(end - first, int(TILE));
@@ -74,5 +84,19 @@ for (int e = thread_index; e <= EXPERTS; e += THREADS) {
       plan[pairs + 2 * tile] = 0;
       plan[pairs + 2 * tile + 1] = 0;
     }
+  }
+}
+for (int part = 0; part < pairs; part += PART) {
+  stage<EXPERTS, PART, THREADS>(experts, indices, part, pairs, live, thread_index);
+  const int size = metal::min(pairs - part, int(PART));
+  for (int e = thread_index; e <= EXPERTS; e += THREADS) {
+    int to = next[e];
+    for (int i = 0; i < size; i++) {
+      if (experts[i] == e) {
+        plan[to] = part + i;
+        to++;
+      }
+    }
+    next[e] = to;
   }
 }

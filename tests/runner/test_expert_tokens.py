@@ -16,6 +16,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.fusion.fused import EXPERT_KERNELS
+from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -38,15 +39,15 @@ def host(tmp_path_factory):
         yield
 
 
-def tokens_of(name: str, expert_rows: range) -> list[list[int]]:
+def tokens_of(name: str, expert_rows: range, prompts=PROMPTS, step=24) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decide, "faster_expert_rows", lambda *_: expert_rows)
-        engine = tiny.engine(name, mx.float16, max_num_batched_tokens=24)
-    for i, (prompt, count) in enumerate(zip(PROMPTS, COUNTS, strict=True)):
+        engine = tiny.engine(name, mx.float16, max_num_batched_tokens=step)
+    for i, (prompt, count) in enumerate(zip(prompts, COUNTS, strict=True)):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=count))
     done = tiny.run(engine)
     assert engine.runner.path.failed == ()
-    return [list(done[str(i)].outputs[0].token_ids) for i in range(len(PROMPTS))]
+    return [list(done[str(i)].outputs[0].token_ids) for i in range(len(prompts))]
 
 
 LATENTS = {"latent_attention", "latent_write"}
@@ -78,3 +79,18 @@ def test_tokens_are_those_of_mlx_lm_s_experts(name, others, monkeypatch):
     assert launched.isdisjoint(("kv_write", "rope_write") if others == LATENTS else LATENTS)
     # Rows, and those that are no padding: prompts, their rest beside decodes, three requests, two.
     assert planned == {(32, 24), (4, 4), (4, 3), (2, 2)}
+
+
+def test_prompts_of_more_rows_than_few(monkeypatch):
+    """A step of 150 rows has more pairs of an expert than a tile."""
+    prompts, launch, rows = tiny.prompts(3, 49, 90, seed=3), Kernel.__call__, set()
+
+    def noting(self, arrays, *args):
+        if self.name == "expert_plan":
+            rows.add(arrays[0].size // TOP_K)
+        return launch(self, arrays, *args)
+
+    expected = tokens_of("qwen3_moe", range(0), prompts, 150)
+    monkeypatch.setattr(Kernel, "__call__", noting)
+    assert tokens_of("qwen3_moe", range(1, MAX_ROWS + 1), prompts, 150) == expected
+    assert max(rows) >= 150

@@ -54,7 +54,7 @@ MISCOMPILED = {
     # A sum that the last simdgroup is not in.
     "skinny_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
     # Pairs of an expert in no order; a sum without the last simdgroup, and without an expert.
-    "expert_plan": ("plan[to] = p", "plan[to] = p ^ 1"),
+    "expert_plan": ("plan[to] = part + i", "plan[to] = (part + i) ^ 1"),
     "expert_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
     "expert_sum": ("c < TOP_K", "c < TOP_K - 1"),
     # The first row of a segment is not carried on; a row does not see itself.

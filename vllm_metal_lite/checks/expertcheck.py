@@ -22,8 +22,8 @@ from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS
 from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, dequantised, quantised
 from vllm_metal_lite.specs import ExpertShape, Quantisation
 
-_ROWS, _TOP_K = 20, 4
-_LIVE = 18  # the other rows are padding
+_ROWS, _MANY_ROWS, _TOP_K = 20, 300, 4
+_PADDING = 2  # rows, the last ones
 # Of many rows, and of as few as are multiplied without matrices.
 _TILES = 32, MAX_LANE_ROWS
 # Fewer experts and columns than the model has, but its depth: the kernel's text is the same.
@@ -32,11 +32,14 @@ _CLAMPED = Activation("clamped_swiglu", 1.702, 7.0)
 
 
 def plan(check: Check) -> Found:
-    """To the bit; the experts of later rows are all one, which has several tiles; with padding."""
-    count = _shape(check).experts
-    indices = _indices(count)
-    got = plan_experts(mx.array(indices), count, mx.array([_LIVE], mx.int32))
-    return largest([got.array], [_plan(indices, count, _TILES[0])]), 0.0
+    """To the bit; the experts of later rows are all one, which has several tiles; with padding.  Of
+    few rows, and of more than threadgroup memory holds at once."""
+    count, got, expected = _shape(check).experts, [], []
+    for rows in _ROWS, _MANY_ROWS:
+        indices, num_live = _indices(count, rows), rows - _PADDING
+        got.append(plan_experts(mx.array(indices), count, mx.array([num_live], mx.int32)).array)
+        expected.append(_plan(indices, count, _TILES[0]))
+    return largest(got, expected), 0.0
 
 
 def product(check: Check) -> Found:
@@ -57,7 +60,7 @@ def product(check: Check) -> Found:
         )
     )  # fmt: skip
     where = mx.array(pairs.astype(np.uint32))
-    of_live = (rows < _LIVE)[:, None]
+    of_live = (rows < _ROWS - _PADDING)[:, None]
     expected = _activated(of_gate(x[rows], pairs), of_up(x[rows], pairs), activation) * of_live
     y = draw(rng, (len(pairs), shape.intermediate), dtype)
     got = []
@@ -87,17 +90,17 @@ def _shape(check: Check) -> ExpertShape:
     return check.experts
 
 
-def _indices(experts: int) -> np.ndarray:
+def _indices(experts: int, rows: int = _ROWS) -> np.ndarray:
     """Of few rows all experts in turn; the last expert is the others'."""
-    indices = np.arange(_ROWS * _TOP_K).reshape(_ROWS, _TOP_K) % experts
-    indices[_ROWS // 4 :] = experts - 1
+    indices = np.arange(rows * _TOP_K).reshape(rows, _TOP_K) % experts
+    indices[rows // 4 :] = experts - 1
     return indices.astype(np.uint32)
 
 
 def _plan(indices: np.ndarray, experts: int, tile: int) -> np.ndarray:
     """Order and tiles (metal/expert_plan.metal)."""
     chosen = indices.astype(np.int64)
-    chosen[_LIVE:] = experts  # of padding
+    chosen[-_PADDING:] = experts
     pairs = chosen.reshape(-1)
     counts = np.bincount(pairs, minlength=experts + 1)
     tiles = [
@@ -105,7 +108,7 @@ def _plan(indices: np.ndarray, experts: int, tile: int) -> np.ndarray:
         for first, count in zip(np.cumsum(counts) - counts, counts, strict=True)
         for at in range(0, count, tile)
     ]
-    live = _LIVE * _TOP_K
+    live = (len(indices) - _PADDING) * _TOP_K
     tiles = [(first, count if first < live else -count) for first, count in tiles]
     tiles += [(0, 0)] * (most_tiles(len(pairs), experts, tile) - len(tiles))
     order = np.argsort(pairs, kind="stable")

@@ -18,6 +18,7 @@ from vllm_metal_lite.fusion.joined import (
 )
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.fusion.norms import fold_norm_weights
+from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.model.seam.hooks import hooked, namespaces
 
 EXPERT_KERNELS = {"expert_plan", "expert_gemm", "expert_sum"}
@@ -103,4 +104,6 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
 def _count(rows: range) -> str:
     if rows == range(1, 2):
         return "one row"
+    if rows.stop > MAX_ROWS:
+        return "all rows" if rows[0] == 1 else f"{rows[0]} rows and more"
     return f"{rows[0]} rows" if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"

@@ -24,6 +24,7 @@ from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.fusion.fused import FusedLaunches
+from vllm_metal_lite.fusion.tune_prompts import faster_prompts
 from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
@@ -71,14 +72,20 @@ def faster_rows(
 def faster_expert_rows(
     packed: PackedModel, attention: Attention, fusion: FusedLaunches, ranks: RankGroup = ALONE
 ) -> range:
-    """The same of `fusion.expert_rows` and the kernels of mixtures of experts."""
+    """The same of `fusion.expert_rows` and the kernels of mixtures of experts.
+
+    Steps of more rows are prompts, which tune_prompts.py times if the kernels win up to there.
+    """
     forms = [
         f"{experts.count} experts of {_form(experts.gate.weight)}"
         for experts in served_experts(packed.model)
     ]
     other = replace(fusion, expert_rows=NONE)
     ways = _Ways("expert_gemm", "mixtures of experts of few rows", fusion, other)
-    return _faster(packed, attention, ways, forms, ranks)
+    rows = _faster(packed, attention, ways, forms, ranks)
+    if rows.stop > _SIZES[-1] and faster_prompts(packed, ranks):
+        return range(rows.start, fusion.expert_rows.stop)
+    return rows
 
 
 def _faster(

@@ -1,4 +1,5 @@
-"""A mixture of experts for few rows: each expert that is used is read once for all of its rows."""
+"""A mixture of experts: each expert that is used is read once for all of its rows, or for a tile of
+them."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -22,14 +23,17 @@ _GEMM = Kernel(
 )
 _SUM = Kernel("expert_sum", ["x", "weights"], ["y"])
 
-# Most rows, and most (row, choice) pairs and experts: both lie in threadgroup memory.
-MAX_ROWS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 1024
+# Most rows, and most experts: their counts lie in threadgroup memory.
+MAX_ROWS, MAX_EXPERTS = 1 << 14, 1024
+# The kernels count the elements of x in 32 bits.
+_MAX_ELEMENTS = (1 << 31) - 1
 # Pairs of a tile: more take registers, fewer read an expert again.
 _TILES = (1, MAX_LANE_ROWS, 8, 16, 32)
 _COLUMNS = 16
 # ExpertActivation in metal/expert_gemm.metal.
 _ACTIVATIONS = {"swiglu": 1, "clamped_swiglu": 2, "geglu": 3, "relu2": 4}
-_PLAN_SIMDGROUPS = 8
+# (row, choice) pairs that a plan has in threadgroup memory at once.
+_PLAN_SIMDGROUPS, _PLAN_PART = 8, 1024
 # A plan has room for so many, so that it has MIN_ELEMENTS.
 _MIN_TILES = MIN_ELEMENTS // 2
 
@@ -112,7 +116,7 @@ def fits(x: mx.array, indices: mx.array, experts: Experts) -> bool:
     dtypes = {a.dtype for a in arrays if a.dtype is not None}
     return (
         1 <= len(x) <= MAX_ROWS
-        and indices.size <= MAX_PAIRS
+        and indices.size * max(experts.down.weight.shape[1:]) <= _MAX_ELEMENTS
         and x.dtype in (mx.float16, mx.bfloat16)
         and dtypes <= {x.dtype}
         and x.shape[1] == experts.gate.weight.shape[2]
@@ -141,7 +145,8 @@ def expert_mlp(
         raise ValueError(
             f"x {x.shape} {x.dtype} with indices {indices.shape} and experts "
             f"{_text(experts.gate.weight)} must be of one 16-bit float type and depth, at most "
-            f"{MAX_ROWS} rows and {MAX_PAIRS} pairs" + (f": {why}" if why else "")
+            f"{MAX_ROWS} rows, and have {_MAX_ELEMENTS} elements in all pairs"
+            + (f": {why}" if why else "")
         )
     top_k, plan = indices.shape[1], plan_experts(indices, experts.count, num_live)
     indices = indices.reshape(-1)
@@ -163,7 +168,7 @@ def plan_experts(
     tile = next((t for t in _TILES if num_rows <= t), _TILES[-1])
     num_tiles = most_tiles(pairs, num_experts, tile)
     template: Template = {
-        "EXPERTS": num_experts, "TOP_K": top_k, "MAX_PAIRS": MAX_PAIRS, "TILE": tile,
+        "EXPERTS": num_experts, "TOP_K": top_k, "PART": _PLAN_PART, "TILE": tile,
         "MIN_TILES": _MIN_TILES, "SIMDGROUPS": _PLAN_SIMDGROUPS,
     }  # fmt: skip
     size = pairs + 2 * max(_MIN_TILES, num_tiles)
