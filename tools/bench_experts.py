@@ -1,4 +1,4 @@
-"""Mixtures of experts for few rows: our kernels beside mlx-lm's SwitchGLU and its weighted sum.
+"""Mixtures of experts: our kernels beside mlx-lm's SwitchGLU and its weighted sum.
 
     python tools/bench_experts.py
     python tools/bench_experts.py --models Qwen3-30B-A3B --forms 4bit --rows 8 --plan 4 2
@@ -58,7 +58,7 @@ FORMS = {
     "8bit": {"bits": 8, "group_size": 64},
     "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
 }
-ROWS = (1, 8, 32, 64)
+ROWS = (1, 8, 32, 64, 512, 2048)
 _CHAIN, _LAYERS = 20, 2
 
 

@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Rows of the prompt, and experts that each chooses, as many as gpt-oss and GLM have.
 _ROWS, _TOP_K = 512, 4
-# The median of so many calls, each in turn with and without the kernels.
-_CALLS = 5
+# The median of so many calls, in turn with and without the kernels, or of fewer, to stay within
+# _ENOUGH seconds.
+_CALLS, _ENOUGH = 5, 1.5
 
 
 def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
@@ -75,5 +76,7 @@ def _seconds(
     ways = range(1, MAX_ROWS + 1), range(0)
     for way in ways:
         seconds(way)  # this compiles
-    by_kernels, by_mlx = np.median([[seconds(way) for way in ways] for _ in range(_CALLS)], axis=0)
+    once = sum(seconds(way) for way in ways)
+    calls = max(1, min(_CALLS, int(_ENOUGH / once)))
+    by_kernels, by_mlx = np.median([[seconds(way) for way in ways] for _ in range(calls)], axis=0)
     return by_kernels, by_mlx
