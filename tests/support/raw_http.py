@@ -2,6 +2,7 @@
 
 import json
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,12 +28,22 @@ def connect(url: str) -> socket.socket:
 def raw(url: str, request: bytes) -> bytes:
     """All bytes that the server sends until it closes the connection."""
     with connect(url) as sock:
-        sock.sendall(request)
+        # A server may close before it has read the whole request.
+        with suppress(ConnectionError):
+            sock.sendall(request)
         return read_all(sock)
 
 
 def read_all(sock: socket.socket) -> bytes:
-    return b"".join(iter(lambda: sock.recv(65536), b""))
+    """Bytes of the server until the connection is closed, or reset.
+
+    A close with unread bytes of the request is a reset: it may overtake the answer.
+    """
+    pieces = []
+    with suppress(ConnectionError):
+        while piece := sock.recv(65536):
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 def ask(
