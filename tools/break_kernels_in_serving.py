@@ -80,7 +80,7 @@ CASES = {
     "skinny_gemm": Case("varlen", fused=True, dtype="bfloat16"),
     **{
         name: Case("varlen", fused=True, dtype="float16", tiny="qwen3_moe")
-        for name in ("expert_plan", "expert_gemm", "expert_sum")
+        for name in ("expert_topk", "expert_plan", "expert_gemm", "expert_sum")
     },
     "latent_attention": Case("varlen", fused=True, tiny="deepseek_v3"),
     "latent_write": Case("varlen", fused=True, tiny="deepseek_v3"),

@@ -30,7 +30,8 @@ FEW = range(1, 65)
 @pytest.mark.parametrize(
     "name",
     ["qwen3_moe", "qwen3_moe/mxfp4", "olmoe", "mixtral", "mixtral/q4", "deepseek", "glm4_moe",
-     "gpt_oss", "granitemoe", "gemma4_text/moe", "nemotron_h", "glm4_moe_lite", "deepseek_v3/q4"],
+     "gpt_oss", "granitemoe", "gemma4_text/moe", "nemotron_h", "glm4_moe_lite", "deepseek_v3/q4",
+     "lfm2_moe", "qwen2_moe", "qwen3_next", "minimax"],
 )  # fmt: skip
 def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
     """About as near to its own logits as without; its steps have 2 to 7 rows."""
@@ -60,6 +61,7 @@ def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
             found = draw.rows(packed, attention, replace(fusion, expert_rows=rows))
             assert max(medians(found)) < tolerance
             assert launched & EXPERT_KERNELS == (EXPERT_KERNELS if rows else set())
+            assert "expert_topk" in launched
             assert ("latent_attention" in launched) == latents
 
 

@@ -25,22 +25,24 @@ LATENT = ("deepseek_v3",)
 
 
 def of_a_layer(
-    monkeypatch, name: str, rows: int, skinny_rows: range, dtype=mx.bfloat16, kv_bits=None
-) -> Counter:
+    monkeypatch, name: str, rows: int, skinny_rows: range, dtype=mx.bfloat16, kv_bits=None,
+    expert_rows: range = range(0),
+) -> Counter:  # fmt: skip
     stubs = Stubs(monkeypatch)
-    two, three = (_of_a_step(stubs, name, n, rows, skinny_rows, dtype, kv_bits) for n in (2, 3))
+    how = rows, skinny_rows, dtype, kv_bits, expert_rows
+    two, three = (_of_a_step(stubs, name, n, *how) for n in (2, 3))
     three.subtract(two)
     return Counter({launch: n for launch, n in three.items() if n})
 
 
-def _of_a_step(stubs, name, layers, rows, skinny_rows, dtype, kv_bits) -> Counter:
+def _of_a_step(stubs, name, layers, rows, skinny_rows, dtype, kv_bits, expert_rows) -> Counter:
     """A decode of one token a row; projections are joined."""
     model = tiny.build(config_of(name, num_hidden_layers=layers))
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     layout = inspect(model, name)
     packed = PackedModel(model, layout)
-    fusion = replace(fuse(model, joins=True), skinny_rows=skinny_rows)
+    fusion = replace(fuse(model, joins=True), skinny_rows=skinny_rows, expert_rows=expert_rows)
     specs = [replace(spec, bits=kv_bits) for spec in layout.specs]
     attention = KernelAttention(PagedStore(specs, rows, 8), "gather", (), latents=name in LATENT)
     inputs = InputBatch(rows, 1, 8, len(attention.store.num_blocks))
@@ -93,6 +95,26 @@ def test_eight_with_products_of_mlx(monkeypatch, name, rows):
     launches = of_a_layer(monkeypatch, name, rows, range(0), mx.float32)
     (swiglu,) = (launch for launch in launches if launch.startswith("CompiledSigmoid"))
     assert launches == {"Matmul": 4, "paged_decode FUSED": 1, "add_rms_norm": 2, swiglu: 1}
+
+
+OF_EXPERTS = {
+    "paged_decode FUSED": 1, "skinny_gemm RESIDUAL": 1, "rms_norm": 1, "expert_topk": 1,
+    "expert_plan": 1, "expert_gemm": 2, "expert_sum": 1, "add_rms_norm": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        # Of q, k and v, and of the router.
+        ("qwen3_moe", {"skinny_gemm NORM": 1, "skinny_gemm": 1}),
+        # Beside these the expert that all rows share, and a router that is no linear layer.
+        ("glm4_moe", {"skinny_gemm": 2, "skinny_gemm NORM GATE": 1, "Matmul": 1, "Add": 1}),
+    ],
+)
+def test_a_layer_of_experts_has_a_launch_for_its_router(monkeypatch, name, others):
+    launches = of_a_layer(monkeypatch, name, 8, FEW, expert_rows=FEW)
+    assert launches == OF_EXPERTS | others
 
 
 def test_a_bias_goes_with_its_product(monkeypatch):

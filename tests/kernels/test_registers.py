@@ -49,9 +49,9 @@ def test_a_loop_that_is_left_rolled_is_noticed(pragma, left):
 
 
 WITH_ARRAYS = (
-    "add_rms_norm", "causal_conv", "expert_gemm", "gated_delta", "gated_rms_norm",
-    "kv_gather_quantised", "kv_write_quantised", "latent_attention", "latent_write", "paged_decode",
-    "rope_write", "shared_prefix", "skinny_gemm", "varlen_prefill",
+    "add_rms_norm", "causal_conv", "expert_gemm", "expert_topk", "gated_delta",
+    "gated_rms_norm", "kv_gather_quantised", "kv_write_quantised", "latent_attention",
+    "latent_write", "paged_decode", "rope_write", "shared_prefix", "skinny_gemm", "varlen_prefill",
 )  # fmt: skip
 
 

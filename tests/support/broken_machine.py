@@ -53,6 +53,8 @@ MISCOMPILED = {
     "add_rms_norm": ("square / float(DIM)", "square / float(TURNS * THREADS * VEC)"),
     # A sum that the last simdgroup is not in.
     "skinny_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
+    # An expert that is chosen again.
+    "expert_topk": ("keys[s] = 0u;\n    }\n  }", "}\n  }"),
     # Pairs of an expert in no order; a sum without the last simdgroup, and without an expert.
     "expert_plan": ("plan[to] = part + i", "plan[to] = (part + i) ^ 1"),
     "expert_gemm": ("s < SIMDGROUPS", "s < SIMDGROUPS - 1"),
@@ -70,7 +72,8 @@ KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", 
 # Kernels without an alternative to compare with.
 _NOT_TIMED = (
     "kv_write", "kv_gather", "skinny_gemm", "causal_conv", "gated_delta", "fused_recurrence",
-    "expert_plan", "expert_gemm", "expert_sum", "kv_write_quantised", "kv_gather_quantised",
+    "expert_topk", "expert_plan", "expert_gemm", "expert_sum", "kv_write_quantised",
+    "kv_gather_quantised",
 )  # fmt: skip
 
 # What the checks try: in float32, where every fault shows, if the kernel serves it.
@@ -104,7 +107,7 @@ _USE_OF = {
     "skinny_gemm": PRODUCTS,
     **dict.fromkeys(("latent_attention", "latent_write"), LATENT),
     **dict.fromkeys(("kv_write_quantised", "kv_gather_quantised"), QUANTISED),
-    **dict.fromkeys(("expert_plan", "expert_gemm", "expert_sum"), EXPERTS),
+    **dict.fromkeys(("expert_topk", "expert_plan", "expert_gemm", "expert_sum"), EXPERTS),
     **dict.fromkeys(
         ("causal_conv", "gated_delta", "fused_recurrence", "gated_rms_norm"), RECURRENT
     ),

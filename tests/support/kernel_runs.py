@@ -13,6 +13,8 @@ from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan
+from vllm_metal_lite.kernels.expert_topk import Routing
+from vllm_metal_lite.kernels.expert_topk import expert_topk as expert_topk_of
 from vllm_metal_lite.kernels.experts import Activation, ExpertWeight
 from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
@@ -293,6 +295,25 @@ CHOSEN = np.array([[0, 2]] * 3 + [[2, 0]] * 2 + [[2, 2]] * 6 + [[1, 0]] * 5)
 LIVE = 11
 
 
+def expert_topk(dtype, routing, *, bias=None, shift=0.0):
+    """Rows that fill a threadgroup and more, experts that fill a slot and more, equal scores."""
+    logits = (mx.round(draw(6, 40, seed=24) * 4) / 4 + shift).astype(dtype)
+    of_float32 = {"dtype": mx.float32, "bias": bias} if bias is not None else {}
+    indices, weights = expert_topk_of(logits, 5, routing, **of_float32)
+    return [indices, weights.astype(mx.float32)]
+
+
+def expert_topk_of_negatives(dtype):
+    return expert_topk(dtype, Routing("logits", True, "softmax"), shift=-8.0)
+
+
+def expert_topk_with_a_bias(dtype):
+    """NaN chooses, too."""
+    bias = np.where(np.arange(40) % 9 == 3, 0.4, np.where(np.arange(40) == 7, np.nan, 0))
+    routing = Routing("sigmoid", False, "renormalized", 0.5, 2.5)
+    return expert_topk(dtype, routing, bias=mx.array(bias.astype(np.float32)))
+
+
 def expert_plan(dtype):
     """Of more pairs than threadgroup memory holds at once."""
     chosen = np.tile(CHOSEN, (35, 1))
@@ -422,6 +443,9 @@ def gated_norm_rows(dtype, groups=5, dim=72):
 
 
 RUN = {
+    "expert_topk": lambda dtype: expert_topk(dtype, Routing("softmax", True, "renormalized")),
+    "expert_topk/bias": expert_topk_with_a_bias,
+    "expert_topk/logits": expert_topk_of_negatives,
     "expert_plan": expert_plan,
     "expert_gemm": expert_gemm,
     "expert_gemm/mxfp4": lambda dtype: expert_gemm(dtype, Quantisation(4, 32, "mxfp4")),

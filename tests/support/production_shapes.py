@@ -14,6 +14,7 @@ from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
+from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
     Activation,
     Experts,
@@ -209,6 +210,12 @@ def experts(
     expert_sum(y, mx.zeros((rows, top_k), dtype), dtype)
 
 
+def router(rows: int, top_k: int, count: int, routing: Routing, dtype: mx.Dtype) -> None:
+    bias = mx.zeros(count) if routing.scoring == "sigmoid" else None
+    of_float32 = mx.float32 if bias is not None else None
+    expert_topk(mx.zeros((rows, count), dtype), top_k, routing, dtype=of_float32, bias=bias)
+
+
 def merge(of: Heads, dtype: mx.Dtype) -> None:
     merge_partitions(mx.zeros((ROWS, of.heads, 4, of.dim)), mx.zeros((ROWS, of.heads, 4)), dtype)
 
@@ -302,6 +309,12 @@ def _cases() -> dict[str, Callable[[], None]]:
         quantisation=Quantisation(8, 64))  # fmt: skip
     add(experts, "expert_gemm Nemotron-3-Nano", 16, 6, 128, 2688, 1856, bf16,
         quantisation=Quantisation(4, 64), gated=False)  # fmt: skip
+    renormalized = Routing("softmax", True, "renormalized")
+    add(router, "expert_topk Qwen3-30B-A3B", 16, 8, 128, renormalized, bf16)
+    add(router, "expert_topk Qwen3.5-35B-A3B", 16, 8, 256, renormalized, bf16)
+    add(router, "expert_topk GLM-4.7-Flash", 16, 4, 64,
+        Routing("sigmoid", False, "renormalized", 1e-20, 1.8), half)  # fmt: skip
+    add(router, "expert_topk gpt-oss-20b", 1, 4, 32, Routing("logits", True, "softmax"), bf16)
     return cases
 
 

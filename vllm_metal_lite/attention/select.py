@@ -35,6 +35,7 @@ _INSTEAD = {
     "fused_decode": "decodes use rope_write and paged_decode",
     "add_rms_norm": "MLX's sum and norm are used",
     "skinny_gemm": "MLX's product is used",
+    "expert_topk": "MLX's operations choose experts",
     "expert_plan": "mlx-lm's experts are used",
     "expert_gemm": "mlx-lm's experts are used",
     "expert_sum": "mlx-lm's experts are used",

@@ -9,6 +9,7 @@ from vllm_metal_lite.checks.case import draw, rounded
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import TOLERANCE
 from vllm_metal_lite.checks.selfcheck import Found, largest
+from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
     Activation,
     ExpertPlan,
@@ -29,6 +30,12 @@ _TILES = 32, MAX_LANE_ROWS
 # Fewer experts and columns than the model has, but its depth: the kernel's text is the same.
 _EXPERTS, _OUTPUTS = 5, 200
 _CLAMPED = Activation("clamped_swiglu", 1.702, 7.0)
+_TOPK = 8
+_ROUTINGS = (
+    Routing("softmax", late=True, weights="renormalized"),
+    Routing("sigmoid", weights="renormalized", eps=1e-2, factor=2.5),
+    Routing("logits", late=True, weights="softmax"),
+)
 
 
 def plan(check: Check) -> Found:
@@ -74,6 +81,51 @@ def product(check: Check) -> Found:
         got.append(expert_product(mx.array(y).astype(dtype), where, tiles, down))
     found = largest(got, [expected, of_down(y, pairs) * of_live] * len(_TILES))
     return found, TOLERANCE[dtype]
+
+
+def topk(check: Check) -> Found:
+    """Each way to score and to weigh, in both orders; equal scores, and a bias for half of them."""
+    count, dtype, rng = _shape(check).experts, check.shape.dtype, np.random.default_rng(0)
+    top_k = min(_TOPK, count)
+    got: list[mx.array] = []
+    expected: list[np.ndarray] = []
+    # In pairs of equal ones; pairs are apart by more than rounding.
+    places = rng.permuted(np.tile(np.arange(count), (_ROWS, 1)), axis=1)
+    logits = rounded(places // 2 * (8 / count) - 3, dtype)
+    bias = rng.permutation(count) % 2 * 2.0
+    for routing in _ROUTINGS:
+        biased = routing.scoring == "sigmoid"
+        added = mx.array(bias.astype(np.float32)) if biased else None
+        got += expert_topk(
+            mx.array(logits).astype(dtype), top_k, routing, dtype=mx.float32, bias=added
+        )
+        expected += _chosen(logits, top_k, routing, bias * biased)
+    return largest(got, expected), TOLERANCE[mx.float32]
+
+
+def _chosen(
+    logits: np.ndarray, top_k: int, routing: Routing, bias: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    scores = logits.astype(np.float64)
+    if routing.scoring == "softmax":
+        scores = _softmax(scores)
+    elif routing.scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-scores))
+    if routing.late:
+        indices = np.argsort(scores + bias, axis=-1, kind="stable")[:, -top_k:]
+    else:
+        indices = np.argsort(-scores - bias, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(scores, indices, axis=-1)
+    if routing.weights == "renormalized":
+        weights = weights / (weights.sum(-1, keepdims=True) + routing.eps)
+    elif routing.weights == "softmax":
+        weights = _softmax(weights)
+    return indices, weights * routing.factor
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
 
 
 def weighted(check: Check) -> Found:
@@ -153,6 +205,7 @@ def _activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:
 
 
 CHECKS: dict[str, Callable[[Check], Found]] = {
+    "expert_topk": topk,
     "expert_plan": plan,
     "expert_gemm": product,
     "expert_sum": weighted,

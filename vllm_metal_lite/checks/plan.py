@@ -44,7 +44,7 @@ def checks_for(use: KernelUse) -> list[Check]:
     if heads.dtype != mx.float32:
         checks |= dict.fromkeys(_products(use.weights, heads))
         for experts in use.experts:
-            for kernel in ("expert_plan", "expert_gemm", "expert_sum"):
+            for kernel in ("expert_topk", "expert_plan", "expert_gemm", "expert_sum"):
                 checks[Check(kernel, heads, experts=experts)] = None
     return list(checks)
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.routing import latest
 from vllm_metal_lite.fusion.traced import Chosen, as_view, rows_of
 from vllm_metal_lite.kernels.experts import expert_mlp, fits
 from vllm_metal_lite.model.experts import experts_of, served
@@ -40,12 +41,14 @@ def fusing(expert_rows: range, num_live: mx.array | None = None) -> Iterator[Non
 
 class FusedSwitchGLU(SwitchGLU):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        indices = latest(indices)
         result = _by_kernels(self, x, indices)
         return super().__call__(x, indices) if result is None else result
 
 
 class FusedSwitchMLP(SwitchMLP):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        indices = latest(indices)
         result = _by_kernels(self, x, indices)
         return super().__call__(x, indices) if result is None else result
 
@@ -59,7 +62,7 @@ def _by_kernels(layer: nn.Module, x: mx.array, indices: mx.array) -> mx.array | 
     if indices.shape[:-1] != x.shape[:-1] or x.size // x.shape[-1] not in rows:
         return None
     experts = experts_of(layer)
-    flat, chosen = rows_of(x), indices.reshape(-1, indices.shape[-1])
+    flat, chosen = rows_of(x), rows_of(indices)
     if experts is None or not fits(flat, chosen, experts):
         return None
     result = expert_mlp(flat, chosen, experts, num_live=num_live)

@@ -18,7 +18,9 @@ from vllm_metal_lite.fusion.joined import (
 )
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.fusion.norms import fold_norm_weights
+from vllm_metal_lite.fusion.routing import Selector, routing_functions, selectors_of
 from vllm_metal_lite.kernels.experts import MAX_ROWS
+from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.seam.hooks import hooked, namespaces
 
 EXPERT_KERNELS = {"expert_plan", "expert_gemm", "expert_sum"}
@@ -33,7 +35,8 @@ class FusedLaunches:
     expert_rows: the row counts that use `expert_gemm` and its neighbours.
     adds_norms: `add_rms_norm` may be used.  gated_norms: the modules that hold `precise_swiglu`,
     which `gated_rms_norm` replaces behind a norm of heads.  residuals: those that hold
-    `clip_residual`.
+    `clip_residual`.  routes: `expert_topk` may be used.  selectors: compiled functions of the model
+    that may choose experts.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
@@ -43,6 +46,8 @@ class FusedLaunches:
     adds_norms: bool = True
     gated_norms: tuple[ModuleType, ...] = ()
     residuals: tuple[ModuleType, ...] = ()
+    routes: bool = False
+    selectors: tuple[Selector, ...] = ()
 
     layer_cache = FusedLayerCache
 
@@ -52,6 +57,8 @@ class FusedLaunches:
             step.positions, self.activations, self.skinny_rows, self.adds_norms, self.gated_norms,
             self.residuals,
         )  # fmt: skip
+        if self.routes:
+            functions += routing_functions(self.selectors)
         try:
             with (
                 hooked(functions),
@@ -80,6 +87,7 @@ class FusedLaunches:
             expert_rows=range(0) if EXPERT_KERNELS & set(failed) else self.expert_rows,
             adds_norms=self.adds_norms and "add_rms_norm" not in failed,
             gated_norms=() if "gated_rms_norm" in failed else self.gated_norms,
+            routes=self.routes and "expert_topk" not in failed,
         )
 
 
@@ -98,6 +106,8 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
         tuple(namespaces(model, activations.swiglu)),
         gated_norms=tuple(namespaces(model, activations.precise_swiglu)),
         residuals=tuple(namespaces(model, gemma3_text.clip_residual)),
+        routes=bool(served_experts(model)),
+        selectors=selectors_of(model),
     )
 
 

@@ -131,12 +131,25 @@ class Weighted:
         return as_view(rows, self.experts.shape[:-2], replace(self, summed=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Widened:
+    """x in float32."""
+
+    x: "Traced"
+
+
+@dataclass(frozen=True, slots=True)
+class Negated:
+    x: "Traced"
+
+
 _assign = mx.array.__setitem__
 
 
 class Traced(mx.array):
     """An array and its origin: Columns (of a product), Heads, RotaryPart, Latents, Scaled,
-    Attended, Normed, PostNormed, NormedHeads, Multiplied, Activated, Sum, Chosen, Weighted or None.
+    Attended, Normed, PostNormed, NormedHeads, Multiplied, Activated, Sum, Chosen, Weighted,
+    Widened, Negated, one of a router (routing.py) or None.
 
     Heads and Attended arrays are (N, 1, num_heads, head_dim) or (N, num_heads, 1, head_dim): the
     same memory layout.
@@ -179,18 +192,25 @@ class Traced(mx.array):
         of_experts = isinstance(origin, Weighted) and not origin.summed
         if of_experts and axis == -2 and not args and not kwargs:
             return origin.sum(self.dtype)
-        return super().sum(axis, *args, **kwargs)
+        value = super().sum(axis, *args, **kwargs)
+        by_row = axis == -1 and not args and kwargs == {"keepdims": True}
+        return _by_rule(self, "on_sum", value) if by_row else value
 
     def astype(self, dtype: mx.Dtype, *args: Any, **kwargs: Any) -> mx.array:
         origin = self.origin
         if isinstance(origin, Weighted) and origin.summed and origin.experts.rows.dtype == dtype:
             return self if self.dtype == dtype else origin.sum(dtype)
-        return super().astype(dtype, *args, **kwargs)
+        value = super().astype(dtype, *args, **kwargs)
+        if dtype != mx.float32 or not self._scores:
+            return value
+        return _by_rule(self, "on_widen", Traced(value, Widened(self)))
 
     def __matmul__(self, other: Any) -> mx.array:
         # Python asks this class first, and MLX's product knows no placeholder.
         if isinstance(other, RotaryKeys):
             return other.__rmatmul__(self)
+        if isinstance(other, mx.array) and (self.ndim, other.ndim) == (3, 2):
+            return as_view(rows_of(up_to_date(self)) @ other, self.shape[:-1])
         return super().__matmul__(other)
 
     def __add__(self, other: Any) -> mx.array:
@@ -198,6 +218,29 @@ class Traced(mx.array):
 
     def __radd__(self, other: Any) -> mx.array:
         return _add(other, self)
+
+    def __neg__(self) -> mx.array:
+        value = super().__neg__()
+        return Traced(value, Negated(self)) if self._scores else value
+
+    @property
+    def _scores(self) -> bool:
+        """Whether this may be a router's scores, or its logits."""
+        return self.rows is not None or hasattr(self.origin, "on_widen")
+
+    def __getitem__(self, key: Any) -> mx.array:
+        return _by_rule(self, "on_getitem", super().__getitem__(key), key)
+
+    def __truediv__(self, other: Any) -> mx.array:
+        return _by_rule(self, "on_div", super().__truediv__(other), other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        quotient = self / other
+        _assign(self, slice(None), quotient)
+        self.origin = self.rows = None
+        if type(quotient) is Traced:
+            self.origin, self.rows = quotient.origin, quotient.rows
+        return self
 
     def __mul__(self, other: Any) -> mx.array:
         x, y = up_to_date(self), up_to_date(other)
@@ -210,7 +253,7 @@ class Traced(mx.array):
         if isinstance(origin, RotaryPart | Heads) and isinstance(y, float):
             return Traced(value, Scaled(origin, y))
         if not isinstance(origin, Chosen) or not isinstance(y, mx.array):
-            return value
+            return _by_rule(x, "on_mul", value, y)
         # Of each result one weight, which may have another type.
         if y.shape != (*origin.shape[:-1], 1) or not mx.issubdtype(y.dtype, mx.floating):
             return value
@@ -226,7 +269,13 @@ def _add(x: Any, y: Any) -> mx.array:
     arrays = isinstance(x, mx.array) and isinstance(y, mx.array)
     if arrays and x.shape == y.shape and x.dtype == y.dtype and value.ndim == 3:
         return Traced(value, Sum(x, y))
-    return value
+    return _by_rule(x, "on_add", value, y)
+
+
+def _by_rule(x: Any, rule: str, value: mx.array, *args: Any) -> mx.array:
+    """The result `value` of an operation on x, with what the origin of x makes of it."""
+    apply = getattr(origin_of(x), rule, None)
+    return value if apply is None else apply(value, *args)
 
 
 def gated_by(gate: Any, up: Any, activation: Gate, shape: tuple[int, ...]) -> mx.array | None:
@@ -275,6 +324,7 @@ def _forgetting(name: str) -> Callable:
     return method
 
 
-# In-place operations invalidate the origin.
+# Other in-place operations invalidate the origin.
 for _name in IN_PLACE:
-    setattr(Traced, _name, _forgetting(_name))
+    if _name not in vars(Traced):
+        setattr(Traced, _name, _forgetting(_name))

@@ -40,10 +40,14 @@ def hooked(hooks: Sequence[Hook]) -> Iterator[None]:
 
 def namespaces(model: nn.Module, function: Callable) -> list[ModuleType]:
     """The Python modules that define parts of a model and hold `function` under its own name."""
+    return [m for m in modules_of(model) if getattr(m, function.__name__, None) is function]
+
+
+def modules_of(model: nn.Module) -> list[ModuleType]:
+    """The Python modules that define parts of a model."""
     parts = {type(module) for _, module in model.named_modules()}
     names = {base.__module__ for part in parts for base in part.__mro__}
-    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
-    return [m for m in modules if getattr(m, function.__name__, None) is function]
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 
 
 @contextmanager

@@ -1,0 +1,82 @@
+"""The experts of each row, and their weights, from the logits of a router."""
+
+from typing import Literal, NamedTuple
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, unused
+from vllm_metal_lite.kernels.launch import Kernel, Template
+
+_TOPK = Kernel("expert_topk", ["logits", "bias"], ["indices", "weights"])
+
+# Scores of a row lie in the registers of a simdgroup, and so do its choices.
+MAX_EXPERTS, MAX_TOP_K = 1024, 32
+_PACK = 4
+
+Scoring = Literal["logits", "softmax", "sigmoid"]
+Weights = Literal["scores", "renormalized", "softmax"]
+# SCORING and WEIGHTS in metal/expert_topk.metal.
+_SCORINGS: tuple[Scoring, ...] = ("logits", "softmax", "sigmoid")
+_WEIGHTS: tuple[Weights, ...] = ("scores", "renormalized", "softmax")
+
+
+class Routing(NamedTuple):
+    """How experts are chosen.
+
+    late: the last ones of an ascending order, as `argpartition(scores, -k)[..., -k:]`; otherwise
+    the first ones of a descending order.  weights: of the chosen scores; "renormalized" are divided
+    by their sum plus eps.  factor: of all weights.
+    """
+
+    scoring: Scoring
+    late: bool = False
+    weights: Weights = "scores"
+    eps: float = 0.0
+    factor: float = 1.0
+
+
+def fits(logits: mx.array, top_k: int) -> bool:
+    """Whether `expert_topk` serves logits (rows, experts)."""
+    return (
+        logits.ndim == 2
+        and logits.dtype in (mx.float32, mx.float16, mx.bfloat16)
+        and logits.size >= MIN_ELEMENTS
+        and logits.shape[1] <= MAX_EXPERTS
+        and 1 <= top_k <= min(MAX_TOP_K, logits.shape[1])
+    )
+
+
+def expert_topk(
+    logits: mx.array,
+    top_k: int,
+    routing: Routing,
+    *,
+    dtype: mx.Dtype | None = None,
+    bias: mx.array | None = None,
+    sum_dtype: mx.Dtype = mx.float32,
+) -> tuple[mx.array, mx.array]:
+    """The chosen experts (rows, top_k) in uint32, and their weights (rows, top_k).
+
+    logits: (rows, experts).  dtype: of scores and weights, by default that of logits.  bias:
+    (experts,), added to the scores that choose; the sum is rounded to sum_dtype.
+    metal/expert_topk.metal says what else is rounded.  Raises ValueError for other shapes, types
+    and sizes.
+    """
+    if not fits(logits, top_k) or (bias is not None and bias.shape != logits.shape[1:]):
+        with_bias = "" if bias is None else f" and bias {bias.shape}"
+        raise ValueError(
+            f"logits {logits.shape} {logits.dtype}{with_bias} with {top_k} choices must be rows of "
+            f"floats, {MIN_ELEMENTS} or more, for {MAX_TOP_K} of {MAX_EXPERTS} experts at most"
+        )
+    rows, experts = logits.shape
+    dtype = dtype or logits.dtype
+    template: Template = {
+        "W": dtype, "S": sum_dtype, "EXPERTS": experts, "TOP_K": top_k, "PACK": _PACK,
+        "SCORING": _SCORINGS.index(routing.scoring), "WEIGHTS": _WEIGHTS.index(routing.weights),
+        "BIASED": bias is not None, "LATE": routing.late, "EPS": bits(routing.eps),
+        "FACTOR": bits(routing.factor),
+    }  # fmt: skip
+    indices, weights = _TOPK(
+        [logits, unused() if bias is None else bias], template, (-(-rows // _PACK), 1, 1),
+        32 * _PACK, [(rows, top_k)] * 2, [mx.uint32, dtype],
+    )  # fmt: skip
+    return indices, weights
