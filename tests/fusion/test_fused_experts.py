@@ -16,7 +16,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import experts
 from vllm_metal_lite.fusion.experts import FusedSwitchGLU, fuse_experts
 from vllm_metal_lite.fusion.fused import EXPERT_KERNELS, FusedLaunches, fuse
-from vllm_metal_lite.fusion.traced import Weighted, origin_of
+from vllm_metal_lite.fusion.origins import Weighted
+from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial

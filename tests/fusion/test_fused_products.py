@@ -15,7 +15,8 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.joined import JoinedProjection
 from vllm_metal_lite.fusion.linear import fuse_linears
-from vllm_metal_lite.fusion.traced import Multiplied, Normed, Traced, as_view, origin_of
+from vllm_metal_lite.fusion.origins import Multiplied, Normed
+from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import trial

@@ -30,7 +30,8 @@ from vllm_metal_lite.fusion.joined import (
     join_projections,
     joined_projections,
 )
-from vllm_metal_lite.fusion.traced import Sum, Traced, as_view, origin_of, rows_of, up_to_date
+from vllm_metal_lite.fusion.origins import Sum
+from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of, up_to_date
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
 from vllm_metal_lite.kv.store import PagedStore

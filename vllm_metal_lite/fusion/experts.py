@@ -12,8 +12,9 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.origins import Chosen
 from vllm_metal_lite.fusion.routing import latest
-from vllm_metal_lite.fusion.traced import Chosen, as_view, rows_of
+from vllm_metal_lite.fusion.traced import as_view, rows_of
 from vllm_metal_lite.kernels.experts import expert_mlp, fits
 from vllm_metal_lite.model.experts import experts_of, served
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from vllm_metal_lite.attention.heads import Heads, Latents, RotaryPart
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.fusion.traced import (
+from vllm_metal_lite.fusion.origins import (
     Activated,
     Multiplied,
     Normed,
@@ -24,6 +24,8 @@ from vllm_metal_lite.fusion.traced import (
     Part,
     PostNormed,
     Sum,
+)
+from vllm_metal_lite.fusion.traced import (
     Traced,
     as_view,
     gated_by,

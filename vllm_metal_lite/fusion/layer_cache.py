@@ -5,7 +5,8 @@ from typing import Any
 from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.attention.paged.attention import KernelStepAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.traced import Attended, Scaled, Traced, heads_of, origin_of
+from vllm_metal_lite.fusion.origins import Attended, Scaled
+from vllm_metal_lite.fusion.traced import Traced, heads_of, origin_of
 from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.placeholders import KVHandle

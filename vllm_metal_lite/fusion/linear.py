@@ -11,7 +11,8 @@ import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.fusion.traced import Multiplied, Normed, as_view, origin_of, rows_of
+from vllm_metal_lite.fusion.origins import Multiplied, Normed
+from vllm_metal_lite.fusion.traced import as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.skinny_gemm import fits
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.usage import weight_of

@@ -18,15 +18,8 @@ from typing import Any
 import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion.traced import (
-    Multiplied,
-    Negated,
-    Traced,
-    Widened,
-    as_view,
-    origin_of,
-    rows_of,
-)
+from vllm_metal_lite.fusion.origins import Multiplied, Negated, Widened
+from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of
 from vllm_metal_lite.kernels.expert_topk import Routing, Scoring, expert_topk, fits
 from vllm_metal_lite.model.seam.hooks import Hook, modules_of
 

@@ -6,17 +6,25 @@ the intermediate.  The rules name no architecture; an operation that does not fi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from vllm_metal_lite.attention.heads import Heads, RotaryPart
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm
-from vllm_metal_lite.kernels.experts import expert_sum
+from vllm_metal_lite.fusion.origins import (
+    Activated,
+    Attended,
+    Chosen,
+    Multiplied,
+    Negated,
+    Scaled,
+    Sum,
+    Weighted,
+    Widened,
+)
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.skinny_gemm import Gate, RowNorm, skinny_gemm
-from vllm_metal_lite.kernels.weights import Weight
+from vllm_metal_lite.kernels.skinny_gemm import Gate
 from vllm_metal_lite.model.seam.placeholders import RotaryKeys
 from vllm_metal_lite.recurrence.columns import IN_PLACE
 
@@ -30,126 +38,12 @@ def heads_of(x: mx.array) -> Heads:
     return Heads(Columns(x.reshape(rows, heads * dim), 0), heads, dim)
 
 
-class Part(Columns):
-    """Columns of an array that `mx.split` cut."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """A rotated part of queries times a number."""
-
-    part: RotaryPart | Heads
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Attended:
-    """Attention output in its memory layout: rows (N, num_heads, head_dim)."""
-
-    rows: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class Normed:
-    """Rows (N, K) and their RMS norm; norm None: not normalised."""
-
-    rows: mx.array
-    norm: RowNorm | None
-
-
-@dataclass(frozen=True, slots=True)
-class PostNormed:
-    """Rows (N, K) and their RMS norm, which a residual sum may compute."""
-
-    rows: mx.array
-    norm: PostNorm
-
-
-@dataclass(frozen=True, slots=True)
-class NormedHeads:
-    """The RMS norm of each head of x (N, 1, heads, dim), by a weight (dim,)."""
-
-    x: mx.array
-    weight: mx.array
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Multiplied:
-    """A `skinny_gemm` product of normed rows and a weight (outputs, K), plus a bias (outputs,)."""
-
-    x: Normed
-    weight: Weight
-    bias: mx.array | None = None
-
-    def __call__(self, residual: mx.array | None = None, gate: Gate | None = None) -> mx.array:
-        """The product (N, outputs), fused with a residual sum or a gate."""
-        return skinny_gemm(
-            self.x.rows, self.weight, norm=self.x.norm, bias=self.bias, residual=residual,
-            gate=gate,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Activated:
-    """An activation of some columns of a product."""
-
-    columns: Columns
-    activation: Gate
-
-
-@dataclass(slots=True)
-class Sum:
-    """x + y.  total: the sum, if a fused kernel already computed it."""
-
-    x: mx.array
-    y: mx.array
-    total: mx.array | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Results of each row's experts: rows (N * top_k, K), in the model's shape (.., top_k, K)."""
-
-    rows: mx.array
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Weighted:
-    """Results of experts times weights (N, top_k).  summed: and the sum of each row's."""
-
-    experts: Chosen
-    weights: mx.array
-    summed: bool = False
-
-    def sum(self, dtype: mx.Dtype) -> mx.array:
-        """The sum (.., K), rounded to `dtype` at the end."""
-        rows = expert_sum(self.experts.rows, self.weights, dtype)
-        return as_view(rows, self.experts.shape[:-2], replace(self, summed=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Widened:
-    """x in float32."""
-
-    x: "Traced"
-
-
-@dataclass(frozen=True, slots=True)
-class Negated:
-    x: "Traced"
-
-
 _assign = mx.array.__setitem__
 
 
 class Traced(mx.array):
-    """An array and its origin: Columns (of a product), Heads, RotaryPart, Latents, Scaled,
-    Attended, Normed, PostNormed, NormedHeads, Multiplied, Activated, Sum, Chosen, Weighted,
-    Widened, Negated, one of a router (routing.py) or None.
+    """An array and its origin: one of origins.py, of a router (routing.py), Columns (of a product),
+    Heads, RotaryPart, Latents or None.
 
     Heads and Attended arrays are (N, 1, num_heads, head_dim) or (N, num_heads, 1, head_dim): the
     same memory layout.
@@ -191,7 +85,7 @@ class Traced(mx.array):
         origin = self.origin
         of_experts = isinstance(origin, Weighted) and not origin.summed
         if of_experts and axis == -2 and not args and not kwargs:
-            return origin.sum(self.dtype)
+            return _summed(origin, self.dtype)
         value = super().sum(axis, *args, **kwargs)
         by_row = axis == -1 and not args and kwargs == {"keepdims": True}
         return _by_rule(self, "on_sum", value) if by_row else value
@@ -199,9 +93,9 @@ class Traced(mx.array):
     def astype(self, dtype: mx.Dtype, *args: Any, **kwargs: Any) -> mx.array:
         origin = self.origin
         if isinstance(origin, Weighted) and origin.summed and origin.experts.rows.dtype == dtype:
-            return self if self.dtype == dtype else origin.sum(dtype)
+            return self if self.dtype == dtype else _summed(origin, dtype)
         value = super().astype(dtype, *args, **kwargs)
-        if dtype != mx.float32 or not self._scores:
+        if dtype != mx.float32 or not self._may_score:
             return value
         return _by_rule(self, "on_widen", Traced(value, Widened(self)))
 
@@ -221,10 +115,10 @@ class Traced(mx.array):
 
     def __neg__(self) -> mx.array:
         value = super().__neg__()
-        return Traced(value, Negated(self)) if self._scores else value
+        return Traced(value, Negated(self)) if self._may_score else value
 
     @property
-    def _scores(self) -> bool:
+    def _may_score(self) -> bool:
         """Whether this may be a router's scores, or its logits."""
         return self.rows is not None or hasattr(self.origin, "on_widen")
 
@@ -235,11 +129,12 @@ class Traced(mx.array):
         return _by_rule(self, "on_div", super().__truediv__(other), other)
 
     def __itruediv__(self, other: Any) -> Any:
-        quotient = self / other
+        quotient, self.rows = self / other, None
+        if type(quotient) is not Traced:
+            self.origin = None
+            return super().__itruediv__(other)
         _assign(self, slice(None), quotient)
-        self.origin = self.rows = None
-        if type(quotient) is Traced:
-            self.origin, self.rows = quotient.origin, quotient.rows
+        self.origin, self.rows = quotient.origin, quotient.rows
         return self
 
     def __mul__(self, other: Any) -> mx.array:
@@ -276,6 +171,11 @@ def _by_rule(x: Any, rule: str, value: mx.array, *args: Any) -> mx.array:
     """The result `value` of an operation on x, with what the origin of x makes of it."""
     apply = getattr(origin_of(x), rule, None)
     return value if apply is None else apply(value, *args)
+
+
+def _summed(origin: Weighted, dtype: mx.Dtype) -> mx.array:
+    rows = origin.sum(dtype)
+    return as_view(rows, origin.experts.shape[:-2], replace(origin, summed=True))
 
 
 def gated_by(gate: Any, up: Any, activation: Gate, shape: tuple[int, ...]) -> mx.array | None:

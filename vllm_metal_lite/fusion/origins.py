@@ -1,0 +1,123 @@
+"""What a traced array may come from: the part of a graph from which a fused kernel starts."""
+
+from dataclasses import dataclass
+
+from vllm_metal_lite.attention.heads import Heads, RotaryPart
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.add_rms_norm import PostNorm
+from vllm_metal_lite.kernels.experts import expert_sum
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.skinny_gemm import Gate, RowNorm, skinny_gemm
+from vllm_metal_lite.kernels.weights import Weight
+
+
+class Part(Columns):
+    """Columns of an array that `mx.split` cut."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A rotated part of queries times a number."""
+
+    part: RotaryPart | Heads
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """Attention output in its memory layout: rows (N, num_heads, head_dim)."""
+
+    rows: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """Rows (N, K) and their RMS norm; norm None: not normalised."""
+
+    rows: mx.array
+    norm: RowNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class PostNormed:
+    """Rows (N, K) and their RMS norm, which a residual sum may compute."""
+
+    rows: mx.array
+    norm: PostNorm
+
+
+@dataclass(frozen=True, slots=True)
+class NormedHeads:
+    """The RMS norm of each head of x (N, 1, heads, dim), by a weight (dim,)."""
+
+    x: mx.array
+    weight: mx.array
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplied:
+    """A `skinny_gemm` product of normed rows and a weight (outputs, K), plus a bias (outputs,)."""
+
+    x: Normed
+    weight: Weight
+    bias: mx.array | None = None
+
+    def __call__(self, residual: mx.array | None = None, gate: Gate | None = None) -> mx.array:
+        """The product (N, outputs), fused with a residual sum or a gate."""
+        return skinny_gemm(
+            self.x.rows, self.weight, norm=self.x.norm, bias=self.bias, residual=residual,
+            gate=gate,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """An activation of some columns of a product."""
+
+    columns: Columns
+    activation: Gate
+
+
+@dataclass(slots=True)
+class Sum:
+    """x + y.  total: the sum, if a fused kernel already computed it."""
+
+    x: mx.array
+    y: mx.array
+    total: mx.array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Results of each row's experts: rows (N * top_k, K), in the model's shape (.., top_k, K)."""
+
+    rows: mx.array
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Results of experts times weights (N, top_k).  summed: and the sum of each row's."""
+
+    experts: Chosen
+    weights: mx.array
+    summed: bool = False
+
+    def sum(self, dtype: mx.Dtype) -> mx.array:
+        """The sums (N, K), rounded to `dtype` at the end."""
+        return expert_sum(self.experts.rows, self.weights, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Widened:
+    """x in float32."""
+
+    x: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Negated:
+    x: mx.array
