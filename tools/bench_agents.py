@@ -120,12 +120,15 @@ def run(
     turns, total = done["turns"], len(job["sessions"]) * len(job["sessions"][0])
     firsts = [turn["first"] for turn in turns if turn["first"] is not None]
     later = [turn["first"] for turn in turns if turn["turn"] and turn["first"] is not None]
+    gaps = [gap for turn in turns for gap in turn["gaps"]]
     row = {
         "name": name, "turns": len(turns), "of": total, "seconds": done["seconds"],
         "sessions_per_minute": 60 * len(turns) / len(job["sessions"][0]) / done["seconds"],
         "ttft": statistics.median(firsts) if firsts else None,
         "ttft_later": statistics.median(later) if later else None,
         "ttft_p90": float(np.quantile(firsts, 0.9)) if firsts else None,
+        "gap": statistics.median(gaps) if gaps else None,
+        "gap_p99": float(np.quantile(gaps, 0.99)) if gaps else None,
         "tokens": sum(turn["tokens"] or 0 for turn in turns), "metrics": metrics,
         "prompt_tokens": sum(turn["prompt"] or 0 for turn in turns),
         "cached_tokens": sum(turn["cached"] for turn in turns), "peak_gb": peak,
@@ -154,17 +157,17 @@ def report(args: Any, rows: list[dict[str, Any]]) -> None:
     )
     print(
         "| system | sessions | turns | sessions a minute | median TTFT | of later turns | p90 | "
-        "cached tokens | peak GB |"
+        "gap between tokens | p99 | cached tokens | peak GB |"
     )
-    print("|" + " --- |" * 9)
+    print("|" + " --- |" * 11)
     for row in rows:
-        ttfts = [f"{1e3 * row[k]:,.0f} ms" if row[k] is not None else "-"
-                 for k in ("ttft", "ttft_later", "ttft_p90")]  # fmt: skip
+        times = [f"{1e3 * row[k]:,.0f} ms" if row[k] is not None else "-"
+                 for k in ("ttft", "ttft_later", "ttft_p90", "gap", "gap_p99")]  # fmt: skip
         cached = row["cached_tokens"] / max(row["prompt_tokens"], 1)
         print(
             f"| {row['name']} | {row['sessions_done']} | {row['turns']} of {row['of']} | "
             f"{row['sessions_per_minute']:.2f} | "
-            f"{' | '.join(ttfts)} | {row['cached_tokens']:,} ({cached:.1%}) | "
+            f"{' | '.join(times)} | {row['cached_tokens']:,} ({cached:.1%}) | "
             f"{row['peak_gb']:.1f} |"
         )
     ours, theirs = (next((r for r in rows if r["name"] == n), None) for n in ("ours", "mlx-lm"))

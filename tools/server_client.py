@@ -41,13 +41,15 @@ async def send(url: str, method: str, path: str, body: bytes = b"") -> Connectio
 
 
 async def stream(url: str, path: str, body: dict[str, Any], started: float) -> dict[str, Any]:
-    """One streamed completion: {"first", "end", "tokens", "chunks", "prompt", "cached"}.
+    """One streamed completion: {"first", "end", "tokens", "gaps", "chunks", "prompt", "cached"}.
 
-    In seconds, the end since `started`; prompt, cached: tokens by the server's usage.
+    In seconds, the end since `started`; gaps: between chunks; prompt, cached: tokens by the
+    server's usage.
     """
     sent = time.perf_counter()
     reader, _writer = await send(url, "POST", path, json.dumps(body).encode())
-    first, chunks, usage = None, 0, {}
+    first, last, usage = None, 0.0, {}
+    gaps: list[float] = []
     async for line in reader:
         if not line.startswith(b"data: {"):
             continue
@@ -56,14 +58,17 @@ async def stream(url: str, path: str, body: dict[str, Any], started: float) -> d
         elif first is None:
             # Chat streams begin with the role, before any token.
             if b'"content":""' not in line.replace(b" ", b""):
-                first = time.perf_counter() - sent
-                chunks = 1
+                last = time.perf_counter()
+                first = last - sent
         else:
-            chunks += 1
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
     end = time.perf_counter() - started
     details = usage.get("prompt_tokens_details") or {}
     return {
-        "first": first, "end": end, "tokens": usage.get("completion_tokens"), "chunks": chunks,
+        "first": first, "end": end, "tokens": usage.get("completion_tokens"), "gaps": gaps,
+        "chunks": len(gaps) + (first is not None),
         "prompt": usage.get("prompt_tokens"), "cached": details.get("cached_tokens", 0),
     }  # fmt: skip
 

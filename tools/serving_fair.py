@@ -74,6 +74,7 @@ class _Launches:
         # All launches take the token of the one before.  States are written in place, and MLX
         # orders launches by the arrays that they name as outputs.
         self._token = new_token()
+        mx.eval(self._token)  # a server computes in another thread, which has not this stream
         self._mask: mx.array | None = None
         self._segments = self._token
 

@@ -95,7 +95,7 @@ _GEMMA3_4B = {
 }  # fmt: skip
 _TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 8192,
+    "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 32768,
 }  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +60,33 @@ def engine_of(
     blocks = max(b * (-(-(c + _WARM_UP + _STEPS + 8) // _BLOCK)) for b, c in cells)
     config = EngineConfig(
         block_size=_BLOCK, num_blocks=blocks + 8, max_num_seqs=max(b for b, _ in cells),
-        max_model_len=min(length, model.max_position), max_num_batched_tokens=8192,
-        enable_prefix_caching=False, **options,
+        max_model_len=min(length, model.max_position), enable_prefix_caching=False,
+        **{"max_num_batched_tokens": 8192, **options},
     )  # fmt: skip
     return LLMEngine(model, config)
 
 
+@contextmanager
+def skipped(engine: LLMEngine) -> Iterator[None]:
+    """Steps of prompts are not computed."""
+    runner = engine.pipeline.runner
+    engine.pipeline.runner = _Skipped(engine.model.vocab_size)
+    yield
+    engine.pipeline.runner = runner
+
+
 def fill(engine: LLMEngine, batch: int, context: int, tokens: int) -> list[str]:
     """`batch` requests that decode at `context`, for `tokens` tokens; returns their names."""
-    rng, runner = np.random.default_rng(1), engine.pipeline.runner
+    rng = np.random.default_rng(1)
     vocab_size = engine.model.vocab_size
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     names = [f"{batch} {context} {i}" for i in range(batch)]
     for name in names:
         engine.add_request(name, rng.integers(0, vocab_size, context).tolist(), params)
     waiting = set(names)
-    engine.pipeline.runner = _Skipped(vocab_size)
-    while waiting:
-        waiting -= {output.request_id for output in engine.step()}
-    engine.pipeline.runner = runner
+    with skipped(engine):
+        while waiting:
+            waiting -= {output.request_id for output in engine.step()}
     return names
 
 

@@ -273,7 +273,7 @@ def test_states_are_counted_one_a_slot(monkeypatch):
     assert model.packed.state_pool(5).nbytes == 5 * model.state_bytes
     (group,), length, slots = size_store(model, EngineConfig(max_num_seqs=8))
     assert group.num_blocks * 16 == 8 * length
-    assert slots == 8 + 4 * 8
+    assert slots == 8 + 15 * 8
     too_many = EngineConfig(max_num_seqs=1 << 14)
     monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: model.state_bytes << 14)
     with pytest.raises(OutOfMemoryError, match=r"recurrent states of 16384 requests.*max_num_seqs"):

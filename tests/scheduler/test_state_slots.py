@@ -190,3 +190,96 @@ def test_a_request_that_starts_again_after_a_reset_leaves_checkpoints():
     scheduler.rollback(out)
     step(scheduler)
     assert hit(scheduler, prompt) == 8
+
+
+SYSTEM = list(range(1000, 1016))
+
+
+class Conversation:
+    """Turns as a chat sends them: the system prompt's end and the last message's end are named."""
+
+    def __init__(self, scheduler: Scheduler, number: int) -> None:
+        self.scheduler, self.number, self.num_turns = scheduler, number, 0
+        self.tokens = list(SYSTEM)
+
+    def turn(self) -> int:
+        """Its next question, and an answer.  Returns the tokens that were not cached."""
+        self.num_turns += 1
+        base = 2000 + 1000 * self.number + 20 * self.num_turns
+        self.tokens += range(base, base + 9)
+        named = (len(SYSTEM), len(self.tokens))
+        request = add(
+            self.scheduler, f"{self.number}.{self.num_turns}", [*self.tokens, 1], max_tokens=6,
+            checkpoint_positions=named,
+        )  # fmt: skip
+        while self.scheduler.has_unfinished():
+            out = step(self.scheduler)
+            for ended in [r for r in out.terminal if r.num_tokens == r.max_length]:
+                self.scheduler.finish(ended)
+        self.tokens += range(base + 9, base + 13)  # the client's own words for the answer
+        return request.num_prompt_tokens - request.num_cached_tokens
+
+
+def tight(slots: int) -> Scheduler:
+    """One seat, and so many checkpoints that the test fails without the rule that it is about."""
+    return make(1 + slots, seats=1)
+
+
+def test_a_conversation_that_rests_keeps_its_checkpoints_while_another_goes_on():
+    scheduler = tight(7)
+    busy, resting = Conversation(scheduler, 0), Conversation(scheduler, 1)
+    for conversation in (busy, resting):
+        conversation.turn()
+    for _ in range(5):
+        assert busy.turn() < 20
+    assert resting.turn() < 20
+
+
+def test_a_system_prompt_stays_as_long_as_one_of_its_conversations_goes_on():
+    scheduler = tight(8)
+    conversation = Conversation(scheduler, 0)
+    conversation.turn()
+    for n in range(6):
+        stranger = Conversation(scheduler, 20 + n)
+        stranger.tokens = list(range(5000 + 100 * n, 5016 + 100 * n))
+        stranger.turn()
+        assert conversation.turn() < 20
+    assert Conversation(scheduler, 1).turn() < 20
+
+
+def test_a_side_question_does_not_take_the_place_away_where_it_began():
+    scheduler = tight(5)
+    main = Conversation(scheduler, 0)
+    for _ in range(2):
+        main.turn()
+    side = Conversation(scheduler, 1)
+    side.tokens = main.tokens[:-4]  # without the last answer
+    side.turn()
+    assert main.turn() < 20
+
+
+def test_conversations_that_begin_alike_do_not_leave_each_others_checkpoints():
+    scheduler = tight(6)
+    alike = [Conversation(scheduler, 0) for _ in range(3)]
+    for conversation in alike:
+        conversation.turn()
+    for n, conversation in enumerate(alike):
+        conversation.number = 10 + n
+        for _ in range(3):
+            assert conversation.turn() < 20
+
+
+def test_a_junction_is_not_left_behind_by_the_prompt_that_found_it():
+    scheduler = tight(5)
+    names = iter("abcdefgh")
+
+    def ask(prompt: list[int]) -> Request:
+        request = _served(scheduler, next(names), prompt, 4)
+        scheduler.finish(request)
+        return request
+
+    ask([*SYSTEM, *range(9)])
+    second = ask([*SYSTEM, *range(20, 29)])  # leaves the junction
+    for n in range(3):
+        second = ask([*second.token_ids, *range(30 + 10 * n, 39 + 10 * n)])
+    assert hit(scheduler, [*SYSTEM, *range(70, 79)]) == len(SYSTEM)

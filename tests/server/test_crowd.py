@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 
-from tests.support.crowd import Crowd, get, questions, send, unclean, until
+from tests.support.crowd import Crowd, Question, get, questions, send, unclean, until
 from tests.support.server_kit import serving
 from vllm_metal_lite import LLM, EngineConfig, SamplingParams
 from vllm_metal_lite.server.settings import ServerConfig
@@ -14,6 +14,8 @@ from vllm_metal_lite.server.settings import ServerConfig
 # The pool holds three or four of the requests that its seats would run.
 TINY = EngineConfig(num_blocks=36, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512)
 CLIENTS, WARM_UP = 256, 48
+# 15 of the pool's 36 blocks: those that sit at once must preempt each other.
+LONG = Question("What is under the mat?", 200)
 
 
 def held(running, pid):
@@ -43,7 +45,7 @@ def greedy_answers(asked):
 
 
 def test_a_crowd_leaves_nothing_behind():
-    asked = questions(24)
+    asked = [*questions(24), LONG]
     answers, token_ids = greedy_answers(asked)
     rng = random.Random(19)
 
@@ -51,7 +53,8 @@ def test_a_crowd_leaves_nothing_behind():
         crowd = Crowd(running.url, asked, answers, token_ids)
 
         async def come(count, patience):
-            visits = [crowd.draw(rng, patience) for _ in range(count)]
+            visits = [crowd.asking(rng, asked.index(LONG)) for _ in range(TINY.max_num_seqs)]
+            visits += [crowd.draw(rng, patience) for _ in range(count)]
             await asyncio.gather(*(crowd.go(visit, 100) for visit in visits))
             return await until(lambda: unclean(running.url), 20)
 

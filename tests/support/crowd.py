@@ -6,7 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -76,11 +76,16 @@ class Crowd:
         """patience: longest time until a client that leaves does so."""
         if rng.random() < 0.15:
             return Visit(rng.choice(list(_BODIES)), rng.choice(NONSENSE))
-        path, number = rng.choice(list(_BODIES)), rng.randrange(len(self.asked))
+        visit = self.asking(rng, rng.randrange(len(self.asked)))
+        leaves_after = rng.uniform(0, patience) if rng.random() < 0.4 else None
+        return replace(visit, leaves_after=leaves_after)
+
+    def asking(self, rng: random.Random, number: int) -> Visit:
+        """A visit with this question, until the answer's end."""
+        path = rng.choice(list(_BODIES))
         body = _BODIES[path](self.asked[number], self.token_ids[number])
         body |= {"temperature": 0, "ignore_eos": True, "stream": rng.random() < 0.5}
-        leaves_after = rng.uniform(0, patience) if rng.random() < 0.4 else None
-        return Visit(path, json.dumps(body).encode(), number, leaves_after)
+        return Visit(path, json.dumps(body).encode(), number)
 
     async def go(self, visit: Visit, seconds: float) -> None:
         """Make a visit, and note what came of it.  seconds: longest time."""

@@ -189,7 +189,7 @@ def test_fair_kernels_are_used_while_open_and_not_after():
 
 def test_bytes_of_a_decode_step():
     model = random_model("nemotron-h-tiny")
-    embedding = 512 * 64 * 4
+    embedding = 2048 * 64 * 4
     state = 8 * 16 * 16 * 4 + 3 * (8 * 16 + 2 * 2 * 16) * 4  # of each of three layers
     keys_and_values = 2 * 2 * 16 * 4
     assert step_bytes(model, 3, 10) == (
@@ -203,8 +203,8 @@ def test_bytes_of_experts_that_are_used():
     experts = 2 * 3 * 64 * 64 * 4
     unused = step_bytes(model, 1, 10) + 12 * experts - model.weight_bytes
     keys_and_values = 10 * model.kv_bytes_per_token
-    assert unused == pytest.approx(keys_and_values - 512 * 64 * 4)
-    assert step_bytes(model, 100, 0) == pytest.approx(model.weight_bytes - 512 * 64 * 4)
+    assert unused == pytest.approx(keys_and_values - 2048 * 64 * 4)
+    assert step_bytes(model, 100, 0) == pytest.approx(model.weight_bytes - 2048 * 64 * 4)
 
 
 def test_flops_of_a_decode_step():

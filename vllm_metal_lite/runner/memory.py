@@ -31,9 +31,9 @@ _AVERAGE_WINDOWS = 4
 
 # The share of the memory for store and checkpoints that checkpoints get.
 _CHECKPOINT_SHARE = 0.25
-# A turn of a conversation names up to four: behind the system prompt, before the question, behind
-# it, and behind the answer.
-_CHECKPOINTS_A_SEAT = 4
+# A conversation uses up to five: behind the system prompt, where its last turn began, before the
+# question, behind it, and behind the answer.  Beside each that has a seat, two may rest.
+_CHECKPOINTS_A_SEAT = 15
 
 _ANY_LENGTH = 1 << 62
 

@@ -124,6 +124,12 @@ class BlockPool:
             if block in self._cached:
                 self._cached.move_to_end(block, last=False)
 
+    def evict_last(self, block_ids: Iterable[int]) -> None:
+        """Count cached blocks as used just now."""
+        for block in block_ids:
+            if block in self._cached:
+                self._cached.move_to_end(block)
+
     def publish(self, block_id: int, block_hash: bytes) -> bool:
         """Name an owned, full block; False if another block already has this name."""
         if not self.enable_caching or block_hash in self._by_name:

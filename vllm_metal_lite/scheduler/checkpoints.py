@@ -23,10 +23,12 @@ MAX_NAMED = 8
 
 
 class Planned(NamedTuple):
-    """A state to keep after `position` tokens.  disposable: evicted before others."""
+    """A state to keep after `position` tokens.  disposable: evicted before others.  shared: of
+    several conversations (trails.py)."""
 
     position: int
     disposable: bool = False
+    shared: bool = False
 
 
 def last_position(num_tokens: int, block_size: int) -> int:
@@ -51,11 +53,18 @@ def plan_checkpoints(
     kept = {at for at in (*wanted, junction, end) if start < at <= end}
     first = (start // INTERVAL + 1) * INTERVAL
     passing = {at // block_size * block_size for at in range(first, end, INTERVAL)} - kept
-    planned = [Planned(at) for at in kept] + [Planned(at, True) for at in passing if at > start]
-    return sorted(planned)
+    planned = [Planned(at, shared=at == junction) for at in kept]
+    return sorted(planned + [Planned(at, disposable=True) for at in passing if at > start])
+
+
+def end_of_turn(num_tokens: int, block_size: int, named: Iterable[int]) -> int:
+    """A prompt that begins like this one up to here, and further, is the conversation's next turn:
+    the last position that the caller names, or else the end of the prompt."""
+    end = last_position(num_tokens, block_size)
+    return max((at for n in named if (at := n // block_size * block_size) <= end), default=end)
 
 
 def plan_also(planned: list[Planned], position: int) -> None:
     """Add a checkpoint that another prompt waits for."""
     planned[:] = [p for p in planned if p.position != position]
-    insort(planned, Planned(position))
+    insort(planned, Planned(position, shared=True))

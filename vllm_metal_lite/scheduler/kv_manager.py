@@ -8,7 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.scheduler.block_pool import BlockPool, BlockTable
-from vllm_metal_lite.scheduler.checkpoints import last_position, plan_checkpoints
+from vllm_metal_lite.scheduler.checkpoints import (
+    end_of_turn,
+    last_position,
+    plan_checkpoints,
+)
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
 from vllm_metal_lite.scheduler.request import Request
@@ -110,6 +114,7 @@ class KVCacheManager:
         request.block_tables = list(hit.tables)
         request.num_resets = self.num_resets
         if self.states is not None:
+            self._trail(request, hit)
             self.states.admit(request, hit.state, num_running)
         if self.enable_caching:
             planned = plan_checkpoints(
@@ -118,6 +123,16 @@ class KVCacheManager:
             )  # fmt: skip
             request.kept_positions = [p.position for p in planned if not p.disposable]
             request.planned = [] if self.states is None else planned
+
+    def _trail(self, request: Request, hit: PrefixHit) -> None:
+        """Say which conversation a request goes on with, and what it still needs of that."""
+        if not self.enable_caching or self.states is None:
+            return
+        size, named = self.block_size, request.checkpoint_positions
+        end = end_of_turn(request.num_prompt_tokens, size, named)
+        places = [at // size for at in named if size <= at <= hit.num_tokens]
+        known = [request.block_hashes[place - 1] for place in places]
+        self.states.go_on_from(request, end, hit.state, hit.num_tokens, known)
 
     def allocate(self, request: Request, start: int, end: int) -> NewBlocks | None:
         """Release blocks behind the windows, then allocate for tokens [start, end) in every group;

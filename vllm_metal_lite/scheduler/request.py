@@ -8,6 +8,7 @@ from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockTable
 from vllm_metal_lite.scheduler.checkpoints import Planned
+from vllm_metal_lite.scheduler.trails import Trail
 
 
 class RequestStatus(Enum):
@@ -62,6 +63,9 @@ class Request:
     kept_positions: list[int] = field(init=False, default_factory=list, repr=False)
     # The name of the last whole block's state while decoding.
     rolling: bytes | None = field(init=False, default=None)
+    # Its checkpoints for the next turn, and those of the turn before (trails.py).
+    trail: Trail | None = field(init=False, default=None, repr=False)
+    continued: Trail | None = field(init=False, default=None, repr=False)
     # The prompt that this one waits for, and the position; how many it has waited for
     # (following.py).
     leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)

@@ -29,12 +29,14 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A state that a step writes to `slot`, for prompts that begin with the request's first
-    `position` tokens.  rolling: a later checkpoint of the request replaces this one."""
+    `position` tokens.  disposable, shared: see `Planned`.  rolling: a later checkpoint of the
+    request replaces this one."""
 
     request: Request
     slot: int
     position: int
     disposable: bool = False
+    shared: bool = False
     rolling: bool = False
 
 

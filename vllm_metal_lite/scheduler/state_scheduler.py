@@ -46,12 +46,12 @@ class StateScheduler:
         state = request.state
         assert state is not None, "a running request has a state"
         while request.planned and request.planned[0].position <= end:
-            position, disposable = request.planned.pop(0)
+            position, *kind = request.planned.pop(0)
             slot = state.final if position == end else self.states.reserve(num_running)
             if slot is not None:
                 if position < end:
                     state.checkpoints.append((position, slot))
-                out.checkpoints.append(Checkpoint(request, slot, position, disposable))
+                out.checkpoints.append(Checkpoint(request, slot, position, *kind))
         if end == request.num_tokens and end % self.kv.block_size == 0 and self.kv.enable_caching:
             # The next turn starts behind the whole prompt, unless the answer completes a block.
             out.checkpoints.append(Checkpoint(request, state.final, end, rolling=True))
@@ -105,7 +105,7 @@ class StateScheduler:
                 return False
             slot = spare
             segment.state.checkpoints.append((position, slot))
-        out.checkpoints.append(Checkpoint(leader, slot, position))
+        out.checkpoints.append(Checkpoint(leader, slot, position, shared=True))
         return True
 
     # Names
@@ -121,6 +121,8 @@ class StateScheduler:
             names = self.kv.block_names(request, position)
             name = names[position // self.kv.block_size - 1]
             is_new = self.states.name(checkpoint.slot, name, checkpoint.disposable)
+            if not (checkpoint.disposable or checkpoint.shared):
+                self.states.lay_trail(request, name, is_new)
             if is_new:
                 output.named_states.append(checkpoint.slot)
             if checkpoint.rolling:

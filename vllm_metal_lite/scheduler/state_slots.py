@@ -18,6 +18,7 @@ from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockPool
 from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.trails import Trail, Trails
 
 
 class StateSlots:
@@ -35,6 +36,7 @@ class StateSlots:
         self._held: list[int] = []
         self._disposable: set[int] = set()
         self._found: set[int] = set()  # checkpoints that a request has started from
+        self._trails = Trails()
 
     @property
     def num_evicted(self) -> int:
@@ -54,6 +56,43 @@ class StateSlots:
     def lookup(self, name: bytes) -> int | None:
         """The slot of a checkpoint, or None."""
         return self.pool.lookup(name)
+
+    def go_on_from(
+        self, request: Request, end: int, hit: int | None, position: int, named: Iterable[bytes]
+    ) -> None:
+        """Note which trail a request continues that is about to start from `hit`, at `position`.
+
+        end: of its own trail.  named: of the positions before that the request names.
+        """
+        if request.trail is None:
+            request.trail = Trail(end)
+        if hit in self._found:  # a second one goes on from here
+            self._trails.forget(hit)
+        elif hit is not None:
+            trail = self._trails.continued(hit, position)
+            if trail is not None and trail is not request.trail:
+                request.continued = trail
+                self._trails.add(hit, request.trail)  # kept for one more turn
+        for name in named:
+            if (slot := self.pool.lookup(name)) is not None:
+                self._trails.take_over(slot, request.continued, request.trail)
+                self._disposable.discard(slot)
+                self.pool.evict_last([slot])
+
+    def lay_trail(self, request: Request, name: bytes, is_new: bool) -> None:
+        """Put a checkpoint of a request on its trail.  It leaves the one that it continues."""
+        slot, trail = self.pool.lookup(name), request.trail
+        if slot is None or trail is None:
+            return
+        if not is_new:
+            self._trails.take_over(slot, request.continued, trail)
+            return
+        self._trails.add(slot, trail)
+        if request.continued is not None:
+            left = self._trails.leave(request.continued)
+            self._disposable.update(left)
+            self.pool.evict_first(left)
+            request.continued = None
 
     def admit(self, request: Request, hit: int | None, num_running: int) -> None:
         """Give slots to a request that starts in this step from checkpoint `hit`, or at position 0.
@@ -106,8 +145,7 @@ class StateSlots:
         if not self.pool.publish(slot, name):
             return False
         self.num_taken += 1
-        self._found.discard(slot)
-        self._disposable.discard(slot)
+        self._forget(slot)
         if disposable:
             self._disposable.add(slot)
         return True
@@ -139,5 +177,9 @@ class StateSlots:
         """Take the names of checkpoints away."""
         for slot in slots:
             self.pool.unpublish([slot])
-            self._disposable.discard(slot)
-            self._found.discard(slot)
+            self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        self._disposable.discard(slot)
+        self._found.discard(slot)
+        self._trails.forget(slot)
