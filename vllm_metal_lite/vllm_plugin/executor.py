@@ -46,5 +46,6 @@ class RemoteAnswers:
             except TimeoutError:
                 if self._executor.is_failed:
                     raise RuntimeError("cancelled: a rank of this engine was lost") from None
-                if left < _LOOK:
+                # The queue rounds waits down to milliseconds, so a wait may end early.
+                if end is not None and time.monotonic() >= end:
                     raise
