@@ -77,7 +77,7 @@ def test_progress_is_told_before_each_check(process):
 @pytest.mark.parametrize(
     ("act", "line"),
     [
-        ("time.sleep(60)", "hangs: no result after 0.5 s"),
+        ("time.sleep(60)", "hangs: no result after 2 s"),
         ("os.abort()", "ends the process: SIGABRT"),
         ("os._exit(3)", "ends the process: exit code 3"),
         ("print('shader fault', file=sys.stderr) or os._exit(3)",
@@ -87,7 +87,7 @@ def test_progress_is_told_before_each_check(process):
 )  # fmt: skip
 def test_only_the_kernel_at_fault_is_lost(process, act, line):
     process(varlen_prefill=act)
-    assert lines(deadline=0.5) == RIGHT | {"varlen_prefill": f"{CHECKS[2]}: {line}"}
+    assert lines(deadline=2.0) == RIGHT | {"varlen_prefill": f"{CHECKS[2]}: {line}"}
 
 
 def test_what_needs_a_failed_kernel_says_nothing(process):
@@ -162,16 +162,16 @@ def test_a_kernel_that_hangs_ends_with_its_parent(tmp_path, number):
     )  # fmt: skip
     child = int(_soon(lambda: file.exists() and file.read_text().strip()))
     parent.send_signal(number)
-    parent.wait(10)
+    parent.wait(60)
     _soon(lambda: not _runs(child))
 
 
 def _soon(what):
-    for _ in range(200):
+    for _ in range(1200):
         if found := what():
             return found
         time.sleep(0.05)
-    pytest.fail("not within 10 s")
+    pytest.fail("not within a minute")
 
 
 def _runs(pid: int) -> bool:

@@ -174,7 +174,7 @@ def assert_healthy(running):
     client = connect(running)
     client.request("POST", "/v1/chat/completions", json.dumps(ENDPOINTS["/v1/chat/completions"][1]))
     assert client.getresponse().read().count(b'"finish_reason"') == 1
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         client.request("GET", "/status")
         status = json.loads(client.getresponse().read())
@@ -237,7 +237,7 @@ BROKEN = {
 def send_raw(running, data, hangs_up):
     """The status of the reply to bytes; 0: none.  hangs_up: the client closes behind them."""
     at = urlsplit(running.url)
-    with socket.create_connection((at.hostname, at.port), timeout=20) as client:
+    with socket.create_connection((at.hostname, at.port), timeout=60) as client:
         try:
             client.sendall(data)
             if hangs_up:
@@ -291,7 +291,7 @@ def test_slow_bodies_hold_nobody_up(running, monkeypatch):
     at = urlsplit(running.url)
 
     def trickle(path):
-        with socket.create_connection((at.hostname, at.port), timeout=20) as client:
+        with socket.create_connection((at.hostname, at.port), timeout=60) as client:
             client.sendall(f"{_HEAD.format(path=path)}Content-Length: 500\r\n\r\n{{".encode())
             reply = b""
             while more := client.recv(65536):

@@ -250,7 +250,7 @@ def test_a_step_that_fails_loses_its_requests_and_no_later_one():
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     Worker(engine, theirs, Sender(theirs)).run()
-    thread.join(10)
+    thread.join(60)
     assert got[0] == Stepped([], got[0].metrics)
     assert got[0].metrics["requests_running"] == 0
     assert got[1] == Added("a")

@@ -182,7 +182,7 @@ def test_a_start_may_be_cancelled_or_its_process_killed():
     async def cancelled() -> int:
         client = EngineClient("demo")
         starting = asyncio.ensure_future(start_engine())
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting

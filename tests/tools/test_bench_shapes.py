@@ -99,7 +99,7 @@ def test_a_counted_run_waits_for_who_warms_up_and_runs_alone(tmp_path):
     assert not entered.wait(0.1)  # `one` warms up
     count("one", one)
     del one
-    thread.join(10)
+    thread.join(60)
     assert events in (["one", "one", "two", "two"], ["two", "two", "one", "one"])
 
 

@@ -72,7 +72,7 @@ def test_ranks_that_leave_together_are_no_loss():
         for one in made:
             one.leave()
         for one in made:
-            one._thread.join(10)
+            one._thread.join(60)
             assert not one._thread.is_alive()
         assert heard == [[], []]
 
