@@ -31,17 +31,22 @@ from serving_alone import Alone
 START, SHARED, TURNS, OUT = 25_000, 20_000, 12, 150
 
 
-def make_job(tokenizer: Any, count: int, turns: int, scale: float) -> dict[str, Any]:
-    rng, words = np.random.default_rng(0), words_of(tokenizer)
+def new_tokens(rng: np.random.Generator, turns: int) -> np.ndarray:
+    """How many tokens each turn of a session brings; the first those behind what all share."""
+    new = np.clip(rng.lognormal(np.log(600), 0.7, turns), 200, 2000)
+    new[0] = START - SHARED
+    return new
+
+
+def make_job(tokenizer: Any, count: int, turns: int, scale: float, seed: int = 0) -> dict[str, Any]:
+    rng, words = np.random.default_rng(seed), words_of(tokenizer)
 
     def text(num_tokens: float) -> str:
         drawn: str = tokenizer.decode(rng.choice(words, max(int(num_tokens * scale), 4)).tolist())
         return drawn
 
     def session() -> list[list[str]]:
-        new = np.clip(rng.lognormal(np.log(600), 0.7, turns), 200, 2000)
-        new[0] = START - SHARED
-        return [[text(n), text(OUT)] for n in new]
+        return [[text(n), text(OUT)] for n in new_tokens(rng, turns)]
 
     return {
         "system": text(SHARED), "sessions": [session() for _ in range(count)],
@@ -92,7 +97,7 @@ def say(text: str) -> None:
 
 
 def run(
-    name: str, command: list[str], model: str, job: dict[str, Any], args: Any
+    name: str, command: list[str], model: str, warm: dict[str, Any], job: dict[str, Any], args: Any
 ) -> dict[str, Any]:
     """One system: its speed, or that of the turns that it did."""
     port = free_port()
@@ -105,9 +110,7 @@ def run(
         memory = Memory(pid)
         memory.start()
         try:
-            warm = {**job, "model": model, "sessions": [job["warm"]], "seconds": args.seconds}
-            warm["system"] = job["warm"][0][0]
-            ask(url, warm)
+            ask(url, {**warm, "model": model, "seconds": args.seconds})
             say(f"{name} is warm")
             with args.alone():
                 done = ask(url, {**job, "model": model, "seconds": args.seconds})
@@ -185,6 +188,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--warm", type=int, default=1, help="sessions of two turns before those")
     parser.add_argument("--systems", default="ours,mlx-lm")
     parser.add_argument("--ours", default="", help="flags of our server")
     parser.add_argument(
@@ -209,7 +213,7 @@ def main() -> int:
         tokenizer = load_tokenizer_only(str(folder))
         job = make_job(tokenizer, args.sessions, args.turns, args.scale)
         # Other texts of the same sizes: shapes are met, and nothing is in a cache.
-        job["warm"] = make_job(tokenizer, 1, 2, args.scale)["sessions"][0]
+        warm = make_job(tokenizer, args.warm, 2, args.scale, seed=1)
         ours = [
             sys.executable, "-m", "vllm_metal_lite", "serve", str(folder), "--port", "PORT",
             "--served-model-name", "m", "--max-num-seqs", str(args.sessions), *args.ours.split(),
@@ -222,7 +226,7 @@ def main() -> int:
         for system in args.systems.split(","):
             command, model = (ours, "m") if system == "ours" else (theirs, str(folder))
             try:
-                rows.append(run(system, command, model, job, args))
+                rows.append(run(system, command, model, warm, job, args))
             except (RuntimeError, subprocess.TimeoutExpired) as e:
                 say(f"{system}: not measured: {e}")
                 lines = (Path(args.scratch) / "log.txt").read_text().splitlines()
