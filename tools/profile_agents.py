@@ -133,12 +133,16 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--warm", type=int, default=1, help="sessions of two turns before those")
     parser.add_argument("--num-blocks", type=int, help="of the store")
+    parser.add_argument("--memory-fraction", type=float, help="as the server has it")
     parser.add_argument("--trusted", action="store_true", help="as bench_serving.py has it")
     args = parser.parse_args()
     if min(args.sessions, args.turns, args.warm) < 1 or args.scale <= 0:
         parser.error("--sessions, --turns and --warm must be at least 1, --scale above 0")
     with trusted() if args.trusted else nullcontext():
-        config = EngineConfig(max_num_seqs=args.sessions, num_blocks=args.num_blocks)
+        config = EngineConfig(
+            max_num_seqs=args.sessions, num_blocks=args.num_blocks,
+            memory_fraction=args.memory_fraction,
+        )  # fmt: skip
         engine = LLMEngine(get_model(args.model, bits=args.bits), config)
     for _ in Sessions(engine, args.warm, 2, args.scale, seed=1).run():
         pass
@@ -151,10 +155,12 @@ def main() -> int:
         seconds.append(now - start)
         start = now
     total, after = time.perf_counter() - begin, engine.metrics()
+    gib = {name: after[f"memory_{name}_bytes"] / 2**30 for name in ("active", "cached")}
     report(launches, seconds)
     per_minute = 60 * args.sessions / total
     print(f"\n{total:.1f} s: {per_minute:.2f} sessions a minute with nothing around the engine")
-    changed = {name: after[name] - before[name] for name in after}
+    print(f"Memory at the end: {gib['active']:.1f} GiB, and {gib['cached']:.1f} in MLX's cache")
+    changed = {name: after[name] - before[name] for name in after if not name.startswith("memory")}
     print(", ".join(f"{name} {count:,}" for name, count in changed.items() if count))
     return 0
 
