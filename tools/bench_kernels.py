@@ -41,6 +41,9 @@ from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
 QWEN3 = AttentionShape(16, 8, 128, 128, mx.bfloat16)
+QWEN3_5 = AttentionShape(16, 4, 256, 256, mx.bfloat16)
+# Rows, and keys that they share and that each has alone: eight agents (bench_agents.py).
+AGENTS = (8, 20_000, 7_000)
 SECTIONS = (
     "check", "huge", "sanitize", "decode", "plans", "shapes", "shared", "prefill", "fused",
     "products",
@@ -197,14 +200,17 @@ def shapes() -> None:
 
 
 def shared() -> bool:
-    """Decodes of 100 keys each behind 4,600 that they share: read once, and by each."""
-    layers, prefix, own, size = 8, 4600, 100, 16
-    print(f"\n## A shared prefix: {prefix:,} keys and {own} of each row, {layers} layers in turn\n")
-    print("| shape | rows | splits | us a layer shared | apart | apart / shared | difference |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    """Decodes behind keys that they share: read once, and by each."""
+    layers, size = 8, 16
+    print(f"\n## A shared prefix, {layers} layers in turn\n")
+    print(
+        "| shape | rows | keys: shared | own | splits | us a layer shared | apart | apart / shared "
+        "| difference |"
+    )
+    print("|" + " --- |" * 9)
     passed = True
-    for shape in (QWEN3, replace(QWEN3, num_heads=32)):
-        for rows in (8, 24, 64):
+    for shape in (QWEN3, replace(QWEN3, num_heads=32), QWEN3_5):
+        for rows, prefix, own in ((8, 4600, 100), (24, 4600, 100), (64, 4600, 100), AGENTS):
             batch = _behind_a_prefix(rows, prefix, own, size)
             spec = LayerSpec(shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype)
             num_blocks = int(batch.block_tables.max()) + 1
@@ -233,8 +239,8 @@ def shared() -> bool:
             difference = (mx.abs(outputs[0] - outputs[1]).max() / mx.abs(outputs[1]).max()).item()
             passed &= difference <= 0.02  # of the largest: weights and results are rounded
             print(
-                f"| {shape} | {rows} | {splits} | {times[0]:.1f} | {times[1]:.1f} "
-                f"| {times[1] / times[0]:.2f} | {difference:.2g} |",
+                f"| {shape} | {rows} | {prefix:,} | {own:,} | {splits} | {times[0]:.1f} "
+                f"| {times[1]:.1f} | {times[1] / times[0]:.2f} | {difference:.2g} |",
                 flush=True,
             )
     return passed
