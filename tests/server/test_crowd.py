@@ -55,8 +55,8 @@ def test_a_crowd_leaves_nothing_behind():
         async def come(count, patience):
             visits = [crowd.asking(rng, asked.index(LONG)) for _ in range(TINY.max_num_seqs)]
             visits += [crowd.draw(rng, patience) for _ in range(count)]
-            await asyncio.gather(*(crowd.go(visit, 100) for visit in visits))
-            return await until(lambda: unclean(running.url), 20)
+            await asyncio.gather(*(crowd.go(visit, 600) for visit in visits))
+            return await until(lambda: unclean(running.url), 60)
 
         assert not asyncio.run(come(WARM_UP, 1))
         status = asyncio.run(get(running.url, "/status"))
