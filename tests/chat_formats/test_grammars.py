@@ -109,13 +109,55 @@ VALUES = {
 }  # fmt: skip
 
 
+# As Pydantic, FastMCP and zod write shared parts.
+REFERRING = Tool("refer", "", {
+    "type": "object",
+    "properties": {
+        "color": {"$ref": "#/$defs/color"}, "alias": {"$ref": "#/$defs/text"},
+        "shade": {"allOf": [{"$ref": "#/$defs/color"}], "default": "red"},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]},
+        "flag": {"type": "boolean"}, "twin": {"$ref": "#/properties/flag"},
+        "inner": {"$ref": "#"},
+    },
+    "required": ["color", "shade", "maybe", "flag", "twin"],
+    "additionalProperties": False,
+    "$defs": {"color": {"type": "string", "enum": ["red", "1"]}, "text": {"type": "string"}},
+})  # fmt: skip
+REFERRED = {
+    "color": "1", "alias": "true", "shade": "red", "maybe": None, "flag": True, "twin": False,
+}  # fmt: skip
+# Claude Code's Grep has `-A`, an MCP server `resolve-library-id`.
+ODD = Tool("resolve-library-id", "", {
+    "type": "object",
+    "properties": {
+        "-A": {"type": "integer"}, "class": {"type": "string"}, "a.b": {"type": "boolean"},
+        "$x": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["-A", "class", "a.b", "$x"],
+    "additionalProperties": False,
+})  # fmt: skip
+ODDLY = {"-A": 3, "class": "n(a=b)", "a.b": True, "$x": ["f(x=1)", "it's"]}
+EXAMPLES = {RICH.name: VALUES, REFERRING.name: REFERRED, ODD.name: ODDLY}
+
+
+@ALL
+@pytest.mark.parametrize("tool", [REFERRING, ODD], ids=["referring", "odd"])
+def test_calls_are_read_as_they_were_meant(name, tool):
+    call = tool.name, EXAMPLES[tool.name]
+    assert accepts(name, write(name, call), tools=[tool])
+    assert parse(FORMATS[name], WRITERS[name]([call]), [tool]).called == [call]
+
+
 @pytest.mark.parametrize("name", [n for n in WRITERS if FORMATS[n].grammar and n != "harmony"])
-@pytest.mark.parametrize("tool", [RICH, TOOLS[1]], ids=["rich", "flat"])
+@pytest.mark.parametrize(
+    "tool", [RICH, TOOLS[1], REFERRING, ODD], ids=["rich", "flat", "referring", "odd"]
+)
 def test_random_answers_are_calls_by_the_schema(name, tool):
     """Not of Harmony, where only special tokens end a text: tests/server/test_real_models.py."""
     tokenizer = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokenizer, FORMATS[name].grammar([tool], REQUIRED, {}))
-    values = VALUES if tool is RICH else {"cmd": "ls", "dry": True, "mode": "fast", "note": "a"}
+    flat = {"cmd": "ls", "dry": True, "mode": "fast", "note": "a"}
+    values = EXAMPLES.get(tool.name, flat)
     wanted = write(name, (tool.name, values)).encode()
     for seed in range(10):
         constraint = grammar.GrammarConstraint(matcher.deep_copy(), tokenizer.vocab_size)

@@ -111,6 +111,30 @@ def test_tokens_known_at_the_start_are_computed_with_the_prompt():
     assert len(first) == 4
 
 
+def test_tokens_known_at_the_start_end_where_the_context_does():
+    engine = tiny.engine(max_model_len=16)
+    slots = [[10 + i] for i in range(40)]
+    constrained(engine, {"r": slots, "s": slots})
+    engine.add_request("r", list(range(8)), greedy(100))
+    engine.add_request("s", list(range(15)), SamplingParams(temperature=0, max_tokens=None))
+    done = tiny.run(engine)
+    assert done["r"].outputs[0].token_ids == list(range(10, 18))
+    assert done["s"].outputs[0].token_ids == [10]
+
+
+def test_tokens_known_at_the_start_do_not_count_as_cached_prompt():
+    engine = tiny.engine()
+    slots = [[10 + i] for i in range(40)]
+    constrained(engine, {"r": slots, "s": slots})
+    engine.add_request("r", [7, 8, 9], greedy(40))
+    tiny.run(engine)
+    engine.add_request("s", [7, 8, 9], greedy(40))
+    assert tiny.run(engine)["s"].num_cached_tokens == 3
+    metrics = engine.metrics()
+    assert metrics["prefix_cache_hit_tokens"] == 3
+    assert metrics["prefix_cache_queried_tokens"] == 6
+
+
 @pytest.mark.parametrize(
     "limit", [{"logprobs": 1}, {"bad_words": []}, {"allowed_token_ids": list(range(VOCAB))}]
 )

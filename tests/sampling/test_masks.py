@@ -165,4 +165,7 @@ def test_what_is_beyond_the_vocabulary_is_refused():
         validate(SamplingParams(allowed_token_ids=[1, 10]), 10)
     with pytest.raises(SamplingError, match=r"prompt_logprobs .* 10, got 11"):
         validate(SamplingParams(prompt_logprobs=11), 10)
+    with pytest.raises(SamplingError, match=r"thinking .* 10, got 12"):
+        validate(SamplingParams(thinking={"start": [9], "end": [3, 12]}), 10)
     validate(SamplingParams(allowed_token_ids=[9], logprobs=10), 10)
+    validate(SamplingParams(thinking={"start": [9], "end": [3]}), 10)

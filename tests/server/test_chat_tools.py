@@ -282,6 +282,12 @@ def test_a_budget_of_thoughts(client, script):
         ({"tools": [tool("a"), tool("a")]}, "tools.1.function.name", "another tool"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
          "tools.0.function.parameters", "must be an object"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters":
+            {"properties": [1]}}}]},
+         "tools.0.function.parameters.properties", "must be an object, got [1]"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters":
+            {"required": 5}}}]},
+         "tools.0.function.parameters.required", "must be an array, got 5"),
         ({"tools": [{"type": "function", "function": {"name": "a", "description": 1}}]},
          "tools.0.function.description", "must be a string, got 1"),
         ({"tool_choice": "sometimes"}, "tool_choice", "got 'sometimes'"),

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm_metal_lite.chat_formats.schema import names_of, standalone
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.chat_formats.typed import types_of
 
@@ -143,7 +144,7 @@ def parameter_calls(
     def grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) -> str:
         rules, more = {}, []
         for i, tool in enumerate(tools):
-            required = tool.parameters.get("required") or []
+            required = names_of(tool.parameters.get("required"))
             parts = texts(head.format(tool.name), special)
             for j, (name, schema) in enumerate(tool.properties.items()):
                 choices = _choices(schema)
@@ -173,10 +174,15 @@ def parameter_calls(
 
 
 def _choices(schema: Any) -> Sequence[Any]:
-    """The values that a schema allows, if it names them."""
+    """The values that a schema allows, if it names them all."""
     if not isinstance(schema, dict):
         return ()
-    values = schema.get("enum", [schema["const"]] if "const" in schema else ())
+    for key in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(key), list):
+            choices = [_choices(part) for part in parts]
+            return [value for values in choices for value in values] if all(choices) else ()
+    none = [None] if schema.get("type") == "null" else ()
+    values = schema.get("enum", [schema["const"]] if "const" in schema else none)
     return values if isinstance(values, list) else ()
 
 
@@ -187,6 +193,5 @@ def _bare(value: Any) -> str:
 
 def _json(schema: Any, tool: Tool) -> str:
     if isinstance(schema, dict):  # what the schema may refer to stands in the tool's
-        shared = {k: tool.parameters[k] for k in ("$defs", "definitions") if k in tool.parameters}
-        schema = {**shared, **schema, **_SPACES}
+        schema = {**standalone(schema, tool.parameters), **_SPACES}
     return f"%json {json.dumps(schema)}"

@@ -4,6 +4,7 @@ The arguments come at once: of Python's literals only the end tells what they ar
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import partial
 
@@ -13,22 +14,36 @@ from vllm_metal_lite.chat_formats.grammars import CallGrammar
 from vllm_metal_lite.chat_formats.pythonic_grammar import pythonic_calls
 from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
 
+# Names of tools and parameters need not be Python's: `-A`, `get-weather`, `class`.
+_NAMES = re.compile(
+    r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<name>[^\s()\[\]{},'"=]+)(?=\s*[(=])""", re.DOTALL
+)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str, *, end: str) -> Reading[None]:
     text = yield from _until(reader, end)
-    for call in _calls(text.strip()):
-        if not isinstance(call.func, ast.Name | ast.Attribute) or call.args:
+    names: dict[str, str] = {}
+    for call in _calls(_NAMES.sub(partial(_stand_in, names), text.strip())):
+        if not isinstance(call.func, ast.Name) or call.args:
             raise Malformed
-        calls.begin(ast.unparse(call.func))
+        calls.begin(names[call.func.id])
         arguments = ObjectWriter(calls)
         for keyword in call.keywords:
             if keyword.arg is None:
                 raise Malformed
-            arguments.key(keyword.arg)
+            arguments.key(names[keyword.arg])
             arguments.value(_value(keyword.value))
         arguments.end()
+
+
+def _stand_in(names: dict[str, str], match: re.Match[str]) -> str:
+    """A name of Python's for that of a tool or a parameter; strings stay."""
+    if match["name"] is None:
+        return match[0]
+    stand_in = f"n{len(names)}"
+    names[stand_in] = match["name"]
+    return stand_in
 
 
 def _until(reader: Reader, end: str) -> Reading[str]:

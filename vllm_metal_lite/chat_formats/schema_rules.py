@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm_metal_lite.chat_formats.schema import names_of, pointed
+
 SCALARS = "integer", "number", "boolean", "null"
 
 
@@ -38,7 +40,7 @@ class SchemaRules:
         self, schema: Mapping[str, Any], root: Mapping[str, Any], key: Callable[[str], str]
     ) -> str:
         """The name of a rule for the pairs of an object: required ones, and perhaps others."""
-        required = schema.get("required") or ()
+        required = names_of(schema.get("required"))
         between = json.dumps(self.separator)
         # The rest of the pairs, if none stands before it, and if one does.
         first, later = '""', '""'
@@ -64,6 +66,9 @@ class SchemaRules:
             return "any"
         if isinstance(path := schema.get("$ref"), str):
             return self._referred(path, root)
+        if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1:
+            rest = {k: v for k, v in schema.items() if k != "allOf"}
+            return self._rule({**parts[0], **rest} if isinstance(parts[0], dict) else {}, root)
         for key in ("anyOf", "oneOf"):
             if isinstance(parts := schema.get(key), list) and parts:
                 return self._add(" | ".join(self._rule(part, root) for part in parts))
@@ -86,11 +91,8 @@ class SchemaRules:
     def _referred(self, path: str, root: Mapping[str, Any]) -> str:
         """The rule of a shared part of the schema, which may refer to itself."""
         if path not in self._shared:
-            part: Any = root
-            for key in path.removeprefix("#/").split("/"):
-                part = part.get(key) if isinstance(part, dict) else None
             at = len(self.lines)
             self._shared[path] = f"s_{at}"
             self.lines.append("")  # holds the place
-            self.lines[at] = f"s_{at}: {self._rule(part, root)}"
+            self.lines[at] = f"s_{at}: {self._rule(pointed(root, path), root)}"
         return self._shared[path]

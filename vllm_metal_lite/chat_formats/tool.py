@@ -1,7 +1,10 @@
 """The tools of a request."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
+
+from vllm_metal_lite.chat_formats.schema import Resolver
 
 
 @dataclass(frozen=True)
@@ -13,11 +16,14 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
 
-    @property
+    @cached_property
     def properties(self) -> dict[str, Any]:
-        """Schemas of the arguments by name."""
+        """Schemas of the arguments by name, see `Resolver`."""
         found = self.parameters.get("properties")
-        return found if isinstance(found, dict) else {}
+        if not isinstance(found, dict):
+            return {}
+        resolved = Resolver(self.parameters)
+        return {name: resolved(schema) for name, schema in found.items()}
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates want it; some read `parameters` without a look whether any

@@ -47,13 +47,15 @@ class Constraints:
         self._accepted: SchedulerOutput | None = None  # the last step whose tokens were accepted
 
     def add(self, request: Request, constraint: Constraint, params: SamplingParams) -> None:
-        """Constrain a request without tokens of its own; it gets those that are known already."""
+        """Constrain a request of the scheduler's without tokens of its own; it gets those that are
+        known already."""
         # Forced tokens are not sampled: they have no log-probabilities, and meet no other limit.
         others = (params.logit_bias, params.allowed_token_ids, params.bad_words, params.logprobs)
         entry = _Constrained(constraint, all(limit is None for limit in others))
         self._of[request] = entry
         if entry.packs:
-            room = request.max_tokens - 1  # the last token ends the answer, so it is sampled
+            # The last token ends the answer, so it is sampled.
+            room = request.max_length - request.num_prompt_tokens - 1
             request.token_ids += (forced := constraint.forced()[:room])
             entry.accept(forced)
 

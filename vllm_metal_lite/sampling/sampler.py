@@ -106,8 +106,14 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
                 f" must be at most the vocabulary's size, {vocab_size}, "
                 f"got {show(getattr(params, name))}",
             )
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        for token_id in getattr(params, name) or ():
+    given = {
+        name: getattr(params, name)
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids")
+    }
+    if (thinking := params.thinking) is not None:
+        given["thinking"] = [*thinking.start, *thinking.end]
+    for name, token_ids in given.items():
+        for token_id in token_ids or ():
             if token_id >= vocab_size:
                 raise SamplingError(
                     Option(name),

@@ -335,11 +335,13 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = start
             if not request.num_computed_before:
-                request.num_cached_tokens = start
+                # Tokens of the answer that are known by now may be cached, too.
+                num_prompt = request.num_prompt_tokens
+                num_cached = request.num_cached_tokens = min(start, num_prompt)
                 if self.kv.enable_caching and not request.skip_prefix_cache_read:
-                    out.prefix_hit_tokens += start
-                    out.prefix_queried_tokens += request.num_prompt_tokens
-                    out.prefix_lost_tokens += hit.num_in_blocks - start
+                    out.prefix_hit_tokens += num_cached
+                    out.prefix_queried_tokens += num_prompt
+                    out.prefix_lost_tokens += min(hit.num_in_blocks, num_prompt) - num_cached
             self.kv.admit(request, hit, self.num_running)
             out.admitted.append(request)
             segment = self._schedule_chunk(request, min(chunk, self.kv.room(request)), out)

@@ -31,6 +31,11 @@ def function_tool(
         raise bad(
             f"{where}.{schema} must be an object, got {show(parameters)}", f"{where}.{schema}"
         )
+    for key, kind, words in (("properties", dict, "an object"), ("required", list, "an array")):
+        value = (parameters or {}).get(key)
+        if value is not None and not isinstance(value, kind):
+            at = f"{where}.{schema}.{key}"
+            raise bad(f"{at} must be {words}, got {show(value)}", at)
     strict = definition.get("strict") is True
     return Tool(name, description or "", parameters or {}, strict)
 

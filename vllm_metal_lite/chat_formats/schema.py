@@ -1,0 +1,93 @@
+"""References within a tool's JSON schema: `$ref`, as JSON pointers (RFC 6901) into the schema."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+# Where `standalone` keeps the whole schema.
+_WHOLE = "arguments"
+# Keywords whose values are data, not schemas.
+_DATA = frozenset(("enum", "const", "default", "examples"))
+# Keywords whose values hold schemas by name.
+_BY_NAME = frozenset(("properties", "$defs", "definitions", "patternProperties"))
+_MOST_RESOLVED = 1000
+
+
+def pointed(root: Any, path: str) -> Any:
+    """What a reference such as "#/$defs/color" points to; None: nothing, or another document."""
+    if not path.startswith("#"):
+        return None
+    found = root
+    for key in unquote(path).removeprefix("#").split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal():
+            found = found[int(key)] if int(key) < len(found) else None
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def names_of(required: Any) -> list[str]:
+    """The keys that an object must have; what is no list of names says nothing."""
+    if not isinstance(required, list):
+        return []
+    return [name for name in required if isinstance(name, str)]
+
+
+class Resolver:
+    """Makes schemas of a tool's parameters say at their top which values they allow.
+
+    References and an `allOf` with one part are replaced by what they stand for, here and in the
+    alternatives, not in the parts of arrays and objects.  A schema that only refers to itself
+    allows any value.  Beyond _MOST_RESOLVED parts references stay: a short schema can stand for
+    millions.
+    """
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root, self._left = root, _MOST_RESOLVED
+
+    def __call__(self, schema: Any, following: frozenset[str] = frozenset()) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        if isinstance(path := schema.get("$ref"), str):
+            rest = {k: v for k, v in schema.items() if k != "$ref"}
+            found = {} if path in following else pointed(self._root, path)
+            self._left -= 1
+            if not isinstance(found, dict) or self._left < 0:
+                return schema
+            return self({**found, **rest}, following | {path})
+        parts = schema.get("allOf")
+        if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], dict):
+            rest = {k: v for k, v in schema.items() if k != "allOf"}
+            return self({**parts[0], **rest}, following)
+        for key in ("anyOf", "oneOf"):
+            if isinstance(parts := schema.get(key), list):
+                self._left -= len(parts)
+                if self._left >= 0:
+                    schema = {**schema, key: [self(part, following) for part in parts]}
+        return schema
+
+
+def standalone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of `root` as a schema of its own, with all that the part refers to."""
+    moved = _moved(schema)
+    if moved == schema:
+        return moved
+    return {**moved, "$defs": {_WHOLE: _moved(root)}}
+
+
+def _moved(schema: Any, by_name: bool = False) -> Any:
+    """The schema with references to where `standalone` puts the whole.
+
+    by_name: the schema is a mapping of names to schemas, in which no key is a keyword."""
+    if isinstance(schema, list):
+        return [_moved(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if by_name:
+        return {name: _moved(part) for name, part in schema.items()}
+    found = {k: v if k in _DATA else _moved(v, k in _BY_NAME) for k, v in schema.items()}
+    path = found.get("$ref")
+    if isinstance(path, str) and path.startswith("#"):
+        found["$ref"] = f"#/$defs/{_WHOLE}{path[1:]}"
+    return found
