@@ -7,7 +7,8 @@
 Sessions are those of bench_agents.py, as token ids; a session's next turn begins when its answer
 ends.  Steps are launched one ahead, so the time of a call of `LLMEngine.step` is mostly that of the
 step it waits for, and counts as that step's.  "execute" builds the step's graph and hands it to
-MLX; "compiled" steps are those whose graph was kept.
+MLX; "compiled" steps are those whose graph was kept.  --kernels: one turn more, and what runs on an
+NVIDIA GPU while all sessions decode.
 """
 
 import argparse
@@ -15,16 +16,21 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from bench_agents import OUT, SHARED, TURNS, new_tokens
+from profile_step import kernels
 from run_main import run_main
+from serving_alone import Alone
 from serving_models import BITS, get_model
 from serving_tables import table_head
 from serving_trust import trusted
 
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+
+_ONE_MORE, _PROFILED = 600, 20  # tokens of a turn for --kernels, and steps
 
 
 class Sessions:
@@ -53,6 +59,12 @@ class Sessions:
         if self._new[name]:
             self._prompts[name] += self._tokens(self._new[name].pop(0))
             self.engine.add_request(name, self._prompts[name], self._params)
+
+    def one_more(self) -> None:
+        """Each session asks again; the steps are the caller's."""
+        for name, new in self._new.items():
+            new.append(_ONE_MORE)
+            self._ask(name)
 
     def run(self) -> Iterator[None]:
         """Step until all turns are answered."""
@@ -135,9 +147,12 @@ def main() -> int:
     parser.add_argument("--num-blocks", type=int, help="of the store")
     parser.add_argument("--memory-fraction", type=float, help="as the server has it")
     parser.add_argument("--trusted", action="store_true", help="as bench_serving.py has it")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench_serving.py has it")
+    parser.add_argument("--kernels", action="store_true", help="CUDA only; needs torch")
     args = parser.parse_args()
     if min(args.sessions, args.turns, args.warm) < 1 or args.scale <= 0:
         parser.error("--sessions, --turns and --warm must be at least 1, --scale above 0")
+    alone = Alone(args.beside)
     with trusted() if args.trusted else nullcontext():
         config = EngineConfig(
             max_num_seqs=args.sessions, num_blocks=args.num_blocks,
@@ -148,20 +163,28 @@ def main() -> int:
         pass
     sessions = Sessions(engine, args.sessions, args.turns, args.scale)
     launches, seconds = launches_of(engine), []
-    before, begin = engine.metrics(), time.perf_counter()
-    start = begin
-    for _ in sessions.run():
-        now = time.perf_counter()
-        seconds.append(now - start)
-        start = now
-    total, after = time.perf_counter() - begin, engine.metrics()
-    gib = {name: after[f"memory_{name}_bytes"] / 2**30 for name in ("active", "cached")}
-    report(launches, seconds)
-    per_minute = 60 * args.sessions / total
-    print(f"\n{total:.1f} s: {per_minute:.2f} sessions a minute with nothing around the engine")
-    print(f"Memory at the end: {gib['active']:.1f} GiB, and {gib['cached']:.1f} in MLX's cache")
-    changed = {name: after[name] - before[name] for name in after if not name.startswith("memory")}
-    print(", ".join(f"{name} {count:,}" for name, count in changed.items() if count))
+    with alone():
+        before, begin = engine.metrics(), time.perf_counter()
+        start = begin
+        for _ in sessions.run():
+            now = time.perf_counter()
+            seconds.append(now - start)
+            start = now
+        total, after = time.perf_counter() - begin, engine.metrics()
+        gib = {name: after[f"memory_{name}_bytes"] / 2**30 for name in ("active", "cached")}
+        report(launches, seconds)
+        per_minute = 60 * args.sessions / total
+        print(f"\n{total:.1f} s: {per_minute:.2f} sessions a minute with nothing around the engine")
+        print(f"Memory at the end: {gib['active']:.1f} GiB, and {gib['cached']:.1f} in MLX's cache")
+        changed = {
+            name: after[name] - before[name] for name in after if not name.startswith("memory")
+        }
+        print(", ".join(f"{name} {count:,}" for name, count in changed.items() if count))
+        if args.kernels:
+            sessions.one_more()
+            while launches[-1].rows or launches[-1].decodes < args.sessions:
+                engine.step()
+            kernels(engine.step, _PROFILED)
     return 0
 
 

@@ -18,6 +18,7 @@ import re
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +111,7 @@ def host(engine: LLMEngine, counts: Counts, tokens: int) -> None:
     print("| " + " | ".join(f"{m:.2f}" for m in medians.values()) + f" | {rate:,.0f} |", flush=True)
 
 
-def kernels(engine: LLMEngine, num_steps: int) -> None:
+def kernels(step: Callable[[], object], num_steps: int) -> None:
     """Print what ran on the GPU: torch's profiler sees every kernel of the process."""
     try:
         from torch.profiler import ProfilerActivity, profile
@@ -119,7 +120,7 @@ def kernels(engine: LLMEngine, num_steps: int) -> None:
     mx.synchronize()  # the step that is ahead is not one of these
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(num_steps):
-            engine.step()
+            step()
         mx.synchronize()
     events = profiler.profiler.kineto_results.events()
     events = [e for e in events if str(e.device_type()).endswith("CUDA")]
@@ -200,7 +201,7 @@ def main() -> int:
             with alone():
                 host(engine, counts, args.prompt or batch)
                 if args.kernels:
-                    kernels(engine, counts.profiled)
+                    kernels(engine.step, counts.profiled)
             engine.abort(names)
             while engine.has_unfinished_requests():
                 engine.step()
