@@ -28,6 +28,7 @@ from bench_server import STARTED, free_port, give_up, prepare, server, words_of
 from run_main import run_main
 from serving_alone import Alone
 
+_TRUSTED_SERVER = Path(__file__).parent / "trusted_server.py"
 START, SHARED, TURNS, OUT = 25_000, 20_000, 12, 150
 
 
@@ -119,7 +120,9 @@ def run(
         metrics = {}
         if name == "ours":
             with urllib.request.urlopen(f"{url}/status", timeout=30) as reply:
-                metrics = json.load(reply)["models"][0]["metrics"]
+                status = json.load(reply)["models"][0]
+                metrics = status["metrics"]
+                say(f"attention: {status['attention_reason']}")
     turns, total = done["turns"], len(job["sessions"]) * len(job["sessions"][0])
     firsts = [turn["first"] for turn in turns if turn["first"] is not None]
     later = [turn["first"] for turn in turns if turn["turn"] and turn["first"] is not None]
@@ -191,6 +194,7 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=1, help="sessions of two turns before those")
     parser.add_argument("--systems", default="ours,mlx-lm")
     parser.add_argument("--ours", default="", help="flags of our server")
+    parser.add_argument("--trusted", action="store_true", help="ours without checks and timings")
     parser.add_argument(
         "--mlx-lm", help="flags of mlx-lm's server",
         default="--decode-concurrency 8 --prompt-concurrency 2 --prompt-cache-size 32 "
@@ -215,7 +219,9 @@ def main() -> int:
         # Other texts of the same sizes: shapes are met, and nothing is in a cache.
         warm = make_job(tokenizer, args.warm, 2, args.scale, seed=1)
         ours = [
-            sys.executable, "-m", "vllm_metal_lite", "serve", str(folder), "--port", "PORT",
+            sys.executable,
+            *([str(_TRUSTED_SERVER)] if args.trusted else ["-m", "vllm_metal_lite"]),
+            "serve", str(folder), "--port", "PORT",
             "--served-model-name", "m", "--max-num-seqs", str(args.sessions), *args.ours.split(),
         ]  # fmt: skip
         theirs = [

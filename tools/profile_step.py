@@ -169,6 +169,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, metavar="ROWS", help="chunks of so many rows")
     parser.add_argument("--num-blocks", type=int, help="of the store (default: what is needed)")
     parser.add_argument("--trusted", action="store_true", help="as bench_serving.py has it")
+    parser.add_argument("--prefill", choices=("varlen", "gather"), help="of --trusted's prompts")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench_serving.py has it")
     parser.add_argument("--kernels", action="store_true", help="what ran on an NVIDIA GPU")
     args = parser.parse_args()
@@ -189,7 +190,7 @@ def main() -> int:
             options = {**options, "max_num_batched_tokens": args.prompt}
         if args.num_blocks:
             options = {**options, "num_blocks": args.num_blocks}
-        with trusted() if args.trusted else nullcontext():
+        with trusted(args.prefill) if args.trusted else nullcontext():
             engine = engine_of(model, [(max(batches), length)], options)
         print(f"\n## {part.name if part else model.name}: {engine.attention_reason}", flush=True)
         for batch in batches:

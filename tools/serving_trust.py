@@ -8,16 +8,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.specs import KernelUse
+
+
+def faster_prefill(use: KernelUse) -> str:
+    """The way of prompts that timings found faster: on CUDA MLX's SDPA, but for latents."""
+    latents = any(shape.latent for shape in use.shapes)
+    return "gather" if backend.name() == "cuda" and not latents else "varlen"
 
 
 @contextmanager
-def trusted(prefill: str = "varlen") -> Iterator[None]:
-    """Engines made meanwhile check, try and time nothing.  prefill: "varlen" or "gather"."""
+def trusted(prefill: str | None = None) -> Iterator[None]:
+    """Engines made meanwhile check, try and time nothing.
+
+    prefill: "varlen" or "gather"; None: `faster_prefill`.
+    """
     with (
-        patch.object(verdicts, "verify", lambda use: Verdict({}, prefill)),
+        patch.object(verdicts, "verify", lambda use: Verdict({}, prefill or faster_prefill(use))),
         patch.object(decide._Trials, "problem", lambda *_: None),
         patch.object(decide, "faster_rows", lambda packed, attention, f, ranks: f.skinny_rows),
         patch.object(

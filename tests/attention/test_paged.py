@@ -58,6 +58,14 @@ def test_a_large_step_is_cut_into_calls(monkeypatch):
     check(KernelCase(RAGGED, prefill="gather", sinks=True), padding=3, window=5)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_chunks_whose_scores_are_bounded_are_cut_into_tiles_that_share_keys(monkeypatch, window):
+    """A CPU's SDPA is unfused, as any is for heads of 256."""
+    change_device(monkeypatch, small_rows=1, max_scores=4 * 40 * 100)
+    segments = [(7, 1), (100, 70), (30, 1), (60, 90), (0, 50)]
+    check(KernelCase(segments, prefill="gather", sinks=True), padding=3, window=window)
+
+
 @pytest.mark.parametrize("how", [{}, {"window": 11}, {"softcap": 2.0}], ids=str)
 def test_prompts_of_like_lengths_are_one_batch(monkeypatch, how):
     """A step that repeats, of decodes and of chunks that end to end would see each other's keys."""

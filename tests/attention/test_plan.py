@@ -16,6 +16,7 @@ from vllm_metal_lite.attention.sdpa.plan import (
     cost,
     in_one_batch,
     in_one_call,
+    joint_gathers,
     places,
     plan_groups,
     quarter_power,
@@ -258,6 +259,41 @@ def test_the_scores_of_a_call_are_bounded(segments, window, max_scores):
     for g in groups:
         rows, keys = g.q_rows.shape[1], g.kv_slots.shape[1]
         assert g.q_rows.size * keys <= max_scores or (len(g.q_rows) == 1 and rows <= _LEAST_TILE)
+
+
+@given(
+    st.lists(st.one_of(segment, whole), min_size=1, max_size=7),
+    st.none() | st.integers(1, 20),
+    st.sampled_from([1, 3, 1 << 30]),
+    st.sampled_from([0, 30, 1 << 20]),
+    st.sampled_from([1, 100, 1 << 40]),
+    st.sampled_from([1, 40, 1 << 17]),
+)
+@settings(max_examples=200)
+def test_every_call_finds_its_keys_in_a_gather_of_bounded_size(
+    segments, window, tile, call_cost, max_scores, cap
+):
+    batch = make_batch(segments)
+    groups = plan_groups(batch, window, tile=tile, call_cost=call_cost, max_scores=max_scores)
+    gathers, calls = joint_gathers(groups, cap), iter(groups)
+    for gather in gathers:
+        of_gather = [next(calls) for _ in gather.begins]
+        for call, begin in zip(of_gather, gather.begins, strict=True):
+            slots = call.kv_slots.ravel()
+            assert gather.slots[begin : begin + len(slots)].tolist() == slots.tolist()
+        alone = len(of_gather) == 1 or len({call.run and call.run[0] for call in of_gather}) == 1
+        assert len(gather.slots) <= cap or alone
+    assert next(calls, None) is None
+
+
+@pytest.mark.parametrize(("window", "keys"), [(None, 9000 + 600), (400, 400 + 600 - 1)])
+def test_the_tiles_of_a_chunk_share_one_copy_of_its_keys(window, keys):
+    batch = make_batch([(9000, 600)])
+    groups = plan_groups(batch, window, tile=1 << 30, call_cost=1 << 21, max_scores=1 << 18)
+    assert len(groups) > 1
+    (gather,) = joint_gathers(groups, 1 << 17)
+    assert len(gather.slots) == keys
+    assert places(groups, 600) == (None, None), "rows are in order, and none is copied"
 
 
 def test_a_bound_that_is_not_reached_changes_nothing():

@@ -17,6 +17,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "bench_agents.py"
 def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
     result = tmp_path / "result.json"
     words = ["--model", "qwen3.5-tiny", "--scale", "0.02", "--sessions", "2", "--turns", "2"]
+    words += ["--trusted"]
     done = subprocess.run(
         [sys.executable, str(TOOL), *words, "--json", str(result)],
         capture_output=True, text=True, timeout=300,

@@ -152,7 +152,7 @@ def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
     model = tiny.packed("qwen3", mx.bfloat16)
     store = PagedStore(model.packed.attention_specs, 4, 8)
     monkeypatch.setattr(decide.Trial, "problem", lambda *_: pytest.fail("a trial"))
-    with trusted():
+    with trusted("varlen"):
         verdict = verdicts.verify(None)
         fusion, _ = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
     assert not verdict.failures

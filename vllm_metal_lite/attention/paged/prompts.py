@@ -15,6 +15,7 @@ from vllm_metal_lite.attention.base import Arrays, pad_rows
 from vllm_metal_lite.attention.sdpa.calls import (
     DeviceGroup,
     Indices,
+    Joined,
     SdpaCalls,
     SdpaPlan,
     on_device,
@@ -114,7 +115,9 @@ class OneCall:
             rows = self.indices.q_rows
             rows = None if rows is None else rows.reshape(-1)
             group = DeviceGroup(self.indices, "array", window)
-            self._calls[window] = SdpaCalls([group], rows, self.place)
+            slots = self.indices.kv_slots
+            gathers = [(slots.reshape(-1), Joined([slots.shape]))]
+            self._calls[window] = SdpaCalls([group], gathers, rows, self.place)
         return self._calls[window]
 
 

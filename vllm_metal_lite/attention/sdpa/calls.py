@@ -1,7 +1,7 @@
 """The SDPA calls that cover a step, on the device."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +10,9 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Arrays
 from vllm_metal_lite.attention.sdpa.plan import (
     Group,
+    joint_gathers,
     places,
     plan_groups,
-    split_packs,
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -86,25 +86,27 @@ class DeviceGroup:
         return self._masks[key]
 
 
-class EndToEnd:
-    """Concatenated rows of several calls, so that one launch serves all of them.
+class Joined:
+    """Rows of several calls in one array, so that one launch serves all of them.
 
-    shapes: (B, L) of each call.
+    shapes: (B, L) of each call.  begins: the first row of each; None: they are concatenated.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        self._shapes = shapes
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], begins: Sequence[int] | None = None
+    ) -> None:
+        sizes = [b * length for b, length in shapes]
+        self._shapes, self._begins = shapes, begins or [0, *accumulate(sizes[:-1])]
         self._views: dict[tuple[int, int], list[tuple]] = {}
 
     def cut(self, rows: mx.array) -> list[mx.array]:
         """rows (T, H, D), or more than T -> a view (B, H, L, D) for each call, without a copy."""
         heads, dim = rows.shape[1:]
         if (heads, dim) not in self._views:
-            width, first, views = heads * dim, 0, []
-            for b, length in self._shapes:
+            width, views = heads * dim, []
+            for (b, length), first in zip(self._shapes, self._begins, strict=True):
                 strides = (length * width, dim, width, 1)
                 views.append(((b, heads, length, dim), strides, first * width))
-                first += b * length
             self._views[heads, dim] = views
         flat = rows.reshape(-1)
         return [mx.as_strided(flat, *view) for view in self._views[heads, dim]]
@@ -113,27 +115,20 @@ class EndToEnd:
 class SdpaCalls:
     """The calls that cover a step, with their input and output rows.
 
+    gathers: slots (K,) that are read at once, and how the rows are cut into calls.
     q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
     place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
     """
 
     def __init__(
-        self, groups: list[DeviceGroup], q_rows: mx.array | None, place: mx.array | None
+        self,
+        groups: list[DeviceGroup],
+        gathers: list[tuple[mx.array, Joined]],
+        q_rows: mx.array | None,
+        place: mx.array | None,
     ) -> None:
-        self.groups, self.q_rows, self.place = groups, q_rows, place
-        self.queries = EndToEnd([g.group.q_pos.shape for g in groups])
-
-    @cached_property
-    def gathers(self) -> list[tuple[mx.array, EndToEnd]]:
-        """Slots (K,) of each joint gather, and how its rows are cut into calls."""
-        all_slots, found = [g.group.kv_slots for g in self.groups], []
-        sizes = np.array([slots.size for slots in all_slots])
-        for pack in split_packs(np.arange(len(all_slots)), sizes, profile().max_gathered_keys):
-            parts = [all_slots[i] for i in pack]
-            flat = [slots.reshape(-1) for slots in parts]
-            together = flat[0] if len(flat) == 1 else mx.concatenate(flat)
-            found.append((together, EndToEnd([slots.shape for slots in parts])))
-        return found
+        self.groups, self.gathers, self.q_rows, self.place = groups, gathers, q_rows, place
+        self.queries = Joined([g.group.q_pos.shape for g in groups])
 
 
 class SdpaPlan:
@@ -165,7 +160,11 @@ class SdpaPlan:
             )  # fmt: skip
             rows, place = places(groups, self.num_rows)
             calls = [DeviceGroup(Indices.of(g), g.mask, window) for g in groups]
-            self._plans[key] = SdpaCalls(calls, on_device(rows), on_device(place))
+            gathers, shapes = [], iter([g.kv_slots.shape for g in groups])
+            for gather in joint_gathers(groups, device.max_gathered_keys):
+                cut = Joined([next(shapes) for _ in gather.begins], gather.begins)
+                gathers.append((mx.array(gather.slots), cut))
+            self._plans[key] = SdpaCalls(calls, gathers, on_device(rows), on_device(place))
         return self._plans[key]
 
     def with_arrays(self, arrays: Arrays) -> "SdpaPlan":

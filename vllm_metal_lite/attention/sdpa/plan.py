@@ -37,7 +37,8 @@ class Group:
     q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, in order.
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
     "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
-    segments of rows and keys).
+    segments of rows and keys).  run: the segment and the first position of the keys, if they are
+    keys of one segment in a row.
     """
 
     q_rows: np.ndarray | None
@@ -47,6 +48,7 @@ class Group:
     mask: str | None
     segments: np.ndarray | None = None
     kv_segments: np.ndarray | None = None
+    run: tuple[int, int] | None = None
 
 
 def cost(q_len: Lengths, kv_len: Lengths) -> Lengths:
@@ -80,7 +82,8 @@ def plan_groups(
     call_cost: int,
     max_scores: int = _ANY_NUMBER,
 ) -> list[Group]:
-    """Cut a step into SDPA calls that together cover every row of the batch once.
+    """Cut a step into SDPA calls that together cover every row of the batch once, in the order of
+    their first rows.
 
     chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
@@ -109,7 +112,11 @@ def plan_groups(
             tiles = _tiles(batch, segments, window, chunk, tile, max_scores)
             _, batches = _group_by_shape(tiles, call_cost, max_scores)
             groups += [_padded(batch, tiles[i], window) for i in batches]
-    return groups
+    return sorted(groups, key=_first_row)
+
+
+def _first_row(group: Group) -> int:
+    return 0 if group.q_rows is None else int(group.q_rows[0, 0])
 
 
 def split_packs(
@@ -231,6 +238,7 @@ def _padded(
         q_pos=batch.positions[q_rows],
         kv_pos=np.where(real, position, NEVER).astype(np.int32),
         mask=mask,
+        run=(int(tiles.segment[0]), int(tiles.kv_start[0])) if len(tiles) == 1 else None,
     )
 
 
@@ -242,6 +250,56 @@ def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
     positions = batch.positions[rows]
     slots = batch.slot_mapping[rows]
     return Group(rows, slots, positions, positions, "array", segments, segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Keys that are gathered at once: slots (K,), and where the keys of each call begin in them."""
+
+    slots: np.ndarray
+    begins: list[int]
+
+
+def joint_gathers(groups: list[Group], cap: int) -> list[Gather]:
+    """Gathers for all calls, in order, of at most `cap` keys each unless one call needs more.
+
+    The tiles of a long chunk read nearly the same keys.  Calls whose keys are runs of one segment
+    share one copy of the keys.
+    """
+    runs = _runs(groups)
+    found: list[tuple[list[np.ndarray], list[int]]] = []
+    begins: dict[int, int] = {}  # of the segments in the last gather
+    size = cap
+    for i, group in enumerate(groups):
+        segment, start = group.run or (-1 - i, 0)
+        first, slots = runs.get(segment, (0, group.kv_slots.ravel()))
+        if segment not in begins:
+            if size + len(slots) > cap:
+                found.append(([], []))
+                size, begins = 0, {}
+            begins[segment] = size
+            size += len(slots)
+            found[-1][0].append(slots)
+        found[-1][1].append(begins[segment] + start - first)
+    return [Gather(np.concatenate(parts), starts) for parts, starts in found]
+
+
+def _runs(groups: list[Group]) -> dict[int, tuple[int, np.ndarray]]:
+    """Segment -> the first position and the slots of the keys that its runs need."""
+    runs: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for group in groups:
+        if group.run is not None:
+            segment, start = group.run
+            runs.setdefault(segment, []).append((start, group.kv_slots[0]))
+    found = {}
+    for segment, parts in runs.items():
+        first = min(start for start, _ in parts)
+        # Any key of the segment serves where no run has one.
+        slots = np.full(max(s + len(p) for s, p in parts) - first, parts[0][1][0])
+        for start, part in parts:
+            slots[start - first : start - first + len(part)] = part
+        found[segment] = first, slots
+    return found
 
 
 def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
