@@ -188,8 +188,8 @@ FAULTS = {
     ),
     "latents_not_normalised": (
         "latent_write",
-        ("false, true, true>", 1),
-        "false, false, true>",
+        ("FACTOR, true, true>", 1),
+        "FACTOR, false, true>",
         "wrong",
     ),
     "latents_of_the_next_head": (
