@@ -13,7 +13,7 @@
 //                                          has BITS bits: those of T, or 8 or 4 as in quantised.h
 //   token         float32 -> next_token (8,) what orders this write before the reads that follow
 //   out           (N, HEADS, ROPE) of T    rotary parts of queries, turned
-//   ROPE_SCALE, LOG2_BASE, EPS             the bits of floats (a template value is an integer)
+//   ROPE_SCALE, LOG2_BASE, FACTOR, EPS     the bits of floats (a template value is an integer)
 //
 // rope.h says what is computed, and which lane holds which pair.
 //
@@ -55,13 +55,13 @@ if (part == HEADS) {
     const device T* from = latent + size_t(row) * L_WIDTH + L_START;
     device uint* to = (device uint*)keys + size_t(slot) * K_ROW;
     if (QUANTISED) {
-      rope_head<T, R, RANK, 0, false, true, true>(from, weight, as_type<float>(EPS), still, still,
-                                                  lane, fresh);
+      rope_head<T, R, RANK, 0, false, FACTOR, true, true>(from, weight, as_type<float>(EPS), still,
+                                                          still, lane, fresh);
       simdgroup_barrier(mem_flags::mem_threadgroup);
       quantise_row<T, BITS, RANK, K_GROUP>(quads, lane, to);
     } else {
-      rope_head<T, R, RANK, 0, false, true, true>(from, weight, as_type<float>(EPS), still, still,
-                                                  lane, (device T*)to);
+      rope_head<T, R, RANK, 0, false, FACTOR, true, true>(from, weight, as_type<float>(EPS), still,
+                                                          still, lane, (device T*)to);
     }
   }
 } else if (part <= HEADS + 1) {
@@ -70,20 +70,20 @@ if (part == HEADS) {
   rope_sines<TURNS, DIMS / 2, FREQS>(freqs, as_type<float>(LOG2_BASE), as_type<float>(ROPE_SCALE),
                                      positions[row], lane, cosine, sine);
   if (part < HEADS) {
-    rope_head<T, R, ROPE, DIMS, TRADITIONAL, false, false>(
+    rope_head<T, T, ROPE, DIMS, TRADITIONAL, FACTOR, false, false>(
         q + size_t(row) * Q_WIDTH + Q_START + part * Q_STRIDE, weight, 0.0f, cosine, sine, lane,
         out + (size_t(row) * HEADS + part) * ROPE);
   } else if (slot >= 0) {
     const device T* from = k_pe + size_t(row) * P_WIDTH + P_START;
     device uint* to = (device uint*)values + size_t(slot) * V_ROW;
     if (QUANTISED) {
-      rope_head<T, R, ROPE, DIMS, TRADITIONAL, false, false>(from, weight, 0.0f, cosine, sine, lane,
-                                                             fresh);
+      rope_head<T, T, ROPE, DIMS, TRADITIONAL, FACTOR, false, false>(from, weight, 0.0f, cosine, sine,
+                                                                     lane, fresh);
       simdgroup_barrier(mem_flags::mem_threadgroup);
       quantise_row<T, BITS, ROPE, V_GROUP>(quads, lane, to);
     } else {
-      rope_head<T, R, ROPE, DIMS, TRADITIONAL, false, false>(from, weight, 0.0f, cosine, sine, lane,
-                                                             (device T*)to);
+      rope_head<T, T, ROPE, DIMS, TRADITIONAL, FACTOR, false, false>(from, weight, 0.0f, cosine, sine,
+                                                                     lane, (device T*)to);
     }
   }
 }

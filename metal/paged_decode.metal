@@ -20,7 +20,7 @@
 //                 also the next token: a later write takes it, and so comes after this read; a token
 //                 has 8 elements or more, so where lse would have fewer, LOWEST follows
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
-//                 So are ROPE_SCALE, LOG2_BASE, Q_EPS and K_EPS
+//                 So are ROPE_SCALE, LOG2_BASE, FACTOR, Q_EPS and K_EPS
 //
 // Layout.  One threadgroup serves one sequence, one split of its context, and HEADS query heads of
 // one KV head, so that a key is loaded once for all of them (GQA).  Groups of more than HEADS heads
@@ -41,8 +41,8 @@
 // of the bytes is all that is fetched.  A load of W words lies within one group of values: one scale
 // and low a load (`affine`).
 //
-// FUSED.  The simdgroups share the HEADS queries and the new key among them: norm and rotation as in
-// rope.h, at position seq_len - 1, then to threadgroup memory, rounded to T.  The last split makes the
+// FUSED.  The simdgroups share the HEADS queries and the new key among them: norm, factor and rotation as
+// in rope.h, at position seq_len - 1, then to threadgroup memory, rounded to T.  The last split makes the
 // store's rows of the new key and value there, quantised or not, and attends to them as it does to rows of
 // the store (its simdgroup with the fewest other keys does); its first tile puts them into the store.
 //
@@ -143,12 +143,12 @@ if (FUSED) {
   }
   for (int h = sg; h < HEADS; h += SIMDGROUPS) {
     const int head = metal::min(first_head + h, last_head);
-    rope_head<T, Q_R, K_DIM, DIMS, TRADITIONAL, Q_NORM, Q_WEIGHT>(
+    rope_head<T, Q_R, K_DIM, DIMS, TRADITIONAL, FACTOR, Q_NORM, Q_WEIGHT>(
         q + size_t(seq) * Q_WIDTH + Q_START + head * K_DIM, q_weight, as_type<float>(Q_EPS), cosine,
         sine, lane, fresh + h * K_DIM);
   }
   if (sg == HEADS % SIMDGROUPS) {
-    rope_head<T, K_R, K_DIM, DIMS, TRADITIONAL, K_NORM, K_WEIGHT>(
+    rope_head<T, K_R, K_DIM, DIMS, TRADITIONAL, FACTOR, K_NORM, K_WEIGHT>(
         k + size_t(seq) * K_WIDTH + K_START + kv_head * K_DIM, k_weight, as_type<float>(K_EPS), cosine,
         sine, lane, new_key);
     if (QUANTISED && newest) {

@@ -7,6 +7,10 @@
 //
 //   (a, b)  ->  (a cos - b sin, a sin + b cos)
 //
+// FACTOR, the bits of a float, multiplies a and b before they turn (YaRN, LongRoPE); elements from DIMS
+// on keep their size.  Factor and product are rounded as a multiplication of MLX rounds them, to the
+// type of a head before it turns: R of its norm, or T.  1 multiplies nothing.
+//
 // Layout.  A head is DIM / 2 pairs, and pair i belongs to lane i % 32, which so holds both elements
 // that a rotation needs.  Elements from DIMS on are pairs too, of neighbours, that do not turn:
 //
@@ -46,10 +50,18 @@ METAL_FUNC void rope_sines(P freqs, float log2_base, float scale, int position, 
   }
 }
 
+// x times FACTOR.
+template <typename R, int FACTOR>
+METAL_FUNC float rope_scaled(float x) {
+  const float factor = as_type<float>(FACTOR);
+  return factor == 1.0f ? x : float(R(float(R(factor)) * x));
+}
+
 // Copy a head of DIM elements of T from `from` to `to`, in any address space: normalised if NORM, its
-// first DIMS elements turned.  All lanes of a simdgroup call it together.
-template <typename T, typename R, int DIM, int DIMS, bool TRADITIONAL, bool NORM, bool WEIGHT,
-          typename W, typename P>
+// first DIMS elements multiplied and turned.  R is T without a norm.  All lanes of a simdgroup call it
+// together.
+template <typename T, typename R, int DIM, int DIMS, bool TRADITIONAL, int FACTOR, bool NORM,
+          bool WEIGHT, typename W, typename P>
 METAL_FUNC void rope_head(const device T* from, const device W* weight, float eps,
                           const thread float* cosine, const thread float* sine, int lane, P to) {
   constexpr int PAIRS = DIM / 2;
@@ -88,8 +100,10 @@ METAL_FUNC void rope_head(const device T* from, const device W* weight, float ep
     float x = a[t];
     float y = b[t];
     if (i < ROTATED) {  // not all, for 0 times an infinity would be NaN
-      x = a[t] * cosine[t] - b[t] * sine[t];
-      y = a[t] * sine[t] + b[t] * cosine[t];
+      const float first = rope_scaled<R, FACTOR>(a[t]);
+      const float second = rope_scaled<R, FACTOR>(b[t]);
+      x = first * cosine[t] - second * sine[t];
+      y = first * sine[t] + second * cosine[t];
     }
     if (i < PAIRS) {
       to[first_of_pair(i, ROTATED, TRADITIONAL)] = T(x);

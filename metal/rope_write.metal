@@ -11,7 +11,7 @@
 //                                          has BITS bits: those of T, or 8 or 4 as in quantised.h
 //   token         float32 -> next_token (8,) what orders this write before the reads that follow
 //   out           (N, Q_HEADS, K_DIM) of T queries, rotated
-//   ROPE_SCALE, LOG2_BASE, Q_EPS, K_EPS  the bits of floats (a template value is an integer)
+//   ROPE_SCALE, LOG2_BASE, FACTOR, Q_EPS, K_EPS  the bits of floats (a template value is an integer)
 //
 // rope.h says what is computed, and which lane holds which pair.
 //
@@ -29,7 +29,8 @@
 // the branches around what rope_head and quantise_row share.
 //
 // Cost.  Reads and writes each byte of q, k and v once.  What it saves is launches: two norms, two
-// rotations and a write, and the copies that slice a joined projection, in one.
+// multiplications by a factor, two rotations and a write, and the copies that slice a joined projection,
+// in one.
 #include "quantised.h"
 #include "rope.h"
 
@@ -62,7 +63,7 @@ rope_sines<TURNS, DIMS / 2, FREQS>(freqs, as_type<float>(LOG2_BASE), as_type<flo
 
 for (int head = first; head < last; head++) {
   if (head < Q_HEADS) {
-    rope_head<T, Q_R, K_DIM, DIMS, TRADITIONAL, Q_NORM, Q_WEIGHT>(
+    rope_head<T, Q_R, K_DIM, DIMS, TRADITIONAL, FACTOR, Q_NORM, Q_WEIGHT>(
         q + size_t(row) * Q_WIDTH + Q_START + head * K_DIM, q_weight, as_type<float>(Q_EPS), cosine,
         sine, lane, out + (size_t(row) * Q_HEADS + head) * K_DIM);
     continue;
@@ -76,12 +77,12 @@ for (int head = first; head < last; head++) {
     const device T* from = k + size_t(row) * K_WIDTH + K_START + kv_head * K_DIM;
     device uint* to = (device uint*)keys + at * K_ROW;
     if (QUANTISED) {
-      rope_head<T, K_R, K_DIM, DIMS, TRADITIONAL, K_NORM, K_WEIGHT>(
+      rope_head<T, K_R, K_DIM, DIMS, TRADITIONAL, FACTOR, K_NORM, K_WEIGHT>(
           from, k_weight, as_type<float>(K_EPS), cosine, sine, lane, fresh);
       simdgroup_barrier(mem_flags::mem_threadgroup);
       quantise_row<T, BITS, K_DIM, K_GROUP>(quads, lane, to);
     } else {
-      rope_head<T, K_R, K_DIM, DIMS, TRADITIONAL, K_NORM, K_WEIGHT>(
+      rope_head<T, K_R, K_DIM, DIMS, TRADITIONAL, FACTOR, K_NORM, K_WEIGHT>(
           from, k_weight, as_type<float>(K_EPS), cosine, sine, lane, (device T*)to);
     }
   } else {

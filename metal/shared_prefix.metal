@@ -13,7 +13,7 @@
 //   prefix_lens   (B,) int32                    prefix_lens[leader] is the prefix's length
 //   token         float32                       read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none.
-//                 So are ROPE_SCALE, LOG2_BASE and Q_EPS
+//                 So are ROPE_SCALE, LOG2_BASE, FACTOR and Q_EPS
 //   partial       (B, heads, splits, V_DIM) float32  attention over each split, normalised in itself
 //   lse           (B, heads, splits) float32    log2 of its sum of exponentials; LOWEST = it saw no key
 //                 also the next token
@@ -121,7 +121,7 @@ if (FUSED) {
                                            metal::max(seq_lens[seq] - 1, 0), lane, cosine, sine);
       }
       const int head = kv_head * GROUP + other % GROUP;
-      rope_head<T, Q_R, K_DIM, DIMS, TRADITIONAL, Q_NORM, Q_WEIGHT>(
+      rope_head<T, Q_R, K_DIM, DIMS, TRADITIONAL, FACTOR, Q_NORM, Q_WEIGHT>(
           q + size_t(seq) * Q_WIDTH + Q_START + head * K_DIM, q_weight, as_type<float>(Q_EPS), cosine,
           sine, lane, held + i * K_STRIDE);
     }

@@ -39,6 +39,7 @@ class Rotation:
 
     dims, traditional, base, scale: the arguments of mx.fast.rope; base None: frequencies are given.
     eps: of an RMS norm of each head before the rotation; None: there is no norm.
+    factor: of the rotated elements, before the rotation.
     """
 
     dims: int
@@ -46,12 +47,14 @@ class Rotation:
     base: float | None = 10_000.0
     scale: float = 1.0
     eps: float | None = None
+    factor: float = 1.0
 
     def __str__(self) -> str:
         pairs = "neighbours" if self.traditional else "halves"
         by = "given frequencies" if self.base is None else f"base {self.base:g}"
         text = f"{self.dims} dims rotated in {pairs} by {by}"
         text += f" times {self.scale:g}" if self.scale != 1 else ""
+        text += f", scaled by {self.factor:g}" if self.factor != 1 else ""
         return text + (", normalised" if self.eps is not None else "")
 
 

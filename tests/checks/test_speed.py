@@ -22,7 +22,7 @@ SHAPE = AttentionShape(4, 2, 32, 32, mx.float32)
 LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
 SHAPES = SHAPE, replace(SHAPE, window=9, softcap=2.0, sinks=True), replace(SHAPE, kv_bits=8), LATENT
 USE = KernelUse(
-    SHAPES, 16, (Rotation(32, eps=1e-5), Rotation(16, True, None)), (64,),
+    SHAPES, 16, (Rotation(32, eps=1e-5), Rotation(16, True, None, factor=1.5)), (64,),
     recurrences=(GatedNormShape(32, 3, mx.float32),),
 )  # fmt: skip
 TIMED = ("paged_decode", "merge_partitions", "shared_prefix", "varlen_prefill", "latent_attention",

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 
 from metal.host import compiler_available
+from tests.support.broken_machine import MISCOMPILED
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.common import YARN_FACTOR
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.checks.verdicts import verify
@@ -122,6 +124,12 @@ def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
         KernelUse(
             (AttentionShape(6, 2, 48, 32, mx.float16),), 16, (Rotation(24, True, scale=0.5),)
         ),
+        KernelUse((BFLOAT16,), 16, (Rotation(24, base=None, eps=1e-6, factor=YARN_FACTOR),)),
+        KernelUse(
+            (AttentionShape(4, 1, 64, 16, mx.float16, latent=True),),
+            16,
+            (Rotation(16, True, factor=YARN_FACTOR),),
+        ),
         KernelUse((replace(SHAPE, dtype=mx.bfloat16, kv_bits=4),), 8, (Rotation(16),), (1001,)),
         KernelUse((replace(SHAPE, window=50, kv_bits=8),), 16, (Rotation(32, eps=1e-6),)),
         KernelUse(
@@ -132,7 +140,15 @@ def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
             (WeightShape(100, 1056, Quantisation(4, 32)),),
         ),
     ],
-    ids=["masks", "dims", "quantised", "quantised with a window", "frequencies"],
+    ids=[
+        "masks",
+        "dims",
+        "factor",
+        "latents with a factor",
+        "quantised",
+        "quantised with a window",
+        "frequencies",
+    ],
 )
 def test_kernels_are_right_at_unlike_uses(use):
     assert verify(use).failures == {}
@@ -247,3 +263,30 @@ def test_a_miscompiled_kernel_is_found(monkeypatch, tmp_path, name):
     assert verdict.prefill == ("gather" if name == "varlen_prefill" else "varlen")
     (memory,) = tmp_path.rglob("*.json")
     assert not [key for key in json.loads(memory.read_text()) if key.startswith(name)]
+
+
+LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("rope_write", SHAPE), ("fused_decode", SHAPE), ("shared_prefix", SHAPE),
+     ("latent_write", LATENT)],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("factor == 1.0f ? x", "true ? x"),
+        ("float x = a[t]", "float x = rope_scaled<R, FACTOR>(a[t])"),
+    ],
+    ids=["ignored", "of all elements"],
+)
+def test_a_factor_that_a_kernel_gets_wrong_is_found(monkeypatch, name, shape, text, wrong):
+    """Only that kernel gives way, and only for models that have a factor."""
+    monkeypatch.setitem(MISCOMPILED, name, (text, wrong))
+    miscompile(monkeypatch, name)
+    dims = 16 if shape.latent else 24
+    for factor in (1.0, YARN_FACTOR):
+        use = KernelUse((shape,), 16, (Rotation(dims, factor=factor),))
+        failed = list(verify(use).failures)
+        assert failed == ([name] if factor != 1 else [])

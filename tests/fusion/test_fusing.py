@@ -24,6 +24,7 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.fusion.hooks import fused_functions
 from vllm_metal_lite.fusion.joined import (
     JoinedProjection,
     Part,
@@ -39,6 +40,7 @@ from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import NO_FUSION, PackedModel
+from vllm_metal_lite.model.seam.hooks import hooked
 from vllm_metal_lite.sampling_params import SamplingParams
 
 TOKENS = mx.array([[3, 14, 15, 9, 26, 5, 35]])
@@ -173,16 +175,55 @@ def test_norms_and_rotations_come_once_and_in_order():
     assert both.rotated(rope) is both.normed(norm) is heads.rotated(rope).normed(norm) is None
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("scale", "dims", "factor"),
+    [
+        (lambda x: x.at[..., :4].multiply(1.5), 4, 1.5),
+        (lambda x: x.at[..., 0:4:1].multiply(1.5), 4, 1.5),
+        (lambda x: x.at[..., :9].multiply(1.5), 8, 1.5),
+        (lambda x: 1.5 * x, 8, 1.5),
+        (lambda x: x.at[..., :4].multiply(1.5), 8, None),  # a factor of some of what turns
+        (lambda x: 1.5 * x, 4, None),  # and of more
+        (lambda x: x.at[..., 4:].multiply(1.5), 4, None),
+        (lambda x: x.at[..., :4].add(1.5), 4, None),
+        (lambda x: x.at[..., :4].multiply(mx.array(1.5)), 4, None),
+        (lambda x: x.at[:, :, :, :4].multiply(1.5), 4, None),
+        (lambda x: 1.5 * (1.5 * x), 8, None),
+    ],
+)
+def test_a_factor_before_a_rotation_is_part_of_it(scale, dims, factor, split):
+    """However it is written; what is not known to be a factor is computed as it is."""
+    rows, at = mx.random.normal((3, 32)), mx.zeros(3, mx.int32)
+    heads = Traced(rows[:, None], Columns(rows, 0))
+    heads = heads.reshape(3, 1, *((2, 16) if split else (4, 8))).transpose(0, 2, 1, 3)
+    with hooked(fused_functions(at, (), range(0), False)):
+        x = mx.split(heads, [8], axis=-1)[1] if split else heads
+        value = scale(x)
+        turned = mx.fast.rope(value, dims, traditional=False, base=1e4, scale=1.0, offset=at)
+    np.testing.assert_array_equal(value, scale(mx.array(x)))
+    known = origin_of(turned)
+    if factor is None:
+        assert isinstance(known, Heads)
+        assert known.columns.array is not rows
+        assert known.rope.factor == 1
+    else:
+        assert known.columns.array is rows
+        assert known.columns.start == (8 if split else 0)
+        assert known.rope == Rope(dims, False, 1e4, 1.0, None, factor)
+
+
 def test_rotations_are_compared_by_what_they_do():
     heads, freqs = Heads(Columns(mx.ones((2, 8)), 0), 2, 4), mx.ones(2)
     turned = [
         heads.rotated(Rope(4, False, None, 1.0, freqs)),
         heads.rotated(Rope(4, False, None, 1.0, mx.ones(2))),
         heads.rotated(Rope(4, False, 1e4, 1.0, None)),
+        heads.rotated(Rope(4, False, 1e4, 1.0, None, 1.5)),
         heads,
     ]
     for i, a in enumerate(turned):
-        assert [a.same_rotation(b) for b in turned] == [i == j for j in range(4)]
+        assert [a.same_rotation(b) for b in turned] == [i == j for j in range(5)]
 
 
 # Whole models on the CPU host.  Launches a layer of rope_write (in steps of decodes it is part of

@@ -26,20 +26,26 @@ LATENT = ("deepseek_v3",)
 
 def of_a_layer(
     monkeypatch, name: str, rows: int, skinny_rows: range, dtype=mx.bfloat16, kv_bits=None,
-    expert_rows: range = range(0),
+    expert_rows: range = range(0), **changes,
 ) -> Counter:  # fmt: skip
     stubs = Stubs(monkeypatch)
     how = rows, skinny_rows, dtype, kv_bits, expert_rows
-    two, three = (_of_a_step(stubs, name, n, *how) for n in (2, 3))
+    two, three = (_of_a_step(stubs, name, n, *how, changes) for n in (2, 3))
     three.subtract(two)
     return Counter({launch: n for launch, n in three.items() if n})
 
 
-def _of_a_step(stubs, name, layers, rows, skinny_rows, dtype, kv_bits, expert_rows) -> Counter:
-    """A decode of one token a row; projections are joined."""
-    model = tiny.build(config_of(name, num_hidden_layers=layers))
+def _of_a_step(
+    stubs, name, layers, rows, skinny_rows, dtype, kv_bits, expert_rows, changes
+) -> Counter:
+    """A decode of one token a row; projections are joined.  changes: of the config."""
+    if name == "gpt_oss":
+        changes = changes | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        changes["layer_types"] = changes["layer_types"][:layers]
+    model = tiny.build(config_of(name, num_hidden_layers=layers, **changes))
     model.set_dtype(dtype)
-    mx.eval(model.parameters())
+    # Frequencies of rotations, too, which are no parameters: they are made once.
+    mx.eval([v for m in model.modules() for v in m.values() if isinstance(v, mx.array)])
     layout = inspect(model, name)
     packed = PackedModel(model, layout)
     fusion = replace(fuse(model, joins=True), skinny_rows=skinny_rows, expert_rows=expert_rows)
@@ -115,6 +121,43 @@ OF_EXPERTS = {
 def test_a_layer_of_experts_has_a_launch_for_its_router(monkeypatch, name, others):
     launches = of_a_layer(monkeypatch, name, 8, FEW, expert_rows=FEW)
     assert launches == OF_EXPERTS | others
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.5] * 8}
+LONG |= {"original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling"),
+    [
+        ("gpt_oss", YARN),
+        ("qwen3", YARN),
+        ("phi3", LONG),
+        ("phimoe", {**LONG, "long_mscale": 1.2, "short_mscale": 1.1}),
+        ("deepseek_v3", {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_factor_goes_with_its_rotation(monkeypatch, name, scaling, rows):
+    changes = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    if name == "phi3":
+        changes["partial_rotary_factor"] = 1.0
+    plain, scaled = (
+        of_a_layer(monkeypatch, name, rows, FEW, expert_rows=FEW, rope_scaling=how, **changes)
+        for how in (None, scaling)
+    )
+    assert scaled == plain
+
+
+def test_a_layer_of_gpt_oss_neither_multiplies_nor_copies(monkeypatch):
+    """AsType is of its sinks."""
+    launches = of_a_layer(monkeypatch, "gpt_oss", 8, FEW, expert_rows=FEW, rope_scaling=YARN)
+    assert launches == {
+        "skinny_gemm NORM BIAS": 1, "paged_decode FUSED": 1, "skinny_gemm BIAS RESIDUAL": 1,
+        "rms_norm": 1, "skinny_gemm BIAS": 1, "expert_topk": 1, "expert_plan": 1,
+        "expert_gemm BIAS": 2, "expert_sum": 1, "add_rms_norm": 1, "AsType": 1,
+    }  # fmt: skip
 
 
 def test_a_bias_goes_with_its_product(monkeypatch):

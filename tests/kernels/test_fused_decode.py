@@ -158,6 +158,8 @@ def test_a_quantised_store(dims, heads, dtype, how, bits):
         {"norms": "k"},
         {"weight_dtype": mx.float32, "dtype": mx.bfloat16},
         {"joined": False},
+        {"factor": 1.3466, "rotated": 12, "freqs": True},
+        {"factor": 1.3466, "dtype": mx.bfloat16, "bits": 8, "norms": ""},
     ],
     ids=str,
 )
@@ -167,7 +169,12 @@ def test_every_way_of_rotating(how):
 
 @pytest.mark.parametrize(
     "how",
-    [{"traditional": True, "rotated": 12}, {"freqs": True, "scale": 0.5}, {"norms": ""}],
+    [
+        {"traditional": True, "rotated": 12},
+        {"freqs": True, "scale": 0.5},
+        {"norms": ""},
+        {"factor": 1.3466, "rotated": 12},
+    ],
     ids=str,
 )
 def test_rotating_behind_a_prefix(how):

@@ -22,8 +22,13 @@ def host():
         yield
 
 
-def turned(x: np.ndarray, positions: np.ndarray, rope: Rope) -> np.ndarray:
-    """By definition: pairs are complex numbers, and a rotation is a product."""
+def turned(x: np.ndarray, positions: np.ndarray, rope: Rope, dtype: mx.Dtype) -> np.ndarray:
+    """By definition: pairs are complex numbers, and a rotation is a product.  The factor before it
+    is rounded to the type, and so is what it gives."""
+    x = x.copy()
+    if rope.factor != 1:
+        factor = rounded(np.array(rope.factor), dtype)
+        x[..., : rope.dims] = rounded(factor * x[..., : rope.dims], dtype)
     i = np.arange(rope.dims // 2)
     given = rope.freqs is not None
     rates = 1 / np.array(rope.freqs) if given else rope.base ** (-2.0 * i / rope.dims)
@@ -40,7 +45,8 @@ def turned(x: np.ndarray, positions: np.ndarray, rope: Rope) -> np.ndarray:
 @pytest.mark.parametrize(
     ("heads", "nope", "rank", "rope"),
     [(20, 24, 512, Rope(64, True, 1e4, 1.0, None)), (3, 8, 64, Rope(8, False, 1e4, 0.5, None)),
-     (7, 16, 40, Rope(24, True, None, 1.0, mx.arange(1, 13).astype(mx.float32)))],
+     (7, 16, 40, Rope(24, True, None, 1.0, mx.arange(1, 13).astype(mx.float32))),
+     (5, 16, 40, Rope(24, True, 1e4, 1.0, None, 1.3466))],
 )  # fmt: skip
 def test_rows_of_two_products(heads, nope, rank, rope, dtype, bits):
     """Rotary parts behind others of the same head, latents and rotary keys side by side."""
@@ -66,13 +72,14 @@ def test_rows_of_two_products(heads, nope, rank, rope, dtype, bits):
     mx.eval(out, token)
     atol, rtol = TOLERANCE[dtype]
     parts = q.reshape(rows, heads, width)[..., nope:].astype(np.float64)
-    expected = turned(parts, positions, rope)
+    expected = turned(parts, positions, rope, dtype)
     np.testing.assert_allclose(np.array(out.astype(mx.float32)), expected, rtol, atol)
 
     latents = kv[:, :rank].astype(np.float64)
     latents = latents / np.sqrt((latents**2).mean(-1, keepdims=True) + EPS)
     latents = rounded(rounded(latents, dtype) * weight, dtype)
-    rotary = rounded(turned(kv[:, None, rank:].astype(np.float64), positions, rope)[:, 0], dtype)
+    rotary = turned(kv[:, None, rank:].astype(np.float64), positions, rope, dtype)[:, 0]
+    rotary = rounded(rotary, dtype)
     written = slots >= 0
     for kept, row, values in zip(store, (spec.k_row, spec.v_row), (latents, rotary), strict=True):
         wanted = np.zeros((SLOTS, row.dim), np.float32)

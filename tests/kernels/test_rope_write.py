@@ -37,6 +37,7 @@ def check(*args, **kwargs) -> None:
 
 
 FEW = [0, 1, 5, 13, 2, 40]
+FACTOR = 1.3466  # of gpt-oss; no 16-bit type holds it exactly
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -56,6 +57,9 @@ FEW = [0, 1, 5, 13, 2, 40]
         {"weight_dtype": mx.float32},
         {"joined": False},
         {"base": 1e6, "scale": 0.25},
+        {"factor": FACTOR},
+        {"factor": FACTOR, "rotated": 12, "norms": "", "traditional": True},
+        {"factor": FACTOR, "freqs": True, "weight_dtype": mx.float32},
     ],
     ids=str,
 )
@@ -135,8 +139,26 @@ def test_a_norm_alone_gives_the_bits_of_mlx(dtype):
     assert (case.run()[0] != np.array(q.astype(mx.float32))).mean() <= 0.01
 
 
+@pytest.mark.parametrize("weight_dtype", [None, mx.float32], ids=str)
+@pytest.mark.parametrize("norms", ["", "qk"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_factor_gives_the_bits_of_mlx(dtype, norms, weight_dtype):
+    """Angles of 0 leave nothing but the factor.  Of a float32 norm in 16 bits only MLX's own norm
+    tells what was multiplied, and that rounds rare elements otherwise."""
+    how = {"dtype": dtype, "norms": norms, "weight_dtype": weight_dtype, "rotated": 12}
+    plain, scaled = (NewRowsCase([0] * 9, factor=f, **how) for f in (1.0, FACTOR))
+    got, before = scaled.run()[0], plain.run()[0]
+    q, wide = mx.array(before).astype(dtype), plain.result("q") != dtype
+    if wide:
+        q = mx.fast.rms_norm(mx.array(plain.q).astype(dtype), *plain.norms["q"])
+    wanted = np.array(q.at[..., :12].multiply(FACTOR).astype(dtype).astype(mx.float32))
+    assert (got != wanted).mean() <= (0.01 if wide else 0.0)
+    np.testing.assert_array_equal(got[..., 12:], before[..., 12:])
+    assert (got[..., :12] != before[..., :12]).mean() > 0.99
+
+
 def test_what_is_not_rotated_may_be_infinite():
-    case = NewRowsCase(FEW, norms="", rotated=16, joined=False)
+    case = NewRowsCase(FEW, norms="", rotated=16, joined=False, factor=FACTOR)
     case.q[0, 0, 20], case.k[:, 1, 31] = np.inf, -np.inf
     case.columns = case._apart()
     q, keys, _ = case.run()

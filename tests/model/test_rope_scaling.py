@@ -24,6 +24,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion.fused import fuse
+from vllm_metal_lite.kernels.common import bits
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
@@ -58,6 +59,7 @@ MODELS = {
     "deepseek/linear": {"type": "linear", "factor": 2.0},
     "deepseek_v2/yarn": {"type": "yarn", **_YARN},
     "deepseek_v3/deepseek_yarn": {"type": "deepseek_yarn", **_YARN},
+    "gpt_oss/yarn": {"rope_type": "yarn", **_YARN},
     "hunyuan_v1_dense/alpha": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
     "internlm2/dynamic": {"type": "dynamic", "factor": 2.0},
     "internlm2/linear": {"type": "linear", "factor": 2.0},
@@ -65,9 +67,11 @@ MODELS = {
     "minicpm3/longrope": {"type": "longrope", **_LONG, "long_factor": [1.5] * 4},
     "nemotron/linear": {"type": "linear", "factor": 2.0},
     "phi3/linear": {"type": "linear", "factor": 2.0, "long_factor": []},
+    "phi3/longrope": {"type": "longrope", **_LONG, "long_factor": [1.5] * 4},  # half of a head
     "phi3/su": {"type": "su", **_LONG},
     "phimoe/longrope": {"type": "longrope", **_LONG, "long_mscale": 1.2, "short_mscale": 1.1},
     "qwen2_moe/linear": {"type": "linear", "factor": 2.0},
+    "qwen3/yarn": {"rope_type": "yarn", **_YARN},
 }
 # They rotate as without: dynamic scaling within the trained context, mrope for text, and what
 # mlx-lm takes and ignores.
@@ -81,7 +85,10 @@ def config(name: str, **changes) -> dict:
     module = name.partition("/")[0]
     scaling = {"rope_scaling": MODELS[name], "max_position_embeddings": TRAINED}
     if module == "phi3":
-        scaling["partial_rotary_factor"] = 1.0
+        rotated = len(MODELS[name].get("long_factor", ())) or 8
+        scaling |= {
+            "partial_rotary_factor": rotated / 8, "original_max_position_embeddings": 16,
+        }  # fmt: skip
     return {**config_of(module), **scaling, **changes}
 
 
@@ -107,24 +114,69 @@ def test_packed_steps_give_what_mlx_lm_gives(name):
             assert error < TOLERANCE * scale, run.__name__
 
 
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
-@pytest.mark.parametrize("kind", KINDS)
-def test_fused_launches_rotate_alike(monkeypatch, kind):
-    launches, launch = Counter(), Kernel.__call__
+@pytest.fixture
+def launches(monkeypatch):
+    """Fused launches of rotations, by name and the bits of the factor."""
+    found, launch = Counter(), Kernel.__call__
 
     def counting(self, arrays, template, *args):
-        launches["fused" if template.get("FUSED") else self.name] += 1
+        fused = "fused" if template.get("FUSED") else self.name
+        if fused in ("fused", "rope_write", "latent_write"):
+            found[fused, template["FACTOR"]] += 1
         return launch(self, arrays, template, *args)
 
     monkeypatch.setattr(Kernel, "__call__", counting)
-    name = f"llama/{kind}"
-    packed = loader.from_model(tiny.build(config(name)), None, config(name), name).packed
-    attention = KernelAttention(PagedStore(packed.attention_specs, 4, trial.BLOCK), "gather", ())
-    draw, fusion = trial.Draw(packed.model, tiny.VOCAB), fuse(packed.model, joins=False)
+    return found
+
+
+def factor_of(model) -> float:
+    """What the model's rotations multiply their input by."""
+    modules = [m for _, m in model.named_modules()]
+    found = {m.mscale for m in modules if hasattr(m, "mscale")}
+    found |= {m._scale for m in modules if isinstance(m, rope_utils.SuScaledRoPE)}
+    (factor,) = found or {1.0}
+    return factor
+
+
+SCALED = ("gpt_oss/yarn", "qwen3/yarn", "phi3/longrope", "phi3/su", "phimoe/longrope")
+SCALED_LATENTS = ("deepseek_v2/yarn", "deepseek_v3/deepseek_yarn", "minicpm3/longrope")
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("name", [*(f"llama/{kind}" for kind in KINDS), *SCALED, *SCALED_LATENTS])
+def test_fused_launches_rotate_alike(launches, name, joins):
+    loaded = loader.from_model(tiny.build(config(name)), None, config(name), name)
+    packed, factor = loaded.packed, factor_of(loaded.packed.model)
+    assert (factor != 1) is (name in (*SCALED, *SCALED_LATENTS) or "yarn" in name or "long" in name)
+    # The checks of kernels try the same factor.
+    assert {r.factor for r in loaded.usage.rotations} == {factor}
+    store, latents = PagedStore(packed.attention_specs, 4, trial.BLOCK), name in SCALED_LATENTS
+    attention = KernelAttention(store, "gather", (), latents=latents)
+    draw, fusion = trial.Draw(packed.model, tiny.VOCAB), fuse(packed.model, joins=joins)
     with installed():
         assert max(row.error for row in draw.rows(packed, attention, fusion)) < 1e-4
-    steps = len(trial.STEPS) * len(packed.attention_specs)
-    assert launches["rope_write"] + launches["fused"] == steps
+    assert sum(launches.values()) == len(trial.STEPS) * len(packed.attention_specs)
+    names = {"latent_write"} if latents else {"rope_write", "fused"}
+    assert set(launches) == {(kernel, bits(factor)) for kernel in names}
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", SCALED)
+def test_kernels_with_a_factor_give_the_tokens_of_mlx_lm(launches, name):
+    """Whole prompts, chunks beside decodes, and decodes."""
+    model, prompts = tiny.build(config(name)), tiny.prompts(3, 5, 40)
+    loaded = loader.from_model(tiny.build(config(name)), None, config(name), name)
+    options = {"block_size": 8, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    with installed():
+        engine = LLMEngine(loaded, EngineConfig(**options, attention="kernels"))
+        launches.clear()
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=8))
+        done = tiny.run(engine)
+    for i, prompt in enumerate(prompts):
+        assert done[str(i)].outputs[0].token_ids == tiny.alone(model, prompt, 8)
+    assert set(launches) == {(kernel, bits(factor_of(model))) for kernel in ("rope_write", "fused")}
 
 
 @pytest.mark.parametrize("name", ["internlm2/dynamic", "internlm3/dynamic"])

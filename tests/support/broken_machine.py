@@ -46,7 +46,7 @@ MISCOMPILED = {
     "kv_gather_quantised": ("size_t(kv_slots[key])", "size_t(kv_slots[key / 2])"),
     # A fast sine, which does not reduce large angles; a mean over all lanes, idle ones too.
     "rope_write": ("precise::sin(theta)", "precise::sin(theta + 1e-7f * theta)"),
-    "latent_write": ("- b[t] * sine", "+ b[t] * sine"),
+    "latent_write": ("- second * sine", "+ second * sine"),
     # A key that no split sees.
     "fused_decode": ("split == splits - 1", "split == splits"),
     "gather_rows": ("size_t(row) * WIDTH", "size_t(row / 2) * WIDTH"),

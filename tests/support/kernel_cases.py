@@ -128,7 +128,7 @@ class NewRowsCase:
     def __init__(
         self, positions, *, heads=(4, 2), dims=(32, 32), rotated=32, traditional=False,
         base=10_000.0, scale=1.0, freqs=False, norms="qk", weight_dtype=None, joined=True,
-        dtype=mx.float32, seed=0, slots=None, bits=None,
+        dtype=mx.float32, seed=0, slots=None, bits=None, factor=1.0,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         rows = len(positions)
@@ -149,7 +149,7 @@ class NewRowsCase:
         if rotated:
             self.rope = Rope(
                 rotated, traditional, None if freqs else base, scale,
-                mx.array(self.freqs) if freqs else None,
+                mx.array(self.freqs) if freqs else None, factor,
             )  # fmt: skip
         # "qk": both are normalised; upper case: without a weight.
         self.norms = {}
@@ -200,20 +200,32 @@ class NewRowsCase:
         kept = map(from_store, (self.spec.k_row, self.spec.v_row), store)
         return [np.array(q.astype(mx.float32)), *kept]
 
+    def result(self, name: str) -> mx.Dtype:
+        """The type of q or k behind its norm."""
+        weight = self.norms[name].weight if name in self.norms else None
+        return self.dtype if weight is None else mx.result_type(weight, self.columns[0].array)
+
     def normed(self, name: str) -> np.ndarray:
         """q or k, normalised in float64 and rounded where mx.fast.rms_norm rounds."""
-        x = getattr(self, name).astype(np.float64)
+        x, result = getattr(self, name).astype(np.float64), self.result(name)
         norm = self.norms.get(name)
         if norm is None:
             return x
         weight = mx.array(1, self.dtype) if norm.weight is None else norm.weight
-        result = mx.result_type(weight, self.columns[0].array)
         x = rounded(x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps), result)
         return rounded(x * np.array(weight.astype(mx.float32)), result).astype(np.float64)
 
+    def scaled(self, name: str) -> np.ndarray:
+        """q or k, normalised, the elements to rotate multiplied and rounded as MLX rounds."""
+        x, result = self.normed(name), self.result(name)
+        if self.rope is not None and self.rope.factor != 1:
+            factor, dims = rounded(np.array(self.rope.factor), result), self.rope.dims
+            x[..., :dims] = rounded(factor * x[..., :dims], result)
+        return x
+
     def rotated(self, name: str) -> np.ndarray:
         """By definition: pairs are complex numbers, and a rotation is a product."""
-        x = self.normed(name)
+        x = self.scaled(name)
         if self.rope is None:
             return x
         dims = self.rope.dims

@@ -33,6 +33,7 @@ from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import Quantisation
 
 STORE = ("keys", "values", "states")
+FACTOR = 1.3466  # of a rotation
 KV_HEADS, GROUP, DIM, BLOCK_SIZE, SLOTS = 2, 9, 72, 8, 96
 
 
@@ -84,14 +85,14 @@ def paged_decode(dtype, kept=None, spec=None, prefix=None, plan=(1, 2)):
     return [out]
 
 
-def fused_decode(dtype, written=None, spec=None):
+def fused_decode(dtype, written=None, spec=None, factor=1.0):
     """As above, in two splits; the newest rows are not in the store yet.  Two tiles a KV head."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     heads = KV_HEADS * GROUP
     rows = draw(3, (heads + 2 * KV_HEADS) * DIM, seed=13, dtype=dtype)
     columns = [Columns(rows, n * DIM) for n in (0, heads, heads + KV_HEADS)]
     norm, written = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5), written or store(dtype)
-    new = NewRows(*columns, heads, Rope(40, False, 1e4, 1.0, None), norm, norm)
+    new = NewRows(*columns, heads, Rope(40, False, 1e4, 1.0, None, factor), norm, norm)
     out, _ = decode.paged_decode(
         new, tables, mx.array([21, 0, 9], mx.int32), *written, new_token(),
         plan=DecodePlan(2, 2), block_size=BLOCK_SIZE, scale=0.2, spec=spec,
@@ -113,14 +114,14 @@ def shared_prefix_rows(dtype, q=None, dim=DIM, kept=None, spec=None):
     return [partial, lse]
 
 
-def shared_prefix_of_new_rows(dtype):
+def shared_prefix_of_new_rows(dtype, factor=1.0):
     """The same, of queries that are still to be normalised and turned, and so large that a
     simdgroup does it in turns."""
     heads, dim = KV_HEADS * GROUP, 136
     rows = draw(3, (heads + 2 * KV_HEADS) * dim, seed=13, dtype=dtype)
     columns = [Columns(rows, n * dim) for n in (0, heads, heads + KV_HEADS)]
     norm = HeadNorm(draw(dim, seed=10, dtype=dtype), 1e-5)
-    rope = Rope(40, False, 1e4, 1.0, None)
+    rope = Rope(40, False, 1e4, 1.0, None, factor)
     return shared_prefix_rows(dtype, NewRows(*columns, heads, rope, norm, norm), dim)
 
 
@@ -180,7 +181,7 @@ def latent_rows(dtype, splits=1, dims=(64, 16), bits=None):
     return [out, lse]
 
 
-def new_latents(dtype, bits=None):
+def new_latents(dtype, bits=None, factor=1.0):
     """Rows of two products, the last slot of the store among the written, and one without."""
     heads, rank, rope = GROUP, 128, 24
     q, kv = draw(5, heads * 40, seed=9, dtype=dtype), draw(5, rank + rope, seed=13, dtype=dtype)
@@ -190,7 +191,7 @@ def new_latents(dtype, bits=None):
     norm = HeadNorm(draw(rank, seed=10, dtype=dtype), 1e-5)
     columns = Columns(q, 16), 40, heads, Columns(kv, 0), Columns(kv, rank)
     q_pe, _ = latent_write(
-        NewLatents(*columns, norm, Rope(20, True, 1e4, 1.0, None)),
+        NewLatents(*columns, norm, Rope(20, True, 1e4, 1.0, None, factor)),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),
         slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
         keys=written[0], values=written[1], token=new_token(), spec=spec,
@@ -199,14 +200,14 @@ def new_latents(dtype, bits=None):
     return [*written, q_pe]
 
 
-def rope_write_rows(dtype, written=None, spec=None):
+def rope_write_rows(dtype, written=None, spec=None, factor=1.0):
     """Rows joined, not a head for every simdgroup, the last slot of the store among the written."""
     rows = draw(5, (6 + 2 * KV_HEADS) * DIM, seed=9, dtype=dtype)
     written = written or store(dtype)
     norm = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5)
     columns = [Columns(rows, heads * DIM) for heads in (0, 6, 6 + KV_HEADS)]
     q, _ = rope_write(
-        NewRows(*columns, 6, Rope(40, False, 1e4, 1.0, None), norm, norm),
+        NewRows(*columns, 6, Rope(40, False, 1e4, 1.0, None, factor), norm, norm),
         positions=mx.array([0, 3, 4, 9, 50], mx.int32),
         slot_mapping=mx.array([7, 94, -1, 95, 40], mx.int32),
         keys=written[0], values=written[1], token=new_token(), spec=spec,
@@ -470,6 +471,7 @@ RUN = {
     "latent_attention": latent_rows,
     "latent_write": new_latents,
     "latent_write/quantised": lambda dtype: new_latents(dtype, 4),
+    "latent_write/scaled": lambda dtype: new_latents(dtype, factor=FACTOR),
     "latent_attention/splits": lambda dtype: latent_rows(dtype, 3),
     "latent_attention/quantised": lambda dtype: latent_rows(dtype, dims=(128, 24), bits=4),
     "varlen_prefill/quantised": lambda dtype: varlen_prefill_rows(dtype, *quantised(dtype)),
@@ -478,15 +480,18 @@ RUN = {
     "kv_gather_quantised": lambda dtype: kv_gather(dtype, *quantised(dtype)),
     "paged_decode/quantised": lambda dtype: paged_decode(dtype, *quantised(dtype)),
     "paged_decode/fused": fused_decode,
+    "paged_decode/scaled": lambda dtype: fused_decode(dtype, factor=FACTOR),
     "paged_decode/fused_quantised": lambda dtype: fused_decode(dtype, *quantised(dtype)),
     "rope_write/quantised_in_turns": rope_write_in_turns,
     "rope_write/quantised": lambda dtype: rope_write_rows(dtype, *quantised(dtype)),
     "shared_prefix": shared_prefix_rows,
     "shared_prefix/fused": shared_prefix_of_new_rows,
+    "shared_prefix/scaled": lambda dtype: shared_prefix_of_new_rows(dtype, FACTOR),
     "shared_prefix/quantised": shared_prefix_of_quantised_rows,
     "paged_decode/prefix": decode_behind_a_prefix,
     "paged_decode/prefix_splits": decode_in_splits_behind_a_prefix,
     "rope_write": rope_write_rows,
+    "rope_write/scaled": lambda dtype: rope_write_rows(dtype, factor=FACTOR),
     "add_rms_norm": add_rms_norm_rows,
     "add_rms_norm/post": lambda dtype: add_rms_norm_rows(dtype, post_norm=True),
     "skinny_gemm": skinny_gemm_rows,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from metal.host.texts import KernelText, recorded
 from tests.support import recurrent_shapes
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.common import YARN_FACTOR
 from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.common import new_token
@@ -46,6 +47,7 @@ class Heads(NamedTuple):
     dim: int
     window: int | None = None
     softcap: float | None = None
+    factor: float = 1.0  # of its rotation
 
 
 # Groups of 1, 2, 4, 7 and 8; every head size that is common.
@@ -59,7 +61,10 @@ GROUP_8 = Heads("group 8 of 128", 64, 8, 128)
 PHI = Heads("group 1 of 80", 32, 32, 80)
 GEMMA3 = Heads("group 2 of 256, window", 8, 4, 256, window=1024)
 GEMMA2 = Heads("group 2 of 256, softcap", 8, 4, 256, softcap=50.0)
-ALL_HEADS = (GROUP_1, QWEN3, LLAMA, GROUP_4, QWEN2, QWEN2_7B, GROUP_8, PHI, GEMMA3, GEMMA2)
+GPT_OSS = Heads("group 8 of 64, factor", 64, 8, 64, factor=YARN_FACTOR)
+ALL_HEADS = (
+    GROUP_1, QWEN3, LLAMA, GROUP_4, QWEN2, QWEN2_7B, GROUP_8, PHI, GEMMA3, GEMMA2, GPT_OSS,
+)  # fmt: skip
 
 
 def _ints(*shape: int) -> mx.array:
@@ -77,7 +82,8 @@ def _new_rows(of: Heads, dtype: mx.Dtype, rows: int, norm: bool = True) -> NewRo
     joined = mx.zeros((rows, width), dtype)
     columns = [Columns(joined, n * of.dim) for n in (0, of.heads, of.heads + of.kv_heads)]
     given = HeadNorm(mx.zeros(of.dim, dtype), 1e-6) if norm else None
-    return NewRows(*columns, of.heads, Rope(of.dim, False, 1e6, 1.0, None), given, given)
+    turn = Rope(of.dim, False, 1e6, 1.0, None, of.factor)
+    return NewRows(*columns, of.heads, turn, given, given)
 
 
 def decode(
@@ -235,7 +241,7 @@ def _cases() -> dict[str, Callable[[], None]]:
     for of in (QWEN3, LLAMA, PHI):
         for dtype in (half, f32):
             add(decode, f"paged_decode {of.name}", of, dtype)
-    for of in (QWEN3, QWEN2_7B, GEMMA3):
+    for of in (QWEN3, QWEN2_7B, GEMMA3, GPT_OSS):
         add(decode, f"paged_decode {of.name}", of, bf16, fused=True)
         for bits in (8, 4):
             add(decode, f"paged_decode {of.name}", of, bf16, bits=bits)
@@ -243,7 +249,7 @@ def _cases() -> dict[str, Callable[[], None]]:
             add(prefill, f"varlen_prefill {of.name}", of, bf16, bits=bits)
             add(prefix, f"shared_prefix {of.name}", of, bf16, bits=bits, fused=True)
             add(rope, f"rope_write {of.name}", of, bf16, bits=bits)
-    for of in (QWEN3, LLAMA, PHI, GEMMA2):
+    for of in (QWEN3, LLAMA, PHI, GEMMA2, GPT_OSS):
         add(decode, f"paged_decode {of.name}", of, bf16, fused=True, prefix=True, splits=4)
         add(prefix, f"shared_prefix {of.name}", of, bf16, fused=True)
         add(prefix, f"shared_prefix {of.name}", of, bf16)
@@ -264,7 +270,7 @@ def _cases() -> dict[str, Callable[[], None]]:
         for bits in (8, 4):
             add(write, f"kv_write_quantised {QWEN3.name}", QWEN3, dtype, bits=bits)
             add(gather, f"kv_gather_quantised {QWEN3.name}", QWEN3, dtype, bits=bits)
-    for of in (LLAMA, PHI, GEMMA3):
+    for of in (LLAMA, PHI, GEMMA3, GPT_OSS):
         add(rope, f"rope_write {of.name}", of, bf16, rows=512)
     add(write, f"kv_write_quantised {PHI.name}", PHI, half, bits=4)
     for dtype in (bf16, half, f32):

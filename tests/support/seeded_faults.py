@@ -188,8 +188,8 @@ FAULTS = {
     ),
     "latents_not_normalised": (
         "latent_write",
-        ("false, true, true>", 1),
-        "false, false, true>",
+        ("FACTOR, true, true>", 1),
+        "FACTOR, false, true>",
         "wrong",
     ),
     "latents_of_the_next_head": (
@@ -553,8 +553,52 @@ FAULTS = {
         "to[first_of_pair(i, ROTATED, TRADITIONAL)] = T(y)",
         "unwritten",
     ),
-    "rope_other_way_round": ("rope_write", "- b[t] * sine", "+ b[t] * sine", "wrong"),
+    "rope_other_way_round": ("rope_write", "- second * sine", "+ second * sine", "wrong"),
     "rope_norm_of_a_lane": ("rope_write", "metal::simd_sum(square)", "square", "wrong"),
+    # Factors of rotations.
+    "rope_factor_ignored": ("rope_write/scaled", "factor == 1.0f ? x :", "true ? x :", "wrong"),
+    "rope_factor_of_all_elements": (
+        "rope_write/scaled",
+        "float x = a[t]",
+        "float x = rope_scaled<R, FACTOR>(a[t])",
+        "wrong",
+    ),
+    "rope_factor_of_one_of_a_pair": (
+        "rope_write/scaled",
+        "rope_scaled<R, FACTOR>(b[t])",
+        "b[t]",
+        "wrong",
+    ),
+    "rope_factor_of_queries_alone": (
+        "rope_write/scaled",
+        ("FACTOR, K_NORM", 1),
+        "0x3f800000, K_NORM",
+        "wrong",
+    ),
+    "fused_factor_of_queries_alone": (
+        "paged_decode/scaled",
+        "FACTOR, K_NORM",
+        "0x3f800000, K_NORM",
+        "wrong",
+    ),
+    "fused_factor_of_keys_alone": (
+        "paged_decode/scaled",
+        "FACTOR, Q_NORM",
+        "0x3f800000, Q_NORM",
+        "wrong",
+    ),
+    "prefix_factor_ignored": (
+        "shared_prefix/scaled",
+        "FACTOR, Q_NORM",
+        "0x3f800000, Q_NORM",
+        "wrong",
+    ),
+    "latents_factor_of_queries_alone": (
+        "latent_write/scaled",
+        ("FACTOR, false", 2),
+        "0x3f800000, false",
+        "wrong",
+    ),
     "rope_keys_of_one_head": (
         "rope_write",
         "K_START + kv_head * K_DIM",

@@ -1,8 +1,11 @@
 """What the models that people run most ask of the kernels: the checks of `doctor` without a model.
 
 Together they cover heads of 64, 128 and 256, one to eight query heads a KV head, both 16-bit types,
-windows, softcaps, sinks, norms of heads, stores of 8 and 4 bits, and recurrent layers.
+windows, softcaps, sinks, norms of heads, rotations with a factor, stores of 8 and 4 bits, and
+recurrent layers.
 """
+
+import math
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.specs import (
@@ -17,13 +20,16 @@ from vllm_metal_lite.specs import (
 )
 
 _BLOCK = 16
+# gpt-oss's.  No 16-bit type holds it exactly.
+YARN_FACTOR = 0.1 * math.log(32) + 1
 
 
 def _use(
     heads: tuple[int, int, int],
     dtype: mx.Dtype,
     *,
-    base: float = 10_000.0,
+    base: float | None = 10_000.0,
+    factor: float = 1.0,
     eps: float | None = None,
     hidden: tuple[int, ...] = (),
     weights: tuple[WeightShape, ...] = (),
@@ -38,7 +44,8 @@ def _use(
         num_heads, num_kv_heads, dim, dim, dtype,
         window=window, softcap=softcap, sinks=sinks, kv_bits=kv_bits,
     )  # fmt: skip
-    return KernelUse((shape,), _BLOCK, (Rotation(dim, base=base, eps=eps),), hidden, weights)
+    rotation = Rotation(dim, base=base, eps=eps, factor=factor)
+    return KernelUse((shape,), _BLOCK, (rotation,), hidden, weights)
 
 
 def _weights(*quantisations: Quantisation | None) -> tuple[WeightShape, ...]:
@@ -61,7 +68,7 @@ COMMON: dict[str, KernelUse] = {
     "Gemma 2 2B": _use((8, 4, 256), mx.bfloat16, softcap=50.0, hidden=(2304,)),
     "Gemma 3 1B": _use((4, 1, 256), mx.bfloat16, eps=1e-6, window=512),
     "gpt-oss 20B": _use(
-        (64, 8, 64), mx.bfloat16, base=1.5e5, window=128, sinks=True,
+        (64, 8, 64), mx.bfloat16, base=None, factor=YARN_FACTOR, window=128, sinks=True,
         weights=_weights(Quantisation(8, 64), Quantisation(4, 32, "mxfp4")),
     ),
     "GLM 4.7 Flash": KernelUse(

@@ -11,6 +11,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of, draw, padded, rounded
 from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.common import YARN_FACTOR
 from vllm_metal_lite.checks.result import TOLERANCE, largest_error
 from vllm_metal_lite.checks.selfcheck import (
     PREFIX_SPLITS,
@@ -65,7 +66,9 @@ def full_list() -> list[KernelUse]:
             16,
             (
                 Rotation(shape.k_head_dim, eps=_EPS),
-                Rotation(shape.k_head_dim // 4 * 2, traditional=True, base=None),
+                Rotation(
+                    shape.k_head_dim // 4 * 2, traditional=True, base=None, factor=YARN_FACTOR
+                ),
             ),
             (shape.num_heads * shape.k_head_dim, 1001),
             (WeightShape(100, 96), WeightShape(100, 1056), *quantised_weights),
@@ -215,8 +218,7 @@ def new_latents(
         turn,
     )
     q_pe, k_pe = (
-        _turn(x, rotation.scale * positions, rotation, rates)
-        for x in (q[..., rope:], kv[..., rank:])
+        _turn(x, positions, rotation, rates, shape.dtype) for x in (q[..., rope:], kv[..., rank:])
     )
     return new, [q_pe, _rms_norm(kv[..., :rank], weight, _EPS, shape.dtype), k_pe]
 
@@ -228,7 +230,8 @@ def _rope(rotation: Rotation) -> tuple[Rope, np.ndarray]:
         freqs = mx.array((1 / rates).astype(np.float32))
     else:
         rates = rotation.base ** (-2 * np.arange(rotation.dims // 2) / rotation.dims)
-    return Rope(rotation.dims, rotation.traditional, rotation.base, rotation.scale, freqs), rates
+    how = rotation.traditional, rotation.base, rotation.scale, freqs, rotation.factor
+    return Rope(rotation.dims, *how), rates
 
 
 def _found(
@@ -309,19 +312,22 @@ def new_rows(
             for x, w in zip(parts[:2], weights, strict=True)
         )
     rope, rates = _rope(rotation)
-    turned = [_turn(x, rotation.scale * positions, rotation, rates) for x in parts[:2]]
+    turned = [_turn(x, positions, rotation, rates, shape.dtype) for x in parts[:2]]
     new = NewRows(q, k, v, shape.num_heads, rope, q_norm, k_norm)
     return new, turned + parts[2:]
 
 
 def _turn(
-    x: np.ndarray, positions: np.ndarray, rotation: Rotation, rates: np.ndarray
+    x: np.ndarray, positions: np.ndarray, rotation: Rotation, rates: np.ndarray, dtype: mx.Dtype
 ) -> np.ndarray:
     """Rotates pairs as complex numbers."""
-    i = np.arange(rotation.dims // 2)
+    i, x = np.arange(rotation.dims // 2), x.copy()
+    if rotation.factor != 1:
+        factor, head = rounded(np.array(rotation.factor), dtype), x[..., : rotation.dims]
+        x[..., : rotation.dims] = rounded(factor * head, dtype)
     first, second = (2 * i, 2 * i + 1) if rotation.traditional else (i, i + rotation.dims // 2)
-    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * positions[:, None, None] * rates)
-    x = x.copy()
+    angles = rotation.scale * positions[:, None, None] * rates
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
     x[..., first], x[..., second] = turned.real, turned.imag
     return x
 

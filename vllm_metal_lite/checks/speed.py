@@ -24,7 +24,7 @@ from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import GatedNormShape
@@ -162,6 +162,16 @@ def _gated_norm(check: Check) -> list[tuple[Way, Way]]:
     return [(together, mx.compile(apart))]
 
 
+def _turned(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
+    """The heads x rotated to the positions `where`, by MLX."""
+    if rope.factor != 1:
+        x = x.at[..., : rope.dims].multiply(rope.factor)
+    return mx.fast.rope(
+        x, rope.dims, traditional=rope.traditional, base=rope.base, scale=rope.scale, offset=where,
+        freqs=rope.freqs,
+    )  # fmt: skip
+
+
 def _written(check: Check) -> list[tuple[Way, Way]]:
     """One launch for the new rows of prompts, and norm, rotation and kv_write apart."""
     assert check.rotation is not None
@@ -181,10 +191,7 @@ def _written(check: Check) -> list[tuple[Way, Way]]:
     def turned(x: mx.array, norm: HeadNorm | None) -> mx.array:
         if norm is not None:
             x = mx.fast.rms_norm(x, norm.weight, norm.eps)
-        return mx.fast.rope(
-            x, rope.dims, traditional=rope.traditional, base=rope.base, scale=rope.scale,
-            offset=where, freqs=rope.freqs,
-        )  # fmt: skip
+        return _turned(x, rope, where)
 
     def apart() -> object:
         q, k, v = (
@@ -217,18 +224,12 @@ def _latents_written(check: Check) -> list[tuple[Way, Way]]:
     where, rope = mx.array(positions.astype(np.int32)), new.rope
     mx.eval(new.q.array, new.latent.array, new.norm.weight, where, token)
 
-    def turned(x: mx.array) -> mx.array:
-        return mx.fast.rope(
-            x, rope.dims, traditional=rope.traditional, base=rope.base, scale=rope.scale,
-            offset=where, freqs=rope.freqs,
-        )  # fmt: skip
-
     def apart() -> object:
         q = new.q.array.reshape(_ROWS, heads, 1, -1)[..., -shape.v_head_dim :]
         latents, k_pe = mx.split(new.latent.array, [rank], axis=1)
         latents = mx.fast.rms_norm(latents, new.norm.weight, new.norm.eps)[:, None]
-        rotary = turned(k_pe[:, None, None]).squeeze(2)
-        return turned(q), kv_write(latents, rotary, where, keys, values, token, spec)
+        rotary = _turned(k_pe[:, None, None], rope, where).squeeze(2)
+        return _turned(q, rope, where), kv_write(latents, rotary, where, keys, values, token, spec)
 
     together = partial(
         latent_write, new, positions=where, slot_mapping=where, keys=keys, values=values,

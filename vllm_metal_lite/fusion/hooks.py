@@ -23,6 +23,7 @@ from vllm_metal_lite.fusion.origins import (
     NormedHeads,
     Part,
     PostNormed,
+    Scaled,
     Sum,
 )
 from vllm_metal_lite.fusion.traced import (
@@ -145,10 +146,13 @@ def _rope(original: Function, positions: mx.array) -> Function:
         out = original(x, dims, offset=offset, **how, **kwargs)
         if offset is not positions or x.ndim != 4 or x.shape[2] != 1:
             return out
-        turn, origin = Rope(dims, traditional, base, scale, freqs), origin_of(x)
+        origin, factor = origin_of(x), 1.0
+        if isinstance(origin, Scaled) and origin.dims == dims:
+            factor, origin = origin.factor, origin.part
+        turn = Rope(dims, traditional, base, scale, freqs, factor)
         if isinstance(origin, RotaryPart):
             return out if origin.rope else Traced(out, replace(origin, rope=turn))
-        heads = heads_of(x).rotated(turn)
+        heads = (origin if isinstance(origin, Heads) else heads_of(x)).rotated(turn)
         return out if heads is None else Traced(out, heads)
 
     return rope

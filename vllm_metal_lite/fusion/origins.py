@@ -19,10 +19,15 @@ class Part(Columns):
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A rotated part of queries times a number."""
+    """Heads, or a rotary part of them, of which the first `dims` elements are times a number."""
 
     part: RotaryPart | Heads
     factor: float
+    dims: int
+
+    def wholly_by(self, factor: float) -> bool:
+        """Whether all elements are times this number."""
+        return (self.factor, self.dims) == (factor, self.part.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from vllm_metal_lite.fusion.origins import (
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.skinny_gemm import Gate
 from vllm_metal_lite.model.seam.placeholders import RotaryKeys
+from vllm_metal_lite.model.seam.scaling import ScalingAt
 from vllm_metal_lite.recurrence.columns import IN_PLACE
 
 
@@ -63,10 +64,20 @@ class Traced(mx.array):
             return self.origin.columns
         return self.origin if isinstance(self.origin, Columns) else None
 
+    @property
+    def _own_columns(self) -> Columns | None:
+        """All columns of the rows, of a product that is not joined."""
+        rows = self.rows
+        if rows is None or self.ndim != 3 or len(rows) != len(self):
+            return None
+        return Columns(rows, 0, self.origin)
+
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
         value, origin = super().reshape(*shape, **kwargs), self.origin
-        if isinstance(origin, Columns) and value.ndim == 4 and value.shape[:2] == (len(self), 1):
-            return Traced(value, Heads(origin, value.shape[2], value.shape[3]))
+        if value.ndim == 4 and value.shape[:2] == (len(self), 1):
+            columns = origin if isinstance(origin, Columns) else self._own_columns
+            if columns is not None:
+                return Traced(value, Heads(columns, value.shape[2], value.shape[3]))
         if isinstance(origin, Attended) and value.shape[:-1] == (len(self), 1):
             return as_view(origin.rows.reshape(len(self), -1), value.shape[:-1])
         return value
@@ -125,6 +136,17 @@ class Traced(mx.array):
     def __getitem__(self, key: Any) -> mx.array:
         return _by_rule(self, "on_getitem", super().__getitem__(key), key)
 
+    @property
+    def at(self) -> Any:
+        origin, at = self.origin, super().at
+        if not isinstance(origin, RotaryPart | Heads):
+            return at
+
+        def noted(value: mx.array, dims: int, factor: float) -> mx.array:
+            return Traced(value, Scaled(origin, factor, dims))
+
+        return ScalingAt(self, at, noted)
+
     def __truediv__(self, other: Any) -> mx.array:
         return _by_rule(self, "on_div", super().__truediv__(other), other)
 
@@ -146,7 +168,7 @@ class Traced(mx.array):
                 return gated
         value = mx.multiply(x, y)
         if isinstance(origin, RotaryPart | Heads) and isinstance(y, float):
-            return Traced(value, Scaled(origin, y))
+            return Traced(value, Scaled(origin, y, origin.head_dim))
         if not isinstance(origin, Chosen) or not isinstance(y, mx.array):
             return _by_rule(x, "on_mul", value, y)
         # Of each result one weight, which may have another type.

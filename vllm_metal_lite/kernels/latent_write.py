@@ -3,8 +3,6 @@ in one launch."""
 
 from typing import NamedTuple
 
-import numpy as np
-
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import (
     TOKEN_SHAPE,
@@ -71,9 +69,7 @@ def latent_write(
         "T": dtype, "R": norm_dtype(dtype, weight), "HEADS": heads, "RANK": k_row.dim,
         "ROPE": v_row.dim, "BITS": store["BITS"], "K_GROUP": store["K_GROUP"],
         "V_GROUP": store["V_GROUP"], "Q_STRIDE": rows.stride, "EPS": bits(rows.norm.eps),
-        "DIMS": rope.dims, "TRADITIONAL": rope.traditional, "ROPE_SCALE": bits(rope.scale),
-        "LOG2_BASE": bits(0.0 if rope.base is None else np.log2(np.float32(rope.base))),
-        "FREQS": rope.freqs is not None, "SIMDGROUPS": _SIMDGROUPS,
+        **rope.template, "SIMDGROUPS": _SIMDGROUPS,
     }  # fmt: skip
     of_q = (heads - 1) * rows.stride + v_row.dim
     columns = ("Q", rows.q, of_q), ("L", rows.latent, k_row.dim), ("P", rows.k_pe, v_row.dim)

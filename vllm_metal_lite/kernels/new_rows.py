@@ -11,7 +11,7 @@ from vllm_metal_lite.kv.row_format import RowFormat
 
 # Template values that disable the fused inputs.
 NONE_NEW: Template = {
-    **dict.fromkeys(("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS"), 0),
+    **dict.fromkeys(("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "FACTOR"), 0),
     **{f"{x}_{of}": 0 for x in "QKV" for of in ("WIDTH", "START")},
     **{f"{x}_{of}": 0 for x in "QK" for of in ("NORM", "WEIGHT", "EPS")},
     "Q_R": mx.float32, "K_R": mx.float32,
@@ -29,11 +29,13 @@ class Columns(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """The arguments of mx.fast.rope.
+    """The arguments of mx.fast.rope, and the factor of its input.
 
     dims: leading elements of each head that are rotated, even, at most head_dim.  traditional:
     pairs are (2i, 2i + 1), not (i, i + dims / 2).  The angle of pair i is scale * position * f with
     f = base^(-2i / dims), or 1 / freqs[i] where freqs (dims / 2,) float32 is given instead of base.
+    factor: of these elements before they are rotated (YaRN, LongRoPE).  Factor and products are
+    rounded to the type of x, as MLX rounds them.
     """
 
     dims: int
@@ -41,6 +43,21 @@ class Rope(NamedTuple):
     base: float | None
     scale: float
     freqs: mx.array | None
+    factor: float = 1.0
+
+    @property
+    def template(self) -> Template:
+        """Template values of rope.h."""
+        log2_base = 0.0 if self.base is None else np.log2(np.float32(self.base))
+        return {
+            "DIMS": self.dims, "TRADITIONAL": self.traditional, "ROPE_SCALE": bits(self.scale),
+            "LOG2_BASE": bits(log2_base), "FREQS": self.freqs is not None,
+            "FACTOR": bits(self.factor),
+        }  # fmt: skip
+
+
+# Template values of rows that are not rotated.
+_STILL = Rope(0, False, None, 1.0, None).template
 
 
 class HeadNorm(NamedTuple):
@@ -81,15 +98,7 @@ class NewRows(NamedTuple):
         Raises ValueError if columns lie outside their array or do not have the store's type.
         """
         k_dim, dtype = k_row.dim, k_row.dtype
-        rope = self.rope
-        base, freqs = (None, None) if rope is None else (rope.base, rope.freqs)
-        template: Template = {
-            "DIMS": 0 if rope is None else rope.dims,
-            "TRADITIONAL": rope is not None and rope.traditional,
-            "ROPE_SCALE": bits(1.0 if rope is None else rope.scale),
-            "LOG2_BASE": bits(0.0 if base is None else np.log2(np.float32(base))),
-            "FREQS": freqs is not None,
-        }
+        template = dict(_STILL if self.rope is None else self.rope.template)
         sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * v_row.dim
         for name, (array, start, _), size in zip("QKV", self[:3], sizes, strict=True):
             width = array.shape[-1]

@@ -26,8 +26,8 @@ _SHARED_PREFIX = Kernel(
 )  # fmt: skip
 
 # The template values of NewRows that this kernel takes.
-_OF_QUERIES = ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "Q_WIDTH", "Q_START",
-               "Q_NORM", "Q_WEIGHT", "Q_EPS", "Q_R")  # fmt: skip
+_OF_QUERIES = ("DIMS", "TRADITIONAL", "ROPE_SCALE", "LOG2_BASE", "FREQS", "FACTOR", "Q_WIDTH",
+               "Q_START", "Q_NORM", "Q_WEIGHT", "Q_EPS", "Q_R")  # fmt: skip
 
 
 class SharedPrefix(NamedTuple):

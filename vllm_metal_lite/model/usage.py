@@ -5,13 +5,15 @@ Observed while the model runs: its modules differ, but all call mx.fast.rope and
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, readable
-from vllm_metal_lite.model.seam.hooks import hooked
+from vllm_metal_lite.model.seam.hooks import Hook, hooked
+from vllm_metal_lite.model.seam.scaling import ScalingAt
 from vllm_metal_lite.specs import Quantisation, Rotation
 
 
@@ -25,25 +27,29 @@ class Usage:
         self.hidden_sizes: dict[int, None] = {}
         self._head_norms: dict[int, float] = {}  # head size -> eps
         self._rotations: dict[tuple[int, Rotation], None] = {}
+        # The newest array of heads whose first elements are times a number, how many, the number.
+        self._scaled: tuple[mx.array, int, float] | None = None
 
     @property
     def rotations(self) -> tuple[Rotation, ...]:
-        found = {
-            Rotation(r.dims, r.traditional, r.base, r.scale, self._head_norms.get(head_dim))
-            for head_dim, r in self._rotations
-        }
+        found = {replace(r, eps=self._head_norms.get(head_dim)) for head_dim, r in self._rotations}
         return tuple(sorted(found, key=str))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record the calls of everything that runs meanwhile."""
-        fast = mx.fast
-        hooks = [
+        fast, array = mx.fast, mx.array
+        hooks: list[Hook] = [
             (fast, "rms_norm", self._rms_norm(fast.rms_norm)),
             (fast, "rope", self._rope(fast.rope)),
+            (array, "at", self._at(array.at)),
+            *((array, name, self._mul(getattr(array, name))) for name in ("__mul__", "__rmul__")),
         ]
-        with hooked(hooks):
-            yield
+        try:
+            with hooked(hooks):
+                yield
+        finally:
+            self._scaled = None
 
     def _rms_norm(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
@@ -65,11 +71,36 @@ class Usage:
             scale: float,
             **kwargs: Any,
         ) -> mx.array:
-            self._rotations[x.shape[-1], Rotation(dims, traditional, base, scale)] = None
+            factor = self._factor(x, dims)
+            self._rotations[x.shape[-1], Rotation(dims, traditional, base, scale, None, factor)] = (
+                None
+            )
             how = {"traditional": traditional, "base": base, "scale": scale}
             return original(x, dims, **how, **kwargs)
 
         return rope
+
+    def _factor(self, x: mx.array, dims: int) -> float:
+        """What the first `dims` elements of x were multiplied by."""
+        if self._scaled is None:
+            return 1.0
+        scaled, count, factor = self._scaled
+        return factor if scaled is x and count == dims else 1.0
+
+    def _note(self, scaled: mx.array, dims: int, factor: float) -> mx.array:
+        self._scaled = scaled, dims, factor
+        return scaled
+
+    def _at(self, original: Any) -> Any:
+        return property(lambda x: ScalingAt(x, original.fget(x), self._note))
+
+    def _mul(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def mul(x: mx.array, y: Any) -> Any:
+            value = original(x, y)
+            heads = isinstance(y, float) and x.ndim == 4
+            return self._note(value, x.shape[-1], y) if heads else value
+
+        return mul
 
 
 _LINEAR = nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding
