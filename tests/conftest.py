@@ -1,11 +1,11 @@
 """What all tests share."""
 
+import hashlib
 import os
 import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
-from zlib import crc32
 
 # Before anything imports MLX: tests run where mlx-lm's own CPU answers are the oracle, and never
 # ask a network for a model.
@@ -26,21 +26,22 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 TESTS = Path(__file__).parent
-MANY = 6  # cases of one test function
+# Of MANY and more cases of a test function, a plain run takes one in ONE_IN.
+MANY = ONE_IN = 4
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--all-cases",
         action="store_true",
-        help="all cases of the tests in slow.txt; without it, a third of the cases of a function "
-        f"that has {MANY} and more",
+        help="all cases of the tests in slow.txt, and the tests marked `thorough`; without it, a "
+        f"quarter of the cases of a function that has {MANY} and more",
     )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests of slow.txt, and leaves out two thirds of the cases where there are many."""
+    """Marks the tests of slow.txt, and leaves out what only a run of all cases takes."""
     lines = (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines()
     paths = [TESTS / line for line in lines if not line.startswith("#")]
     if missing := [str(path) for path in paths if not path.exists()]:
@@ -50,21 +51,24 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
     result = yield  # -k and -m
     if not config.getoption("all_cases"):
-        left_out = two_thirds_of_many([item for item in items if item.get_closest_marker("slow")])
-        config.hook.pytest_deselected(items=left_out)
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        left_out += most_of_many([item for item in items if item.get_closest_marker("slow")])
         dropped = set(left_out)
+        config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]
     return result
 
 
-def two_thirds_of_many(items):
-    """Of each function with many cases two thirds: always the same, from all over its cases."""
+def most_of_many(items):
+    """Of each function with many cases all but a quarter: always the same, from all over."""
     cases = defaultdict(list)
     for item in items:
         cases[item.path, item.cls, item.originalname].append(item)
     many = [some for some in cases.values() if len(some) >= MANY]
-    mixed = [sorted(some, key=lambda item: crc32(item.name.encode())) for some in many]
-    return [item for some in mixed for item in some[(len(some) + 2) // 3 :]]
+    mixed = [
+        sorted(some, key=lambda item: hashlib.sha1(item.name.encode()).digest()) for some in many
+    ]
+    return [item for some in mixed for item in some[-(-len(some) // ONE_IN) :]]
 
 
 def pytest_sessionfinish(session):

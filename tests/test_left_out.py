@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import MANY, two_thirds_of_many
+from tests.conftest import MANY, ONE_IN, most_of_many
 
 
 def cases(function, number):
@@ -17,16 +17,16 @@ def cases(function, number):
 
 
 @pytest.mark.parametrize("number", [*range(1, 14), 300])
-def test_a_third_of_many_cases_stays_and_all_of_few(number):
+def test_a_quarter_of_many_cases_stays_and_all_of_few(number):
     items = cases("test_a", number) + cases("test_b", 2)
-    stay = Counter(i.originalname for i in items if i not in two_thirds_of_many(items))
-    assert stay == {"test_a": number if number < MANY else -(-number // 3), "test_b": 2}
+    stay = Counter(i.originalname for i in items if i not in most_of_many(items))
+    assert stay == {"test_a": number if number < MANY else -(-number // ONE_IN), "test_b": 2}
 
 
 def test_the_cases_that_stay_are_from_all_over_and_always_the_same():
     items = cases("test_a", 300)
-    left_out = two_thirds_of_many(items)
-    assert left_out == two_thirds_of_many(items[::-1])
+    left_out = most_of_many(items)
+    assert left_out == most_of_many(items[::-1])
     stay = [i for i, item in enumerate(items) if item not in left_out]
     for start in range(0, 300, 50):
         assert any(start <= i < start + 50 for i in stay)

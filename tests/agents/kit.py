@@ -44,7 +44,7 @@ def _unshare() -> list[str]:
 
 @dataclass(frozen=True)
 class Agent:
-    """One agent at work.  folder: its repository."""
+    """One agent at work.  folder: its repository.  kill: in mid-stream, when others are done."""
 
     folder: Path
     home: Path
@@ -85,6 +85,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Session:
+    """streaming: agents to be killed were all in mid-stream."""
+
+    streaming: bool
     codes: list[int]
     outputs: list[str]
     requests: list[Request]
@@ -116,6 +119,6 @@ def run(model: Path, agents: Sequence[Agent], scratch: Path, seconds: float = 40
     found = re.findall(r"(\d+) prompt tokens \((\d+) cached\)", result["log"])
     requests = [Request(int(prompt), int(cached)) for prompt, cached in found]
     return Session(
-        result["codes"], result["outputs"], requests, result["status"], result["quiet"],
-        result["log"],
+        result["streaming"], result["codes"], result["outputs"], requests, result["status"],
+        result["quiet"], result["log"],
     )  # fmt: skip

@@ -4,7 +4,8 @@
 
 SESSION.json: {"serve": [flags], "agents": [{"command": [], "folder", "home", "kill"}], "seconds"}.
 Starts the server, then all agents at once, waits for them, and prints JSON: for each agent its exit
-code and output; the server's lines and its last /status.  kill: as soon as the server generates.
+code and output; the server's lines and its last /status.  kill: an agent whose answer does not end;
+those are killed in mid-stream, when the others are done.
 """
 
 import fcntl
@@ -57,9 +58,10 @@ def until(condition, seconds: float) -> bool:
     return bool(done)
 
 
-def generates() -> bool:
+def running() -> int:
+    """Requests that the server answers."""
     now = status()
-    return now is not None and now["models"][0]["metrics"].get("decode_tokens", 0) > 0
+    return now["server"]["running"] if now else 0
 
 
 def is_quiet() -> bool:
@@ -85,15 +87,19 @@ def main() -> int:
             print(json.dumps({"log": log.read_text()}))
             return 1
         agents = [start(agent) for agent in session["agents"]]
-        for agent, process in zip(session["agents"], agents, strict=True):
-            if agent.get("kill") and until(generates, session["seconds"]):
-                os.killpg(process.pid, signal.SIGKILL)
+        kills = [agent.get("kill", False) for agent in session["agents"]]
         end = time.monotonic() + session["seconds"]
-        for process in agents:
-            try:
-                process.wait(max(end - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
+        for process, kill in zip(agents, kills, strict=True):
+            if not kill:
+                try:
+                    process.wait(max(end - time.monotonic(), 0.1))
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+        streaming = until(lambda: running() >= sum(kills), end - time.monotonic())
+        for process, kill in zip(agents, kills, strict=True):
+            if kill:
                 os.killpg(process.pid, signal.SIGKILL)
+                process.wait(30)
         quiet = until(is_quiet, 30)
         last = status()
     finally:
@@ -104,6 +110,7 @@ def main() -> int:
         server.wait(60)
     outputs = [Path(a["home"], "output.txt").read_text(errors="replace") for a in session["agents"]]
     print(json.dumps({
+        "streaming": streaming,
         "codes": [process.returncode for process in agents], "outputs": outputs,
         "quiet": quiet, "status": last, "log": log.read_text(), "server_code": server.returncode,
     }))  # fmt: skip

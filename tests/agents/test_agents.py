@@ -4,7 +4,9 @@ The weights cannot code, so the model is scripted (tests/support/scripted/model.
 prepared, and all else is real: template, tokenizer, scheduler, store, sampler, parser and server.
 """
 
+import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from tests.agents.kit import Agent, Session, agent, installed, run
 from tests.support.scripted_model import TASKS, call, text, write_scripted
 
 KINDS = ("claude", "codex", "opencode")
-LATE = "word " * 4000
+ENDLESS = "word " * 20_000
 
 
 def script(kind: str, folder: Path, word: str, thoughts: str = "") -> list[dict]:
@@ -77,16 +79,23 @@ def test_each_agent_does_its_task(tmp_path, template, hybrid, thoughts):
     assert all(hit >= 0.9 for hit in hits[-9:]), session.log
 
 
-def test_agents_side_by_side_do_not_mix_and_a_killed_one_leaves_nothing(tmp_path):
+def test_agents_side_by_side_do_not_mix_and_killed_ones_leave_nothing(tmp_path):
+    """Eight at once: five that work, and one of each kind that is killed in mid-stream."""
     installed()
-    words = TASKS[:7]
-    agents = [agent(tmp_path, "codex", word) for word in words]
+    kinds = (*KINDS, "claude", "codex")
+    words, others = TASKS[: len(kinds)], TASKS[len(kinds) :]
+    agents = [agent(tmp_path, kind, word) for kind, word in zip(kinds, words, strict=True)]
     scripts = {
-        word: script("codex", at.folder, word) for word, at in zip(words, agents, strict=True)
+        word: script(kind, at.folder, word)
+        for kind, at, word in zip(kinds, agents, words, strict=True)
     }
-    killed = agent(tmp_path, "claude", TASKS[7], kill=True)
-    model = write_scripted(tmp_path / "model", {**scripts, TASKS[7]: [LATE]})
-    session = run(model, [*agents, killed], tmp_path)
-    assert session.codes.pop() < 0
-    session.outputs.pop()
-    check(session, agents, words)
+    killed = [agent(tmp_path, k, word, kill=True) for k, word in zip(KINDS, others, strict=True)]
+    endless = {word: [ENDLESS] for word in others}
+    model = write_scripted(tmp_path / "model", {**scripts, **endless})
+    session = run(model, [*agents, *killed], tmp_path)
+    assert session.streaming, session.status
+    assert session.codes[len(agents) :] == [-signal.SIGKILL] * len(killed)
+    done = replace(
+        session, codes=session.codes[: len(agents)], outputs=session.outputs[: len(agents)]
+    )
+    check(done, agents, words)

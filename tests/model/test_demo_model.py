@@ -138,6 +138,7 @@ def test_recall_at_256_tokens(loaded, monkeypatch):
         assert measure_recall.is_right(text, test.value)
 
 
+@pytest.mark.thorough
 def test_training_smoke(tmp_path, monkeypatch):
     """A few steps on a tiny batch: the folder that comes out loads."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))

@@ -143,6 +143,7 @@ def compiled(ranks, names):
     return found
 
 
+@pytest.mark.thorough
 def test_compiled_steps_sum_over_the_ranks():
     names = ["llama/q4"]
     for result in rank_processes.run(f"{HERE}:compiled", 2, names, timeout=600):

@@ -64,7 +64,9 @@ def write_scripted(
         for turns in said
     ]
     mx.save_safetensors(
-        str(folder / "model.safetensors"), {"script": mx.array(script, mx.int32)}, {"format": "mlx"}
+        str(folder / "model.safetensors"),
+        {"model.script": mx.array(script, mx.int32)},
+        {"format": "mlx"},
     )
     (count,) = tokenizer.encode("<tool_response>", add_special_tokens=False)
     config = {

@@ -694,7 +694,7 @@ FAULTS = {
         "float(logits[size_t(row) * EXPERTS + expert])",
         "out of bounds",
     ),
-    "topk_key_past_the_end": ("expert_topk/logits", "if (expert < EXPERTS) {", "{", "wrong"),
+    "topk_key_past_the_end": ("expert_topk/bias", "if (expert < EXPERTS) {", "{", "out of bounds"),
     "topk_max_of_a_lane": ("expert_topk", "top = metal::simd_max(top);", "", "wrong"),
     "topk_order_of_negatives": (
         "expert_topk/logits",
@@ -754,7 +754,7 @@ FAULTS = {
         "expert_topk",
         "if (lane < TOP_K) {",
         "{",
-        ("race", "out of bounds"),
+        ("race", "out of bounds", "undefined"),
     ),
     "plan_part_barrier": ("expert_plan", (BARRIER, 0), "", UNORDERED),
     "plan_barrier": ("expert_plan", (BARRIER, 1), "", UNORDERED),

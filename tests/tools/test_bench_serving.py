@@ -217,6 +217,7 @@ def test_flops_of_a_decode_step():
 
 
 @pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
+@pytest.mark.thorough
 def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
     arguments = "--model nemotron-h-tiny --load C N --scale 0.03 --quick --fair --summary"
     monkeypatch.setattr(sys, "argv", ["bench_serving.py", *arguments.split()])

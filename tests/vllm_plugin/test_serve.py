@@ -218,6 +218,7 @@ def test_sleep_and_wake_up(url, client):
     assert answer() == before
 
 
+@pytest.mark.thorough
 def test_bench_serve_completes(url, tmp_path):
     command = [
         VLLM, "bench", "serve", "--base-url", url, "--model", "demo", "--tokenizer", kit.DEMO_PATH,

@@ -98,7 +98,9 @@ def test_two_ranks_answer_as_one():
         assert scores == pytest.approx(expected_scores, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5/tied"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt_oss", marks=pytest.mark.thorough), "qwen3_5/tied"]
+)
 def test_windows_and_states(name):
     kit.skip_if_vllm_cannot_read(name)
     options = {**TIGHT, "enable_prefix_caching": True, "tensor_parallel_size": 2}
@@ -140,7 +142,9 @@ SERVED = {
     ("sent", "how"),
     [
         (signal.SIGKILL, r"rank 1 of 2 \(pid {pid} on \S+\) has ended"),
-        (None, "rank 1 of 2 fails: RuntimeError: device lost"),
+        pytest.param(
+            None, "rank 1 of 2 fails: RuntimeError: device lost", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_rank_that_dies_or_fails_ends_the_engine(tmp_path, sent, how):

@@ -85,15 +85,14 @@ class Counter(nn.Module):
         return y.reshape(batch, length, _DIM)[..., 0]
 
 
-class Model(nn.Module):
+class Body(nn.Module):
+    """The next token of every row, (B, L, 1): small, so that only wanted rows get logits."""
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.args, self.model_type = args, args.model_type
+        self.args = args
         self.layers = [Attention(), *([Counter()] if args.hybrid else [])]
         self.script = mx.zeros(args.shape, mx.int32)
-
-    def make_cache(self):
-        return [KVCache(), *([ArraysCache(1)] if self.args.hybrid else [])]
 
     def __call__(self, inputs, cache=None):
         args = self.args
@@ -113,5 +112,22 @@ class Model(nn.Module):
             mx.clip(mx.round(x), 0, most - 1).astype(mx.int32)
             for x, most in ((task, tasks), (turn, turns), (positions - at, length))
         ]
-        said = self.script[index[0], index[1], index[2]]
-        return mx.where(mx.arange(args.vocab_size) == said[..., None], 100.0, 0.0)
+        return self.script[index[0], index[1], index[2]][..., None]
+
+
+class Model(nn.Module):
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args, self.model_type = args, args.model_type
+        self.model = Body(args)
+
+    @property
+    def layers(self):
+        return self.model.layers
+
+    def make_cache(self):
+        return [KVCache(), *([ArraysCache(1)] if self.args.hybrid else [])]
+
+    def __call__(self, inputs, cache=None):
+        said = self.model(inputs, cache)
+        return mx.where(mx.arange(self.args.vocab_size) == said, 100.0, 0.0)
