@@ -112,7 +112,7 @@ def paged_decode(
     lse_shape: tuple[int, ...] = (batch, heads, splits)
     if math.prod(lse_shape) < MIN_ELEMENTS:  # it is the next token too
         lse_shape = TOKEN_SHAPE
-    sinks = unused() if sinks is None else sinks.astype(mx.float32)
+    sinks = unused() if sinks is None else sinks.astype(dtype)
     shared = prefix or (unused(), unused(), seq_lens)
     out, lse = _PAGED_DECODE(
         [*arrays, block_tables, seq_lens, sinks, *shared, keys, values, token],

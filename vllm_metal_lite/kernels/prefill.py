@@ -93,7 +93,7 @@ def varlen_prefill(
         "SCALE": bits(scale), "SOFTCAP": bits(softcap or 0.0), "SINKS": sinks is not None,
         "KEYS": keys_at_once(k_dim, v_dim, q.dtype.size), "SIMDGROUPS": simdgroups,
     }  # fmt: skip
-    sinks = unused() if sinks is None else sinks.astype(mx.float32)
+    sinks = unused() if sinks is None else sinks.astype(q.dtype)
     out, token = _VARLEN_PREFILL(
         [q, block_tables, cu_seqlens_q, seq_lens, tiles, sinks,
          keys, values, token],
