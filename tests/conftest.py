@@ -11,6 +11,11 @@ from pathlib import Path
 # ask a network for a model.
 os.environ.setdefault("METAL_LITE_DEVICE", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# One process a core: threads of a BLAS that wait for each other spin, and on a loaded machine an
+# agent's task took 40 s instead of 16.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels on the CPU host count which of their lines run.
 os.environ.setdefault("METAL_LITE_HOST_COVERAGE", "1")
 
