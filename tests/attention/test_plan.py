@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.attention_cases import expected_pairs, make_batch
+from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
 from vllm_metal_lite.attention.sdpa.plan import (
     _LEAST_TILE,
     NEVER,
@@ -16,7 +17,6 @@ from vllm_metal_lite.attention.sdpa.plan import (
     cost,
     in_one_batch,
     in_one_call,
-    joint_gathers,
     places,
     plan_groups,
     quarter_power,

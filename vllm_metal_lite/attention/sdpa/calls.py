@@ -8,9 +8,9 @@ import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Arrays
+from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
 from vllm_metal_lite.attention.sdpa.plan import (
     Group,
-    joint_gathers,
     places,
     plan_groups,
 )

@@ -252,56 +252,6 @@ def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
     return Group(rows, slots, positions, positions, "array", segments, segments)
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Keys that are gathered at once: slots (K,), and where the keys of each call begin in them."""
-
-    slots: np.ndarray
-    begins: list[int]
-
-
-def joint_gathers(groups: list[Group], cap: int) -> list[Gather]:
-    """Gathers for all calls, in order, of at most `cap` keys each unless one call needs more.
-
-    The tiles of a long chunk read nearly the same keys.  Calls whose keys are runs of one segment
-    share one copy of the keys.
-    """
-    runs = _runs(groups)
-    found: list[tuple[list[np.ndarray], list[int]]] = []
-    begins: dict[int, int] = {}  # of the segments in the last gather
-    size = cap
-    for i, group in enumerate(groups):
-        segment, start = group.run or (-1 - i, 0)
-        first, slots = runs.get(segment, (0, group.kv_slots.ravel()))
-        if segment not in begins:
-            if size + len(slots) > cap:
-                found.append(([], []))
-                size, begins = 0, {}
-            begins[segment] = size
-            size += len(slots)
-            found[-1][0].append(slots)
-        found[-1][1].append(begins[segment] + start - first)
-    return [Gather(np.concatenate(parts), starts) for parts, starts in found]
-
-
-def _runs(groups: list[Group]) -> dict[int, tuple[int, np.ndarray]]:
-    """Segment -> the first position and the slots of the keys that its runs need."""
-    runs: dict[int, list[tuple[int, np.ndarray]]] = {}
-    for group in groups:
-        if group.run is not None:
-            segment, start = group.run
-            runs.setdefault(segment, []).append((start, group.kv_slots[0]))
-    found = {}
-    for segment, parts in runs.items():
-        first = min(start for start, _ in parts)
-        # Any key of the segment serves where no run has one.
-        slots = np.full(max(s + len(p) for s, p in parts) - first, parts[0][1][0])
-        for start, part in parts:
-            slots[start - first : start - first + len(part)] = part
-        found[segment] = first, slots
-    return found
-
-
 def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
     """(T,) int32, all groups' q_rows concatenated, and (num_rows,) int32, each row's place there.
 

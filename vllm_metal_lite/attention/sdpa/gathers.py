@@ -1,0 +1,57 @@
+"""The keys that a step's SDPA calls read from the store, gathered together (on the host, numpy).
+
+The tiles of a long chunk read nearly the same keys: calls whose keys are runs of one segment share
+one copy.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_metal_lite.attention.sdpa.plan import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Keys that are gathered at once: slots (K,), and where the keys of each call begin in them."""
+
+    slots: np.ndarray
+    begins: list[int]
+
+
+def joint_gathers(groups: list[Group], cap: int) -> list[Gather]:
+    """Gathers for all calls, in order, of at most `cap` keys each unless one call needs more."""
+    runs = _runs(groups)
+    found: list[tuple[list[np.ndarray], list[int]]] = []
+    begins: dict[int, int] = {}  # of the segments in the last gather
+    size = cap
+    for i, group in enumerate(groups):
+        segment, start = group.run or (-1 - i, 0)
+        first, slots = runs.get(segment, (0, group.kv_slots.ravel()))
+        if segment not in begins:
+            if size + len(slots) > cap:
+                found.append(([], []))
+                size, begins = 0, {}
+            begins[segment] = size
+            size += len(slots)
+            found[-1][0].append(slots)
+        found[-1][1].append(begins[segment] + start - first)
+    return [Gather(np.concatenate(parts), starts) for parts, starts in found]
+
+
+def _runs(groups: list[Group]) -> dict[int, tuple[int, np.ndarray]]:
+    """Segment -> the first position and the slots of the keys that its runs need."""
+    runs: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for group in groups:
+        if group.run is not None:
+            segment, start = group.run
+            runs.setdefault(segment, []).append((start, group.kv_slots[0]))
+    found = {}
+    for segment, parts in runs.items():
+        first = min(start for start, _ in parts)
+        # Any key of the segment serves where no run has one.
+        slots = np.full(max(s + len(p) for s, p in parts) - first, parts[0][1][0])
+        for start, part in parts:
+            slots[start - first : start - first + len(part)] = part
+        found[segment] = first, slots
+    return found
