@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(config, items):
     result = yield  # -k and -m
     if not config.getoption("all_cases"):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
-        left_out += most_of_many([item for item in items if item.get_closest_marker("slow")])
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        left_out += most_of_many([i for i in slow if not i.get_closest_marker("every_case")])
         dropped = set(left_out)
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]

@@ -120,6 +120,7 @@ def check_output(name: str, wish: Wish, output) -> None:
         assert len(output.prompt_logprobs) == len(wish.prompt)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("seed", range(35))
 def test_whatever_happens_every_request_gets_its_own_tokens(seed):
     rng = np.random.default_rng(seed)

@@ -193,6 +193,7 @@ def talker(stem: int, head: int = 5, **more: Any) -> Chat:
     return Chat(stem, head, [([stem], 30), ([6], 4)], **{**usual, **more})
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=8, phases=FIND)
 @example(  # more growth than blocks: the last in rank is preempted
