@@ -16,7 +16,7 @@ from vllm_metal_lite.specs import KernelUse
 
 
 def faster_prefill(use: KernelUse) -> str:
-    """The way of prompts that timings found faster: on CUDA MLX's SDPA, but for latents."""
+    """The faster way for prompts, as measured: MLX's SDPA on CUDA, except for latents."""
     latents = any(shape.latent for shape in use.shapes)
     return "gather" if backend.name() == "cuda" and not latents else "varlen"
 

@@ -40,7 +40,7 @@ def joint_gathers(groups: list[Group], cap: int) -> list[Gather]:
 
 
 def _runs(groups: list[Group]) -> dict[int, tuple[int, np.ndarray]]:
-    """Segment -> the first position and the slots of the keys that its runs need."""
+    """The keys that the runs of each segment need: their first position, and their slots."""
     runs: dict[int, list[tuple[int, np.ndarray]]] = {}
     for group in groups:
         if group.run is not None:
