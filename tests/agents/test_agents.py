@@ -4,6 +4,7 @@ The weights cannot code, so the model is scripted (tests/support/scripted/model.
 prepared, and all else is real: template, tokenizer, scheduler, store, sampler, parser and server.
 """
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -94,6 +95,9 @@ def test_agents_side_by_side_do_not_mix_and_killed_ones_leave_nothing(tmp_path):
     model = write_scripted(tmp_path / "model", {**scripts, **endless})
     session = run(model, [*agents, *killed], tmp_path)
     assert session.streaming, session.status
+    # Each kind's answer had begun.
+    cut_short = re.findall(r"(msg|resp|chatcmpl)\S+: .* [1-9]\d* new .*cut short", session.log)
+    assert set(cut_short) == {"msg", "resp", "chatcmpl"}, session.log
     assert session.codes[len(agents) :] == [-signal.SIGKILL] * len(killed)
     done = replace(
         session, codes=session.codes[: len(agents)], outputs=session.outputs[: len(agents)]

@@ -14,7 +14,7 @@ _MOST_RESOLVED = 1000
 
 
 def pointed(root: Any, path: str) -> Any:
-    """What a reference such as "#/$defs/color" points to; None: nothing, or another document."""
+    """The target of a reference such as "#/$defs/color"; None: there is none in this document."""
     if not path.startswith("#"):
         return None
     found = root

@@ -15,7 +15,6 @@ from vllm_metal_lite.attention.base import Arrays, pad_rows
 from vllm_metal_lite.attention.sdpa.calls import (
     DeviceGroup,
     Indices,
-    Joined,
     SdpaCalls,
     SdpaPlan,
     on_device,
@@ -115,9 +114,7 @@ class OneCall:
             rows = self.indices.q_rows
             rows = None if rows is None else rows.reshape(-1)
             group = DeviceGroup(self.indices, "array", window)
-            slots = self.indices.kv_slots
-            gathers = [(slots.reshape(-1), Joined([slots.shape]))]
-            self._calls[window] = SdpaCalls([group], gathers, rows, self.place)
+            self._calls[window] = SdpaCalls([group], rows, self.place)
         return self._calls[window]
 
 

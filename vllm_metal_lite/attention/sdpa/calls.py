@@ -1,6 +1,7 @@
 """The SDPA calls that cover a step, on the device."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -115,20 +116,33 @@ class Joined:
 class SdpaCalls:
     """The calls that cover a step, with their input and output rows.
 
-    gathers: slots (K,) that are read at once, and how the rows are cut into calls.
     q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
     place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
+    planned: the calls on the host; None if the step may be traced.
     """
 
     def __init__(
         self,
         groups: list[DeviceGroup],
-        gathers: list[tuple[mx.array, Joined]],
         q_rows: mx.array | None,
         place: mx.array | None,
+        planned: list[Group] | None = None,
     ) -> None:
-        self.groups, self.gathers, self.q_rows, self.place = groups, gathers, q_rows, place
+        self.groups, self.q_rows, self.place, self._planned = groups, q_rows, place, planned
         self.queries = Joined([g.group.q_pos.shape for g in groups])
+
+    @cached_property
+    def gathers(self) -> list[tuple[mx.array, Joined]]:
+        """Slots (K,) that are read at once, and how the rows are cut into calls."""
+        shapes = [g.group.kv_slots.shape for g in self.groups]
+        if self._planned is None:
+            slots = [g.group.kv_slots.reshape(-1) for g in self.groups]
+            return [(s, Joined([shape])) for s, shape in zip(slots, shapes, strict=True)]
+        found, left = [], iter(shapes)
+        for gather in joint_gathers(self._planned, profile().max_gathered_keys):
+            cut = Joined([next(left) for _ in gather.begins], gather.begins)
+            found.append((mx.array(gather.slots), cut))
+        return found
 
 
 class SdpaPlan:
@@ -160,11 +174,7 @@ class SdpaPlan:
             )  # fmt: skip
             rows, place = places(groups, self.num_rows)
             calls = [DeviceGroup(Indices.of(g), g.mask, window) for g in groups]
-            gathers, shapes = [], iter([g.kv_slots.shape for g in groups])
-            for gather in joint_gathers(groups, device.max_gathered_keys):
-                cut = Joined([next(shapes) for _ in gather.begins], gather.begins)
-                gathers.append((mx.array(gather.slots), cut))
-            self._plans[key] = SdpaCalls(calls, gathers, on_device(rows), on_device(place))
+            self._plans[key] = SdpaCalls(calls, on_device(rows), on_device(place), groups)
         return self._plans[key]
 
     def with_arrays(self, arrays: Arrays) -> "SdpaPlan":
