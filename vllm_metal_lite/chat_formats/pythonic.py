@@ -38,7 +38,7 @@ def _read(reader: Reader, calls: CallWriter, marker: str, *, end: str) -> Readin
 
 
 def _stand_in(names: dict[str, str], match: re.Match[str]) -> str:
-    """A name that Python allows, in place of a tool's or a parameter's; strings stay as they are."""
+    """A name that Python allows, for that of a tool or a parameter; strings stay as they are."""
     if match["name"] is None:
         return match[0]
     stand_in = f"n{len(names)}"
