@@ -3,7 +3,7 @@
 //   keys, values  (slots, KV_HEADS, ROW) uint   the store; rows as in quantised.h
 //   kv_slots      (N,) int32                    the slot of each key wanted; every one must be valid
 //   token         float32 -> next_token (8,)    as in kv_gather
-//   k, v          (N, KV_HEADS, DIM) of T       outputs, of which SDPA takes views, head by head
+//   k, v          (KV_HEADS, N, DIM) of T       outputs, as in kv_gather
 //
 // Who does what.  Grid (N, threadgroups of THREADS for the words of the longer of the two rows).
 // Thread (key, x) turns word x of the key's row of K into 4 or 8 values, and of V.
@@ -16,7 +16,7 @@
 // Value word `at` of slot `slot`, as values of `key` in the output.
 template <typename T, int BITS, int KV_HEADS, int DIM, int GROUP_SIZE>
 METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t slot, int key,
-                            int at) {
+                            int num_keys, int at) {
   constexpr int VALUES = DIM * BITS / 32;
   constexpr int PAIR = int(sizeof(T)) / 2;  // words of a scale and low
   constexpr int ROW = VALUES + DIM / GROUP_SIZE * PAIR;
@@ -35,7 +35,7 @@ METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t s
     for (int w = 0; w < WORDS; w++) {
       words[w] = pack<T>(x + w * PER_WORD);
     }
-    const size_t row = size_t(key) * KV_HEADS + head;
+    const size_t row = size_t(head) * num_keys + key;
 #pragma unroll
     for (int w = 0; w < WORDS; w += 2) {
       store_words<2>(out + row * (DIM / PER_WORD) + word * WORDS + w, words + w);
@@ -46,10 +46,11 @@ METAL_FUNC void gather_word(const device uint* store, device uint* out, size_t s
 // --- kernel body ---
 const int at = int(threadgroup_position_in_grid.y * THREADS + thread_position_in_threadgroup.x);
 const int key = int(threadgroup_position_in_grid.x);
+const int num_keys = int(threadgroups_per_grid.x);
 const size_t slot = size_t(kv_slots[key]);
 
-gather_word<T, BITS, KV_HEADS, K_DIM, K_GROUP>(keys, (device uint*)k, slot, key, at);
-gather_word<T, BITS, KV_HEADS, V_DIM, V_GROUP>(values, (device uint*)v, slot, key, at);
+gather_word<T, BITS, KV_HEADS, K_DIM, K_GROUP>(keys, (device uint*)k, slot, key, num_keys, at);
+gather_word<T, BITS, KV_HEADS, V_DIM, V_GROUP>(values, (device uint*)v, slot, key, num_keys, at);
 if (threadgroup_position_in_grid.y == 0 && key == 0 && thread_position_in_threadgroup.x < 8) {
   next_token[thread_position_in_threadgroup.x] = token[0];
 }

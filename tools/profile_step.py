@@ -117,7 +117,8 @@ def kernels(step: Callable[[], object], num_steps: int) -> None:
         from torch.profiler import ProfilerActivity, profile
     except ImportError:
         raise MetalLiteError("--kernels needs torch, built for CUDA") from None
-    mx.synchronize()  # the step that is ahead is not one of these
+    step()  # where none was ahead, launches two; each of the following launches one
+    mx.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(num_steps):
             step()

@@ -175,11 +175,11 @@ CUDA = DeviceProfile(
     sdpa_call_cost=1 << 21,  # measured: the host's time for a call, in scores of 16 heads
     key_cost=64,  # guessed
     max_gathered_keys=1 << 17,  # guessed
-    max_scores=1 << 26,  # guessed: 128 MiB in 16 bits, and as much for the weights
+    max_scores=1 << 29,  # measured: launches cost CUDA's host so much that few, large calls win
     row_grains=((64, 0), (512, 64), (_ANY, 256)),  # guessed: MLX reuses buffers only of like size
     memory_fraction=0.6,  # CUDA takes 30 GB more; on a full GPU steps were seen to stall
     profile_rows=_ANY,
-    profile_context=4096,  # guessed
+    profile_context=1 << 14,  # a chunk of 2,048 rows of 16 heads reaches max_scores there
 )
 
 # Kernels run on a CPU only in tests, where speed does not matter.  Their numbers are a GPU's, or

@@ -21,6 +21,7 @@ from tests.support.attention_cases import (
 )
 from tests.support.device import change_device
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.sdpa.calls import DeviceGroup
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -109,7 +110,39 @@ def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
     first, second = (step.plan.sdpa[0].calls(7).groups for _ in range(2))
     assert first is second
-    assert first[0].mask_array(mx.float32) is second[0].mask_array(mx.float32)
+    assert first[0].mask(mx.float32) is second[0].mask(mx.float32)
+    assert first[0].visible is second[0].visible
+
+
+def unfused_call(segment: tuple[int, int], window: int | None = None) -> DeviceGroup:
+    case = Case([segment])
+    step = case.attention.prepare(case.batch, case.batch.num_tokens)
+    (group,) = step.plan.sdpa[0].calls(window, unfused_heads=4).groups
+    return group
+
+
+def test_keys_that_every_row_sees_are_not_masked():
+    """Of 5 rows behind 40 keys, the first sees 41; the keys are padded to 48."""
+    group = unfused_call((40, 5))
+    assert group.num_visible == 41
+    np.testing.assert_array_equal(group.visible[0, 0], np.tri(5, 48 - 41, -1, bool))
+
+
+def test_all_keys_are_masked_where_the_rows_share_few():
+    assert unfused_call((40, 5), window=7).num_visible == 0
+    assert unfused_call((5, 5)).num_visible == 0
+    assert unfused_call((0, 30)).num_visible == 0
+
+
+def test_masking_the_last_keys_copies_no_scores():
+    """The weights take the place of the scores, 9 MB; all else is small beside them."""
+    case = Case([(4096, 256)], heads=2, kv_heads=2)
+    case.run()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    case.run()
+    assert mx.get_peak_memory() - before < 1.7 * (2 * 256 * 4352 * 4)
 
 
 def test_a_window_that_hides_nothing_is_no_window():

@@ -31,7 +31,8 @@ FAULTS = {
     "rows_too_wide": ("gather_rows", "if (at < WIDTH)", "", ("race", "out of bounds")),
     "rows_of_another": ("gather_rows", "index[row]", "row", ("wrong",)),
     "gather_of_another_key": ("kv_gather", "kv_slots[key]", "key", "wrong"),
-    "gather_too_long": ("kv_gather", "if (at < V_WORDS)", "", ("race", "out of bounds")),
+    "gather_too_long": ("kv_gather", "if (at < KV_HEADS * V_WORDS)", "", ("race", "out of bounds")),
+    "gather_of_another_layout": ("kv_gather", "size_t(at / K_WORDS) * num_keys", "0", "race"),
     "decode_first_barrier": ("paged_decode", (BARRIER, 1), "", UNORDERED),
     "decode_second_barrier": ("paged_decode", (BARRIER, 2), "", "race"),
     "decode_barrier_of_device_memory": (

@@ -39,7 +39,7 @@ def problem(reads: Sequence[Read], results: Mapping[int, mx.array] | None = None
     for index, read in enumerate(reads):
         values = read.values if results is None else results[id(read.values)]
         got = np.array(values.astype(mx.float32))
-        got = got.reshape(len(got), -1)
+        got = got.reshape(len(read.expected), -1)
         right = np.abs(got - read.expected[:, None]) <= _TOLERANCE  # NaN is wrong
         if not right.all():
             row, column = np.argwhere(~right)[0]

@@ -58,8 +58,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Read:
-    """One read.  write: the number of the write before it.  values: (rows, heads, dim), not yet
-    evaluated.  expected: (rows,)."""
+    """One read.  write: the number of the write before it.  values: not yet evaluated, with an
+    equal number for each of expected (N,), in order."""
 
     kernel: str
     layer: int
@@ -128,7 +128,7 @@ class Graph:
     def _kv_gather(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
         some = np.roll(self.order, 7 * number)[:64]
         _, values, self.token = kv_gather(mx.array(some), *self.stores[layer], self.token)
-        return values, self.slots[layer][some]
+        return values, np.tile(self.slots[layer][some], len(values))
 
     def _paged_decode(
         self, layer: int, number: int, splits: int = 1

@@ -48,31 +48,31 @@ def kv_gather(
     kv_slots: mx.array, keys: mx.array, values: mx.array, token: mx.array,
     spec: LayerSpec | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
-    """Read slots (any shape) from the store -> K and V (*shape, num_kv_heads, head_dim), the
-    token."""
-    slots, shape = kv_slots.reshape(-1), kv_slots.shape
+    """Read slots (N,) from the store -> K and V (num_kv_heads, N, head_dim), the token."""
+    num_keys = len(kv_slots)
     if spec and spec.bits:
         heads, k_row, v_row = spec.num_kv_heads, spec.k_row, spec.v_row
         threads, groups = grid_for(heads * max(k_row.value_words, v_row.value_words))
         k, v, token = _KV_GATHER_QUANTISED(
-            [slots, keys, values, token],
+            [kv_slots, keys, values, token],
             {"T": spec.dtype, "KV_HEADS": heads, "THREADS": threads,
              **format_template(k_row, v_row)},
-            (slots.size, groups, 1), threads,
-            [(*shape, heads, row.dim) for row in (k_row, v_row)] + [TOKEN_SHAPE],
+            (num_keys, groups, 1), threads,
+            [(heads, num_keys, row.dim) for row in (k_row, v_row)] + [TOKEN_SHAPE],
             [spec.dtype, spec.dtype, mx.float32],
         )  # fmt: skip
         return k, v, token
     _, kv_heads, k_dim = keys.shape
     v_dim = values.shape[2]
-    k_words, v_words = _words(kv_heads * k_dim, keys), _words(kv_heads * v_dim, values)
+    k_words, v_words = _words(k_dim, keys), _words(v_dim, values)
     width = math.gcd(k_words, v_words, 4)
-    threads, groups = grid_for(max(k_words, v_words) // width)
+    threads, groups = grid_for(kv_heads * max(k_words, v_words) // width)
     k, v, token = _KV_GATHER(
-        [slots, keys, values, token],
-        {"T": keys.dtype, "K_WORDS": k_words, "V_WORDS": v_words, "W": width, "THREADS": threads},
-        (slots.size, groups, 1), threads,
-        [(*shape, kv_heads, k_dim), (*shape, kv_heads, v_dim), TOKEN_SHAPE],
+        [kv_slots, keys, values, token],
+        {"T": keys.dtype, "KV_HEADS": kv_heads, "K_WORDS": k_words, "V_WORDS": v_words,
+         "W": width, "THREADS": threads},
+        (num_keys, groups, 1), threads,
+        [(kv_heads, num_keys, k_dim), (kv_heads, num_keys, v_dim), TOKEN_SHAPE],
         [keys.dtype, keys.dtype, mx.float32],
     )  # fmt: skip
     return k, v, token

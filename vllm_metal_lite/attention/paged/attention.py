@@ -368,7 +368,7 @@ class KernelStepAttention:
             k, v, self.token = kv_gather(slots, *self._kv(call.layer), self.token, spec)
             if call.q_pe is not None:  # latents and rotary keys; the values are the latents
                 k, v = mx.concatenate([k, v], axis=-1), k
-            yield from zip(parts.cut(k), parts.cut(v), strict=True)
+            yield from zip(parts.cut(k, axis=1), parts.cut(v, axis=1), strict=True)
 
     def _slot_mapping(self, layer: int) -> mx.array:
         return self.step.slot_mapping[self.store.group_of[layer]]

@@ -1,1 +1,1 @@
-"""The reference attention: calls of MLX's SDPA, on every backend."""
+"""The reference attention: calls of MLX's SDPA, or of its parts, on every backend."""

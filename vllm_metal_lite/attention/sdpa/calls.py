@@ -10,14 +10,14 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Arrays
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.plan import (
-    Group,
-    places,
-    plan_groups,
-)
+from vllm_metal_lite.attention.sdpa.plan import Group, places, plan_groups
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
+
+# Keys of a call that keeps its scores in memory: then each row of scores begins at a multiple of 32
+# bytes, and products and softmax read whole vectors.
+_KEY_GRAIN = 16
 
 
 class Indices(NamedTuple):
@@ -47,10 +47,19 @@ def on_device(array: np.ndarray | None) -> mx.array | None:
 
 
 class DeviceGroup:
-    """One SDPA call: the indices, and a lazily built mask."""
+    """One SDPA call: the indices, and lazily built masks.
 
-    def __init__(self, indices: Indices, mask: str | None, window: int | None = None) -> None:
-        self.group, self.kind, self.window = indices, mask, window
+    mask, num_visible: see Group.
+    """
+
+    def __init__(
+        self,
+        indices: Indices,
+        mask: str | None,
+        window: int | None = None,
+        num_visible: int = 0,
+    ) -> None:
+        self.group, self.kind, self.window, self.num_visible = indices, mask, window, num_visible
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -66,25 +75,32 @@ class DeviceGroup:
         return store.reshape(-1, store.shape[2])[self._head_rows[heads]]
 
     def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
-        return self.mask_array(dtype) if self.kind == "array" else self.kind
-
-    def mask_array(self, dtype: mx.Dtype) -> mx.array:
-        """Bool (B, 1, Lq, Lk); additive in the queries' dtype on CUDA, which fuses no bool mask."""
-        additive = backend.name() == "cuda"
-        key = dtype if additive else mx.bool_
+        """SDPA's.  An array is (B, 1, Lq, Lk) of bool, or, on CUDA, which fuses no bool mask,
+        additive in the queries' dtype."""
+        if self.kind != "array":
+            return self.kind
+        key = dtype if backend.name() == "cuda" else mx.bool_
         if key not in self._masks:
-            at = self.group
-            q_pos, kv_pos = at.q_pos[:, :, None], at.kv_pos[:, None, :]
-            visible = kv_pos <= q_pos
-            if self.window is not None:
-                visible = visible & (kv_pos > q_pos - self.window)
-            if at.segments is not None and at.kv_segments is not None:
-                visible = visible & (at.segments[:, :, None] == at.kv_segments[:, None, :])
-            if additive:
-                zero, hidden = mx.array(0, dtype), mx.array(-float("inf"), dtype)
-                visible = mx.where(visible, zero, hidden)
-            self._masks[key] = visible[:, None]
+            mask = self._visible(0)
+            if key != mx.bool_:
+                mask = mx.where(mask, mx.array(0, dtype), mx.array(-float("inf"), dtype))
+            self._masks[key] = mask
         return self._masks[key]
+
+    @cached_property
+    def visible(self) -> mx.array:
+        """Bool (B, 1, Lq, Lk - num_visible): whether a row sees a key behind the first."""
+        return self._visible(self.num_visible)
+
+    def _visible(self, first: int) -> mx.array:
+        at = self.group
+        q_pos, kv_pos = at.q_pos[:, :, None], at.kv_pos[:, None, first:]
+        visible = kv_pos <= q_pos
+        if self.window is not None:
+            visible = visible & (kv_pos > q_pos - self.window)
+        if at.segments is not None and at.kv_segments is not None:
+            visible = visible & (at.segments[:, :, None] == at.kv_segments[:, None, first:])
+        return visible[:, None]
 
 
 class Joined:
@@ -98,19 +114,21 @@ class Joined:
     ) -> None:
         sizes = [b * length for b, length in shapes]
         self._shapes, self._begins = shapes, begins or [0, *accumulate(sizes[:-1])]
-        self._views: dict[tuple[int, int], list[tuple]] = {}
+        self._views: dict[tuple[int, int, int], list[tuple]] = {}
 
-    def cut(self, rows: mx.array) -> list[mx.array]:
-        """rows (T, H, D), or more than T -> a view (B, H, L, D) for each call, without a copy."""
-        heads, dim = rows.shape[1:]
-        if (heads, dim) not in self._views:
-            width, views = heads * dim, []
+    def cut(self, rows: mx.array, axis: int = 0) -> list[mx.array]:
+        """rows (T, H, D), or (H, T, D) with axis 1 -> a view (B, H, L, D) for each call, without a
+        copy.  T may be more than the calls have."""
+        heads, dim = rows.shape[1 - axis], rows.shape[2]
+        of_row, of_head = (heads * dim, dim) if axis == 0 else (dim, rows.shape[1] * dim)
+        key = heads, of_row, of_head
+        if key not in self._views:
+            views = self._views[key] = []
             for (b, length), first in zip(self._shapes, self._begins, strict=True):
-                strides = (length * width, dim, width, 1)
-                views.append(((b, heads, length, dim), strides, first * width))
-            self._views[heads, dim] = views
+                strides = (length * of_row, of_head, of_row, 1)
+                views.append(((b, heads, length, dim), strides, first * of_row))
         flat = rows.reshape(-1)
-        return [mx.as_strided(flat, *view) for view in self._views[heads, dim]]
+        return [mx.as_strided(flat, *view) for view in self._views[key]]
 
 
 class SdpaCalls:
@@ -160,20 +178,22 @@ class SdpaPlan:
     def calls(
         self, window: int | None, chunk: int | None = None, unfused_heads: int = 0
     ) -> SdpaCalls:
-        """unfused_heads: see `unfused_heads` in run.py; bounds the scores of one call."""
+        """unfused_heads: see `unfused_heads` in run.py; bounds and aligns the scores of a call."""
         longest = int(self.batch.seq_lens.max())
         window = None if window is not None and window >= longest else window
         chunk = None if chunk is not None and chunk >= longest else chunk
         key = window, chunk, unfused_heads
         if key not in self._plans:
             device = profile()
-            bound = {"max_scores": device.max_scores // unfused_heads} if unfused_heads else {}
+            bound = {}
+            if unfused_heads:
+                bound = {"max_scores": device.max_scores // unfused_heads, "key_grain": _KEY_GRAIN}
             groups = plan_groups(
                 self.batch, window, chunk=chunk, tile=device.sdpa_tile,
                 call_cost=device.sdpa_call_cost, **bound,
             )  # fmt: skip
             rows, place = places(groups, self.num_rows)
-            calls = [DeviceGroup(Indices.of(g), g.mask, window) for g in groups]
+            calls = [DeviceGroup(Indices.of(g), g.mask, window, g.num_visible) for g in groups]
             self._plans[key] = SdpaCalls(calls, on_device(rows), on_device(place), groups)
         return self._plans[key]
 

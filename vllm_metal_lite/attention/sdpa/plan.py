@@ -37,8 +37,9 @@ class Group:
     q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, in order.
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
     "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
-    segments of rows and keys).  run: the segment and the first position of the keys, if they are
-    keys of one segment in a row.
+    segments of rows and keys).  num_visible: keys at the start that every row sees, or 0 if these
+    are fewer than half.
+    run: the segment and the first position of the keys, if they are keys of one segment in a row.
     """
 
     q_rows: np.ndarray | None
@@ -46,6 +47,7 @@ class Group:
     q_pos: np.ndarray
     kv_pos: np.ndarray
     mask: str | None
+    num_visible: int = 0
     segments: np.ndarray | None = None
     kv_segments: np.ndarray | None = None
     run: tuple[int, int] | None = None
@@ -81,6 +83,7 @@ def plan_groups(
     tile: int,
     call_cost: int,
     max_scores: int = _ANY_NUMBER,
+    key_grain: int = 1,
 ) -> list[Group]:
     """Cut a step into SDPA calls that together cover every row of the batch once, in the order of
     their first rows.
@@ -89,6 +92,7 @@ def plan_groups(
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
     max_scores: of one head, the most in one call, for an SDPA that keeps them all in memory.  A
     tile has at least _LEAST_TILE rows.
+    key_grain: keys of a padded batch are padded to a multiple of it.
     """
     if chunk is not None:
         batch = split_at_chunks(batch, chunk)
@@ -111,7 +115,7 @@ def plan_groups(
         if len(segments):
             tiles = _tiles(batch, segments, window, chunk, tile, max_scores)
             _, batches = _group_by_shape(tiles, call_cost, max_scores)
-            groups += [_padded(batch, tiles[i], window) for i in batches]
+            groups += [_padded(batch, tiles[i], window, key_grain=key_grain) for i in batches]
     return sorted(groups, key=_first_row)
 
 
@@ -213,31 +217,38 @@ def _group_by_shape(
 
 
 def _padded(
-    batch: ForwardBatch, tiles: Tiles, window: int | None, q_len: int = 0, kv_len: int = 0
+    batch: ForwardBatch,
+    tiles: Tiles,
+    window: int | None,
+    q_len: int = 0,
+    kv_len: int = 0,
+    key_grain: int = 1,
 ) -> Group:
     """Tiles as a batch, padded to the longest, at least to q_len rows and kv_len keys."""
     q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
     row = np.minimum(np.arange(max(q_lens.max(), q_len)), q_lens[:, None] - 1)
     q_rows = tiles.row[:, None] + row
-    key = np.arange(max(kv_lens.max(), kv_len))
+    key = np.arange(-(-max(kv_lens.max(), kv_len) // key_grain) * key_grain)
     real = key < kv_lens[:, None]
     position = np.where(real, tiles.kv_start[:, None] + key, tiles.kv_start[:, None])
     bs = batch.block_size
     blocks = batch.block_tables[tiles.segment[:, None], position // bs]
     in_window = window is None or bool((tiles.kv_end <= window).all())
-    uniform = (q_lens == q_lens[0]).all() and (kv_lens == kv_lens[0]).all()
+    uniform = (q_lens == q_lens[0]).all() and (kv_lens == len(key)).all()
     if uniform and q_lens[0] == 1:
         mask = None
     elif in_window and (uniform or (q_lens == kv_lens).all()):
         mask = "causal"
     else:
         mask = "array"
+    num_visible = int((kv_lens - q_lens).min()) + 1 if in_window else 0
     return Group(
         q_rows=q_rows.astype(np.int32),
         kv_slots=(blocks * bs + position % bs).astype(np.int32),
         q_pos=batch.positions[q_rows],
         kv_pos=np.where(real, position, NEVER).astype(np.int32),
         mask=mask,
+        num_visible=num_visible if 2 * num_visible >= len(key) else 0,
         run=(int(tiles.segment[0]), int(tiles.kv_start[0])) if len(tiles) == 1 else None,
     )
 
@@ -249,7 +260,7 @@ def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
     segments = np.repeat(pack, cu[pack + 1] - cu[pack]).astype(np.int32)[None]
     positions = batch.positions[rows]
     slots = batch.slot_mapping[rows]
-    return Group(rows, slots, positions, positions, "array", segments, segments)
+    return Group(rows, slots, positions, positions, "array", 0, segments, segments)
 
 
 def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -326,5 +337,5 @@ def in_one_call(
     rows = np.repeat(np.arange(len(q_lens), dtype=np.int32), q_lens)[last]
     kv_slots, kv_pos, kv_segments = keys[:, None]
     return Group(
-        None, kv_slots, batch.positions[last][None], kv_pos, "array", rows[None], kv_segments
+        None, kv_slots, batch.positions[last][None], kv_pos, "array", 0, rows[None], kv_segments
     )

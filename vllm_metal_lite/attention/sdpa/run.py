@@ -1,9 +1,13 @@
-"""Runs a step's SDPA calls on the keys and values gathered for each call."""
+"""Runs a step's SDPA calls on the keys and values gathered for each call.
+
+MLX's own SDPA computes a call that it fuses.  `_unfused` computes the others by MLX's products and
+softmax, as MLX would, with less memory traffic.
+"""
 
 from collections.abc import Callable, Iterable
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa.calls import SdpaCalls
+from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls
 from vllm_metal_lite.backend import mx
 
 # Bound at import: the seam replaces the public name while a forward is built.
@@ -47,41 +51,50 @@ def run_calls(
     outputs = []
     parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
     for group, queries, (k, v) in zip(calls.groups, parts, gathered, strict=True):
-        if softcap is None:
-            out = _sdpa(queries, k, v, scale=scale, mask=group.mask(q.dtype), sinks=sinks)
+        if unfused_heads(q, softcap):
+            out = _unfused(queries, k, v, group, scale, softcap, sinks)
         else:
-            out = _softcapped(queries, k, v, scale, softcap, group.mask_array(q.dtype), sinks)
+            out = _sdpa(queries, k, v, scale=scale, mask=group.mask(q.dtype), sinks=sinks)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return out if calls.place is None else take(out, calls.place)
 
 
-def _softcapped(
+def _unfused(
     q: mx.array,
     k: mx.array,
     v: mx.array,
+    group: DeviceGroup,
     scale: float,
-    softcap: float,
-    mask: mx.array,
+    softcap: float | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attention with capped scores, which MLX's SDPA lacks; shapes are SDPA's."""
-    b, heads, rows, _ = q.shape
-    kv_heads = k.shape[1]
-    q = q.reshape(b, kv_heads, heads // kv_heads, rows, -1)
-    scores = (q * scale) @ k[:, :, None].swapaxes(-1, -2)
-    scores = softcap * mx.tanh(scores / softcap)
-    mask = mask[:, :, None]
-    if mask.dtype == mx.bool_:
-        scores = mx.where(mask, scores, mx.array(-float("inf"), scores.dtype))
-    else:
-        scores = scores + mask
+    """Attention that keeps its scores in memory; shapes are SDPA's.
+
+    Unlike in MLX's fallback, one product serves all heads that share a KV head, and only the keys
+    that some row does not see are masked.
+    """
+    b, heads, rows, dim = q.shape
+    shared = b, k.shape[1], -1
+    q = (q * scale).reshape(*shared, dim)
+
+    def scores_of(k: mx.array) -> mx.array:
+        scores = (q @ k.swapaxes(-1, -2)).reshape(b, heads, rows, -1)
+        return scores if softcap is None else softcap * mx.tanh(scores / softcap)
+
+    def masked(scores: mx.array) -> mx.array:
+        return mx.where(group.visible, scores, mx.array(-float("inf"), scores.dtype))
+
+    scores, first = scores_of(k), group.num_visible
+    if first == 0:
+        scores = masked(scores)
+    elif first < k.shape[2]:
+        # Computed again, as MLX writes in place only what no view was taken of.
+        scores[..., first:] = masked(scores_of(k[:, :, first:]))
     if sinks is not None:
-        column = mx.broadcast_to(
-            sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1), (*scores.shape[:-1], 1)
-        )
+        column = mx.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (b, heads, rows, 1))
         scores = mx.concatenate([column, scores], axis=-1)
     weights = mx.softmax(scores, axis=-1, precise=True)
     if sinks is not None:
         weights = weights[..., 1:]
-    return (weights @ v[:, :, None]).reshape(b, heads, rows, -1)
+    return (weights.reshape(*shared, k.shape[2]) @ v).reshape(b, heads, rows, -1)
