@@ -65,17 +65,19 @@ whole = st.tuples(st.just(0), st.integers(1, 24))
     st.sampled_from([1, 3, 8, 1 << 30]),
     st.sampled_from([0, 30, 500, 1 << 20]),
     st.sampled_from([1, 100, 1 << 40]),
+    st.sampled_from([1, 16]),
 )
 @settings(max_examples=400)
 def test_every_row_sees_exactly_what_the_definition_says(
-    segments, window, chunk, tile, call_cost, max_scores
+    segments, window, chunk, tile, call_cost, max_scores, key_grain
 ):
     batch = make_batch(segments)
     if window is not None and window >= int(batch.seq_lens.max()):
         window = None  # as SdpaPlan.calls does
     groups = plan_groups(
-        batch, window, chunk=chunk, tile=tile, call_cost=call_cost, max_scores=max_scores
-    )
+        batch, window, chunk=chunk, tile=tile, call_cost=call_cost, max_scores=max_scores,
+        key_grain=key_grain,
+    )  # fmt: skip
     seen = seen_pairs(groups, window)
     expected = expected_pairs(batch, window, chunk)
     assert {r: sorted(s) for r, s in seen.items()} == {r: sorted(s) for r, s in expected.items()}
@@ -86,6 +88,8 @@ def test_every_row_sees_exactly_what_the_definition_says(
         assert (np.diff(g.q_rows, axis=1) >= 0).all()
         assert g.q_rows.shape[1] <= max(tile, 1) or g.segments is not None
         assert (g.kv_pos[:, 0] < NEVER).all()
+        assert visible(g, window)[:, :, : g.num_visible].all()
+        assert g.kv_pos.shape[1] % key_grain == 0 or g.segments is not None
 
 
 @given(
@@ -268,19 +272,26 @@ def test_the_scores_of_a_call_are_bounded(segments, window, max_scores):
     st.sampled_from([0, 30, 1 << 20]),
     st.sampled_from([1, 100, 1 << 40]),
     st.sampled_from([1, 40, 1 << 17]),
+    st.sampled_from([1, 16]),
 )
 @settings(max_examples=200)
 def test_every_call_finds_its_keys_in_a_gather_of_bounded_size(
-    segments, window, tile, call_cost, max_scores, cap
+    segments, window, tile, call_cost, max_scores, cap, key_grain
 ):
     batch = make_batch(segments)
-    groups = plan_groups(batch, window, tile=tile, call_cost=call_cost, max_scores=max_scores)
+    groups = plan_groups(
+        batch, window, tile=tile, call_cost=call_cost, max_scores=max_scores, key_grain=key_grain
+    )
     gathers, calls = joint_gathers(groups, cap), iter(groups)
+    read = np.concatenate([g.kv_slots.ravel() for g in groups])
     for gather in gathers:
         of_gather = [next(calls) for _ in gather.begins]
         for call, begin in zip(of_gather, gather.begins, strict=True):
-            slots = call.kv_slots.ravel()
-            assert gather.slots[begin : begin + len(slots)].tolist() == slots.tolist()
+            slots, real = call.kv_slots.ravel(), call.kv_pos.ravel() < NEVER
+            gathered = gather.slots[begin : begin + len(slots)]
+            assert gathered[real].tolist() == slots[real].tolist()
+            assert len(gathered) == len(slots)
+            assert np.isin(gathered, read).all(), "padding is a key that some call reads"
         alone = len(of_gather) == 1 or len({call.run and call.run[0] for call in of_gather}) == 1
         assert len(gather.slots) <= cap or alone
     assert next(calls, None) is None

@@ -51,6 +51,7 @@ def _runs(groups: list[Group]) -> dict[int, tuple[int, np.ndarray]]:
         first = min(start for start, _ in parts)
         # Any key of the segment serves where no run has one.
         slots = np.full(max(s + len(p) for s, p in parts) - first, parts[0][1][0])
+        # In the order of their rows, so that keys overwrite the padding of the tile before.
         for start, part in parts:
             slots[start - first : start - first + len(part)] = part
         found[segment] = first, slots

@@ -235,9 +235,10 @@ def _padded(
     blocks = batch.block_tables[tiles.segment[:, None], position // bs]
     in_window = window is None or bool((tiles.kv_end <= window).all())
     uniform = (q_lens == q_lens[0]).all() and (kv_lens == len(key)).all()
+    square = (q_lens == kv_lens).all() and row.shape[1] == len(key)
     if uniform and q_lens[0] == 1:
         mask = None
-    elif in_window and (uniform or (q_lens == kv_lens).all()):
+    elif in_window and (uniform or square):
         mask = "causal"
     else:
         mask = "array"
