@@ -1,10 +1,12 @@
 """What the package does to MLX before its first import."""
 
+import platform
 import sys
 
 import pytest
 
 from vllm_metal_lite import backend, envs
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ConfigError
 
 NAME = "MLX_MAX_MB_PER_BUFFER"
@@ -69,3 +71,28 @@ def test_another_device_is_an_error_with_what_is_possible(monkeypatch):
     monkeypatch.setenv("METAL_LITE_DEVICE", "metal")
     with pytest.raises(ConfigError, match="one of auto, cpu, cuda, gpu, got 'metal'"):
         envs.device()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "macos", "expected"),
+    [
+        ("applegpu_g17s", "26.2", True),
+        ("applegpu_g17p", "26.2", False),  # of a phone
+        ("applegpu_g18p", "27.0.1", True),
+        ("applegpu_g16c", "26.2", False),
+        ("applegpu_g17s", "26.1", False),
+        ("applegpu_g17s", "", False),
+        ("", "26.2", False),
+    ],
+)
+def test_neural_accelerators_need_the_gpu_and_the_system(
+    monkeypatch, architecture, macos, expected
+):
+    monkeypatch.setattr(backend, "name", lambda: "metal")
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+    monkeypatch.setattr(platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
+    assert backend.has_neural_accelerators.__wrapped__() is expected
+
+
+def test_other_backends_have_no_neural_accelerators():
+    assert backend.name() == "metal" or not backend.has_neural_accelerators()

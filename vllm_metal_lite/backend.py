@@ -6,6 +6,8 @@ replaces it (about 25 times faster in float32), but must be loaded with global s
 
 import ctypes
 import os
+import platform
+import re
 import sys
 from contextlib import suppress
 from functools import cache
@@ -85,6 +87,20 @@ def name() -> str:
 
 def is_cpu() -> bool:
     return name() == "cpu"
+
+
+@cache
+def has_neural_accelerators() -> bool:
+    """Whether MLX uses the matrix units of Apple's GPUs: on an M5 or later, from macOS 26.2.
+
+    MLX does not say; this is its own rule (is_nax_available in mlx/backend/metal/device.cpp).
+    """
+    if name() != "metal":
+        return False
+    family = re.search(r"(\d\d)([a-z])$", str(mx.device_info()["architecture"]))
+    macos = [int(part) for part in platform.mac_ver()[0].split(".") if part.isdecimal()]
+    newest = family is not None and int(family[1]) >= (18 if family[2] == "p" else 17)
+    return newest and macos >= [26, 2]
 
 
 def describe() -> str:

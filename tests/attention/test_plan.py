@@ -66,17 +66,18 @@ whole = st.tuples(st.just(0), st.integers(1, 24))
     st.sampled_from([0, 30, 500, 1 << 20]),
     st.sampled_from([1, 100, 1 << 40]),
     st.sampled_from([1, 16]),
+    st.sampled_from([12, 1 << 40]),
 )
 @settings(max_examples=400)
 def test_every_row_sees_exactly_what_the_definition_says(
-    segments, window, chunk, tile, call_cost, max_scores, key_grain
+    segments, window, chunk, tile, call_cost, max_scores, key_grain, fused_rows
 ):
     batch = make_batch(segments)
     if window is not None and window >= int(batch.seq_lens.max()):
         window = None  # as SdpaPlan.calls does
     groups = plan_groups(
         batch, window, chunk=chunk, tile=tile, call_cost=call_cost, max_scores=max_scores,
-        key_grain=key_grain,
+        key_grain=key_grain, fused_rows=fused_rows,
     )  # fmt: skip
     seen = seen_pairs(groups, window)
     expected = expected_pairs(batch, window, chunk)
@@ -89,7 +90,8 @@ def test_every_row_sees_exactly_what_the_definition_says(
         assert g.q_rows.shape[1] <= max(tile, 1) or g.segments is not None
         assert (g.kv_pos[:, 0] < NEVER).all()
         assert visible(g, window)[:, :, : g.num_visible].all()
-        assert g.kv_pos.shape[1] % key_grain == 0 or g.segments is not None
+        whole = window is None and g.q_rows.shape[1] >= fused_rows
+        assert g.kv_pos.shape[1] % key_grain == 0 or g.segments is not None or whole
 
 
 @given(

@@ -21,7 +21,8 @@ from tests.support.attention_cases import (
 )
 from tests.support.device import change_device
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa.calls import DeviceGroup
+from vllm_metal_lite.attention.sdpa import run
+from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, Unfused
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -71,7 +72,7 @@ def test_every_backend_cuts_the_step_its_own_way_to_the_same_result(monkeypatch,
     monkeypatch.setattr(backend, "name", lambda: where)
     if where == "cpu":
         change_device(monkeypatch, sdpa_tile=8)
-    check(Case(RAGGED), padding=3, window=window)
+    check(Case(RAGGED, dim=64), padding=3, window=window)
     check(Case(RAGGED, sinks=True), window=window, softcap=3.0)
 
 
@@ -117,7 +118,7 @@ def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
 def unfused_call(segment: tuple[int, int], window: int | None = None) -> DeviceGroup:
     case = Case([segment])
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    (group,) = step.plan.sdpa[0].calls(window, unfused_heads=4).groups
+    (group,) = step.plan.sdpa[0].calls(window, unfused=Unfused(heads=4)).groups
     return group
 
 
@@ -132,6 +133,37 @@ def test_all_keys_are_masked_where_the_rows_share_few():
     assert unfused_call((40, 5), window=7).num_visible == 0
     assert unfused_call((5, 5)).num_visible == 0
     assert unfused_call((0, 30)).num_visible == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "dims"), [("metal", [64, 128]), ("cuda", [32, 64, 120, 128]), ("cpu", [])]
+)
+def test_calls_that_mlx_does_not_fuse_are_bounded(monkeypatch, where, dims):
+    monkeypatch.setattr(backend, "name", lambda: where)
+    monkeypatch.setattr(backend, "has_neural_accelerators", lambda: False)
+    queries = [mx.zeros((3, 4, dim)) for dim in (32, 64, 120, 128, 192, 256)]
+    assert [q.shape[2] for q in queries if run.unfused(q, None) is None] == dims
+    assert all(run.unfused(q, 30.0) == Unfused(4) for q in queries)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_neural_accelerators_fuse_long_causal_calls_of_large_heads(monkeypatch, accelerated):
+    """MLX's SDPA gets the segment of 1,024 rows whole; a shorter one and a window are not fused."""
+    monkeypatch.setattr(backend, "name", lambda: "metal")
+    monkeypatch.setattr(backend, "has_neural_accelerators", lambda: accelerated)
+    change_device(monkeypatch, max_scores=1 << 18)
+    fused = []
+
+    def noting(q, *args, **kwargs):
+        fused.append((q.shape[2], kwargs["mask"]))
+        return mx.fast.scaled_dot_product_attention(q, *args, **kwargs)
+
+    monkeypatch.setattr(run, "_sdpa", noting)
+    case = Case([(3, 1024), (40, 200)], heads=2, kv_heads=1, dim=256)
+    check(case)
+    assert fused == ([(1024, "causal")] if accelerated else [])
+    check(case, window=300)
+    assert len(fused) == accelerated
 
 
 def test_masking_the_last_keys_copies_no_scores():

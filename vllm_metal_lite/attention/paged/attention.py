@@ -17,7 +17,7 @@ from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix, PrefixSe
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_step
 from vllm_metal_lite.attention.paged.prompts import SdpaPrompts, VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls
-from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows, unfused_heads
+from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows, unfused
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -350,7 +350,7 @@ class KernelStepAttention:
         if call.q_pe is not None:
             q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
         calls = prompts.sdpa[self.store.group_of[call.layer]].calls(
-            call.window, unfused_heads=unfused_heads(q, call.softcap)
+            call.window, unfused=unfused(q, call.softcap)
         )
         return run_calls(
             calls,

@@ -17,6 +17,7 @@ from vllm_metal_lite.attention.sdpa.calls import (
     Indices,
     SdpaCalls,
     SdpaPlan,
+    Unfused,
     on_device,
 )
 from vllm_metal_lite.attention.sdpa.plan import (
@@ -107,7 +108,7 @@ class OneCall:
         return OneCall(Indices(*indices), place)
 
     def calls(
-        self, window: int | None, chunk: int | None = None, unfused_heads: int = 0
+        self, window: int | None, chunk: int | None = None, unfused: Unfused | None = None
     ) -> SdpaCalls:
         """`small_mask` bounds the scores, whatever the heads."""
         if window not in self._calls:

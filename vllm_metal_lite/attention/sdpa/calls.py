@@ -10,7 +10,7 @@ import numpy as np
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Arrays
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.plan import Group, places, plan_groups
+from vllm_metal_lite.attention.sdpa.plan import NEVER, Group, places, plan_groups
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
@@ -18,6 +18,16 @@ from vllm_metal_lite.devices import profile
 # Keys of a call that keeps its scores in memory: then each row of scores begins at a multiple of 32
 # bytes, and products and softmax read whole vectors.
 _KEY_GRAIN = 16
+
+
+class Unfused(NamedTuple):
+    """Says of a layer that MLX's SDPA does not fuse its calls: their scores lie in memory.
+
+    heads: query heads.  fused_rows: a call under "causal" of so many rows or more is fused.
+    """
+
+    heads: int
+    fused_rows: int = NEVER
 
 
 class Indices(NamedTuple):
@@ -176,21 +186,25 @@ class SdpaPlan:
         self._plans: dict[tuple, SdpaCalls] = {}
 
     def calls(
-        self, window: int | None, chunk: int | None = None, unfused_heads: int = 0
+        self, window: int | None, chunk: int | None = None, unfused: Unfused | None = None
     ) -> SdpaCalls:
-        """unfused_heads: see `unfused_heads` in run.py; bounds and aligns the scores of a call."""
+        """unfused: see `unfused` in run.py; bounds and aligns the scores of a call."""
         longest = int(self.batch.seq_lens.max())
         window = None if window is not None and window >= longest else window
         chunk = None if chunk is not None and chunk >= longest else chunk
-        key = window, chunk, unfused_heads
+        key = window, chunk, unfused
         if key not in self._plans:
             device = profile()
-            bound = {}
-            if unfused_heads:
-                bound = {"max_scores": device.max_scores // unfused_heads, "key_grain": _KEY_GRAIN}
+            scores = {}
+            if unfused is not None:
+                scores = {
+                    "max_scores": device.max_scores // unfused.heads,
+                    "key_grain": _KEY_GRAIN,
+                    "fused_rows": unfused.fused_rows,
+                }
             groups = plan_groups(
                 self.batch, window, chunk=chunk, tile=device.sdpa_tile,
-                call_cost=device.sdpa_call_cost, **bound,
+                call_cost=device.sdpa_call_cost, **scores,
             )  # fmt: skip
             rows, place = places(groups, self.num_rows)
             calls = [DeviceGroup(Indices.of(g), g.mask, window, g.num_visible) for g in groups]

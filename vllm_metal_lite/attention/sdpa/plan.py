@@ -84,6 +84,7 @@ def plan_groups(
     call_cost: int,
     max_scores: int = _ANY_NUMBER,
     key_grain: int = 1,
+    fused_rows: int = _ANY_NUMBER,
 ) -> list[Group]:
     """Cut a step into SDPA calls that together cover every row of the batch once, in the order of
     their first rows.
@@ -93,6 +94,7 @@ def plan_groups(
     max_scores: of one head, the most in one call, for an SDPA that keeps them all in memory.  A
     tile has at least _LEAST_TILE rows.
     key_grain: keys of a padded batch are padded to a multiple of it.
+    fused_rows: segments without a window of at least so many rows are exempt from both.
     """
     if chunk is not None:
         batch = split_at_chunks(batch, chunk)
@@ -113,9 +115,13 @@ def plan_groups(
         loose.append(pack)
     for segments in (*([np.concatenate(loose)] if loose else []), np.flatnonzero(~complete)):
         if len(segments):
-            tiles = _tiles(batch, segments, window, chunk, tile, max_scores)
+            tiles = _tiles(batch, segments, window, chunk, tile, max_scores, fused_rows)
             _, batches = _group_by_shape(tiles, call_cost, max_scores)
-            groups += [_padded(batch, tiles[i], window, key_grain=key_grain) for i in batches]
+            for i in batches:
+                exempt = window is None and tiles.q_len[i].min() >= fused_rows
+                groups.append(
+                    _padded(batch, tiles[i], window, key_grain=1 if exempt else key_grain)
+                )
     return sorted(groups, key=_first_row)
 
 
@@ -162,6 +168,7 @@ def _tiles(
     chunk: int | None,
     tile: int,
     max_scores: int = _ANY_NUMBER,
+    fused_rows: int = _ANY_NUMBER,
 ) -> Tiles:
     start = batch.cu_seqlens_q[segments]
     q_len = batch.cu_seqlens_q[segments + 1] - start
@@ -169,6 +176,8 @@ def _tiles(
     if window is not None:
         most_keys = np.minimum(most_keys, q_len - 1 + window)
     of_segment = max_scores // most_keys // _LEAST_TILE * _LEAST_TILE
+    if window is None:
+        of_segment = np.where(q_len >= fused_rows, q_len, of_segment)
     of_segment = np.minimum(np.maximum(of_segment, _LEAST_TILE), tile)
     count = -(-q_len // of_segment)
     index = np.repeat(np.arange(len(segments)), count)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from vllm_metal_lite.attention.base import Arrays, Step, make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
-from vllm_metal_lite.attention.sdpa.run import run_calls, unfused_heads
+from vllm_metal_lite.attention.sdpa.run import run_calls, unfused
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
@@ -81,9 +81,7 @@ class ReferenceStepAttention:
     ) -> mx.array:
         if q_pe is not None:
             q = mx.concatenate([q, q_pe], axis=-1)
-        calls = self.plan.sdpa[self.store.group_of[layer]].calls(
-            window, chunk, unfused_heads(q, softcap)
-        )
+        calls = self.plan.sdpa[self.store.group_of[layer]].calls(window, chunk, unfused(q, softcap))
         gathered = self._gather(layer, calls, q_pe is not None)
         return run_calls(calls, q, gathered, scale=scale, softcap=softcap, sinks=sinks)
 

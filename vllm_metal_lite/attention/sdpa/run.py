@@ -1,19 +1,22 @@
 """Runs a step's SDPA calls on the keys and values gathered for each call.
 
-MLX's own SDPA computes a call that it fuses.  `_unfused` computes the others by MLX's products and
-softmax, as MLX would, with less memory traffic.
+MLX's own SDPA computes a call that it fuses.  `_by_products` computes the others by MLX's products
+and softmax, as MLX would, with less memory traffic.
 """
 
 from collections.abc import Callable, Iterable
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls
+from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, Unfused
 from vllm_metal_lite.backend import mx
 
 # Bound at import: the seam replaces the public name while a forward is built.
 _sdpa = mx.fast.scaled_dot_product_attention
 
-_MOST_FUSED_DIM = 128
+# Head dimensions that MLX fuses for prompts: on Metal these, on CUDA all up to the most.
+_FUSED_DIMS, _MOST_FUSED_DIM = (64, 72, 80, 96, 128), 128
+# With neural accelerators MLX fuses larger heads, too, under "causal" with so many rows.
+_ACCELERATED_DIM, _ACCELERATED_ROWS = 256, 1024
 
 # Rows (N, ...) and an index of any shape -> those rows.
 Take = Callable[[mx.array, mx.array], mx.array]
@@ -23,14 +26,19 @@ def take_rows(rows: mx.array, index: mx.array) -> mx.array:
     return rows[index]
 
 
-def unfused_heads(q: mx.array, softcap: float | None) -> int:
-    """Heads of q (N, H, D) if a call of SDPA keeps the scores of all of them in memory, else 0.
+def unfused(q: mx.array, softcap: float | None) -> Unfused | None:
+    """None if MLX fuses the calls of a layer with queries q (N, H, D).
 
-    MLX's fused SDPA for prompts has heads of up to 128 on Metal and CUDA, and none on a CPU.
+    Source: `has_fused_kernel` and `use_fallback` in MLX's scaled_dot_product_attention.cpp.
     """
     _, heads, dim = q.shape
-    fused = softcap is None and dim <= _MOST_FUSED_DIM and not backend.is_cpu()
-    return 0 if fused else heads
+    if softcap is not None or backend.is_cpu():
+        return Unfused(heads)
+    if dim in _FUSED_DIMS or (dim <= _MOST_FUSED_DIM and backend.name() == "cuda"):
+        return None
+    if dim == _ACCELERATED_DIM and backend.has_neural_accelerators():
+        return Unfused(heads, _ACCELERATED_ROWS)
+    return Unfused(heads)
 
 
 def run_calls(
@@ -50,17 +58,18 @@ def run_calls(
     """
     outputs = []
     parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
+    how = unfused(q, softcap)
     for group, queries, (k, v) in zip(calls.groups, parts, gathered, strict=True):
-        if unfused_heads(q, softcap):
-            out = _unfused(queries, k, v, group, scale, softcap, sinks)
-        else:
+        if how is None or (group.kind == "causal" and queries.shape[2] >= how.fused_rows):
             out = _sdpa(queries, k, v, scale=scale, mask=group.mask(q.dtype), sinks=sinks)
+        else:
+            out = _by_products(queries, k, v, group, scale, softcap, sinks)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return out if calls.place is None else take(out, calls.place)
 
 
-def _unfused(
+def _by_products(
     q: mx.array,
     k: mx.array,
     v: mx.array,
