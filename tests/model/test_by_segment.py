@@ -72,7 +72,7 @@ def test_metrics_say_it_too():
 
 @pytest.mark.parametrize("option", ["auto", "reference"])
 @pytest.mark.parametrize(
-    ("where", "what"), [(run, "_sdpa"), (mx, "eval")], ids=["call", "evaluation"]
+    ("where", "what"), [(run, "_by_products"), (mx, "eval")], ids=["call", "evaluation"]
 )
 def test_why_a_model_that_could_be_packed_is_not_is_said(monkeypatch, caplog, option, where, what):
     """As if a backend lacked what only packed attention needs: MLX raises, and so does sqrt."""
