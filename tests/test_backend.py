@@ -80,7 +80,9 @@ def test_another_device_is_an_error_with_what_is_possible(monkeypatch):
         ("applegpu_g17p", "26.2", False),  # of a phone
         ("applegpu_g18p", "27.0.1", True),
         ("applegpu_g16c", "26.2", False),
+        ("applegpu_g17s", "16.2", True),  # as told to a Python built for an older system
         ("applegpu_g17s", "26.1", False),
+        ("applegpu_g17s", "15.7", False),
         ("applegpu_g17s", "", False),
         ("", "26.2", False),
     ],

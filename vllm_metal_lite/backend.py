@@ -93,12 +93,14 @@ def is_cpu() -> bool:
 def has_neural_accelerators() -> bool:
     """Whether MLX uses the matrix units of Apple's GPUs: on an M5 or later, from macOS 26.2.
 
-    MLX does not say; this is its own rule (is_nax_available in mlx/backend/metal/device.cpp).
+    MLX does not say; this follows its rule (is_nax_available in mlx/backend/metal/device.cpp).
     """
     if name() != "metal":
         return False
     family = re.search(r"(\d\d)([a-z])$", str(mx.device_info()["architecture"]))
     macos = [int(part) for part in platform.mac_ver()[0].split(".") if part.isdecimal()]
+    if macos[:1] == [16]:  # what a Python built for an older macOS is told
+        macos[0] = 26
     newest = family is not None and int(family[1]) >= (18 if family[2] == "p" else 17)
     return newest and macos >= [26, 2]
 

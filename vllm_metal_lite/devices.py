@@ -63,7 +63,7 @@ class DeviceProfile:
     key_cost: the time to copy one key out of the store, in scores computed.
     max_gathered_keys: keys, the most that one call gathers, so that its copy of K and V stays small
         beside the store.
-    max_scores: of all heads, the most that one call of an unfused SDPA keeps in memory.
+    max_scores: of all heads, the most that one call keeps in memory if MLX does not fuse it.
 
     Steps:
     row_grains: (rows, grain) pairs: a step of up to `rows` rows is padded to a multiple of `grain`;
@@ -140,7 +140,7 @@ METAL = DeviceProfile(
     sdpa_call_cost=1 << 21,  # guessed
     key_cost=64,  # guessed
     max_gathered_keys=1 << 17,  # guessed
-    max_scores=1 << 26,  # guessed: 128 MiB in 16 bits
+    max_scores=1 << 26,  # guessed: 128 MiB in 16 bits, and up to three times that for sinks
     row_grains=((64, 0), (512, 64), (_ANY, 256)),  # guessed: MLX reuses buffers only of like size
     memory_fraction=0.9,  # guessed
     profile_rows=_ANY,
@@ -179,7 +179,7 @@ CUDA = DeviceProfile(
     row_grains=((64, 0), (512, 64), (_ANY, 256)),  # guessed: MLX reuses buffers only of like size
     memory_fraction=0.6,  # CUDA takes 30 GB more; on a full GPU steps were seen to stall
     profile_rows=_ANY,
-    profile_context=1 << 14,  # a chunk of 2,048 rows of 16 heads reaches max_scores there
+    profile_context=1 << 14,  # guessed: a chunk of 2,048 rows of 16 heads reaches max_scores there
 )
 
 # Kernels run on a CPU only in tests, where speed does not matter.  Their numbers are a GPU's, or
@@ -211,7 +211,7 @@ CPU = DeviceProfile(
     sdpa_call_cost=1 << 13,  # measured on 2 cores
     key_cost=64,  # measured on 2 cores: 1.3 us a key, 13 ns a score
     max_gathered_keys=1 << 17,  # guessed
-    max_scores=1 << 26,  # guessed: 128 MiB in 16 bits
+    max_scores=1 << 26,  # guessed: 128 MiB in 16 bits, and up to three times that for sinks
     row_grains=((_ANY, 1),),  # padded rows cost as much as real rows; buffers are free
     memory_fraction=0.4,  # guessed: the limit is all memory, which other processes share
     profile_rows=64,  # a full step takes seconds; scaling up a part is conservative

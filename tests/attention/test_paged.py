@@ -13,8 +13,10 @@ from tests.support.attention_cases import RAGGED, Case, check
 from tests.support.declared_order import Launches, recording
 from tests.support.device import change_device
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from vllm_metal_lite.attention.paged import attention as paged_attention
 from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention, KernelStepAttention
+from vllm_metal_lite.attention.sdpa import run as sdpa_run
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
@@ -51,6 +53,18 @@ class KernelCase(Case):
 @pytest.mark.parametrize("segments", [RAGGED, RAGGED[:3], RAGGED[3:]], ids=len)
 def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
     check(KernelCase(segments, prefill=prefill, sinks=True), padding=3, **how)
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 11}], ids=str)
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("small_rows", [1, 768], ids=["calls", "one call"])
+def test_prompts_by_the_calls_that_a_gpu_fuses(monkeypatch, how, bits, small_rows):
+    """MLX's SDPA takes the gathered keys as they lie; on a CPU no call is given to it."""
+    for module in (paged_attention, sdpa_run):
+        monkeypatch.setattr(module, "unfused", lambda *_: None)
+    change_device(monkeypatch, small_rows=small_rows)
+    case = KernelCase(RAGGED, prefill="gather", sinks=True, dim=64, bits=bits)
+    check(case, padding=3, **how)
 
 
 def test_a_large_step_is_cut_into_calls(monkeypatch):

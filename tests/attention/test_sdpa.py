@@ -138,17 +138,19 @@ def test_all_keys_are_masked_where_the_rows_share_few():
 @pytest.mark.parametrize(
     ("where", "dims"), [("metal", [64, 128]), ("cuda", [32, 64, 120, 128]), ("cpu", [])]
 )
-def test_calls_that_mlx_does_not_fuse_are_bounded(monkeypatch, where, dims):
+def test_which_heads_mlx_fuses(monkeypatch, where, dims):
     monkeypatch.setattr(backend, "name", lambda: where)
     monkeypatch.setattr(backend, "has_neural_accelerators", lambda: False)
-    queries = [mx.zeros((3, 4, dim)) for dim in (32, 64, 120, 128, 192, 256)]
-    assert [q.shape[2] for q in queries if run.unfused(q, None) is None] == dims
-    assert all(run.unfused(q, 30.0) == Unfused(4) for q in queries)
+    tried = (32, 64, 120, 128, 192, 256)
+    assert [dim for dim in tried if run.unfused(4, dim, None) is None] == dims
+    assert all(run.unfused(4, dim, 30.0) == Unfused(4) for dim in tried)
+    few = run.unfused(4, 256, None)
+    assert [few.fuses(rows, "array") for rows in (1, 8, 9)] == [where != "cpu"] * 2 + [False]
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_neural_accelerators_fuse_long_causal_calls_of_large_heads(monkeypatch, accelerated):
-    """MLX's SDPA gets the segment of 1,024 rows whole; a shorter one and a window are not fused."""
+    """MLX's SDPA gets the segments of 1,024 rows whole; others and a window are not fused."""
     monkeypatch.setattr(backend, "name", lambda: "metal")
     monkeypatch.setattr(backend, "has_neural_accelerators", lambda: accelerated)
     change_device(monkeypatch, max_scores=1 << 18)
@@ -159,11 +161,11 @@ def test_neural_accelerators_fuse_long_causal_calls_of_large_heads(monkeypatch, 
         return mx.fast.scaled_dot_product_attention(q, *args, **kwargs)
 
     monkeypatch.setattr(run, "_sdpa", noting)
-    case = Case([(3, 1024), (40, 200)], heads=2, kv_heads=1, dim=256)
+    case = Case([(3, 1024), (40, 200), (0, 1024), (0, 20)], heads=2, kv_heads=1, dim=256)
     check(case)
-    assert fused == ([(1024, "causal")] if accelerated else [])
+    assert fused == ([(1024, "causal")] * 2 if accelerated else [])
     check(case, window=300)
-    assert len(fused) == accelerated
+    assert len(fused) == 2 * accelerated
 
 
 def test_masking_the_last_keys_copies_no_scores():

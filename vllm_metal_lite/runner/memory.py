@@ -264,8 +264,10 @@ def step_peak_bytes(model: LoadedModel, config: EngineConfig, max_model_len: int
     peak = mx.get_peak_memory() - before
     del store, attention
     mx.clear_cache()
-    scale = min(config.max_num_batched_tokens, max_model_len) / rows
-    return int(peak * max(scale, 1.0)) + longer_context_bytes(model, context, max_model_len)
+    full = min(config.max_num_batched_tokens, max_model_len)
+    return int(peak * max(full / rows, 1.0)) + longer_context_bytes(
+        model, full, context, max_model_len
+    )
 
 
 def _run(model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch) -> None:

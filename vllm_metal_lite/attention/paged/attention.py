@@ -350,7 +350,7 @@ class KernelStepAttention:
         if call.q_pe is not None:
             q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
         calls = prompts.sdpa[self.store.group_of[call.layer]].calls(
-            call.window, unfused=unfused(q, call.softcap)
+            call.window, unfused=unfused(q.shape[1], q.shape[2], call.softcap)
         )
         return run_calls(
             calls,

@@ -15,19 +15,24 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 
-# Keys of a call that keeps its scores in memory: then each row of scores begins at a multiple of 32
-# bytes, and products and softmax read whole vectors.
+# Keys of a call that keeps its scores in memory are padded to a multiple of it: then each row of
+# scores begins at a multiple of 32 bytes, and products and softmax read whole vectors.
 _KEY_GRAIN = 16
 
 
 class Unfused(NamedTuple):
-    """Says of a layer that MLX's SDPA does not fuse its calls: their scores lie in memory.
+    """Of a layer whose calls MLX's SDPA does not fuse, so that their scores lie in memory.
 
-    heads: query heads.  fused_rows: a call under "causal" of so many rows or more is fused.
+    heads: query heads.  few_rows: MLX does fuse calls of so many rows or fewer.  fused_rows: and
+    those of so many or more under "causal".
     """
 
     heads: int
+    few_rows: int = 0
     fused_rows: int = NEVER
+
+    def fuses(self, rows: int, mask: str | None) -> bool:
+        return rows <= self.few_rows or (mask == "causal" and rows >= self.fused_rows)
 
 
 class Indices(NamedTuple):
@@ -85,8 +90,8 @@ class DeviceGroup:
         return store.reshape(-1, store.shape[2])[self._head_rows[heads]]
 
     def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
-        """SDPA's.  An array is (B, 1, Lq, Lk) of bool, or, on CUDA, which fuses no bool mask,
-        additive in the queries' dtype."""
+        """The mask as MLX's SDPA takes it.  An array is (B, 1, Lq, Lk) of bool, or, on CUDA, which
+        fuses no bool mask, additive in the queries' dtype."""
         if self.kind != "array":
             return self.kind
         key = dtype if backend.name() == "cuda" else mx.bool_
@@ -99,7 +104,7 @@ class DeviceGroup:
 
     @cached_property
     def visible(self) -> mx.array:
-        """Bool (B, 1, Lq, Lk - num_visible): whether a row sees a key behind the first."""
+        """Bool (B, 1, Lq, Lk - num_visible): whether a row sees a key after those that all see."""
         return self._visible(self.num_visible)
 
     def _visible(self, first: int) -> mx.array:

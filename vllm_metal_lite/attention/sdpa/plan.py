@@ -1,11 +1,12 @@
 """Cuts a step into calls of SDPA (on the host, numpy).
 
 A segment's queries are cut into tiles; a tile sees the keys up to its own end.  Tiles of similar
-shape run as one right-padded batch.  Earlier rows never see padding at the end, so complete prompts
-need only "causal" and no mask array.  Short prompts of different lengths may instead be
-concatenated under one block-diagonal causal mask ("packed").  The plan minimises the cost of scores
-computed, keys gathered and calls.  Masks depend only on positions and segment numbers, so one
-formula serves every group:  key visible = same segment and k_pos <= q_pos (and in the window).
+shape run as one right-padded batch.  Earlier rows never see padding at the end, so for complete
+prompts MLX's SDPA needs only "causal" and no mask array.  Short prompts of different lengths may
+instead be concatenated under one block-diagonal causal mask ("packed").  The plan minimises the
+cost of scores computed, keys gathered and calls.  Masks depend only on positions and segment
+numbers, so one formula serves every group:
+key visible = same segment and k_pos <= q_pos (and in the window).
 """
 
 from dataclasses import dataclass, replace
@@ -91,16 +92,21 @@ def plan_groups(
 
     chunk: positions per chunk; rows see only the keys of their own chunk (Llama 4).
     tile: the most query rows in one tile; small tiles help a backend without fused causal SDPA.
-    max_scores: of one head, the most in one call, for an SDPA that keeps them all in memory.  A
-    tile has at least _LEAST_TILE rows.
+    max_scores: of one head, the most in one call that keeps them all in memory.  A tile has at
+    least _LEAST_TILE rows.
     key_grain: keys of a padded batch are padded to a multiple of it.
-    fused_rows: segments without a window of at least so many rows are exempt from both.
+    fused_rows: without a window, a segment of at least so many rows is a causal call of its own;
+    max_scores and key_grain do not apply.
     """
     if chunk is not None:
         batch = split_at_chunks(batch, chunk)
     q_lens = np.diff(batch.cu_seqlens_q)
     groups: list[Group] = []
-    complete = (q_lens == batch.seq_lens) & (q_lens > 1)
+    alone = (q_lens >= fused_rows) & (window is None)
+    for segment in np.flatnonzero(alone):
+        tiles = _tiles(batch, np.array([segment]), window, chunk, tile)
+        groups += [_padded(batch, tiles[np.array([i])], window) for i in range(len(tiles))]
+    complete = (q_lens == batch.seq_lens) & (q_lens > 1) & ~alone
     loose: list[np.ndarray] = []
     for pack in split_packs(np.flatnonzero(complete), q_lens):
         rows, longest = int(q_lens[pack].sum()), int(q_lens[pack].max())
@@ -113,15 +119,12 @@ def plan_groups(
                 groups.append(_packed(batch, pack))
                 continue
         loose.append(pack)
-    for segments in (*([np.concatenate(loose)] if loose else []), np.flatnonzero(~complete)):
+    others = np.flatnonzero(~complete & ~alone)
+    for segments in (*([np.concatenate(loose)] if loose else []), others):
         if len(segments):
-            tiles = _tiles(batch, segments, window, chunk, tile, max_scores, fused_rows)
+            tiles = _tiles(batch, segments, window, chunk, tile, max_scores)
             _, batches = _group_by_shape(tiles, call_cost, max_scores)
-            for i in batches:
-                exempt = window is None and tiles.q_len[i].min() >= fused_rows
-                groups.append(
-                    _padded(batch, tiles[i], window, key_grain=1 if exempt else key_grain)
-                )
+            groups += [_padded(batch, tiles[i], window, key_grain=key_grain) for i in batches]
     return sorted(groups, key=_first_row)
 
 
@@ -168,7 +171,6 @@ def _tiles(
     chunk: int | None,
     tile: int,
     max_scores: int = _ANY_NUMBER,
-    fused_rows: int = _ANY_NUMBER,
 ) -> Tiles:
     start = batch.cu_seqlens_q[segments]
     q_len = batch.cu_seqlens_q[segments + 1] - start
@@ -176,8 +178,6 @@ def _tiles(
     if window is not None:
         most_keys = np.minimum(most_keys, q_len - 1 + window)
     of_segment = max_scores // most_keys // _LEAST_TILE * _LEAST_TILE
-    if window is None:
-        of_segment = np.where(q_len >= fused_rows, q_len, of_segment)
     of_segment = np.minimum(np.maximum(of_segment, _LEAST_TILE), tile)
     count = -(-q_len // of_segment)
     index = np.repeat(np.arange(len(segments)), count)

@@ -81,7 +81,9 @@ class ReferenceStepAttention:
     ) -> mx.array:
         if q_pe is not None:
             q = mx.concatenate([q, q_pe], axis=-1)
-        calls = self.plan.sdpa[self.store.group_of[layer]].calls(window, chunk, unfused(q, softcap))
+        calls = self.plan.sdpa[self.store.group_of[layer]].calls(
+            window, chunk, unfused(q.shape[1], q.shape[2], softcap)
+        )
         gathered = self._gather(layer, calls, q_pe is not None)
         return run_calls(calls, q, gathered, scale=scale, softcap=softcap, sinks=sinks)
 

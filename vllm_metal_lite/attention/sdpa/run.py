@@ -1,22 +1,23 @@
 """Runs a step's SDPA calls on the keys and values gathered for each call.
 
-MLX's own SDPA computes a call that it fuses.  `_by_products` computes the others by MLX's products
-and softmax, as MLX would, with less memory traffic.
+MLX's own SDPA computes the calls that it fuses.  `_by_products` computes the others by MLX's
+products and softmax.
 """
 
 from collections.abc import Callable, Iterable
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, Unfused
+from vllm_metal_lite.attention.sdpa.plan import NEVER
 from vllm_metal_lite.backend import mx
 
 # Bound at import: the seam replaces the public name while a forward is built.
 _sdpa = mx.fast.scaled_dot_product_attention
 
-# Head dimensions that MLX fuses for prompts: on Metal these, on CUDA all up to the most.
+# Head dimensions that MLX fuses for prompts: these on Metal, all up to 128 on CUDA.
 _FUSED_DIMS, _MOST_FUSED_DIM = (64, 72, 80, 96, 128), 128
-# With neural accelerators MLX fuses larger heads, too, under "causal" with so many rows.
-_ACCELERATED_DIM, _ACCELERATED_ROWS = 256, 1024
+# MLX fuses heads of 256 as well: calls of few rows, and, by neural accelerators, those of many.
+_LARGE_DIM, _FEW_ROWS, _MANY_ROWS = 256, 8, 1024
 
 # Rows (N, ...) and an index of any shape -> those rows.
 Take = Callable[[mx.array, mx.array], mx.array]
@@ -26,18 +27,18 @@ def take_rows(rows: mx.array, index: mx.array) -> mx.array:
     return rows[index]
 
 
-def unfused(q: mx.array, softcap: float | None) -> Unfused | None:
-    """None if MLX fuses the calls of a layer with queries q (N, H, D).
+def unfused(heads: int, dim: int, softcap: float | None) -> Unfused | None:
+    """None if MLX fuses the calls of a layer with so many query heads of `dim`.
 
-    Source: `has_fused_kernel` and `use_fallback` in MLX's scaled_dot_product_attention.cpp.
+    Source: `has_fused_kernel` and `use_fallback` in MLX's scaled_dot_product_attention.cpp, for
+    values as wide as keys, in 16 bits.
     """
-    _, heads, dim = q.shape
     if softcap is not None or backend.is_cpu():
         return Unfused(heads)
     if dim in _FUSED_DIMS or (dim <= _MOST_FUSED_DIM and backend.name() == "cuda"):
         return None
-    if dim == _ACCELERATED_DIM and backend.has_neural_accelerators():
-        return Unfused(heads, _ACCELERATED_ROWS)
+    if dim == _LARGE_DIM:
+        return Unfused(heads, _FEW_ROWS, _MANY_ROWS if backend.has_neural_accelerators() else NEVER)
     return Unfused(heads)
 
 
@@ -58,9 +59,9 @@ def run_calls(
     """
     outputs = []
     parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
-    how = unfused(q, softcap)
+    limits = unfused(q.shape[1], q.shape[2], softcap)
     for group, queries, (k, v) in zip(calls.groups, parts, gathered, strict=True):
-        if how is None or (group.kind == "causal" and queries.shape[2] >= how.fused_rows):
+        if limits is None or limits.fuses(queries.shape[2], group.kind):
             out = _sdpa(queries, k, v, scale=scale, mask=group.mask(q.dtype), sinks=sinks)
         else:
             out = _by_products(queries, k, v, group, scale, softcap, sinks)
@@ -98,7 +99,7 @@ def _by_products(
     if first == 0:
         scores = masked(scores)
     elif first < k.shape[2]:
-        # Computed again, as MLX writes in place only what no view was taken of.
+        # Computed again: had a view been taken of the scores, MLX would copy them all to write.
         scores[..., first:] = masked(scores_of(k[:, :, first:]))
     if sinks is not None:
         column = mx.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (b, heads, rows, 1))
