@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support import tiny_models as tiny
+from tests.support.device import change_device
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
@@ -12,7 +13,9 @@ from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError, OutOfMemoryError
 from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.runner import memory as sizing
+from vllm_metal_lite.runner import step_peak
 from vllm_metal_lite.runner.memory import size_store, step_peak_bytes
+from vllm_metal_lite.runner.step_peak import longer_context_bytes
 
 BYTES_PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, KV heads, K and V, float32
 
@@ -72,6 +75,17 @@ def test_a_real_full_step_stays_within_the_measured_peak(model):
     before = mx.get_active_memory()
     tiny.run(engine)
     assert mx.get_peak_memory() - before <= peak
+
+
+def test_scores_that_the_measured_context_does_not_reach_are_counted(model, monkeypatch):
+    """On a CPU every call keeps its scores, and needs 1.5 times their memory."""
+    (shape,) = model.attention_shapes
+    of_100_keys = shape.num_heads * 32 * 100
+    change_device(monkeypatch, max_scores=2 * of_100_keys, max_gathered_keys=0)
+    assert longer_context_bytes(model, 32, 100, 1000) == 1.5 * of_100_keys * shape.dtype.size
+    assert longer_context_bytes(model, 32, 200, 1000) == 0
+    monkeypatch.setattr(step_peak, "unfused", lambda *_: None)
+    assert longer_context_bytes(model, 32, 100, 1000) == 0
 
 
 def test_profiling_leaves_no_memory_behind(model):
