@@ -10,7 +10,7 @@
 //   block_tables  (B, max_blocks) int32         the blocks of each sequence, in order
 //   seq_lens      (B,) int32                    keys of each sequence, the newest is that of this step;
 //                                               0 = a row of padding, gives 0, writes nothing
-//   sinks         (KV_HEADS * GROUP,) of T      one logit a head: takes weight, has no value
+//   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
 //   prefix, prefix_lse, prefix_lens             read if PREFIX: what shared_prefix made of
 //                 each sequence's first prefix_lens[sequence] keys, in so many splits; 0 = of none
 //   token         float32                       read after the writes before it

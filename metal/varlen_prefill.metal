@@ -7,7 +7,7 @@
 //   cu_seqlens_q  (S + 1,) int32                segment s has rows cu_seqlens_q[s] .. [s + 1] - 1
 //   seq_lens      (S,) int32                    its keys, those of its own rows included
 //   tiles         (T, 2) int32                  segment, first (token, head) pair; see plan_tiles
-//   sinks         (KV_HEADS * GROUP,) of T      one logit a head: takes weight, has no value
+//   sinks         (KV_HEADS * GROUP,) of T      one logit a head; has a weight, but no value
 //   token         float32 -> next_token (8,)    read after the writes before it
 //   SCALE, SOFTCAP  the bits of two floats (a template value is an integer); SOFTCAP 0 = none
 //   out           (N, KV_HEADS * GROUP, V_DIM)  of T; zeros in rows of no segment

@@ -22,7 +22,8 @@ from tests.support.attention_cases import (
 from tests.support.device import change_device
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.sdpa import run
-from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, Unfused
+from vllm_metal_lite.attention.sdpa.calls import DeviceGroup
+from vllm_metal_lite.attention.sdpa.fused import Unfused, unfused
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -142,9 +143,9 @@ def test_which_heads_mlx_fuses(monkeypatch, where, dims):
     monkeypatch.setattr(backend, "name", lambda: where)
     monkeypatch.setattr(backend, "has_neural_accelerators", lambda: False)
     tried = (32, 64, 120, 128, 192, 256)
-    assert [dim for dim in tried if run.unfused(4, dim, None) is None] == dims
-    assert all(run.unfused(4, dim, 30.0) == Unfused(4) for dim in tried)
-    few = run.unfused(4, 256, None)
+    assert [dim for dim in tried if unfused(4, dim, None) is None] == dims
+    assert all(unfused(4, dim, 30.0) == Unfused(4) for dim in tried)
+    few = unfused(4, 256, None)
     assert [few.fuses(rows, "array") for rows in (1, 8, 9)] == [where != "cpu"] * 2 + [False]
 
 

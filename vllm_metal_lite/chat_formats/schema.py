@@ -14,7 +14,7 @@ _MOST_RESOLVED = 1000
 
 
 def pointed(root: Any, path: str) -> Any:
-    """The target of a reference such as "#/$defs/color"; None: there is none in this document."""
+    """The target of a reference such as "#/$defs/color", or None if this document has no target."""
     if not path.startswith("#"):
         return None
     found = root

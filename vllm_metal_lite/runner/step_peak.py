@@ -4,7 +4,7 @@ import math
 
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from vllm_metal_lite.attention.sdpa.run import unfused
+from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.model.loader import LoadedModel
@@ -59,7 +59,10 @@ def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_
 
 
 def _scores_bytes(model: LoadedModel, rows: int, context: int) -> int:
-    """What one call of SDPA keeps in memory, at most, for `rows` of one request."""
+    """The scores that one call keeps in memory, at most, with copies; 0 if MLX fuses all calls.
+
+    rows: of one request.
+    """
     most = 0.0
     for shape in model.attention_shapes:
         if unfused(shape.num_heads, shape.k_head_dim, shape.softcap) is None:

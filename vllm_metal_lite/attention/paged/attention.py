@@ -17,7 +17,8 @@ from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix, PrefixSe
 from vllm_metal_lite.attention.paged.plan import PagedPlan, plan_step
 from vllm_metal_lite.attention.paged.prompts import SdpaPrompts, VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls
-from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows, unfused
+from vllm_metal_lite.attention.sdpa.fused import unfused
+from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile

@@ -17,9 +17,9 @@ from vllm_metal_lite.attention.sdpa.calls import (
     Indices,
     SdpaCalls,
     SdpaPlan,
-    Unfused,
     on_device,
 )
+from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.plan import (
     batch_shape,
     in_one_batch,

@@ -1,1 +1,1 @@
-"""The reference attention: calls of MLX's SDPA, or of its parts, on every backend."""
+"""The reference attention: MLX's SDPA, or MLX's products and softmax, on every backend."""

@@ -9,30 +9,16 @@ import numpy as np
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Arrays
+from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
-from vllm_metal_lite.attention.sdpa.plan import NEVER, Group, places, plan_groups
+from vllm_metal_lite.attention.sdpa.plan import Group, places, plan_groups
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.devices import profile
 
-# Keys of a call that keeps its scores in memory are padded to a multiple of it: then each row of
-# scores begins at a multiple of 32 bytes, and products and softmax read whole vectors.
+# The keys of a call that keeps its scores in memory are padded to a multiple of 16.  Each row of
+# scores then begins at a multiple of 32 bytes, so that products and softmax read whole vectors.
 _KEY_GRAIN = 16
-
-
-class Unfused(NamedTuple):
-    """Of a layer whose calls MLX's SDPA does not fuse, so that their scores lie in memory.
-
-    heads: query heads.  few_rows: MLX does fuse calls of so many rows or fewer.  fused_rows: and
-    those of so many or more under "causal".
-    """
-
-    heads: int
-    few_rows: int = 0
-    fused_rows: int = NEVER
-
-    def fuses(self, rows: int, mask: str | None) -> bool:
-        return rows <= self.few_rows or (mask == "causal" and rows >= self.fused_rows)
 
 
 class Indices(NamedTuple):
@@ -166,7 +152,7 @@ class SdpaCalls:
 
     @cached_property
     def gathers(self) -> list[tuple[mx.array, Joined]]:
-        """Slots (K,) that are read at once, and how the rows are cut into calls."""
+        """The slots (K,) of each gather, and how its rows are cut into calls."""
         shapes = [g.group.kv_slots.shape for g in self.groups]
         if self._planned is None:
             slots = [g.group.kv_slots.reshape(-1) for g in self.groups]
@@ -193,7 +179,7 @@ class SdpaPlan:
     def calls(
         self, window: int | None, chunk: int | None = None, unfused: Unfused | None = None
     ) -> SdpaCalls:
-        """unfused: see `unfused` in run.py; bounds and aligns the scores of a call."""
+        """unfused: the layer, if MLX does not fuse it; then the scores of a call are bounded."""
         longest = int(self.batch.seq_lens.max())
         window = None if window is not None and window >= longest else window
         chunk = None if chunk is not None and chunk >= longest else chunk

@@ -39,8 +39,8 @@ class Group:
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
     "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
     segments of rows and keys).  num_visible: keys at the start that every row sees, or 0 if these
-    are fewer than half.
-    run: the segment and the first position of the keys, if they are keys of one segment in a row.
+    are fewer than half.  run: the segment and the first position of the keys, if they are keys of
+    one segment in a row.
     """
 
     q_rows: np.ndarray | None
@@ -101,11 +101,9 @@ def plan_groups(
     if chunk is not None:
         batch = split_at_chunks(batch, chunk)
     q_lens = np.diff(batch.cu_seqlens_q)
-    groups: list[Group] = []
     alone = (q_lens >= fused_rows) & (window is None)
-    for segment in np.flatnonzero(alone):
-        tiles = _tiles(batch, np.array([segment]), window, chunk, tile)
-        groups += [_padded(batch, tiles[np.array([i])], window) for i in range(len(tiles))]
+    tiles = _tiles(batch, np.flatnonzero(alone), window, chunk, tile)
+    groups = [_padded(batch, tiles[np.array([i])], window) for i in range(len(tiles))]
     complete = (q_lens == batch.seq_lens) & (q_lens > 1) & ~alone
     loose: list[np.ndarray] = []
     for pack in split_packs(np.flatnonzero(complete), q_lens):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from vllm_metal_lite.attention.base import Arrays, Step, make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
-from vllm_metal_lite.attention.sdpa.run import run_calls, unfused
+from vllm_metal_lite.attention.sdpa.fused import unfused
+from vllm_metal_lite.attention.sdpa.run import run_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore

@@ -1,23 +1,17 @@
 """Runs a step's SDPA calls on the keys and values gathered for each call.
 
-MLX's own SDPA computes the calls that it fuses.  `_by_products` computes the others by MLX's
+MLX's SDPA computes the calls that it fuses (fused.py).  `_by_products` computes the others by MLX's
 products and softmax.
 """
 
 from collections.abc import Callable, Iterable
 
-from vllm_metal_lite import backend
-from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, Unfused
-from vllm_metal_lite.attention.sdpa.plan import NEVER
+from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls
+from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
 
 # Bound at import: the seam replaces the public name while a forward is built.
 _sdpa = mx.fast.scaled_dot_product_attention
-
-# Head dimensions that MLX fuses for prompts: these on Metal, all up to 128 on CUDA.
-_FUSED_DIMS, _MOST_FUSED_DIM = (64, 72, 80, 96, 128), 128
-# MLX fuses heads of 256 as well: calls of few rows, and, by neural accelerators, those of many.
-_LARGE_DIM, _FEW_ROWS, _MANY_ROWS = 256, 8, 1024
 
 # Rows (N, ...) and an index of any shape -> those rows.
 Take = Callable[[mx.array, mx.array], mx.array]
@@ -25,21 +19,6 @@ Take = Callable[[mx.array, mx.array], mx.array]
 
 def take_rows(rows: mx.array, index: mx.array) -> mx.array:
     return rows[index]
-
-
-def unfused(heads: int, dim: int, softcap: float | None) -> Unfused | None:
-    """None if MLX fuses the calls of a layer with so many query heads of `dim`.
-
-    Source: `has_fused_kernel` and `use_fallback` in MLX's scaled_dot_product_attention.cpp, for
-    values as wide as keys, in 16 bits.
-    """
-    if softcap is not None or backend.is_cpu():
-        return Unfused(heads)
-    if dim in _FUSED_DIMS or (dim <= _MOST_FUSED_DIM and backend.name() == "cuda"):
-        return None
-    if dim == _LARGE_DIM:
-        return Unfused(heads, _FEW_ROWS, _MANY_ROWS if backend.has_neural_accelerators() else NEVER)
-    return Unfused(heads)
 
 
 def run_calls(
@@ -81,8 +60,8 @@ def _by_products(
 ) -> mx.array:
     """Attention that keeps its scores in memory; shapes are SDPA's.
 
-    Unlike in MLX's fallback, one product serves all heads that share a KV head, and only the keys
-    that some row does not see are masked.
+    MLX's fallback has one product for each head, and masks all keys.  Here one product serves all
+    heads that share a KV head, and the mask covers only keys that some row does not see.
     """
     b, heads, rows, dim = q.shape
     shared = b, k.shape[1], -1
@@ -99,7 +78,7 @@ def _by_products(
     if first == 0:
         scores = masked(scores)
     elif first < k.shape[2]:
-        # Computed again: had a view been taken of the scores, MLX would copy them all to write.
+        # Computed a second time: MLX copies an array before a write if a view of it was taken.
         scores[..., first:] = masked(scores_of(k[:, :, first:]))
     if sinks is not None:
         column = mx.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (b, heads, rows, 1))
