@@ -9,7 +9,7 @@ import pytest
 from tests.support.raw_http import ask, connect, parsed, raw, read_all
 from tests.support.server_kit import Running, serving
 from vllm_metal_lite.errors import ConfigError
-from vllm_metal_lite.server import security
+from vllm_metal_lite.server import http, security
 from vllm_metal_lite.server.run import listen, url_of
 from vllm_metal_lite.server.settings import ServerConfig
 
@@ -41,7 +41,7 @@ def guarded() -> Iterator[Running]:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8000", "localhost.evil.example", "[", "127.0.0.1.nip.example"],
+    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.example"],
 )
 def test_a_foreign_name_is_refused(running, host):
     answer = ask(running.url, "/health", host=host)
@@ -52,11 +52,25 @@ def test_a_foreign_name_is_refused(running, host):
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1", "localhost", "LOCALHOST:1234", "[::1]:80", "192.168.0.9:8000", "", "own"],
+    ["127.0.0.1", "localhost", "localhost.", "LOCALHOST:1234", "[::1]:80", "192.168.0.9:1", "own"],
 )
 def test_an_address_and_the_machines_own_names_are_accepted(running, host):
     host = socket.gethostname() if host == "own" else host
     assert ask(running.url, "/health", host=host).status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["", "[", "user@localhost", "localhost:80:80", "localhost/a", ":80"]
+)
+def test_what_is_no_name_is_refused(running, host):
+    answer = ask(running.url, "/health", host=host)
+    assert answer.status == 400
+    assert "--allowed-host '*'" in answer.json()["error"]["message"]
+
+
+def test_an_empty_host_is_refused(running):
+    answer = raw(running.url, b"GET /health HTTP/1.1\r\nHost:\r\nConnection: close\r\n\r\n")
+    assert parsed(answer).status == 400
 
 
 def test_a_name_may_be_allowed(guarded):
@@ -76,7 +90,23 @@ def test_pages_of_other_origins_are_refused(running, origin):
     answer = ask(running.url, CHAT, *headers, method="POST", body=BODY)
     assert answer.status == 403
     assert "--allowed-origin" in answer.json()["error"]["message"]
-    assert ask(running.url, "/health", f"Origin: {origin}", host="").status == 403
+    assert ask(running.url, "/health", f"Origin: {origin}").status == 403
+
+
+@pytest.mark.parametrize(
+    ("site", "destination", "path", "status"),
+    [
+        ("cross-site", "image", "/v1/models", 403),
+        ("cross-site", "iframe", "/", 403),
+        ("cross-site", "document", "/metrics", 403),
+        ("cross-site", "document", "/", 200),  # a link to the page
+        ("same-origin", "empty", "/v1/models", 200),
+        ("none", "document", "/v1/models", 200),  # typed by the user
+    ],
+)
+def test_another_site_gets_nothing_without_an_origin(running, site, destination, path, status):
+    headers = f"Sec-Fetch-Site: {site}", f"Sec-Fetch-Dest: {destination}"
+    assert ask(running.url, path, *headers).status == status
 
 
 def test_the_own_page_is_served_and_no_cors_header_is_sent(running):
@@ -113,7 +143,11 @@ def test_another_origin_is_still_refused(guarded):
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_any_origin_may_be_allowed():
+def test_any_name_and_any_origin_may_be_allowed():
+    config = ServerConfig(port=0, allowed_hosts=("*",))
+    with serving(config=config) as running:
+        for host in "evil.example", "":  # "": HTTP/1.0
+            assert ask(running.url, "/health", host=host).status == 200
     with serving(config=ServerConfig(port=0, allowed_origins=("*",))) as running:
         for origin in "https://any.example", "null":
             answer = ask(running.url, "/v1/models", f"Origin: {origin}")
@@ -218,7 +252,60 @@ def test_a_body_that_does_not_come_is_given_up(running, monkeypatch):
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
         answer = parsed(raw(running.url, head.encode() + b'{"mess'))  # until the server closes
         assert answer.status == 408
-        assert answer.json()["error"]["message"].endswith("has come for 0.2 seconds")
+        assert "too slow: 6 bytes in 0." in answer.json()["error"]["message"]
+
+
+def test_a_body_that_drips_is_given_up(running, monkeypatch):
+    monkeypatch.setattr(security, "_BODY_SECONDS", 0.5)
+    with connect(running.url) as sock:
+        sock.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n".encode()
+        )
+        assert parsed(drip(sock)).status == 408
+
+
+@pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_head_that_drips_or_stays_away_is_given_up(running, monkeypatch, before, head):
+    monkeypatch.setattr(http, "_HEAD_SECONDS", 0.5)
+    with connect(running.url) as sock:
+        sock.sendall(before + head)
+        answer = drip(sock) if head else read_all(sock)
+    assert answer.count(b"HTTP/1.1 200") == bool(before)
+
+
+def drip(sock: socket.socket) -> bytes:
+    """What a server sends until it closes on a client that sends a byte at a time."""
+    received = b""
+    while True:
+        try:
+            sock.sendall(b"x")
+            sock.settimeout(0.02)
+            piece = sock.recv(65536)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return received
+        if not piece:
+            return received
+        received += piece
+
+
+def test_a_length_beside_chunks_is_refused_and_the_connection_closed(running):
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
+    smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    data = raw(
+        running.url, f"{head}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode() + smuggled
+    )
+    assert data.count(b"HTTP/1.1 ") == 1
+    assert parsed(data).status == 400
+    assert "not both" in parsed(data).json()["error"]["message"]
+
+
+def test_many_headers_are_refused(running):
+    answer = ask(running.url, "/health", *("a: b" for _ in range(1000)))
+    assert answer.status == 431
+    assert answer.json()["error"]["message"] == "the request has 1002 headers, more than 128"
 
 
 def test_a_client_that_goes_within_its_body_is_no_error(running, caplog):
@@ -303,11 +390,15 @@ def test_head_has_no_body(running):
 
 
 def test_http_1_0_gets_whole_answers_and_streams(running):
-    assert ask(running.url, CHAT, host="", method="POST", body=BODY).json()["choices"]
+    head = f"POST {CHAT} HTTP/1.0\r\nHost: localhost\r\nContent-Length: "
     streamed = BODY[:-1] + b', "stream": true}'
-    answer = ask(running.url, CHAT, host="", method="POST", body=streamed)
-    assert "transfer-encoding" not in answer.headers
-    assert answer.body.endswith(b"data: [DONE]\n\n")
+    whole, stream = (
+        parsed(raw(running.url, f"{head}{len(body)}\r\n\r\n".encode() + body))
+        for body in (BODY, streamed)
+    )
+    assert whole.json()["choices"]
+    assert "transfer-encoding" not in stream.headers
+    assert stream.body.endswith(b"data: [DONE]\n\n")
 
 
 def test_requests_that_come_at_once_are_answered_in_turn(running):
@@ -334,7 +425,9 @@ def test_what_is_not_http_harms_nobody(running, junk, capfd):
             raise
         except OSError:
             pass
-    assert not answer or answer.startswith(b"HTTP/1.1 400")
+    if answer:
+        assert parsed(answer).status in (400, 431)
+        assert "not an HTTP/1.1 request" in parsed(answer).json()["error"]["message"]
     assert ask(running.url, "/health").status == 200
     assert capfd.readouterr().err == ""
 

@@ -12,6 +12,7 @@ import uvicorn
 
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.server.app import make_app
+from vllm_metal_lite.server.http import HttpProtocol
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
@@ -49,7 +50,7 @@ async def serve(
         server = Server(config, models)
         http = _Http(
             uvicorn.Config(
-                make_app(server), http="h11", ws="none", lifespan="off", log_config=None,
+                make_app(server), http=HttpProtocol, ws="none", lifespan="off", log_config=None,
                 log_level="critical", access_log=False, server_header=False,
                 timeout_graceful_shutdown=_CLOSE_SECONDS,
             )

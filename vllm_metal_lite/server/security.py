@@ -9,8 +9,9 @@ name.
 import asyncio
 import hmac
 import ipaddress
+import re
 import socket
-from urllib.parse import urlsplit
+import time
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -23,7 +24,10 @@ from vllm_metal_lite.server.settings import ServerConfig
 
 _OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
 _OPEN_FOLDER = "/page/"
-_BODY_SECONDS = 30.0  # longest wait for the next piece of a body
+_BODY_SECONDS = 30.0  # for a body of no bytes
+_BODY_RATE = 16 * 2**10  # bytes a second that lengthen the time for a body
+_MAX_HEADERS = 128
+_HOST = re.compile(r"(?P<name>[^\s/@\[\]:?#]+|\[[0-9a-fA-F:.]+\])(:\d*)?")  # of a Host header
 
 
 def guards(config: ServerConfig) -> list[Middleware]:
@@ -49,6 +53,7 @@ class _Checked:
         self._key = None if config.api_key is None else config.api_key.encode()
         own = (config.host, "localhost", socket.gethostname(), *config.allowed_hosts)
         self._names = {name.lower() for name in own}
+        self._any_host = "*" in config.allowed_hosts
         self._max_body = int(config.max_body_mib * 2**20)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,13 +66,14 @@ class _Checked:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Raise ApiError if the request is not to be served."""
+        if len(headers) > _MAX_HEADERS:
+            raise _closing(431, f"the request has {len(headers)} headers, more than {_MAX_HEADERS}")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Proxies and servers disagree on where such a body ends (request smuggling).
+            raise _closing(400, "send Content-Length or Transfer-Encoding, not both")
         host = headers.get("host", "")
-        if host and not self._is_own(host):
-            raise ApiError(
-                403,
-                f"the Host header names {show(host)}, which is not this server: start the server "
-                "with --allowed-host to accept the name",
-            )
+        if not self._any_host:
+            self._check_host(host)
         origin = headers.get("origin")
         if origin is not None and not self._may_call(origin, host):
             raise ApiError(
@@ -75,18 +81,39 @@ class _Checked:
                 f"web pages of {show(origin)} may not call this server: start the server with "
                 "--allowed-origin to allow them",
             )
+        if origin is None and self._is_foreign(scope, headers):
+            raise ApiError(
+                403,
+                "a web page of another site asks, and its browser does not say which: start the "
+                "server with --allowed-origin '*' to allow all",
+            )
         if self._key is not None and not self._is_open(scope["path"]):
             self._check_key(headers)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body:
             raise self._too_large()
 
-    def _is_own(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
+    def _check_host(self, host: str) -> None:
+        match = _HOST.fullmatch(host)
+        if match is None:
+            raise ApiError(
+                400,
+                f"the Host header must be a name and a port, got {show(host)}: start the server "
+                "with --allowed-host '*' to accept any",
+            )
+        name = match["name"].lower().removesuffix(".")
+        if name not in self._names and not _is_address(name.strip("[]")):
+            raise ApiError(
+                403,
+                f"the Host header names {show(host)}, which is not this server: start the server "
+                "with --allowed-host to accept the name",
+            )
+
+    def _is_foreign(self, scope: Scope, headers: Headers) -> bool:
+        """True for an image, a script or a frame of another site.  A link to the page is none."""
+        if headers.get("sec-fetch-site") != "cross-site" or "*" in self._config.allowed_origins:
             return False
-        return name in self._names or _is_address(name)
+        return headers.get("sec-fetch-dest") != "document" or not self._is_open(scope["path"])
 
     def _may_call(self, origin: str, host: str) -> bool:
         allowed = self._config.allowed_origins
@@ -114,19 +141,20 @@ class _Checked:
 
     def _bounded(self, receive: Receive) -> Receive:
         """`receive`, which raises ApiError for a body that is too large or too slow."""
-        size, more = 0, True
+        size, more, began = 0, True, time.monotonic()
 
         async def bounded() -> Message:
             nonlocal size, more
             if not more:
                 return await receive()
+            deadline = began + _BODY_SECONDS + size / _BODY_RATE
             try:
-                message = await asyncio.wait_for(receive(), _BODY_SECONDS)
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except TimeoutError:
-                raise ApiError(
-                    408, f"no byte of the request has come for {_BODY_SECONDS:g} seconds",
-                    headers={"Connection": "close"},
-                ) from None  # fmt: skip
+                raise _closing(
+                    408,
+                    f"the body is too slow: {size} bytes in {time.monotonic() - began:.1f} seconds",
+                ) from None
             size += len(message.get("body", b""))
             more = message.get("more_body", False)
             if size > self._max_body:
@@ -134,6 +162,11 @@ class _Checked:
             return message
 
         return bounded
+
+
+def _closing(status: int, message: str) -> ApiError:
+    """An error after which the connection cannot be used any more."""
+    return ApiError(status, message, headers={"Connection": "close"})
 
 
 def _is_address(name: str) -> bool:

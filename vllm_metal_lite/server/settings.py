@@ -25,8 +25,9 @@ class ServerConfig:
     """Options of the server; `ConfigError` names the value and the limit if one is out of range.
 
     port 0: any that is free.  api_key None: no key is asked for; only loopback addresses may do
-    without.  allowed_hosts: names in the Host header that are accepted beside the address itself.
-    allowed_origins: of web pages that may call the server (CORS); "*": any.
+    without.  allowed_hosts: names in the Host header that are accepted beside the address itself;
+    "*": any, and requests without one.  allowed_origins: of web pages that may call the server
+    (CORS); "*": any.
     max_body_mib: largest request.  max_waiting: requests that may wait for a seat in an engine.
     drain: seconds that running requests get after SIGTERM.  keep_alive: seconds without a token
     after which a stream gets a sign of life.  memory_budget_gib: for all models together; None:
