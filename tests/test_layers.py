@@ -21,7 +21,7 @@ LAYERS = (
     ("scheduler",),
     # From here on modules may know MLX.
     ("backend",),
-    ("distributed", "tuned"),
+    ("distributed",),
     ("devices",),
     ("kv", "sampling", "specs"),
     ("kernels",),

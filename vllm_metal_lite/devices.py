@@ -1,19 +1,14 @@
 """Performance numbers of each device: the only file to edit after a measurement.
 
 The numbers here affect speed, not results.  Metal's own limits (threadgroup memory, head sizes,
-tiles) stay with their kernels.  `vllm-metal-lite doctor --tune` measures some of the numbers on the
-user's machine; tuned.py keeps them, and `profile` puts them in the place of those here.
+tiles) stay with their kernels.
 """
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from vllm_metal_lite import backend, tuned
-
-logger = logging.getLogger(__name__)
+from vllm_metal_lite import backend
 
 
 @dataclass(frozen=True)
@@ -72,8 +67,6 @@ class DeviceProfile:
     profile_rows: rows, the most in the step that measures peak memory at start; the result is
         scaled up for larger steps.
     profile_context: tokens, the longest context of that step.
-
-    tuned: the day on which `doctor --tune` measured some of these numbers, None if it did not.
     """
 
     decode_fill: int
@@ -107,7 +100,6 @@ class DeviceProfile:
     memory_fraction: float
     profile_rows: int
     profile_context: int
-    tuned: str | None = None
 
 
 _ANY = 1 << 30  # as rows or tokens: no limit
@@ -221,78 +213,17 @@ CPU = DeviceProfile(
 PROFILES = {"metal": METAL, "cuda": CUDA, "cpu": CPU}
 
 
-# What `doctor --tune` may change, and the least and the largest value of each.
-TUNABLE: dict[str, tuple[float, float]] = {
-    "decode_fill": (8, 4096),
-    "min_split_context": (64, 1 << 20),
-    "min_split_keys": (32, 1 << 14),
-    "few_keys": (0, 1 << 20),
-    "prefix_fill": (8, 4096),
-    "min_prefix_split_keys": (32, 1 << 14),
-    "rope_many_rows": (1, _ANY),
-    "gemm_fill": (1, 4096),
-    "max_lane_rows": (0, 4),
-    "max_normed_rows": (0, 64),
-    "max_normed_weights": (0, _ANY),
-    "argmax_fill": (1, 4096),
-    "argmax_long": (1 << 10, _ANY),
-    "min_saved_tokens": (256, 1 << 22),
-    "prefix_row_cost": (0, 1),
-    "rows_as_decodes": (0, 512),
-    "sdpa_call_cost": (1, 1 << 28),
-    "key_cost": (1, 1 << 14),
-}
-
-# The profile of each backend that was asked for, tuned constants included.
-IN_USE: dict[str, DeviceProfile] = {}
-
-
 def profile() -> DeviceProfile:
-    """The profile of MLX's current backend, with the constants that were tuned on this machine."""
-    name = backend.name()
-    if name not in IN_USE:
-        IN_USE[name] = _with_tuned(PROFILES[name])
-    return IN_USE[name]
+    """The profile of MLX's current backend."""
+    return PROFILES[backend.name()]
 
 
 @contextmanager
 def using(changed: DeviceProfile) -> Iterator[None]:
     """While open, `profile` gives another profile."""
     name, before = backend.name(), profile()
-    IN_USE[name] = changed
+    PROFILES[name] = changed
     try:
         yield
     finally:
-        IN_USE[name] = before
-
-
-def check_constants(constants: Mapping[str, Any]) -> None:
-    """Raise ValueError, with one line, for a constant that a profile may not have."""
-    for name, value in constants.items():
-        if name not in TUNABLE:
-            raise ValueError(f"{name!r:.40} is no constant that can be tuned")
-        kind = float if name == "prefix_row_cost" else int
-        if isinstance(value, bool) or not isinstance(value, (int, kind)):
-            raise ValueError(f"{name} must be a number, got {value!r:.40}")
-        low, high = TUNABLE[name]
-        if not low <= value <= high:
-            raise ValueError(f"{name} must be from {low:,} to {high:,}, got {value!r:.40}")
-
-
-def _with_tuned(default: DeviceProfile) -> DeviceProfile:
-    """`default` with the tuned constants of this device; a file that cannot be used is ignored."""
-    if backend.is_cpu():  # kernels run there only in tests
-        return default
-    try:
-        found = tuned.load()
-        if found is None:
-            return default
-        check_constants(found.constants)
-    except ValueError as e:
-        logger.warning(
-            f"the tuned profile of this device is ignored: {e}; `vllm-metal-lite doctor --tune` "
-            "measures again, `doctor --tune --reset` removes it"
-        )
-        return default
-    logger.info(f"constants tuned for this device on {found.day} are used")
-    return replace(default, tuned=found.day, **found.constants)
+        PROFILES[name] = before

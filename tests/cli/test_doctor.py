@@ -9,9 +9,8 @@ import pytest
 
 from metal.host import compiler_available
 from tests.support import broken_machine
-from tests.support.cli_kit import pipe
 from tests.support.miscompiled import miscompile, seeming_gpu
-from vllm_metal_lite import devices, tuned
+from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import (
     floors,
@@ -19,12 +18,11 @@ from vllm_metal_lite.checks import (
     isolated,
     measure,
     ordering,
-    tune_loads,
     verdicts,
 )
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
-from vllm_metal_lite.cli import doctor, doctor_text, doctor_time
+from vllm_metal_lite.cli import doctor, doctor_time
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation, WeightShape
 
@@ -51,7 +49,6 @@ def test_a_cpu_is_told_what_is_not_checked(capsys):
     out = capsys.readouterr().out
     assert "Kernels:   not checked: there is no GPU, or MLX does not use it" in out
     assert "Memory:    the engine would use" in out
-    assert "Constants: the defaults\n" in out
 
 
 def test_a_model_is_described_on_a_cpu_too(capsys):
@@ -64,22 +61,6 @@ def test_a_model_is_described_on_a_cpu_too(capsys):
 def test_a_bad_model_is_one_line_and_1(capsys, tmp_path):
     assert run(str(tmp_path / "none")) == 1
     assert "no such folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [(["--reset"], "--reset goes with --tune"), (["demo", "--tune"], "takes no model")],
-)
-def test_flags_that_do_not_go_together_are_refused(argv, words, capsys):
-    assert run(*argv) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_nothing_is_tuned_on_a_cpu(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert run("--tune") == 0
-    assert "nothing to measure: there is no GPU" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_report_is_the_json(capsys, tmp_path):
@@ -122,7 +103,6 @@ def call_once(call, x, chain=1, compiled=True):
 @pytest.fixture
 def a_gpu(monkeypatch, tmp_path):
     """Small shapes; no processes; nothing is timed."""
-    monkeypatch.setattr(devices, "IN_USE", {})
     monkeypatch.setattr(doctor, "COMMON", {"tiny": TINY})
     monkeypatch.setattr(doctor, "FLOOR_SIZES", floors.Sizes(1024, 1, 32, 64))
     for module in (floors, measure):
@@ -133,13 +113,6 @@ def a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(generation, "NEW_TOKENS", 3)
     with seeming_gpu(monkeypatch, tmp_path / "cache"):
         yield
-
-
-def test_the_start_says_when_the_constants_were_tuned(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", pipe("hi"))
-    with devices.using(replace(devices.profile(), tuned="2026-11-22")):
-        assert main(["chat", "--verbose", "--max-tokens", "1"]) == 0
-    assert re.search(r"Device: .*, tuned on 2026-11-22\n", capsys.readouterr().err)
 
 
 @needs_compiler
@@ -157,7 +130,7 @@ def test_a_machine_that_is_well(a_gpu, capsys, tmp_path):
     report = json.loads(file.read_text())
     assert report["problems"] == []
     assert {"checks", "floors", "ordering", "answers"} <= set(report["seconds"])
-    names = {field.name for field in fields(devices.DeviceProfile)} - {"tuned"}
+    names = {field.name for field in fields(devices.DeviceProfile)}
     assert set(report["profile"]["constants"]) == names
 
 
@@ -208,7 +181,7 @@ def no_work(a_gpu, monkeypatch):
     return found
 
 
-def test_a_slow_kernel_is_right_and_its_constants_are_named(no_work, capsys):
+def test_a_slow_kernel_is_right_and_a_report_is_asked_for(no_work, capsys):
     first, *rest = no_work["results"]
     slow = next(r for r in rest if r.kernel == "paged_decode")
     rest[rest.index(slow)] = replace(slow, speed=Speed(1e-3, 1e-4))
@@ -217,7 +190,7 @@ def test_a_slow_kernel_is_right_and_its_constants_are_named(no_work, capsys):
     out = capsys.readouterr().out
     assert "1,000 us, its alternative 100 us" in out
     assert "SLOW: right, and 10.0 times slower than its alternative" in out
-    assert "--tune` measures decode_fill, few_keys" in out
+    assert "uses the alternative where that is faster; please open an issue" in out
     assert "all is right, but something is slow" in out
 
 
@@ -393,64 +366,3 @@ def test_full_adds_shapes(no_work, monkeypatch):
     timed, more = asked
     assert len(more) > 500
     assert not set(timed) & set(more)
-
-
-# --tune
-
-
-@pytest.fixture
-def tiny_tuning(a_gpu, monkeypatch):
-    shape = AttentionShape(2, 1, 16, 16, mx.bfloat16)
-    monkeypatch.setattr(doctor, "TUNE_SIZES", tune_loads.Sizes(shape, 16))
-    monkeypatch.setattr(isolated, "run", lambda checks, *_: [])
-    # The profile of a GPU takes tuned constants, that of a CPU does not.
-    monkeypatch.setitem(devices.PROFILES, "cpu", replace(devices.CPU))
-
-
-def no_choice(ways):
-    return [1.0] * len(ways)
-
-
-def test_tuned_constants_are_kept_used_and_removed(tiny_tuning, monkeypatch, capsys):
-    """The timer prefers what a large rope_many_rows selects: one head a simdgroup."""
-
-    def timer(ways):
-        return [2.0 if way.form is True else 1.0 for way in ways]
-
-    monkeypatch.setattr(doctor, "TUNE_TIMER", timer)
-    assert run("--tune") == 0
-    out = capsys.readouterr().out
-    assert re.search(r"rope_many_rows: +256 -> 2,048\n +rope_write of 32", out)
-    assert "as in devices.py: min_saved_for_prompts, max_own_keys" in out
-    assert "kept for this machine" in out
-    devices.IN_USE.clear()
-    assert devices.profile().rope_many_rows == 2048
-    assert doctor._begin()["profile"]["tuned"] == devices.profile().tuned
-    assert run("--tune", "--reset") == 0
-    assert "the tuned constants are removed" in capsys.readouterr().out
-    assert not tuned.path().exists()
-    run("--tune", "--reset")
-    assert "there were none" in capsys.readouterr().out
-
-
-def test_a_wrong_kernel_is_not_tuned(tiny_tuning, monkeypatch, capsys):
-    check = doctor.checks_for(TINY)[0]
-    monkeypatch.setattr(isolated, "run", lambda *_: [CheckResult(check, failure="no")])
-    assert run("--tune") == 1
-    assert "Tuning:    not done, because a kernel is wrong" in capsys.readouterr().out
-    assert not tuned.path().exists()
-
-
-def test_constants_that_cannot_be_kept_are_printed(tiny_tuning, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(doctor, "TUNE_TIMER", no_choice)
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    assert run("--tune") == 1
-    out = capsys.readouterr().out
-    assert re.search(r"decode_fill: +16, as before", out)
-    assert "the constants cannot be kept in" in out
-    assert "kept for this machine" not in out
-
-
-def test_constants_that_are_named_exist():
-    names = {name for names in doctor_text.CONSTANTS.values() for name in names}
-    assert names <= set(devices.TUNABLE)

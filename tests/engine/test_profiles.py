@@ -6,8 +6,9 @@ from functools import cache
 import pytest
 
 from metal.host import compiler_available, installed
+from tools.bench.tuning import TUNABLE
 from vllm_metal_lite import LLM, SamplingParams
-from vllm_metal_lite.devices import TUNABLE, profile, using
+from vllm_metal_lite.devices import profile, using
 
 # Alike for three blocks; long enough for splits where those are short; more rows than one decodes.
 PREFIX = [1 + i % 50 for i in range(90)]

@@ -135,7 +135,7 @@ def test_any_order_of_evaluation():
 
 def test_rows_of_prompts_as_decodes_behind_a_shared_prefix(monkeypatch):
     changed = replace(devices.METAL, min_saved_tokens=16, min_saved_for_prompts=16)
-    monkeypatch.setitem(devices.IN_USE, "metal", changed)
+    monkeypatch.setitem(devices.PROFILES, "metal", changed)
     stem = PROMPTS[0][:16]
 
     def drive(engine: LLMEngine) -> None:

@@ -9,7 +9,7 @@ from vllm_metal_lite import backend, devices
 
 def change_device(patch: pytest.MonkeyPatch, **changes) -> None:
     """Change fields of the present backend's DeviceProfile."""
-    patch.setitem(devices.IN_USE, backend.name(), replace(devices.profile(), **changes))
+    patch.setitem(devices.PROFILES, backend.name(), replace(devices.profile(), **changes))
 
 
 def pad_to_powers_of_two(patch: pytest.MonkeyPatch) -> None:

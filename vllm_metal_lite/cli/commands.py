@@ -70,7 +70,6 @@ examples:
   vllm-metal-lite doctor
   vllm-metal-lite doctor mlx-community/Qwen3-0.6B-4bit
   vllm-metal-lite doctor --report report.json          to attach to an issue
-  vllm-metal-lite doctor --tune                        for speed: a minute or two, once
 """
 
 
@@ -224,12 +223,6 @@ def make_parser() -> options.Parser:
         "--report", metavar="FILE", help="write everything as one JSON file, for an issue"
     )
     doctor.add_argument("--json", action="store_true", help="print the same JSON")
-    doctor.add_argument(
-        "--tune",
-        action="store_true",
-        help="measure the constants that speed depends on, and keep them for this machine",
-    )
-    doctor.add_argument("--reset", action="store_true", help="with --tune: remove what was kept")
     return parser
 
 

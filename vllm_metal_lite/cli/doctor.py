@@ -1,4 +1,4 @@
-"""`vllm-metal-lite doctor`: examines the machine, and checks, times or tunes the kernels.
+"""`vllm-metal-lite doctor`: examines the machine, and checks and times the kernels.
 
 Each part is printed when it is known, and Ctrl-C keeps what is known (exit code 130).
 
@@ -17,21 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vllm_metal_lite import backend, devices, envs, tuned
+from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
-from vllm_metal_lite.checks import (
-    floors,
-    generation,
-    isolated,
-    ordering,
-    tune_device,
-    tuning,
-    verdicts,
-)
+from vllm_metal_lite.checks import floors, generation, isolated, ordering, verdicts
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.common import COMMON
 from vllm_metal_lite.checks.fusedcheck import full_list as full_fused_list
@@ -42,7 +34,6 @@ from vllm_metal_lite.checks.selfcheck import full_list
 from vllm_metal_lite.cli import doctor_text, log, machine
 from vllm_metal_lite.cli.doctor_time import CHECKS_SHARE, Budget, in_rounds
 from vllm_metal_lite.cli.machine import Report
-from vllm_metal_lite.cli.options import UsageError
 from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import MetalLiteError, one_line
@@ -59,10 +50,6 @@ Outcome = Sequence[CheckResult]
 
 def run(args: argparse.Namespace) -> int:
     """Run the command `doctor`."""
-    if args.reset and not args.tune:
-        raise UsageError("--reset goes with --tune: it removes the constants that --tune measured")
-    if args.tune and args.model:
-        raise UsageError("--tune measures the device and takes no model")
     if args.report is not None:
         machine.check_writable(args.report)
     report = _begin()
@@ -76,12 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with log.progress():
-            if args.tune:
-                _tune(report, args.reset)
-                show(doctor_text.describe_tuning)
-            else:
-                budget = Budget(None if args.full else args.seconds)
-                examine(report, args.model, args.full, budget, show)
+            budget = Budget(None if args.full else args.seconds)
+            examine(report, args.model, args.full, budget, show)
     except KeyboardInterrupt:
         report["interrupted"] = True
         show(doctor_text.describe_interrupted)
@@ -159,13 +142,12 @@ def _begin() -> Report:
     """A report with what is known without a measurement.  problems: what exit code 1 is for."""
     report = machine.new_report("doctor")
     profile, limit = devices.profile(), backend.memory_limit()
-    constants = {f.name: getattr(profile, f.name) for f in fields(profile) if f.name != "tuned"}
     folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
     report |= {
         "model": None,
         "engine_memory_bytes": int(limit * profile.memory_fraction),
         "free_disk_bytes": shutil.disk_usage(folder).free,
-        "profile": {"tuned": profile.tuned, "constants": constants},
+        "profile": {"constants": asdict(profile)},
         "no_kernels": "there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
         "checks": [],
         "not_tried": {"checks": 0, "of_checks": 0, "parts": []},
@@ -173,7 +155,6 @@ def _begin() -> Report:
         "floors": [],
         "ordering": [],
         "answers": None,
-        "tuning": None,
         "problems": [],
         "seconds": {},
     }
@@ -301,43 +282,7 @@ def _examine_answers(report: Report, model: LoadedModel) -> None:
         )
 
 
-def _tune(report: Report, reset: bool) -> None:
-    """Measure and keep the constants of this device, or remove those that were kept."""
-    report["tuning"] = {"removed": None, "stored": False, "measured": []}
-    if reset:
-        report["tuning"]["removed"] = tuned.remove()
-        return
-    if backend.is_cpu():
-        return
-    use = replace(next(iter(COMMON.values())), shapes=(TUNE_SIZES.shape,))
-    with _section(report, "checks", "checking the kernels"):
-        results = isolated.run(checks_for(use))
-        report["checks"] = [_check_as_json(result) for result in results]
-    report["problems"] += [str(result) for result in results if not result.passed]
-    if report["problems"]:
-        return
-    constants = tune_device.constants(TUNE_SIZES)
-    names = [constant.name for constant in constants]
-
-    def progress(name: str) -> None:
-        _say(f"tuning: {names.index(name) + 1} of {len(names)}, {name}")
-
-    with _section(report, "tuning", "tuning"):
-        start = devices.PROFILES[backend.name()]
-        found = tuning.tune(constants, start, progress, TUNE_TIMER)
-    report["tuning"]["measured"] = [asdict(measured) for measured in found]
-    values = {m.name: m.value for m in found if m.failure is None}
-    devices.check_constants(values)
-    try:
-        tuned.store(values)
-        report["tuning"]["stored"] = True
-    except OSError as e:
-        report["problems"].append(f"the constants cannot be kept in {tuned.path()}: {e.strerror}")
-
-
-# What tests make smaller.
-FLOOR_SIZES, TUNE_SIZES = floors.Sizes(), tune_device.SIZES
-TUNE_TIMER: tuning.Timer | None = None
+FLOOR_SIZES = floors.Sizes()  # tests make them smaller
 
 
 @contextmanager

@@ -6,18 +6,10 @@ from typing import Any
 from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.machine import Report
 
-# The constants of devices.py that the speed of a kernel depends on.
-CONSTANTS = {
-    "paged_decode": ("decode_fill", "few_keys"),
-    "merge_partitions": ("decode_fill", "min_split_context", "min_split_keys"),
-    "shared_prefix": ("prefix_fill", "min_prefix_split_keys", "min_saved_tokens"),
-    "fused_decode": ("decode_fill", "few_keys"),
-    "rope_write": ("rope_many_rows",),
-    "skinny_gemm": ("gemm_fill", "max_normed_rows", "max_normed_weights"),
-}
 _REPORT = "vllm-metal-lite doctor --report report.json"
 _MORE = "--full tries all"
 _SEND = f"please open an issue with the file of `{_REPORT}`"
+_FASTER = f"The engine uses the alternative where that is faster; {_SEND}"
 
 
 # A part of the text, from the report as far as it is known.
@@ -31,8 +23,7 @@ def describe_machine(report: Report) -> list[str]:
         f"Memory:    the engine would use {_gib(used)} of it for weights, steps, K and V; "
         f"{_gib(disk)} of disk are free"
     )
-    day = report["profile"]["tuned"]
-    return [*lines, f"Constants: {f'tuned on {day}' if day else 'the defaults'}"]
+    return lines
 
 
 def describe_model(report: Report) -> Iterable[str]:
@@ -82,10 +73,6 @@ def describe_interrupted(report: Report) -> list[str]:
     return ["", "Verdict:   interrupted; what is known stands above", *problems]
 
 
-def describe_tuning(report: Report) -> list[str]:
-    return [*describe_machine(report), *_tuning(report)]
-
-
 def _gib(size: float) -> str:
     return f"{size / 2**30:,.1f} GiB"
 
@@ -124,7 +111,7 @@ def _checks(checks: list[dict[str, Any]]) -> Iterator[str]:
         if any(check["is_slow"] for check in own):
             times_slower = f"{_times_slower(slowest):.1f} times slower"
             yield f"  SLOW: right, and {times_slower} than its alternative"
-            yield f"  {_how_to_speed_up(kernel)}"
+            yield f"  {_FASTER}"
 
 
 def _failure(check: dict[str, Any]) -> str:
@@ -142,14 +129,6 @@ def _beside(check: dict[str, Any]) -> str:
     return f"{ours:,.0f} us, its alternative {other:,.0f} us"
 
 
-def _how_to_speed_up(kernel: str) -> str:
-    gives_way = "The engine uses the alternative by itself where that is faster"
-    if kernel not in CONSTANTS:
-        return f"{gives_way}; {_SEND}"
-    names = ", ".join(CONSTANTS[kernel])
-    return f"{gives_way}; `vllm-metal-lite doctor --tune` measures {names}; then {_SEND}"
-
-
 def _floors(floors: list[dict[str, Any]]) -> Iterator[str]:
     copy = floors[0]["bytes_per_second"]
     for floor in floors:
@@ -161,7 +140,7 @@ def _floors(floors: list[dict[str, Any]]) -> Iterator[str]:
         beside = " and ".join(floor["references"])
         yield f"  SLOW: {floor['times_slower']:.1f} times slower than {beside}"
         if floor["kernel"]:
-            yield f"  {_how_to_speed_up(floor['kernel'])}"
+            yield f"  {_FASTER}"
         else:
             yield "  This is MLX alone: does another program use the GPU, or is power saved?"
 
@@ -194,46 +173,12 @@ def _answers(answers: dict[str, Any]) -> Iterator[str]:
     yield f"Attention: {answers['path']} ({answers['reason']})"
 
 
-def _tuning(report: Report) -> Iterator[str]:
-    tuning = report["tuning"]
-    if tuning["removed"] is not None:
-        was = "the tuned constants are removed" if tuning["removed"] else "there were none"
-        yield f"Tuning:    {was}; the defaults are used from the next start on"
-        return
-    if report["no_kernels"]:
-        yield f"Tuning:    nothing to measure: {report['no_kernels']}"
-        return
-    if not tuning["measured"]:
-        yield from (f"  WRONG: {problem}" for problem in report["problems"])
-        yield f"Tuning:    not done, because a kernel is wrong; {_SEND}"
-        return
-    measured = {m["name"]: m for m in tuning["measured"]}
-    for name, m in measured.items():
-        change = f"{m['before']:,} -> {m['value']:,}"
-        if m["failure"]:
-            change = f"{m['before']:,}, not measured: {m['failure']}"
-        elif m["value"] == m["before"]:
-            change = f"{m['before']:,}, as before"
-        yield f"{name + ':':24}{change}"
-        yield f"  {m['method']}"
-    guessed = [name for name in report["profile"]["constants"] if name not in measured]
-    yield f"Not measured, so as in devices.py: {', '.join(guessed)}"
-    if tuning["stored"]:
-        yield (
-            "Tuning:    kept for this machine and this version of MLX; engines use it from their "
-            "next start on (`doctor --tune --reset` removes it)"
-        )
-    yield from (f"Tuning:    {problem}" for problem in report["problems"])
-
-
 def _verdict(report: Report) -> Iterator[str]:
     slow = [c for c in (*report["checks"], *report["floors"]) if c["is_slow"]]
     if not report["problems"]:
         not_tried = report["not_tried"]["checks"] or report["not_tried"]["parts"]
         all_is = "all that was tried is" if not_tried else "all is"
         yield f"Verdict:   {all_is} right{', but something is slow: see above' if slow else ''}"
-        if not report["profile"]["tuned"]:
-            yield "  `vllm-metal-lite doctor --tune` measures constants that speed depends on."
         return
     yield f"Verdict:   {len(report['problems'])} problems"
     if any(not check["passed"] for check in report["checks"]):

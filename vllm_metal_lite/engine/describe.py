@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.devices import profile
 from vllm_metal_lite.engine.engine import LLMEngine
 
 
@@ -19,8 +18,7 @@ def describe(engine: LLMEngine) -> Iterator[str]:
         f"Model:     {model.name}: {model.model_type}, {_count(model.num_parameters)} parameters, "
         f"{_size(model.weight_bytes)}, computes in {dtype}"
     )
-    day = profile().tuned
-    yield f"Device:    {backend.describe()}{f', tuned on {day}' if day else ''}"
+    yield f"Device:    {backend.describe()}"
     yield (
         f"Context:   {engine.max_model_len:,} tokens; the KV store holds "
         f"{first.num_blocks * size:,} ({first.num_blocks:,} blocks of {size}, {store})"

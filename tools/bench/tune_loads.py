@@ -1,4 +1,4 @@
-"""The loads of tune_device.py: launches around the threshold of each constant.
+"""The loads of tune.py: launches around the threshold of each constant.
 
 The forms of a load share its arrays, which are made when the first form is.
 """
@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from tools.bench.tuning import Load, Timer, Way
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks.measure import Workload
-from vllm_metal_lite.checks.tuning import Load, Timer, Way
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels.cache_ops import kv_gather
 from vllm_metal_lite.kernels.common import new_token

@@ -1,13 +1,19 @@
-"""What `doctor --tune` measures: each constant with its method and its candidates.
+"""Measure constants of devices.py on this machine's GPU, and print the values to commit.
+
+    python -m tools.bench.tune
 
 The heads are those of Qwen3's small models, in bfloat16; a profile belongs to the device, not to a
-model.
+model.  Check the kernels first: `vllm-metal-lite doctor`.
 """
 
+import sys
+
+from tools.bench import tune_loads as loads
+from tools.bench.tuning import Choice, Constant, Formula, tune
+from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import PREFILLS
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import tune_loads as loads
-from vllm_metal_lite.checks.tuning import Choice, Constant, Formula
+from vllm_metal_lite.devices import profile
 from vllm_metal_lite.specs import AttentionShape
 
 # Decodes and their context.
@@ -104,3 +110,18 @@ def constants(sizes: loads.Sizes = SIZES) -> list[Constant]:
             lambda timer: loads.key_cost(sizes, timer),
         ),
     ]  # fmt: skip
+
+
+def main() -> int:
+    if backend.is_cpu():
+        print("there is no GPU here to measure", file=sys.stderr)
+        return 1
+    print(f"constants of devices.py on {backend.describe()}, MLX {backend.mlx_version()}")
+    for m in tune(constants(), profile(), lambda name: print(f"... {name}", file=sys.stderr)):
+        change = f"not measured: {m.failure}" if m.failure else f"{m.before:,} -> {m.value:,}"
+        print(f"{m.name + ':':24}{change}   ({m.method})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

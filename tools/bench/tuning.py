@@ -1,4 +1,4 @@
-"""Measures the constants of devices.py that a short timing can decide, for `doctor --tune`.
+"""Chooses constants of devices.py by timing; `tune.py` has the constants.
 
 Most constants select between forms of a launch.  Loads around the threshold are timed in each form
 that some candidate would select; a candidate costs what its forms cost, each relative to the best
@@ -15,8 +15,30 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.devices import TUNABLE, DeviceProfile, profile, using
+from vllm_metal_lite.devices import DeviceProfile, profile, using
 from vllm_metal_lite.errors import one_line
+
+# The constants that this tool measures, with the least and the largest value of each.
+TUNABLE: dict[str, tuple[float, float]] = {
+    "decode_fill": (8, 4096),
+    "min_split_context": (64, 1 << 20),
+    "min_split_keys": (32, 1 << 14),
+    "few_keys": (0, 1 << 20),
+    "prefix_fill": (8, 4096),
+    "min_prefix_split_keys": (32, 1 << 14),
+    "rope_many_rows": (1, 1 << 30),
+    "gemm_fill": (1, 4096),
+    "max_lane_rows": (0, 4),
+    "max_normed_rows": (0, 64),
+    "max_normed_weights": (0, 1 << 30),
+    "argmax_fill": (1, 4096),
+    "argmax_long": (1 << 10, 1 << 30),
+    "min_saved_tokens": (256, 1 << 22),
+    "prefix_row_cost": (0, 1),
+    "rows_as_decodes": (0, 512),
+    "sdpa_call_cost": (1, 1 << 28),
+    "key_cost": (1, 1 << 14),
+}
 
 # What another value must save, as a share of the cost of the present one.
 _CLEARLY = 0.03
