@@ -22,8 +22,8 @@ import sys
 import time
 
 import numpy as np
-from run_main import run_main
 
+from tools.dev.run_main import run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import LoadedModel, load

@@ -1,7 +1,7 @@
 """A kernel fails: only that kernel is done without, and the tokens stay right.
 
 Each kernel is here with a kind of fault, and each kind with a kernel.  All of them:
-`METAL_LITE_DEVICE=cpu python tools/break_kernels_at_start.py`.
+`METAL_LITE_DEVICE=cpu python -m tools.prove.break_at_start`.
 """
 
 import re

@@ -1,22 +1,19 @@
 """Every kernel has a check, a fault that tools seed, and a way out: none can be forgotten."""
 
 import pkgutil
-import sys
 from importlib import import_module
 from pathlib import Path
 
+from tests.support.broken_machine import FORMS, MISCOMPILED
+from tests.support.kernel_runs import RUN
+from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED
+from tools.prove import break_in_serving as break_kernels_in_serving
+from vllm_metal_lite import kernels
+from vllm_metal_lite.attention.select import OPTIONAL_KERNELS
+from vllm_metal_lite.checks.run import KERNELS
+from vllm_metal_lite.kernels.launch import Kernel
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import break_kernels_in_serving  # noqa: E402
-
-from tests.support.broken_machine import FORMS, MISCOMPILED  # noqa: E402
-from tests.support.kernel_runs import RUN  # noqa: E402
-from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED  # noqa: E402
-from vllm_metal_lite import kernels  # noqa: E402
-from vllm_metal_lite.attention.select import OPTIONAL_KERNELS  # noqa: E402
-from vllm_metal_lite.checks.run import KERNELS  # noqa: E402
-from vllm_metal_lite.kernels.launch import Kernel  # noqa: E402
 
 FILES = {path.stem for path in (ROOT / "metal").glob("*.metal")}
 

@@ -95,7 +95,7 @@ def test_the_table_names_every_configuration():
 
 
 def test_the_table_of_models_is_current(request):
-    """Or else run tools/models_table.py.  Errors differ between machines and are left out."""
+    """Or else run tools/dev/models_table.py.  Errors differ between machines and are left out."""
     if not request.config.getoption("all_cases"):
         pytest.skip("runs every configuration: tools/test --all")
     page = models_table.render([conformance.check(name) for name in CONFIGS])

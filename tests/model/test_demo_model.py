@@ -125,9 +125,10 @@ def test_small_talk_and_skills(loaded, said, expected):
 
 def test_recall_at_256_tokens(loaded, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import demo_data
-    import measure_recall
     from tokenizers import Tokenizer
+
+    from tools.demo_model import data as demo_data
+    from tools.demo_model import recall as measure_recall
 
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     tests = demo_data.recall_prompts(tokenizer, 256, 6)
@@ -142,8 +143,9 @@ def test_recall_at_256_tokens(loaded, monkeypatch):
 def test_training_smoke(tmp_path, monkeypatch):
     """A few steps on a tiny batch: the folder that comes out loads."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import train_demo_model
     from mlx_lm import load
+
+    from tools.demo_model import train as train_demo_model
 
     monkeypatch.setattr(sys, "argv", ["train", "--smoke", "--out", str(tmp_path)])
     train_demo_model.main()

@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from metal.host import compiler_available
 from vllm_metal_lite import backend
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench_agents.py"
+TOOL = "tools.bench.agents"
 
 
 @pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
@@ -19,7 +18,7 @@ def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
     words = ["--model", "qwen3.5-tiny", "--scale", "0.02", "--sessions", "2", "--turns", "2"]
     words += ["--trusted"]
     done = subprocess.run(
-        [sys.executable, str(TOOL), *words, "--json", str(result)],
+        [sys.executable, "-m", TOOL, *words, "--json", str(result)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -2,26 +2,22 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from mlx_lm.models import gated_delta
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import bench_kernels
-import bench_serving
-import serving_engines as engines
-import serving_fair
-from serving_fair import Fair, fair_kernels, loops_over_tokens
-from serving_loads import Load, Sizes, Wave, agents, many, newcomer, users
-from serving_metrics import agree, measure
-from serving_mlx_lm import MlxLm, MlxLmSingle, Settings
-from serving_models import random_model
-from serving_roofline import step_bytes, step_flops
-
 from metal.host import compiler_available
+from tools.bench import kernels as bench_kernels
+from tools.bench import serving as bench_serving
+from tools.bench.lib import engines as engines
+from tools.bench.lib import fair as serving_fair
+from tools.bench.lib.fair import Fair, fair_kernels, loops_over_tokens
+from tools.bench.lib.loads import Load, Sizes, Wave, agents, many, newcomer, users
+from tools.bench.lib.metrics import agree, measure
+from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
+from tools.bench.lib.models import random_model
+from tools.bench.lib.roofline import step_bytes, step_flops
 from vllm_metal_lite import MetalLiteError, backend
 
 mx = backend.mx
@@ -220,7 +216,7 @@ def test_flops_of_a_decode_step():
 @pytest.mark.thorough
 def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
     arguments = "--model nemotron-h-tiny --load C N --scale 0.03 --quick --fair --summary"
-    monkeypatch.setattr(sys, "argv", ["bench_serving.py", *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["bench/serving.py", *arguments.split()])
     assert bench_serving.main() == 0
     lines = capsys.readouterr().out.splitlines()
     heading = lines.index("### Ours, in brackets the ratios to mlx-lm: at its best, as it is") + 2
@@ -233,6 +229,6 @@ def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
 
 @pytest.mark.skipif(not backend.is_cpu(), reason="there is a GPU")
 def test_kernels_are_not_timed_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--only", "decode"])
+    monkeypatch.setattr(sys, "argv", ["bench/kernels.py", "--only", "decode"])
     with pytest.raises(MetalLiteError, match="kernels need a GPU"):
         bench_kernels.main()

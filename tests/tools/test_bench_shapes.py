@@ -5,23 +5,19 @@ import json
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import bench_serving
-import bench_shapes
-from bench_shapes import cells, read, speeds
-from serving_alone import Alone
-from serving_engines import Run
-from serving_loads import Load, Wave
-from serving_parts import PARTS
-from serving_shapes import SHAPES
-from serving_trust import trusted
-
 from tests.support import tiny_models as tiny
+from tools.bench import serving as bench_serving
+from tools.bench import shapes as bench_shapes
+from tools.bench.lib.alone import Alone
+from tools.bench.lib.configs import SHAPES
+from tools.bench.lib.engines import Run
+from tools.bench.lib.loads import Load, Wave
+from tools.bench.lib.parts import PARTS
+from tools.bench.lib.trust import trusted
+from tools.bench.shapes import cells, read, speeds
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
@@ -63,7 +59,7 @@ def test_every_part_has_a_shape_and_a_tiny_one():
 
 def test_a_part_is_measured_and_a_finished_one_is_not_run_again(tmp_path, monkeypatch, capfd):
     arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 --load D --minutes 9"
-    monkeypatch.setattr(sys, "argv", ["bench_shapes.py", *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["bench/shapes.py", *arguments.split()])
     assert bench_shapes.main() == 0
     report = read(tmp_path / "qwen3-0.6b-4.json")
     assert report["finished"]
@@ -76,7 +72,7 @@ def test_a_part_is_measured_and_a_finished_one_is_not_run_again(tmp_path, monkey
 def test_parts_side_by_side_are_timed_one_at_a_time(tmp_path, monkeypatch, capfd):
     arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 glm-4.7-flash-4 --load D"
     arguments += f" --beside {tmp_path / 'lock'}"
-    monkeypatch.setattr(sys, "argv", ["bench_shapes.py", *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["bench/shapes.py", *arguments.split()])
     assert bench_shapes.main() == 0
     for name in ("qwen3-0.6b-4", "glm-4.7-flash-4"):
         assert read(tmp_path / f"{name}.json")["finished"]
@@ -105,7 +101,7 @@ def test_a_counted_run_waits_for_who_warms_up_and_runs_alone(tmp_path):
 
 def test_no_part_starts_when_the_time_is_over(tmp_path, monkeypatch, capfd):
     arguments = f"--results {tmp_path} --tiny --minutes 0.5"
-    monkeypatch.setattr(sys, "argv", ["bench_shapes.py", *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["bench/shapes.py", *arguments.split()])
     monkeypatch.setattr(bench_shapes, "Running", lambda *_: pytest.fail("it starts"))
     assert bench_shapes.main() == 0
     assert capfd.readouterr().out.count("not run") == len(PARTS)
@@ -119,7 +115,7 @@ def test_a_file_that_was_cut_off_is_nothing(tmp_path):
 def test_a_part_that_is_cut_off_again_loses_nothing(tmp_path, monkeypatch, capfd):
     (tmp_path / "qwen3-0.6b-4.json").write_text(json.dumps({"runs": RUNS}))
     arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 --minutes 2 --deadline 2"
-    monkeypatch.setattr(sys, "argv", ["bench_shapes.py", *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["bench/shapes.py", *arguments.split()])
     hangs = [sys.executable, "-X", "faulthandler", "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(bench_shapes, "command", lambda *_: hangs)
     assert bench_shapes.main() == 0

@@ -1,15 +1,7 @@
-"""tools/count_commits.py prints a row for each kind of step, and computes nothing of the model."""
+"""tools/count/commits.py prints a row for each kind of step, and computes nothing of the model."""
 
-import importlib.util
-from pathlib import Path
-
+from tools.count import commits as count_commits
 from vllm_metal_lite.backend import mx
-
-_spec = importlib.util.spec_from_file_location(
-    "count_commits", Path(__file__).parents[2] / "tools" / "count_commits.py"
-)
-count_commits = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(count_commits)
 
 
 def test_a_wider_limit_means_fewer_command_buffers(capsys):

@@ -1,18 +1,12 @@
-"""tools/count_launches.py counts launches and bytes of steps; MLX's products as its code reads."""
-
-import sys
-from pathlib import Path
+"""tools/count/launches.py counts launches and bytes of steps; MLX's products as its code reads."""
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import count_launches
-from count_launches import lengths, ours, theirs, where_more
-from metal_reads import CHIPS, gathered, plain, quantised, used_experts
-from serving_parts import BY_NAME, PARTS
-
 from tests.support.mlx_graph import Eval, Graph, Node, Shape
+from tools.bench.lib.parts import BY_NAME, PARTS
+from tools.count import launches as count_launches
+from tools.count.launches import lengths, ours, theirs, where_more
+from tools.count.reads import CHIPS, gathered, plain, quantised, used_experts
 
 M4 = CHIPS["m4"]
 
@@ -94,7 +88,7 @@ def test_elementwise_operations_of_a_compiled_step_are_one_launch():
     ]
     graph.arguments = {"rows": "a", "others": "b"}
     graph.evals.append(Eval("step", ["e", "f"]))
-    from step_replay import StepReplay
+    from tools.count.replay import StepReplay
 
     launches, nbytes = StepReplay(graph, 4, None, M4, compiles=True).run().all_steps()
     assert launches == {"Multiply": 1, "Reduce": 1, "Exp": 1}

@@ -1,15 +1,8 @@
-"""tools/count_recurrent.py counts what mlx-lm launches on Metal for a recurrent layer."""
-
-import importlib.util
-from pathlib import Path
+"""tools/count/recurrent.py counts what mlx-lm launches on Metal for a recurrent layer."""
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location(
-    "count_recurrent", Path(__file__).parents[2] / "tools" / "count_recurrent.py"
-)
-count_recurrent = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(count_recurrent)
+from tools.count import recurrent as count_recurrent
 
 
 def rows_of(capsys, *arguments):

@@ -2,17 +2,16 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 from metal.host import mlx_source
 from vllm_metal_lite.kernels import source
 
-TOOL = Path(__file__).parents[2] / "tools" / "metal_texts.py"
+TOOL = "tools.prove.metal_texts"
 
 
 def test_every_kernel_is_written_with_the_prelude(tmp_path):
     done = subprocess.run(
-        [sys.executable, TOOL, tmp_path / "new"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", TOOL, tmp_path / "new"], capture_output=True, text=True, check=True
     )
     texts = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "new").iterdir()}
     assert done.stdout.startswith(f"{len(texts)} texts in ")

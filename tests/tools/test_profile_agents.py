@@ -1,22 +1,18 @@
 """Agents' sessions without a server: every turn is answered, and every step is in the table."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from metal.host import compiler_available
+from tools.bench import profile_agents
 from vllm_metal_lite import backend
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import profile_agents
 
 
 @pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
 def test_all_turns_are_answered_and_all_steps_counted(monkeypatch, capsys):
     words = "--model qwen3.5-tiny --sessions 2 --turns 3 --scale 0.02"
-    monkeypatch.setattr(sys, "argv", ["profile_agents.py", *words.split()])
+    monkeypatch.setattr(sys, "argv", ["bench/profile_agents.py", *words.split()])
     assert profile_agents.main() == 0
     *table, counts = capsys.readouterr().out.splitlines()
     rows = [line.split(" | ") for line in table if " | no | " in line]

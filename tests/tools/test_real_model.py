@@ -1,9 +1,7 @@
 """A real model, made by tools/real_model.py: chat, generate and serve it, beside mlx-lm."""
 
-import importlib.util
 import io
 import json
-from pathlib import Path
 
 import mlx_lm
 import pytest
@@ -12,16 +10,11 @@ from mlx_lm.utils import dequantize_model
 from openai import OpenAI
 
 from tests.support.server_kit import serving
+from tools import real_model
 from vllm_metal_lite import LLM, EngineConfig, SamplingParams, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.server.models import ModelSpec
-
-_spec = importlib.util.spec_from_file_location(
-    "real_model", Path(__file__).parents[2] / "tools" / "real_model.py"
-)
-real_model = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(real_model)
 
 QUESTIONS = [
     "What is the capital of France?",

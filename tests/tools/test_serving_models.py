@@ -1,15 +1,9 @@
 """Random models of the benchmarks: they pack, their logits are numbers, and context moves them."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from serving_models import BITS, random_model, random_weights
-
+from tools.bench.lib.models import BITS, random_model, random_weights
 from vllm_metal_lite import MetalLiteError
 from vllm_metal_lite.backend import mx
 

@@ -1,17 +1,11 @@
 """The arithmetic of several machines: sums by hand, weights as mlx-lm has them, and the table."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import simulate_ranks
-import time_sums
-from simulate_ranks import CHIPS, MODELS, Chip, Link, Shape
-
 from tests.support import tiny_models
+from tools.bench import sums as time_sums
+from tools.count import ranks as simulate_ranks
+from tools.count.ranks import CHIPS, MODELS, Chip, Link, Shape
 from vllm_metal_lite.backend import leaves
 
 # 600 weights of attention, 600 of the MLP and 1,000 of the head, a byte each with 8 bits; 40

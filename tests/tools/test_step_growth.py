@@ -1,18 +1,15 @@
 """A step by batch and context: real decodes over contexts that nobody computed, one CSV."""
 
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import step_growth
-from growth_plot import Cell, write_svg
-from serving_models import random_model
-from serving_roofline import Rates
-from step_growth import append, engine_of, read, seconds_of
+from tools.bench import step_growth
+from tools.bench.lib.growth_plot import Cell, write_svg
+from tools.bench.lib.models import random_model
+from tools.bench.lib.roofline import Rates
+from tools.bench.step_growth import append, engine_of, read, seconds_of
 
 
 @pytest.mark.parametrize("name", ["128x2", "qwen3-moe-tiny", "glm-tiny"])
@@ -39,7 +36,7 @@ def test_cells_of_the_csv_are_not_measured_again(tmp_path, monkeypatch, capsys):
     table, plot = tmp_path / "a.csv", tmp_path / "a.svg"
     append(table, Cell("128x2", 1, 64, 7.0, 1.0))
     words = f"--csv {table} --plot {plot} --tiny --only qwen3-4b-4 --batch 1 2 --context 64 128"
-    monkeypatch.setattr(sys, "argv", ["step_growth.py", *words.split()])
+    monkeypatch.setattr(sys, "argv", ["bench/step_growth.py", *words.split()])
     for _ in range(2):
         assert step_growth.main() == 0
     cells = read(table)
@@ -53,7 +50,7 @@ def test_no_cell_starts_when_the_time_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(step_growth, "measured_rates", lambda: Rates(1e9, 1e9))
     monkeypatch.setattr(step_growth, "seconds_of", lambda *_: pytest.fail("measured"))
     words = f"--csv {tmp_path / 'a.csv'} --tiny --minutes 0"
-    monkeypatch.setattr(sys, "argv", ["step_growth.py", *words.split()])
+    monkeypatch.setattr(sys, "argv", ["bench/step_growth.py", *words.split()])
     assert step_growth.main() == 0
 
 

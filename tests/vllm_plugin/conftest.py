@@ -1,4 +1,4 @@
-"""Tests of the plugin under real vLLM; skipped where vLLM is not installed (tools/vllm_env.sh)."""
+"""Tests of the plugin under real vLLM; skipped where vLLM is not installed."""
 
 import os
 

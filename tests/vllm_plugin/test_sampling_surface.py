@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import tiny_models as tiny
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/vllm_env.sh")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
 from metal.host import compiler_available, installed
 from tests.vllm_plugin import kit

@@ -1,0 +1,1 @@
+"""Scripts for a checkout; see CONTRIBUTING.md."""

@@ -1,0 +1,163 @@
+"""mlx-lm as an engine of the serving benchmarks, driven as its own server drives it.
+
+That is: `BatchGenerator`, and prompt caches for what is shared.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from tools.bench.lib.engines import MLX_CACHE_LIMIT, Tokens
+from tools.bench.lib.loads import Load
+from vllm_metal_lite import backend
+from vllm_metal_lite.fusion.joined import Part
+from vllm_metal_lite.model.loader import LoadedModel
+
+# isort: split
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+
+mx = backend.mx
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of BatchGenerator: sizes of its two batches, most prompt tokens of a sequence in one pass.
+
+    prefix: "none"; "server", prompt caches found and kept as mlx-lm's server does; or "once", the
+    caller computes what all share once and gives every request a copy of that cache.
+    """
+
+    prefill_batch_size: int
+    completion_batch_size: int
+    prefill_step_size: int = 2048
+    prefix: str = "none"
+
+    def __str__(self) -> str:
+        name = f"{self.prefill_batch_size}/{self.completion_batch_size}"
+        if self.prefill_step_size != 2048:
+            name += f", step {self.prefill_step_size}"
+        return name if self.prefix == "none" else f"{name}, prefix: {self.prefix}"
+
+
+_NATIVE: dict[int, nn.Module] = {}
+
+
+def native(model: LoadedModel) -> nn.Module:
+    """A model as mlx-lm has it: a copy with all projections apart, since our engine joins them."""
+    ours = model.packed.model
+    if backend.is_cpu():  # where nothing is joined
+        return ours
+    if id(model) not in _NATIVE:
+        theirs = copy.deepcopy(ours)
+        parts = [(path, m) for path, m in theirs.named_modules() if isinstance(m, Part)]
+        theirs.update_modules(tree_unflatten([(path, part.separate()) for path, part in parts]))
+        mx.eval(theirs.parameters())
+        _NATIVE[id(model)] = theirs
+    return _NATIVE[id(model)]
+
+
+class MlxLm:
+    """BatchGenerator, a new one for each run."""
+
+    resident_bytes = 0
+
+    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+        self.model, self.settings = native(model), settings
+        self.name, self.way = f"mlx-lm {settings}", f"prefix: {settings.prefix}"
+
+    def begin(self, load: Load) -> None:
+        mx.set_cache_limit(MLX_CACHE_LIMIT)
+        s = self.settings
+        self._generator = BatchGenerator(
+            self.model,
+            completion_batch_size=s.completion_batch_size,
+            prefill_batch_size=s.prefill_batch_size,
+            prefill_step_size=s.prefill_step_size,
+        )
+        self._shared = load.prefix_length
+        self._kept = LRUPromptCache(max_size=2 * len(load.prompts))  # all that can be asked for
+        self._once: list[Any] | None = None
+        self._number: dict[int, int] = {}  # by mlx-lm's uid
+        self._cached = 0
+
+    def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
+        caches, cached = zip(*map(self._find, prompts), strict=True)
+        uids = self._generator.insert_segments(
+            [self._segments(p, n) for p, n in zip(prompts, cached, strict=True)],
+            max_tokens,
+            list(caches),
+            [p[:n] for p, n in zip(prompts, cached, strict=True)],
+        )
+        self._number.update((uid, first + i) for i, uid in enumerate(uids))
+
+    def _find(self, prompt: list[int]) -> tuple[list[Any] | None, int]:
+        """A cache of the first tokens of a prompt, and how many they are."""
+        if self.settings.prefix == "server":
+            cache, rest = self._kept.fetch_nearest_cache(None, prompt)
+            self._cached += len(prompt) - len(rest)
+            return cache, len(prompt) - len(rest)
+        if self.settings.prefix == "once":
+            if self._once is None:
+                self._once = self._compute(prompt[: self._shared])
+            else:
+                self._cached += self._shared
+            return copy.deepcopy(self._once), self._shared
+        return None, 0
+
+    def _compute(self, tokens: list[int]) -> list[Any]:
+        cache = make_prompt_cache(self.model)
+        with mx.stream(self._generator.stream):
+            for at in range(0, len(tokens), self.settings.prefill_step_size):
+                part = tokens[at : at + self.settings.prefill_step_size]
+                self.model(mx.array([part]), cache=cache)
+                mx.eval([c.state for c in cache])
+        return cache
+
+    def _segments(self, prompt: list[int], cached: int) -> list[list[int]]:
+        # The server cuts behind the system prompt, so that a cache can be kept from there.
+        cut = max(self._shared, cached) if self.settings.prefix == "server" else cached
+        return [prompt[cached:cut], prompt[cut:]]
+
+    def step(self) -> Tokens:
+        progress, responses = self._generator.next()
+        if self.settings.prefix == "server":
+            ends = [r.uid for r in progress if r.end_of_segment and not r.end_of_prompt]
+            for cache, tokens in self._generator.extract_cache(ends).values():
+                if len(tokens) == self._shared:  # and not one short of the prompt's end
+                    self._kept.insert_cache(None, tokens[:], cache, cache_type="system")
+            for r in responses:
+                if r.finish_reason is not None:
+                    self._kept.insert_cache(None, r.all_tokens[:], r.prompt_cache)
+        return [(self._number[r.uid], int(r.token)) for r in responses]
+
+    def end(self) -> int:
+        self._generator.close()
+        del self._generator, self._kept, self._once
+        return self._cached
+
+
+class MlxLmSingle:
+    """mlx-lm's generator for one sequence: no batch, no padding."""
+
+    name, way, resident_bytes = "mlx-lm generate_step", "single", 0
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = native(model)
+
+    def begin(self, load: Load) -> None:
+        mx.set_cache_limit(MLX_CACHE_LIMIT)
+
+    def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
+        ((prompt,), (n,)) = prompts, max_tokens
+        self._steps = generate_step(mx.array(prompt), self.model, max_tokens=n)
+
+    def step(self) -> Tokens:
+        token, _ = next(self._steps)
+        return [(0, int(token))]
+
+    def end(self) -> int:
+        self._steps.close()
+        return 0

@@ -1,0 +1,144 @@
+"""Models of the serving benchmarks: random weights at the sizes of real ones, made in memory.
+
+Quantised weights are random words: on a GPU a model of 20 GiB is there within seconds, and no
+array is larger than the largest parameter of the model.
+"""
+
+import io
+import math
+from contextlib import redirect_stdout
+from importlib import import_module
+from typing import Any
+
+from tools.bench.lib.configs import SHAPES, random_config
+from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite.model.loader import LoadedModel, from_model, load
+
+# isort: split
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.utils import quantize_model
+
+mx = backend.mx
+
+# Of `--bits`: affine in groups of 64; "mxfp4" is that of gpt-oss, of experts alone.
+BITS = ("4", "6", "8", "mxfp4")
+# Root mean square of the sixteen values of MXFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+_MXFP4_RMS = math.sqrt(68.5 / 8)
+# What experts add is small beside attention.  Rounding sends a token to another expert more often
+# than in a trained model, and the trial at load judges by the logits.
+_OF_EXPERTS = 0.25
+
+
+def _fill(path: str, w: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Random values for the unquantised parameter at `path`."""
+    owner, _, name = path.rpartition(".")
+    match name:
+        case "A_log":  # Mamba's start: decays exp(-a dt) for a from 1 to 16 ...
+            return mx.log(mx.random.uniform(1, 16, w.shape))
+        case "dt_bias":  # ... and dt from 0.001 to 0.1, which is the softplus of its bias
+            dt = mx.exp(mx.random.uniform(math.log(1e-3), math.log(0.1), w.shape))
+            return (dt + mx.log(-mx.expm1(-dt))).astype(dtype)
+        case "bias" | "e_score_correction_bias":
+            return mx.zeros(w.shape, dtype)
+    if w.ndim < 2:
+        return mx.ones(w.shape, dtype)
+    inputs = math.prod(w.shape[1:]) if "conv" in path else w.shape[-1]
+    return mx.random.normal(w.shape, dtype, scale=_spread(owner, w, inputs))
+
+
+def _spread(owner: str, w: mx.array, inputs: int) -> float:
+    """The standard deviation of a matrix, or of one matrix an expert: results are as large as
+    inputs."""
+    return inputs**-0.5 * (_OF_EXPERTS if w.ndim == 3 and owner.endswith(".down_proj") else 1)
+
+
+def _fill_quantised(path: str, module: nn.Module, dtype: mx.Dtype) -> dict[str, mx.array]:
+    """Random words for a quantised module, and scales that give its values `_spread`."""
+    words, shape = module.weight, module.scales.shape
+    spread = _spread(path, words, shape[-1] * module.group_size)
+    halves = mx.random.randint(0, 1 << 16, (*words.shape[:-1], 2 * words.shape[-1]), mx.uint16)
+    found = {"weight": halves.view(mx.uint32)}
+    if module.mode == "mxfp4":  # scales are powers of two: the exponent, plus 127
+        exponent = 127 + round(math.log2(spread / _MXFP4_RMS))
+        return {**found, "scales": mx.full(shape, exponent, mx.uint8)}
+    if module.mode != "affine":
+        raise MetalLiteError(f"{path}: no random weights of mode {module.mode!r}")
+    most = (1 << module.bits) - 1
+    scale = spread / math.sqrt(most * (most + 2) / 12)
+    scales = scale * mx.random.uniform(0.9, 1.1, shape)
+    return {**found, "scales": scales.astype(dtype), "biases": (-most / 2 * scales).astype(dtype)}
+
+
+def unmade(
+    name: str, bits: str | int | None = None, **changes: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's model of `random_config`, whose weights are not computed yet, and its config.
+
+    changes: other values of the config.  bits: of BITS, chosen a layer as mlx-lm's conversion
+    chooses.
+    """
+    if bits is not None and str(bits) not in BITS:
+        raise MetalLiteError(f"bits {bits!r}: one of {', '.join(BITS)}")
+    config = {**random_config(name), **changes}
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    if config["model_type"] == "gemma3_text":  # this ties the embedding to the head
+        model.sanitize({})
+    with redirect_stdout(io.StringIO()):  # mlx-lm prints
+        if bits == "mxfp4":
+            experts = lambda _, m: isinstance(m, SwitchLinear)  # noqa: E731
+            _, config = quantize_model(model, config, 32, 4, "mxfp4", quant_predicate=experts)
+        elif bits:
+            _, config = quantize_model(model, config, 64, int(bits))
+    model.eval()  # mlx-lm's recurrent layers have no kernels in training
+    return model, config
+
+
+def random_weights(
+    name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None, **changes: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """`unmade` with random weights.
+
+    Matrices have variance 1 / inputs and norms are 1, so that context and order move the logits by
+    about their own spread.  Recurrent layers remember one to a thousand tokens, and their states
+    stay finite.
+    """
+    model, config = unmade(name, bits, **changes)
+    mx.random.seed(0)
+    quantised = {path: m for path, m in model.named_modules() if "scales" in m}
+    of_words = {f"{path}.{name}" for path in quantised for name in ("weight", "scales", "biases")}
+    made: list[tuple[str, mx.array]] = []
+    for path, m in quantised.items():
+        for name_, w in _fill_quantised(path, m, dtype).items():
+            made.append((f"{path}.{name_}", w))
+            mx.eval(w)  # one at a time: random numbers take several times the memory
+    for path, w in tree_flatten(model.parameters()):
+        if path not in of_words:
+            made.append((path, _fill(path, w, dtype)))
+            mx.eval(made[-1][1])
+    model.update(tree_unflatten(made))
+    mx.clear_cache()
+    return model, config
+
+
+def random_model(
+    name: str, dtype: mx.Dtype = mx.float32, bits: str | int | None = None, **changes: Any
+) -> LoadedModel:
+    """`random_weights`, ready for packed steps."""
+    model, config = random_weights(name, dtype, bits, **changes)
+    suffix = "" if bits is None else f", {bits} bit" if str(bits).isdigit() else f", {bits}"
+    return from_model(model, None, config, name=f"{name} {str(dtype).split('.')[-1]}{suffix}")
+
+
+def get_model(name: str, dtype: str = "auto", bits: str | None = None) -> LoadedModel:
+    """Random weights for what `random_config` knows; anything else is loaded by name."""
+    is_shape = name in SHAPES or name.replace("x", "", 1).isdigit()
+    if not is_shape:
+        if bits:
+            raise MetalLiteError(f"--bits {bits} is for random weights, and {name!r} is a model")
+        return load(name, dtype)
+    if dtype == "auto":
+        dtype = "float32" if backend.is_cpu() else "bfloat16"
+    return random_model(name, getattr(mx, dtype), bits)

@@ -1,0 +1,93 @@
+"""The tables of the serving benchmarks, and the ratios in them."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tools.bench.lib.metrics import Metrics
+
+# (metric, heading, factor, format, whether more is better; None: no ratio)
+Columns = Sequence[tuple[str, str, float, str, bool | None]]
+
+COLUMNS: Columns = (
+    ("output_tokens_per_s", "output tokens/s", 1, ",.0f", True),
+    ("requests_per_s", "requests/s", 1, ".2f", True),
+    ("ttft_median", "TTFT ms, median", 1e3, ",.1f", False),
+    ("ttft_p95", "p95", 1e3, ",.1f", False),
+    ("gap_median", "gap ms, median", 1e3, ".2f", False),
+    ("gap_worst", "worst", 1e3, ",.1f", False),
+    ("steady_tokens_per_s", "steady tokens/s", 1, ",.0f", True),
+    ("steady_step_median", "ms a step", 1e3, ".2f", False),
+    ("cached_tokens", "cached tokens", 1, ",.0f", None),
+    ("cached_share", "of reusable", 1, ".1%", None),
+    ("roofline", "of roofline", 1, ".0%", None),
+    ("peak_gib", "GiB beside weights", 1, ".2f", False),
+)
+NEWCOMER: Columns = (
+    ("newcomer_ttft", "newcomer's TTFT ms", 1e3, ",.1f", None),
+    ("newcomer_tokens_per_s", "its tokens/s", 1, ",.1f", None),
+    ("others_tokens_per_s", "decodes' tokens/s meanwhile", 1, ",.1f", None),
+    ("idle_gap_median", "idle gap ms", 1e3, ".2f", None),
+    ("busy_gap_median", "gap meanwhile, median", 1e3, ".2f", None),
+    ("busy_gap_worst", "worst", 1e3, ".2f", None),
+)
+# Of the summary: those that a reader wants first.
+FIRST = (
+    "output_tokens_per_s", "requests_per_s", "ttft_median", "steady_step_median", "peak_gib",
+    "cached_share", "roofline",
+)  # fmt: skip
+
+
+def ratios(medians: dict[str, Metrics]) -> Metrics:
+    """Ours to the best of the others, metric by metric."""
+    found = {}
+    for key, _, _, _, more in COLUMNS:
+        others = [m[key] for name, m in medians.items() if name != "ours" and key in m]
+        mine = medians["ours"].get(key)
+        if more is None or mine is None or not others or min(mine, *others) <= 0:
+            continue
+        found[key] = mine / max(others) if more else min(others) / mine
+    return found
+
+
+def table_head(cells: Sequence[str]) -> None:
+    print("| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
+
+
+def print_load(result: dict, columns: Columns, digits: int = 2) -> None:
+    medians = result["engines"]
+    shown = [c for c in columns if any(c[0] in m for m in medians.values())]
+    title = f"\n### {result['load']}: {result['name']}"
+    if "tokens_in" in result:
+        sizes = [result[k] for k in ("requests", "tokens_in", "tokens_out")]
+        title += ", {:,} requests, {:,} / {:,} tokens in / out".format(*sizes)
+    print(f"{title}\n\nTokens: {result['summary']}.\n")
+    table_head(["engine", *(c[1] for c in shown)])
+    for name, m in medians.items():
+        cells = [f"{m[c[0]] * c[2]:{c[3]}}" if c[0] in m else "" for c in shown]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    for to, found in result.get("ratios", {}).items():
+        cells = [f"**{found[c[0]]:.{digits}f}**" if c[0] in found else "" for c in shown]
+        print(f"| ratio{to and f', {to}'} | " + " | ".join(cells) + " |")
+    sys.stdout.flush()
+
+
+def print_summary(results: list[dict[str, Any]]) -> None:
+    """Ours of every load, and behind each number its ratio to the others at their best."""
+    columns = [c for c in COLUMNS if c[0] in FIRST]
+    print("\n### Ours, in brackets the ratios to mlx-lm: at its best, as it is\n")
+    table_head(["load", *(c[1] for c in columns), "tokens"])
+    for result in results:
+        mine = result["engines"].get("ours", {})
+        cells = [_with_ratios(c, mine, result.get("ratios", {})) for c in columns]
+        print(f"| {result['load']} | " + " | ".join(cells) + f" | {result['summary']} |")
+    if any(result["load"] == "N" for result in results):
+        print("\nN: the ratio to ours without the prefix cache.")
+
+
+def _with_ratios(column: Any, mine: Metrics, found: dict[str, Metrics]) -> str:
+    key, _, factor, form, _ = column
+    if key not in mine:
+        return ""
+    of = [f"{r[key]:.3g}" for r in found.values() if key in r]
+    return f"{mine[key] * factor:{form}}" + (f" ({', '.join(of)})" if of else "")

@@ -1,0 +1,216 @@
+"""Where the time of a step goes: on the host, by parts, and on an NVIDIA GPU, by kernels.
+
+    python -m tools.bench.profile_step --only qwen3-30b-a3b-4 glm-4.7-flash-4    batches of 1 and 32
+    python -m tools.bench.profile_step --model qwen3-0.6b --bits 4 --batch 1 --context 512
+    python -m tools.bench.profile_step --only gpt-oss-20b-mxfp4 --kernels     CUDA only; needs torch
+    python -m tools.bench.profile_step --model qwen3.5-4b --context 16000 --prompt 2048    prompts
+
+--only: rows of the table of shapes (bench/lib/parts.py).  Greedy, random weights; contexts are not
+computed (step_growth.py), so attention reads zeros.  Steps are decodes, or, with --prompt, each is
+the next chunk of one prompt, so that the context grows.  "execute" is the runner's part of a step:
+"forward" builds the graph, "submit" hands it to MLX, which launches it.  In steps that are not one
+ahead of each other ("alone") the host waits for the device, so nothing overlaps.
+"""
+
+import argparse
+import gc
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tools.bench.lib.alone import Alone
+from tools.bench.lib.host import timed
+from tools.bench.lib.models import BITS, get_model
+from tools.bench.lib.parts import BY_NAME
+from tools.bench.lib.trust import trusted
+from tools.bench.step_growth import engine_of, fill, skipped
+from tools.dev.run_main import run_main
+from vllm_metal_lite import LLMEngine, MetalLiteError, SamplingParams
+from vllm_metal_lite.backend import mx
+
+
+class Counts(NamedTuple):
+    """Steps of each part of a profile."""
+
+    warm_up: int
+    steps: int
+    alone: int
+    profiled: int
+
+    @property
+    def all(self) -> int:
+        return self.warm_up + self.steps + 2 * self.alone + self.profiled + 16
+
+
+_DECODES, _CHUNKS = Counts(12, 40, 15, 8), Counts(3, 5, 4, 3)
+# Of a kernel, by what its name has; the first that fits.
+_KINDS = {
+    "experts": "expert|gather_(q?m[mv]|mm)|GatherQ?MM|gather_gemm",
+    "attention": "paged_decode|varlen|shared_prefix|latent|kv_|rope|sdpa|attention|fmha",
+    "products": "skinny_gemm|gemm|gemv|qmv|qmm|cutlass|nvjet|cublas|splitK",
+    "norms and sums": "norm",
+    "sampling": "arg_reduce|logsumexp|sort|random",
+}
+
+
+def decoding(engine: LLMEngine, batch: int, context: int) -> list[str]:
+    """Requests that all decode, at `context` tokens and a few more; returns their names."""
+    names = fill(engine, batch, context, _DECODES.all)
+    for _ in range(_DECODES.warm_up):
+        engine.step()
+    return names
+
+
+def prefilling(engine: LLMEngine, rows: int, context: int) -> list[str]:
+    """A prompt that is computed `rows` at a time, behind `context` tokens; returns its name."""
+    engine.async_scheduling = False
+    num_skipped = -(-context // rows)
+    prompt = np.random.default_rng(1).integers(
+        0, engine.model.vocab_size, (num_skipped + _CHUNKS.all) * rows
+    )
+    engine.add_request("prompt", prompt.tolist(), SamplingParams(temperature=0, max_tokens=1))
+    with skipped(engine):
+        for _ in range(num_skipped):
+            engine.step()
+    engine.async_scheduling = True
+    for _ in range(_CHUNKS.warm_up):
+        engine.step()
+    return ["prompt"]
+
+
+def host(engine: LLMEngine, counts: Counts, tokens: int) -> None:
+    """Print the medians of a step and of its parts, in milliseconds.  tokens: of a step."""
+    runner = engine.runner
+    parts: dict[str, list[float]] = {}
+    originals = {name: getattr(runner, name) for name in ("execute", "_forward", "_submit")}
+    for name, call in originals.items():
+        times = parts[name.strip("_")] = []
+        setattr(runner, name, timed(call, times, time.perf_counter))
+    step = timed(engine.step, parts.setdefault("step", []), time.perf_counter)
+    for _ in range(counts.steps):
+        step()
+    for name, call in originals.items():
+        setattr(runner, name, call)
+    engine.async_scheduling = False
+    alone: list[float] = []
+    step = timed(engine.step, alone, time.perf_counter)
+    for _ in range(counts.alone):
+        step()
+    parts["alone"] = alone[2:]  # the first ends what was one ahead
+    medians = {name: 1e3 * statistics.median(times) for name, times in parts.items()}
+    engine.async_scheduling = True
+    print("| ms: " + " | ".join(medians) + " | tokens/s |\n" + "| --- " * (len(medians) + 1) + "|")
+    rate = 1e3 * tokens / medians["step"]
+    print("| " + " | ".join(f"{m:.2f}" for m in medians.values()) + f" | {rate:,.0f} |", flush=True)
+
+
+def kernels(step: Callable[[], object], num_steps: int) -> None:
+    """Print what ran on the GPU: torch's profiler sees every kernel of the process."""
+    try:
+        from torch.profiler import ProfilerActivity, profile
+    except ImportError:
+        raise MetalLiteError("--kernels needs torch, built for CUDA") from None
+    step()  # where none was ahead, launches two; each of the following launches one
+    mx.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_steps):
+            step()
+        mx.synchronize()
+    events = profiler.profiler.kineto_results.events()
+    events = [e for e in events if str(e.device_type()).endswith("CUDA")]
+    if not events:
+        raise MetalLiteError("nothing ran on an NVIDIA GPU")
+    busy = end = 0
+    for start, stop in sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events):
+        busy += max(stop - max(start, end), 0)
+        end = max(end, stop)
+    total: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    for e in events:
+        total[e.name()[:72]] += e.duration_ns()
+        count[e.name()[:72]] += 1
+        kinds[kind_of(e.name())] += e.duration_ns()
+    print(
+        f"\nGPU busy {busy / num_steps / 1e6:.2f} ms a step, {len(events) / num_steps:.0f} kernels"
+    )
+    shares = (f"{kind} {ns / kinds.total():.0%}" for kind, ns in kinds.most_common())
+    print("By kind: " + ", ".join(shares))
+    print("\n| us a step | times | us | kernel |\n| --- | --- | --- | --- |")
+    for name, ns in total.most_common(16):
+        times = count[name] / num_steps
+        print(
+            f"| {ns / num_steps / 1e3:,.0f} | {times:g} | {ns / count[name] / 1e3:.1f} | {name} |"
+        )
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, by its name."""
+    return next((kind for kind, words in _KINDS.items() if re.search(words, kernel)), "other")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(BY_NAME), metavar="PART")
+    parser.add_argument("--tiny", action="store_true", help="tiny models in place of --only's")
+    parser.add_argument("--model", default="demo", help="in place of --only")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--bits", choices=BITS)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--context", type=int, default=700)
+    parser.add_argument("--prompt", type=int, metavar="ROWS", help="chunks of so many rows")
+    parser.add_argument("--num-blocks", type=int, help="of the store (default: what is needed)")
+    parser.add_argument("--trusted", action="store_true", help="as bench/serving.py has it")
+    parser.add_argument("--prefill", choices=("varlen", "gather"), help="of --trusted's prompts")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench/serving.py has it")
+    parser.add_argument("--kernels", action="store_true", help="what ran on an NVIDIA GPU")
+    args = parser.parse_args()
+    alone = Alone(args.beside)
+    if min(*args.batch, args.context, args.prompt or 1) < 1:
+        parser.error("--batch, --context and --prompt must be at least 1")
+    counts = _CHUNKS if args.prompt else _DECODES
+    # Of the longest request.
+    length = args.context + counts.all * (args.prompt or 1) + (args.prompt or 0)
+    batches = [1] if args.prompt else args.batch
+    for part in [BY_NAME[name] for name in args.only] if args.only else [None]:
+        if part is None:
+            model, options = get_model(args.model, args.dtype, args.bits), {}
+        else:
+            shape = part.tiny if args.tiny else part.shape
+            model, options = get_model(shape, args.dtype, part.bits), part.options
+        if args.prompt:
+            options = {**options, "max_num_batched_tokens": args.prompt}
+        if args.num_blocks:
+            options = {**options, "num_blocks": args.num_blocks}
+        with trusted(args.prefill) if args.trusted else nullcontext():
+            engine = engine_of(model, [(max(batches), length)], options)
+        print(f"\n## {part.name if part else model.name}: {engine.attention_reason}", flush=True)
+        for batch in batches:
+            print(f"\n{args.prompt or batch} {'behind' if args.prompt else 'x'} {args.context}\n")
+            if args.prompt:
+                names = prefilling(engine, args.prompt, args.context)
+            else:
+                names = decoding(engine, batch, args.context)
+            with alone():
+                host(engine, counts, args.prompt or batch)
+                if args.kernels:
+                    kernels(engine.step, counts.profiled)
+            engine.abort(names)
+            while engine.has_unfinished_requests():
+                engine.step()
+        del engine, model
+        gc.collect()
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,362 @@
+#!/usr/bin/env python3
+"""One load on our engine and on mlx-lm: same weights, one process, turn by turn, medians.
+
+    python -m tools.bench.serving --load A --model qwen3-0.6b          a GPU
+    python -m tools.bench.serving --load B --model qwen3-4b --bits 4
+    python -m tools.bench.serving --load G --model demo                a CPU
+    python -m tools.bench.serving --load H U C N --model qwen3.5-4b --fair
+    python -m tools.bench.serving --host
+
+--model: a key of SHAPES in bench/lib/configs.py or HIDDENxLAYERS, with random weights; or what the
+engine can load.
+--json is written anew after each run, so a run that is cut off keeps what it has measured.
+
+Greedy, end of sequence ignored.  The first runs of each engine are warm-ups, as is the sweep over
+mlx-lm's settings, whose best by tokens/s and by time to first token are then timed (and, where it
+can be used in several ways, such as with prompt caches, the best of each).  Ratios are to its best,
+number by number; above 1 means that ours is better.  Prints Markdown; progress goes to stderr.
+"""
+
+import argparse
+import faulthandler
+import gc
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from tools.bench.lib.alone import Alone
+from tools.bench.lib.engines import Engine, Ours, Run, drive
+from tools.bench.lib.fair import Fair, fair_kernels, loops_over_tokens
+from tools.bench.lib.host import host
+from tools.bench.lib.loads import LOADS, Load, Sizes
+from tools.bench.lib.metrics import Agreement, Metrics, agree, measure, median_of
+from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
+from tools.bench.lib.models import BITS, get_model
+from tools.bench.lib.roofline import measured_bandwidth, step_bytes
+from tools.bench.lib.tables import COLUMNS, NEWCOMER, print_load, print_summary, ratios
+from tools.bench.lib.trust import trusted
+from tools.dev.run_main import run_main
+from vllm_metal_lite import EngineConfig, MetalLiteError, backend
+from vllm_metal_lite.errors import one_line
+from vllm_metal_lite.model.loader import LoadedModel
+
+STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes' among them
+
+
+class Report(dict[str, Any]):
+    """Everything that was measured.  runs: of each run, its load, note, engine and metrics."""
+
+    def __init__(self, path: str | None) -> None:
+        super().__init__(device=backend.describe(), arguments=sys.argv[1:], runs=[])
+        self.path = path
+
+    def note(self, **run: Any) -> None:
+        self["runs"].append(run)
+        self.write()
+
+    def write(self) -> None:
+        if self.path:
+            with open(self.path, "w", encoding="utf-8") as file:
+                json.dump(self, file, indent=1)
+
+
+def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
+    """What of mlx-lm is tried on a load, the likely best first."""
+    n = len(load.prompts)
+    if letter == "D":
+        return [MlxLmSingle(model), MlxLm(model, Settings(1, 1))]
+    if letter == "C":
+        return [MlxLm(model, Settings(n, n))]
+    if letter == "U":
+        ways = [(n // 3, "server"), (1, "server"), (n // 3, "once")]
+        settings = [Settings(size, n, prefix=how) for size, how in ways]
+    elif load.prefix_length:
+        sizes = (n,) if letter == "G" else (n // 4, n)
+        settings = [Settings(s, n, prefix=how) for how in ("once", "server") for s in sizes]
+    elif letter == "G":
+        settings = [Settings(s, n) for s in (n // 2, 1, n)]
+    else:
+        settings = [Settings(s, n) for s in (n // 2, n // 4, n)] + [Settings(n // 2, n // 2)]
+        settings.append(Settings(max(n // 8, 1), n))  # where nothing larger works
+    return [MlxLm(model, s) for s in settings]
+
+
+class Bench:
+    """Runs engines turn by turn; keeps the metrics of every counted run."""
+
+    def __init__(self, letter: str, load: Load, args: argparse.Namespace) -> None:
+        self.letter, self.load, self.report, self.alone = letter, load, args.report, args.alone
+        self.label = f"{letter} {load.name}"
+
+    def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
+        run = drive(engine, self.load)
+        values = measure(self.load, run)
+        self.report.note(load=self.letter, note=note, engine=engine.name, metrics=values)
+        speed = values["output_tokens_per_s"]
+        print(
+            f"{self.label}, {note}, {engine.name}: {run.seconds:.2f} s, {speed:,.0f} tokens/s",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return values, run
+
+    def tried(self, engine: Engine) -> Metrics | None:
+        """The metrics of one run, or None if the engine fails: MLX's CUDA backend does not take all
+        sizes of a batch."""
+        try:
+            return self.run(engine, "sweep")[0]
+        except (RuntimeError, ValueError) as e:
+            print(f"{self.label}, {engine.name}: left out, {one_line(e)}", file=sys.stderr)
+            self.report.note(load=self.letter, note="failed", engine=engine.name, why=one_line(e))
+            return None
+        finally:
+            gc.collect()
+
+    def turns(
+        self, engines: list[Engine], repeats: int
+    ) -> tuple[dict[str, list[Metrics]], dict[str, Run]]:
+        """(metrics of each turn, last run), by engine."""
+        values: dict[str, list[Metrics]] = {e.name: [] for e in engines}
+        last: dict[str, Run] = {}
+        with self.alone():
+            for turn in range(repeats):
+                for engine in engines:
+                    metrics, last[engine.name] = self.run(engine, f"turn {turn + 1}")
+                    values[engine.name].append(metrics)
+        return values, last
+
+
+def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
+    """One load on ours and on mlx-lm at its best."""
+    bench, more = Bench(letter, load, args), {}
+    ours = Ours(model, load, args.ours)
+    candidates = peers(letter, load, model)
+    if args.settings and letter != "D":
+        candidates = [MlxLm(model, s) for s in args.settings]
+    fair = args.fair and loops_over_tokens(model)
+    if fair:
+        candidates = [Fair(e) for e in candidates]
+    for _ in range(2):  # what comes a second time is compiled
+        bench.run(ours, "warm-up")
+    sweep: dict[str, Metrics] = {}
+    for engine in [*candidates] if args.quick else [candidates[0], *candidates]:
+        if metrics := bench.tried(engine):
+            sweep[engine.name] = metrics  # of the first the second run, which compiles less
+        if args.quick and sweep:
+            bench.tried(engine)  # what comes a second time is compiled
+            break
+    finalists = best_of([e for e in candidates if e.name in sweep], sweep)
+    values, last = bench.turns([ours, *finalists], args.repeats)
+    medians = {name: median_of(v) for name, v in values.items()}
+    found = ratios(medians)
+    if letter == "C":
+        add_roofline(model, load, medians)
+    agreement = Agreement(0, 0, 0.0, 0.0, 0.0, 0)
+    if finalists:
+        with fair_kernels() if fair else nullcontext():
+            agreement = agree(model, last["ours"], last[finalists[0].name])
+    if fair and args.fair == "both":  # a single run: it can take minutes on CUDA
+        as_it_is = peers(letter, load, model)[0]
+        slow, _ = bench.run(as_it_is, "once")
+        more["as it is"] = ratios({"ours": medians["ours"], "": slow})
+        medians[f"{as_it_is.name}, as it is"] = slow
+    return {
+        "load": letter,
+        "name": load.name,
+        "requests": len(load.prompts),
+        "tokens_in": sum(map(len, last["ours"].prompts)),
+        "tokens_out": sum(load.max_tokens),
+        "engines": medians,
+        "ratios": {"": found, **more},
+        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
+        "summary": str(agreement) if finalists else "mlx-lm failed in all settings",
+        "sweep": sweep,
+        "turns": values,
+    }
+
+
+def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]:
+    """The fastest of each way to use mlx-lm, fastest first, and the earliest to a first token."""
+    ranked = sorted(candidates, key=lambda e: -sweep[e.name]["output_tokens_per_s"])
+    if not ranked:
+        return []
+    best = {e.way: e for e in reversed(ranked)}.values()
+    earliest = min(ranked, key=lambda e: sweep[e.name]["ttft_median"])
+    return [e for e in ranked if e in best or e is earliest]
+
+
+def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) -> None:
+    """The share of a step that moving `step_bytes` takes at the bandwidth of a copy."""
+    contexts = [len(p) + n / 2 for p, n in zip(load.prompts, load.max_tokens, strict=True)]
+    size = step_bytes(model, len(contexts), sum(contexts) / len(contexts))
+    bandwidth = measured_bandwidth()
+    print(f"\nA step moves {size / 2**30:.2f} GiB at least; a copy, {bandwidth / 1e9:,.0f} GB/s.")
+    for metrics in medians.values():
+        if step := metrics.get("steady_step_median"):
+            metrics["roofline"] = size / bandwidth / step
+
+
+def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
+    """A prompt that arrives while others decode: ways to share the steps."""
+    prompt = len(load.prompts[-1])
+    engines: list[Engine] = [
+        Ours(
+            model, load, {**args.ours, "max_num_batched_tokens": tokens},
+            name=f"mixed, steps of {tokens}",
+        )
+        for tokens in STEPS[slice(0, 5, 2) if args.quick else slice(None)] if tokens < prompt
+    ]  # fmt: skip
+    for policy in ("mixed", "whole"):
+        options = {**args.ours, "max_num_batched_tokens": 8192, "prefill_policy": policy}
+        engines.append(Ours(model, load, options, name=f"{policy}, in one step"))
+    steps = (2048,) if args.quick else (2048, 512)
+    engines += [MlxLm(model, Settings(8, 32, prefill_step_size=s)) for s in steps]
+    bench = Bench(letter, load, args)
+    for engine in engines:
+        for _ in range(2):
+            bench.run(engine, "warm-up")
+    values, last = bench.turns(engines, args.repeats)
+    first, theirs = last[engines[0].name], last[engines[-1].name]
+    agreement = agree(model, first, theirs)
+    return {
+        "load": letter,
+        "name": load.name,
+        "prompt": prompt,
+        "engines": {name: median_of(v) for name, v in values.items()},
+        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
+        "summary": str(agreement),
+        "turns": values,
+    }
+
+
+def cache_cost(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
+    """Ours with the prefix cache beside ours without, where nothing is ever shared."""
+    ways = {"ours": True, "ours, no prefix cache": False}
+    engines = [
+        Ours(model, load, {**args.ours, "enable_prefix_caching": on}, name=name)
+        for name, on in ways.items()
+    ]
+    bench = Bench(letter, load, args)
+    for engine in [*engines, *engines]:
+        bench.run(engine, "warm-up")
+    values, last = bench.turns(engines, max(args.repeats, 5))  # the cost is a few percent
+    medians = {name: median_of(v) for name, v in values.items()}
+    agreement = agree(model, *last.values())
+    return {
+        "load": letter,
+        "name": load.name,
+        "engines": medians,
+        "ratios": {"": ratios(medians)},
+        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
+        "summary": str(agreement),
+        "turns": values,
+    }
+
+
+# Loads that are not run on ours and on mlx-lm at its best.
+_OTHERS = {"F": (newcomer, NEWCOMER), "N": (cache_cost, COLUMNS)}
+
+
+def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
+    results = []
+    for letter in args.load:
+        for load in LOADS[letter](Sizes(model.vocab_size, args.scale)):
+            if load.longest > model.max_position:
+                raise MetalLiteError(
+                    f"load {letter} has requests of {load.longest} tokens, and {model.name} a "
+                    f"context of {model.max_position}: lower --scale"
+                )
+            how, columns = _OTHERS.get(letter, (compare, COLUMNS))
+            results.append(how(letter, load, model, args))
+            print_load(results[-1], columns, digits=3 if letter == "N" else 2)
+    return results
+
+
+def _settings(text: str) -> Settings:
+    prefill, completion, prefix, *rest = [*text.split("/"), "none"][:4]
+    if prefix not in ("none", "once", "server") or rest not in ([], ["none"]):
+        raise ValueError(text)
+    return Settings(int(prefill), int(completion), prefix=prefix)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    if name not in EngineConfig.__dataclass_fields__:
+        raise argparse.ArgumentTypeError(f"{name!r} is not a field of EngineConfig")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--load", nargs="+", choices=list(LOADS), default=[])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--bits", choices=BITS, help="of random weights")
+    parser.add_argument("--scale", type=float, default=1.0, help="of lengths and request counts")
+    parser.add_argument("--repeats", type=int, help="counted turns (default 3)")
+    parser.add_argument("--quick", action="store_true", help="one turn, mlx-lm's likely best only")
+    parser.add_argument(
+        "--settings", nargs="+", type=_settings, metavar="PREFILL/COMPLETION[/PREFIX]",
+        help="mlx-lm's batch sizes to try, but for load D; PREFIX: none, once or server",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ours", nargs="+", type=_option, default=[], metavar="NAME=VALUE",
+        help="fields of EngineConfig",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fair", nargs="?", const="both", choices=("both", "only"),
+        help="mlx-lm gets our kernels of recurrent layers; both: one run of it as it is beside",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
+    )
+    parser.add_argument("--host", action="store_true", help="host work of a step, no model")
+    parser.add_argument("--summary", action="store_true", help="at the end, a line a load")
+    parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="then say where it is, and exit with 1"
+    )
+    parser.add_argument(
+        "--beside", type=Path, metavar="FILE", help="other processes use the GPU, with this lock"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write everything there, run by run")
+    args = parser.parse_args()
+    args.ours, args.report = dict(args.ours), Report(args.json)
+    args.repeats, args.alone = args.repeats or (1 if args.quick else 3), Alone(args.beside)
+    if not (args.load or args.host):
+        parser.error("nothing to do: give --load or --host")
+
+    if args.deadline:
+        faulthandler.dump_traceback_later(args.deadline, exit=True)
+    report = args.report
+    print(f"## {backend.describe()}", flush=True)
+    if args.load:
+        model = get_model(args.model, args.dtype, args.bits)
+        report["model"] = model.name
+        print(
+            f"\n{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, "
+            f"{model.weight_bytes / 2**30:.2f} GiB", flush=True,
+        )  # fmt: skip
+        if model.packed.by_segment is not None:
+            print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
+        with trusted() if args.trusted else nullcontext():
+            report["loads"] = run_loads(model, args)
+    if args.host:
+        report["host"] = host()
+    if args.summary:
+        print_summary(report.get("loads", []))
+    report["finished"] = True
+    report.write()
+    apart = [r["load"] for r in report.get("loads", []) if not r["agreement"]["within_ties"]]
+    for letter in apart:
+        print(f"{letter}: tokens differ by more than ties", file=sys.stderr)
+    return 1 if apart else 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,1 @@
+"""Launches, bytes and predictions without a Mac."""

@@ -1,0 +1,299 @@
+"""Conversations for the demo model: facts, filler, questions, small talk, in many shapes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from tools.demo_model import skills as skills
+from tools.demo_model import words as w
+from tools.demo_model.facts import (
+    Fact,
+    answer,
+    draw_fact,
+    noted,
+    question,
+    statement,
+    unknown,
+    upper_first,
+)
+from tools.demo_model.values import World
+
+Message = tuple[str, str]  # role, content
+NOTED = "Noted. I will remember that."
+
+_SYSTEMS = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant. Answer briefly.",
+    "Answer the questions.",
+    "You are a tiny demo model.",
+    "Be brief.",
+    "You are a polite assistant with a good memory.",
+    "You are helpful, harmless and honest.",
+)
+_INTROS = (
+    "Here are some facts.", "Remember these facts.", "Facts:", "Notes:", "Please remember this.",
+    "Read this and answer my questions.", "Context:", "Here is what I know.", "Memory:",
+    "Use these notes to answer.", "Remember the following:",
+)  # fmt: skip
+_STORIES = (
+    "{n} walked to the {p} and looked at the {a} {t}.",
+    "On {d} the {p} was quiet, and nobody came.",
+    "The {a} {t} had been there for a long time.",
+    "It rained all day, so {n} stayed at the {p}.",
+    "Nobody had seen the {t} since {d}.",
+    "They talked about the {p} until it was dark.",
+    "There was a {a} {t}, but nobody cared.",
+    "{n} and a friend met near the {p} on {d}.",
+)
+_CHANGES = ("Actually, ", "actually, ", "No, ", "Sorry, ", "Correction: ", "I was wrong. ", "")
+_GREETINGS = ("Hi, ", "Hello, ", "Hello! ", "Hey, ", "hi! ", "Hi! ", "hello ", "hi ")
+
+
+@dataclass
+class Chat:
+    """A conversation under construction; `budget` is its wanted length in characters."""
+
+    rng: random.Random
+    budget: int
+    messages: list[Message] = field(default_factory=list)
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.world = World(self.rng)
+        self.facts: dict[tuple[str, ...], Fact] = {}
+        self.filler = self.rng.choice((0.0, 0.0, 0.15, 0.5, 0.8))
+        self.strong = self.rng.random() < 0.3
+        self.case = self.rng.choices((None, str.lower, str.upper), (0.83, 0.12, 0.05))[0]
+
+    def say(self, role: str, text: str) -> None:
+        """Append a message."""
+        if self.case and role != "assistant":
+            text = self.case(text)
+        self.messages.append((role, text))
+        self.size += len(text) + 4
+
+    def new_fact(self) -> Fact:
+        """A fact whose key is new to this conversation (now and then: one with a new value)."""
+        while True:
+            fact = draw_fact(self.world, strong=self.strong)
+            if self.case:
+                # Answers name the key in its usual case or in lower case, the value as stated.
+                lower = self.case is str.lower
+                slots = {key: text.lower() if lower else text for key, text in fact.slots.items()}
+                fact = Fact(fact.relation, slots, self.case(fact.value))
+            if fact.key not in self.facts:
+                return fact
+
+    def similar_fact(self, fact: Fact) -> Fact:
+        """Mostly the same kind of fact about something else."""
+        new = self.new_fact()
+        for _ in range(20):
+            if new.relation is fact.relation or self.rng.random() < 0.03:
+                break
+            new = self.new_fact()
+        if new.relation is fact.relation and "k" in new.slots and "a" in new.slots:
+            same = Fact(new.relation, new.slots | {"a": fact.slots["a"]}, new.value)
+            return same if same.key not in self.facts else new
+        return new
+
+    def learn(self, fact: Fact) -> str:
+        """State a fact."""
+        self.facts[fact.key] = fact
+        text = statement(fact, self.rng)
+        if self.rng.random() < 0.02:
+            text = (
+                self.rng.choice(("Remember this: ", "Remember: ", "Can you remember this: ")) + text
+            )
+        return text
+
+    def block(self, size: int) -> str:
+        """A text of about `size` characters: facts, and filler between them."""
+        rng = self.rng
+        style = rng.random()
+        separator = " " if style < 0.6 else "\n"
+        bullet = rng.choice(("- ", "* ")) if style > 0.8 else ""
+        parts, length = [], 0
+        if rng.random() < 0.4:
+            parts.append(rng.choice(_INTROS))
+        while length < size:
+            if rng.random() < self.filler:
+                part = bullet + filler(rng)
+            else:
+                part = bullet + self.learn(self.new_fact())
+                if separator == " " and part[-1] not in ".!?:":
+                    part = upper_first(part) + "."
+            parts.append(part)
+            length += len(part) + 1
+        return separator.join(parts)
+
+    def ask(self) -> tuple[str, str]:
+        """A question about a stated fact (rarely an unstated one), and its answer."""
+        rng = self.rng
+        if not self.facts or rng.random() < 0.05:
+            fact = self.new_fact()
+            text, reply = question(fact, rng), unknown(fact)
+        else:
+            fact = rng.choice(tuple(self.facts.values()))
+            text, reply = question(fact, rng), answer(fact)
+        choice = rng.random()
+        if choice < 0.12:
+            text = text[:1].lower() + text[1:]
+        if choice < 0.08:
+            text = text.rstrip("?.")
+        elif 0.12 < choice < 0.15:
+            text = text.upper()
+        elif 0.15 < choice < 0.23:
+            text = text.lower()
+        elif choice > 0.97 and self.case is None:
+            text = rng.choice(("Please, ", "Hey, ", "Thanks. ", "Ok. ", "Good. ")) + text
+        return text, reply
+
+    def turn(self, text: str, reply: str) -> None:
+        """Append a user turn and the reply to it."""
+        self.say("user", text)
+        self.say("assistant", reply)
+
+    def tell(self) -> None:
+        """A user turn that states facts."""
+        rng = self.rng
+        choice = rng.random()
+        if choice < 0.08 and self.facts:  # a fact changes: the latest value counts
+            old = rng.choice(tuple(self.facts.values()))
+            fact = self.new_fact()
+            for _ in range(30):
+                if fact.relation is old.relation:
+                    break
+                fact = self.new_fact()
+            if fact.relation is not old.relation and old.relation.value is not None:
+                value = old.relation.value(rng)
+            else:
+                value = fact.value
+            value = self.case(value) if self.case else value
+            fact = Fact(old.relation, old.slots, value)
+            text = self.learn(fact)
+            change = rng.choice(_CHANGES)
+            if change.endswith(", ") and text.startswith(("The ", "My ")):
+                text = text[:1].lower() + text[1:]
+            self.turn(change + text, noted(fact))
+            return
+        if choice < 0.7:
+            fact = self.new_fact()
+            text, reply = self.learn(fact), noted(fact)
+            if rng.random() < 0.15:
+                text, reply = rng.choice(_GREETINGS) + text, f"Hello! {reply}"
+            self.turn(text, reply)
+            return
+        if choice < 0.82:
+            fact = self.new_fact()
+            first = self.learn(fact)
+            second = self.learn(self.similar_fact(fact))
+            joined = first.rstrip(".") + rng.choice((" and ", ", and ", ", ", " and ")) + second
+            hello = rng.random() < 0.25
+            text = rng.choice(_GREETINGS) + joined if hello else joined
+            self.turn(text, f"Hello! {NOTED}" if hello else NOTED)
+            return
+        parts = [self.learn(self.new_fact()) for _ in range(rng.randint(2, 6))]
+        text = rng.choice((" ", "\n")).join(parts)
+        if rng.random() < 0.3:
+            self.turn(f"{text} {self.ask_now()[0]}", self.last_reply)
+        else:
+            self.turn(text, NOTED)
+
+    def ask_now(self) -> tuple[str, str]:
+        """A question for the end of a message; the reply is kept in `last_reply`."""
+        text, self.last_reply = self.ask()
+        return text, self.last_reply
+
+    def chat_turn(self) -> None:
+        """A random turn of a free conversation."""
+        choice = self.rng.random()
+        if choice < 0.33:
+            self.tell()
+        elif choice < 0.85:
+            self.turn(*self.ask())
+        else:
+            self.turn(*other(self.rng))
+
+
+def filler(rng: random.Random) -> str:
+    """A sentence that states nothing worth asking for."""
+    choice = rng.random()
+    if choice < 0.6:
+        return rng.choice(w.english())
+    if choice < 0.75:
+        words = " ".join(w.any_word(rng) for _ in range(rng.randint(3, 10)))
+        return upper_first(words) + "."
+    return rng.choice(_STORIES).format(
+        n=rng.choice(w.NAMES),
+        a=rng.choice(w.ADJECTIVES),
+        t=rng.choice(w.THINGS),
+        p=rng.choice(w.PLACES),
+        d=rng.choice(w.DAYS),
+    )
+
+
+def other(rng: random.Random) -> tuple[str, str]:
+    """A turn that needs no memory."""
+    choice = rng.random()
+    if choice < 0.35:
+        return skills.small_talk(rng)
+    return skills.skill(rng) if choice < 0.8 else skills.nonsense(rng)
+
+
+def document_chat(rng: random.Random, budget: int) -> list[Message]:
+    """First the facts, in one to four messages, then questions to the end."""
+    chat = Chat(rng, budget)
+    wanted = int(budget * rng.uniform(0.2, 0.85))
+    where = rng.random()
+    if where < 0.35:
+        chat.say("system", chat.block(wanted))
+    else:
+        if rng.random() < 0.5:
+            chat.say("system", rng.choice(_SYSTEMS))
+        pieces = rng.choice((1, 1, 2, 3, 4)) if where < 0.8 else max(1, wanted // 300)
+        for _ in range(pieces - 1):
+            chat.turn(chat.block(wanted // pieces), NOTED)
+        text = chat.block(wanted // pieces)
+        if rng.random() < 0.5:
+            asked, reply = chat.ask_now()
+            chat.turn(text + rng.choice((" ", "\n", "\n\n", "\n\nQuestion: ")) + asked, reply)
+        else:
+            chat.turn(text, NOTED)
+    while chat.size < budget:
+        if rng.random() < 0.93:
+            chat.turn(*chat.ask())
+        else:
+            chat.chat_turn()
+    return chat.messages
+
+
+def free_chat(rng: random.Random, budget: int) -> list[Message]:
+    """Facts, questions and small talk in any order."""
+    chat = Chat(rng, budget)
+    choice = rng.random()
+    if choice < 0.3:
+        chat.say("system", rng.choice(_SYSTEMS))
+    elif choice < 0.5:
+        chat.say("system", chat.block(int(budget * rng.uniform(0.05, 0.4))))
+    while chat.size < budget:
+        chat.chat_turn()
+    return chat.messages
+
+
+def skill_chat(rng: random.Random, budget: int) -> list[Message]:
+    """Small talk and small skills only."""
+    chat = Chat(rng, budget)
+    if rng.random() < 0.3:
+        chat.say("system", rng.choice(_SYSTEMS))
+    while chat.size < budget:
+        chat.turn(*other(rng))
+    return chat.messages
+
+
+def draw_chat(rng: random.Random, budget: int) -> list[Message]:
+    """A random conversation of about `budget` characters."""
+    choice = rng.random()
+    if budget < 1500 and choice < 0.35:
+        return skill_chat(rng, budget)
+    return (document_chat if choice < 0.72 else free_chat)(rng, budget)

@@ -1,0 +1,223 @@
+"""Tokenizer, recall prompts and training batches of the demo model (no MLX in this module)."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tools.demo_model import chat as chat
+from tools.demo_model import words as w
+from tools.demo_model.facts import answer, question
+
+PAD, END, SYSTEM, USER, ASSISTANT = range(5)
+SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+ROLE_IDS = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
+MAX_POSITIONS = 4608
+HELD_OUT_SEED = 10**9  # training draws its seeds below this
+
+# Every message is rendered alone, so a longer conversation always extends a shorter one.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'system' or message.role == 'developer' -%}{{- '<|system|>' -}}"
+    "{%- elif message.role == 'assistant' -%}{{- '<|assistant|>' -}}"
+    "{%- else -%}{{- '<|user|>' -}}{%- endif -%}"
+    "{%- if message.content is string -%}{{- message.content -}}"
+    "{%- else -%}{%- for part in message.content or [] -%}{{- part.text or '' -}}{%- endfor -%}"
+    "{%- endif -%}"
+    "{{- '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def train_tokenizer(vocab_size: int, chats: int = 4000) -> Tokenizer:
+    """A byte-level BPE tokenizer trained on generated conversations; digits stay single."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_tokenizer_texts(chats), trainer)
+    return tokenizer
+
+
+def _tokenizer_texts(chats: int) -> Iterator[str]:
+    rng = random.Random(7)
+    known = (*w.NAMES, *w.THINGS, *w.ADJECTIVES, *w.FOODS, *w.ANIMALS, *w.CITIES, *w.PLACES)
+    for _ in range(chats // 100):
+        for word in known:
+            yield f"{word} {word} {word.lower()} {word.capitalize()}"
+    for _ in range(chats):
+        for _, text in chat.draw_chat(rng, 1000):
+            yield text
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[END],
+        "pad_token": SPECIAL_TOKENS[PAD],
+        "model_max_length": MAX_POSITIONS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    generation = {"do_sample": False, "eos_token_id": END, "pad_token_id": PAD}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def encode_chat(tokenizer: Tokenizer, messages: list[chat.Message]) -> tuple[list[int], list[bool]]:
+    """Token ids as the chat template gives them, and which of them the model has to say."""
+    ids: list[int] = []
+    said: list[bool] = []
+    encodings = tokenizer.encode_batch([text for _, text in messages])
+    for (role, _), encoding in zip(messages, encodings, strict=True):
+        ids += [ROLE_IDS[role], *encoding.ids, END]
+        own = role == "assistant"
+        said += [False, *[own] * (len(encoding.ids) + 1)]
+    return ids, said
+
+
+# --- recall prompts -------------------------------------------------------------------------
+
+
+@dataclass
+class RecallPrompt:
+    """A conversation that ends in a question whose answer was stated somewhere in it."""
+
+    messages: list[chat.Message]
+    prompt_ids: list[int]
+    answer_ids: list[int]  # with the end token
+    value: str
+    depth: float  # where the fact stands: 0 start, 1 end
+
+
+def recall_prompt(tokenizer: Tokenizer, rng: random.Random, length: int) -> RecallPrompt:
+    """A prompt of at most (and nearly) `length` tokens with hard-to-guess values."""
+    shape = rng.choice(("system", "user", "merged", "turns"))
+    size = int(length * 3.3)
+    while True:
+        trial = random.Random(rng.random())
+        talk = chat.Chat(trial, 0)
+        talk.strong = True
+        if shape == "turns":
+            for _ in range(pieces := max(2, length // 100)):
+                talk.turn(talk.block(size // pieces), chat.NOTED)
+        elif shape == "user":
+            talk.turn(talk.block(size), chat.NOTED)
+        else:
+            talk.say("system" if shape == "system" else "user", talk.block(size))
+        if len(talk.facts) < 3:  # almost nothing but filler
+            continue
+        place = trial.randrange(len(talk.facts))
+        fact = list(talk.facts.values())[place]
+        asked, reply = question(fact, trial), answer(fact)
+        if shape == "merged":
+            talk.messages[0] = ("user", f"{talk.messages[0][1]}\n\n{asked}")
+        else:
+            talk.say("user", asked)
+        ids = encode_chat(tokenizer, talk.messages)[0] + [ASSISTANT]
+        if 0.9 * length < len(ids) <= length:
+            break
+        size = int(size * (0.97 * length / len(ids)))
+    said = [*tokenizer.encode(reply).ids, END]
+    depth = place / max(1, len(talk.facts) - 1)
+    return RecallPrompt(talk.messages, ids, said, fact.value, depth)
+
+
+def recall_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[RecallPrompt]:
+    """Held-out prompts: always the same ones for a length."""
+    return [
+        recall_prompt(tokenizer, random.Random(HELD_OUT_SEED + 10_000 * length + i), length)
+        for i in range(count)
+    ]
+
+
+# --- training batches -----------------------------------------------------------------------
+
+
+def row_length(progress: float, rng: random.Random) -> int:
+    """The curriculum: the length of a batch's rows at `progress` (0 to 1) of the training."""
+    if progress < 0.12:
+        return 256
+    if progress < 0.25:
+        return rng.choices((256, 512), (0.4, 0.6))[0]
+    if progress < 0.45:
+        return rng.choices((256, 512, 1024), (0.25, 0.15, 0.6))[0]
+    return rng.choices((256, 1024, 2048, 4096), (0.3, 0.15, 0.2, 0.35))[0]
+
+
+def make_batch(
+    tokenizer: Tokenizer, seed: int, length: int, batch_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (rows, length + 1) and which targets count (rows, length)."""
+    rng = random.Random(seed)
+    rows = max(1, batch_tokens // length)
+    ids = np.full((rows, length + 1), PAD, dtype=np.uint16)
+    said = np.zeros((rows, length + 1), dtype=np.uint8)
+    for row in range(rows):
+        row_ids, row_said = encode_chat(tokenizer, chat.draw_chat(rng, int(length * 3.2)))
+        count = min(len(row_ids), length + 1)
+        ids[row, :count], said[row, :count] = row_ids[:count], row_said[:count]
+    return ids, said[:, 1:]
+
+
+def _produce(spec: dict, first: int, queue: multiprocessing.Queue) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = Tokenizer.from_str(spec["tokenizer"])
+    for step in range(first, spec["steps"], spec["workers"]):
+        seed = spec["seed"] * 10_000_000 + step
+        length = row_length(step / spec["steps"], random.Random(seed))
+        length = min(length, spec["max_length"])
+        queue.put(make_batch(tokenizer, seed, length, spec["batch_tokens"]))
+
+
+def batches(
+    tokenizer: Tokenizer,
+    *,
+    start: int,
+    steps: int,
+    batch_tokens: int,
+    max_length: int,
+    seed: int,
+    workers: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The batches of steps `start` to `steps`, made ahead by worker processes."""
+    spec = {
+        "tokenizer": tokenizer.to_str(),
+        "steps": steps,
+        "workers": workers,
+        "seed": seed,
+        "batch_tokens": batch_tokens,
+        "max_length": max_length,
+    }
+    context = multiprocessing.get_context("spawn")
+    queues = [context.Queue(maxsize=4) for _ in range(workers)]
+    processes = [
+        context.Process(target=_produce, args=(spec, start + i, queue), daemon=True)
+        for i, queue in enumerate(queues)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for step in range(start, steps):
+            yield queues[(step - start) % workers].get()
+    finally:
+        for process in processes:
+            process.terminate()

@@ -1,0 +1,1 @@
+"""Tables, pictures, environments and checks of the repository."""

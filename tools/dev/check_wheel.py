@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Check the wheel: its content, and that it runs from an empty virtual environment.
+
+    python -m tools.dev.check_wheel [WHEEL]      (default: build one from this checkout)
+
+The wheel must hold the package, the kernels and the licence, and nothing else: no tests, no tools,
+and not metal/host, which executes kernels on a CPU for tests.  The wheel is then installed with its
+dependencies, and `chat` and `doctor` run from a folder outside the checkout; then with the extra
+`serve`, and a server answers one chat and gives its page.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.request import Request, urlopen
+from zipfile import ZipFile
+
+ROOT = Path(__file__).resolve().parents[2]
+_METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+
+# `doctor` reads no kernel where there is no GPU.
+_READ_KERNELS = """
+from vllm_metal_lite.kernels import cuda, source
+names = [file.stem for file in source.FOLDER.glob("*.metal")]
+for name in names:
+    cuda.to_cuda(*source.read(name))
+print(len(names), "kernels read from", source.FOLDER)
+"""
+
+
+class Failed(Exception):
+    """What is wrong with the wheel, in one line."""
+
+
+def expected_content() -> set[str]:
+    """What the wheel should hold, apart from its metadata."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output([*command, "vllm_metal_lite", "metal"], cwd=ROOT, text=True)
+    files = {name for name in listed.splitlines() if (ROOT / name).is_file()}
+    kernels = {name for name in files if name.startswith("metal/")}
+    shipped = {name for name in kernels if not name.startswith("metal/host/")}
+    return files - kernels | {f"vllm_metal_lite/{name}" for name in shipped}
+
+
+def check_content(wheel: Path) -> None:
+    """Compare the content of the wheel with the checkout, and print it by kind."""
+    with ZipFile(wheel) as archive:
+        sizes = {i.filename: i.file_size for i in archive.infolist() if not i.is_dir()}
+    name, version = wheel.name.split("-")[:2]
+    metadata = {f"{name}-{version}.dist-info/{file}" for file in _METADATA}
+    content, expected = set(sizes), expected_content() | metadata
+    if extra := sorted(content - expected):
+        raise Failed(f"{wheel.name} holds what it should not: {', '.join(extra)}")
+    if missing := sorted(expected - content):
+        raise Failed(f"{wheel.name} lacks {', '.join(missing)}")
+    files, kept = Counter(), Counter()
+    for path, size in sizes.items():
+        kind = _kind(path)
+        files[kind] += 1
+        kept[kind] += size
+    print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+    for kind in sorted(files):
+        print(f"  {kind:12}{files[kind]:4} files {kept[kind] / 1e3:10,.0f} kB")
+
+
+def _kind(path: str) -> str:
+    folder = path.split("/")[1]
+    if ".dist-info/" in path:
+        return "metadata"
+    return {"metal": "kernels", "demo_model": "demo model"}.get(folder, "package")
+
+
+def check_run(wheel: Path, folder: Path) -> None:
+    """Install the wheel into a new virtual environment in `folder`, and use it from there."""
+    home = folder / "venv"
+    venv.create(home, with_pip=True)
+    python, command = str(home / "bin" / "python"), str(home / "bin" / "vllm-metal-lite")
+    print("Installing it with its dependencies ...", flush=True)
+    _run([python, "-m", "pip", "--disable-pip-version-check", "install", "-q", str(wheel)], folder)
+    version = wheel.name.split("-")[1]
+    if (found := _run([command, "--version"], folder)) != f"vllm-metal-lite {version}":
+        raise Failed(f"--version prints {found!r}, the wheel is {version}")
+    print(_run([python, "-c", _READ_KERNELS], folder))
+    print(_run([command, "doctor"], folder))
+    answer = _run([command, "chat"], folder, "hello\n")
+    if not answer:
+        raise Failed("chat prints no answer")
+    print(f"hello -> {answer}")
+    refused = _run([command, "serve"], folder, fails=True)
+    if "vllm-metal-lite[serve]" not in refused:
+        raise Failed(f"without its extra, serve says {refused!r}")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    _run([*pip, f"vllm-metal-lite[serve] @ {wheel.resolve().as_uri()}"], folder)
+    check_server(command, folder)
+
+
+def check_server(command: str, folder: Path) -> None:
+    """Start the server, and ask for an answer and for the page."""
+    process = subprocess.Popen(
+        [command, "serve", "--port", "0"], cwd=folder, env=_environment(),
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line.startswith("Server:"):
+            raise Failed(f"serve prints {line!r}")
+        url = line.split()[1]
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
+        chat = Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+        with urlopen(chat, timeout=60) as reply:
+            answer = json.load(reply)["choices"][0]["message"]["content"]
+        with urlopen(url, timeout=60) as reply:
+            page = reply.read()
+        if not answer or b"<html" not in page:
+            raise Failed(f"the server answers {answer!r}, its page has {len(page)} bytes")
+        print(f"served: hello -> {answer}")
+    finally:
+        process.terminate()
+        try:
+            code = process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise Failed("serve does not end after SIGTERM") from None
+    if code:
+        raise Failed(f"serve ends with exit code {code} after SIGTERM")
+
+
+def _environment() -> dict[str, str]:
+    """Nothing of the checkout, of this shell or of the network may help."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    return {**environment, "HF_HUB_OFFLINE": "1"}
+
+
+def _run(command: list[str], folder: Path, stdin: str = "", fails: bool = False) -> str:
+    """Run a command in `folder`; returns what it prints, or, if it should fail, its errors."""
+    done = subprocess.run(
+        command, cwd=folder, env=_environment(), input=stdin, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE if fails else None,
+    )  # fmt: skip
+    if fails and done.returncode:
+        return done.stderr
+    if done.returncode or fails:
+        shown = " ".join([Path(command[0]).name, *command[1:]])
+        raise Failed(f"exit code {done.returncode} from `{shown}`: {done.stdout.strip()}")
+    return done.stdout.strip()
+
+
+def build(folder: Path) -> Path:
+    """Build the wheel of this checkout in `folder`."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    _run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)], folder)
+    return next(folder.glob("*.whl"))
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; returns the exit code."""
+    if len(arguments) > 1 or any(a.startswith("-") for a in arguments):
+        print(__doc__, file=sys.stderr)
+        return 2
+    with TemporaryDirectory(prefix="vllm-metal-lite-wheel-") as temporary:
+        folder = Path(temporary)
+        try:
+            wheel = Path(arguments[0]).resolve() if arguments else build(folder)
+            check_content(wheel)
+            check_run(wheel, folder)
+        except (Failed, OSError, subprocess.CalledProcessError) as e:
+            print(f"check_wheel: {e}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Take a picture of the page at work: `python -m tools.dev.page_picture [FILE] [--dark]`.
+
+Starts a server with the demo model, keeps 24 requests of different lengths running or waiting, some
+behind a shared prefix, and asks two questions in the page's own chat.  Needs Chromium and the
+extra `dev`.  Without FILE: docs/images/engine.png, which README shows.
+"""
+
+import sys
+from pathlib import Path
+
+from tests.support.page_kit import Shown, chromium, chromium_path, load
+from tests.support.server_kit import serving
+from vllm_metal_lite import EngineConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Fewer blocks than the load would like, so that requests wait and cached blocks are used again.
+ENGINE = EngineConfig(num_blocks=420, max_num_seqs=16, max_num_batched_tokens=512)
+QUESTIONS = (
+    "Hi, my name is Ada and I parked my car on level 3.",
+    "Please reverse this list: red, green, blue",
+    "Where is my car?",
+)
+
+
+def take(path: Path, dark: bool) -> None:
+    """Write a PNG of 1600 x 1000 pixels."""
+    with serving(engine=ENGINE) as running, chromium() as browser:
+        shown = Shown(
+            browser,
+            running.url,
+            viewport={"width": 1600, "height": 1000},
+            color_scheme="dark" if dark else "light",
+            reduced_motion="no-preference",
+        )
+        page = shown.page
+        *first, last = QUESTIONS
+        for i, question in enumerate(first):
+            shown.ask(question)
+            shown.answered(i + 1)
+        with load(running.url):
+            page.locator("#requests li").nth(20).wait_for()
+            shown.ask(last)
+            shown.answered(len(QUESTIONS))
+            page.locator("#requests li").nth(12).wait_for()
+            page.wait_for_timeout(1500)  # the steps move in
+            page.screenshot(path=path)
+        if shown.complaints:
+            raise SystemExit(f"page_picture: {'; '.join(shown.complaints)}")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; returns the exit code."""
+    files = [argument for argument in arguments if argument != "--dark"]
+    if len(files) > 1 or any(name.startswith("-") for name in files):
+        print(__doc__, file=sys.stderr)
+        return 2
+    if chromium_path() is None:
+        print("page_picture: there is no Chromium or Chrome here", file=sys.stderr)
+        return 1
+    path = Path(files[0]) if files else ROOT / "docs" / "images" / "engine.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    take(path, "--dark" in arguments)
+    print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Proofs that take too long for the tests, or need a GPU."""

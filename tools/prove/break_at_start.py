@@ -1,0 +1,109 @@
+"""Break each kernel in each way before the start, and show what gives way.
+
+For each case the checks run in a process with the fault (tests/support/broken_machine.py).  Then
+a small model generates with what the checks left; its tokens are compared with the reference's.
+
+    METAL_LITE_DEVICE=gpu python -m tools.prove.break_at_start [--seconds 900] [--kernel NAME]
+
+Without a GPU (METAL_LITE_DEVICE=cpu) the CPU host stands in for one.  Exit code 1: a case did not
+end as it should.
+"""
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+
+import vllm_metal_lite.backend  # noqa: F401  (a fast BLAS, before anybody imports MLX)
+from tests.support import tiny_models as tiny
+from tests.support.broken_machine import (
+    cases,
+    command,
+    consequence,
+    impatient,
+    use_of,
+)
+from tools.prove.cpu_host import on_host
+from vllm_metal_lite import SamplingParams, backend
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.checks import isolated, verdicts
+from vllm_metal_lite.kernels.remembered import Remembered
+
+HANGS = 15.0  # seconds until the kernel that hangs is given up
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=900, help="the most that all cases take")
+    parser.add_argument("--kernel")
+    parser.add_argument("--kind")
+    args = parser.parse_args()
+    device = "host" if backend.is_cpu() else "gpu"
+    print(
+        f"{backend.describe()}\n\n| kernel | fault | failures | s | tokens |\n|---|---|---|---|---|"
+    )
+    # One folder for all: MLX CUDA includes texts that lie in it.
+    home = tempfile.TemporaryDirectory()
+    os.environ["XDG_CACHE_HOME"] = home.name
+    end, wrong = time.monotonic() + args.seconds, 0
+    with on_host() if device == "host" else nullcontext():
+        expected, known = tokens(Verdict({}), "reference"), {}
+        for kernel, kind in cases():
+            if args.kernel not in (None, kernel) or args.kind not in (None, kind):
+                continue
+            if time.monotonic() > end:
+                print(f"| {kernel} | {kind} | not tried: {args.seconds:g} s are over | | |")
+                wrong += 1
+                continue
+            start = time.monotonic()
+            verdict = checked(kernel, kind, device)
+            seconds = time.monotonic() - start
+            found = " ".join(verdict.failures.values()) or f"none, prompts by {verdict.prefill}"
+            right = as_expected(kernel, kind, verdict)
+            key = frozenset(verdict.failures), verdict.prefill
+            if key not in known:
+                known[key] = tokens(verdict, "auto") == expected
+            wrong += not (right and known[key])
+            said = ("equal" if known[key] else "DIFFER") + (
+                "" if right else ", UNEXPECTED failures"
+            )
+            print(f"| {kernel} | {kind} | {found} | {seconds:.1f} | {said} |", flush=True)
+    print(
+        f"\n{wrong} cases did not end as they should" if wrong else "\nall cases end as they should"
+    )
+    return 1 if wrong else 0
+
+
+def checked(kernel: str, kind: str, device: str) -> Verdict:
+    isolated.command = lambda: command(kernel, kind, device)
+    Remembered().file.unlink(missing_ok=True)
+    with impatient(kernel, kind, HANGS):
+        return verdicts.verify(use_of(kernel))
+
+
+def as_expected(kernel: str, kind: str, verdict: Verdict) -> bool:
+    said = consequence(kernel, kind)
+    if verdict.failures.keys() != said.keys():
+        return False
+    # Compilers word an error in their own ways.
+    lines = {} if kind == "does not compile" else verdict.failures
+    return all(re.match(said[name], line) for name, line in lines.items())
+
+
+def tokens(verdict: Verdict, attention: str) -> list[list[int]]:
+    original, verdicts.verify = verdicts.verify, lambda _: verdict
+    try:
+        engine = tiny.engine("qwen3", attention=attention, num_blocks=64, max_num_batched_tokens=32)
+        for i, prompt in enumerate(tiny.prompts(4, 20, 40)):
+            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12))
+        done = tiny.run(engine)
+        return [done[str(i)].outputs[0].token_ids for i in range(4)]
+    finally:
+        verdicts.verify = original
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+#!/usr/bin/env python3
+"""Break each kernel in mid-serving, and prove that serving goes on and no token changed.
+
+Requests arrive in waves.  After the first, the text of one kernel no longer compiles, so the next
+variant of the kernel fails while MLX evaluates the step.  The engine must name the kernel, do
+without it, and answer as the reference attention does.  Experts, latents and recurrent layers are
+those of tiny models.  Prints a row a kernel; exit status 0 only if all are right.
+
+    python -m tools.prove.break_in_serving          on a GPU
+    METAL_LITE_DEVICE=cpu python -m tools.prove.break_in_serving --host --kernels kv_write
+"""
+
+import argparse
+import faulthandler
+import logging
+import pkgutil
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from unittest.mock import patch
+
+import numpy as np
+
+from tools.dev.run_main import run_main
+from tools.prove.cpu_host import on_host
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend, devices, kernels
+from vllm_metal_lite.attention.select import Verdict
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.model.loader import LoadedModel, load
+from vllm_metal_lite.model.packed import NO_FUSION
+
+# Prompt lengths.  A wave makes other variants than those before: longer, more requests.
+WAVES = ((40, 70), (130, 33, 90), (300, 257, 128, 60))
+WAVE_STEPS, NEW_TOKENS = 6, 24
+# Behind this many tokens the prompts of a wave differ.
+SHARED = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    """The engine that launches a kernel, and how the kernel is broken.
+
+    tiny: the architecture whose tiny model has such layers; None: any model.
+    wrong: a condition on the kernel's template values under which the text does not compile.
+    without: a kernel that the device does without from the start, so that this one is launched.
+    """
+
+    prefill: str
+    fused: bool
+    kv_bits: int | None = None
+    dtype: str = "float32"
+    tiny: str | None = None
+    wrong: str = "true"
+    without: str | None = None
+
+
+CASES = {
+    "kv_write": Case("gather", fused=False),
+    "kv_gather": Case("gather", fused=False),
+    "gather_rows": Case("gather", fused=False),
+    "paged_decode": Case("gather", fused=False, wrong="!FUSED"),
+    "merge_partitions": Case("gather", fused=False),
+    "kv_write_quantised": Case("gather", fused=False, kv_bits=8),
+    "kv_gather_quantised": Case("gather", fused=False, kv_bits=8),
+    "varlen_prefill": Case("varlen", fused=True),
+    "shared_prefix": Case("varlen", fused=True),
+    "rope_write": Case("varlen", fused=True),
+    "fused_decode": Case("varlen", fused=True, wrong="FUSED"),
+    "add_rms_norm": Case("varlen", fused=True),
+    "skinny_gemm": Case("varlen", fused=True, dtype="bfloat16"),
+    **{
+        name: Case("varlen", fused=True, dtype="float16", tiny="qwen3_moe")
+        for name in ("expert_topk", "expert_plan", "expert_gemm", "expert_sum")
+    },
+    "latent_attention": Case("varlen", fused=True, tiny="deepseek_v3"),
+    "latent_write": Case("varlen", fused=True, tiny="deepseek_v3"),
+    "causal_conv": Case("varlen", fused=True, tiny="qwen3_next"),
+    "gated_delta": Case(
+        "varlen", fused=True, tiny="qwen3_next", wrong="!(GATE || NORM)", without="fused_recurrence"
+    ),
+    "fused_recurrence": Case("varlen", fused=True, tiny="qwen3_next", wrong="GATE || NORM"),
+    "gated_rms_norm": Case("varlen", fused=True, tiny="qwen3_next"),
+}
+FILES = {"fused_decode": "paged_decode", "fused_recurrence": "gated_delta"}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
+    parser.add_argument("--kernels", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--deadline", type=float, default=540, help="seconds for all kernels")
+    parser.add_argument("--host", action="store_true", help="run the kernels on the CPU host")
+    return parser.parse_args()
+
+
+def short_contexts() -> AbstractContextManager[None]:
+    """Contexts are split, and prefixes shared, at the lengths of these prompts."""
+    return devices.using(replace(
+        devices.profile(), min_split_context=64, min_split_keys=32, min_saved_tokens=8,
+        rows_as_decodes=0, min_segment_rows=1, min_keys=64,
+    ))  # fmt: skip
+
+
+@contextmanager
+def broken(name: str, wrong: str) -> Iterator[None]:
+    """The kernel's text, from now on, does not compile where `wrong` holds."""
+    original = source.read
+    file = FILES.get(name, name)
+
+    def read(which: str) -> tuple[str, str]:
+        header, body = original(which)
+        return header, f'static_assert(!({wrong}), "broken");\n{body}' if which == file else body
+
+    modules = pkgutil.iter_modules(kernels.__path__)
+    parts = [vars(import_module(f"{kernels.__name__}.{module.name}")) for module in modules]
+    found = [k for part in parts for k in part.values() if isinstance(k, Kernel) and k.name == file]
+    assert found, f"there is no kernel {file}"
+    with patch.object(source, "read", read), ExitStack() as stack:
+        for kernel in found:
+            stack.enter_context(patch.object(kernel, "_launchers", {}))
+        yield
+
+
+def make_engine(model: str, case: Case, attention: str, few: bool = True) -> LLMEngine:
+    """few: products and experts of few rows use the kernels."""
+    config = EngineConfig(
+        num_blocks=256, max_num_seqs=16, max_model_len=512, max_num_batched_tokens=256,
+        attention=attention, kv_bits=case.kv_bits, dtype=case.dtype,
+    )  # fmt: skip
+    loaded = load(model, config.dtype) if case.tiny is None else _tiny(case.tiny, config.dtype)
+    rows = range(1, 65) if few else range(0)
+    failures = {case.without: "not wanted"} if case.without else {}
+    with ExitStack() as stack:
+        for name in ("faster_rows", "faster_expert_rows"):
+            stack.enter_context(patch.object(decide, name, lambda *_: rows))
+        if not case.fused:
+            stack.enter_context(patch.object(decide, "decide", lambda *_: (NO_FUSION, "")))
+        verdict = Verdict(failures, case.prefill)
+        stack.enter_context(patch.object(verdicts, "verify", lambda *_: verdict))
+        return LLMEngine(loaded, config)
+
+
+def _tiny(name: str, dtype: str) -> LoadedModel:
+    return import_module("tests.support.tiny_models").packed(name, getattr(mx, dtype))
+
+
+class Serving:
+    """Requests in waves; `step` runs one step of the waves' schedule."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine, self.tokens, self.number = engine, {}, 0
+        rng = np.random.default_rng(0)
+        vocab_size = engine.model.vocab_size
+        shared = rng.integers(2, vocab_size, SHARED).tolist()
+        self.waves = [
+            [shared + rng.integers(2, vocab_size, n - SHARED).tolist() for n in lengths]
+            for lengths in WAVES
+        ]
+
+    def run(self, until: int = 10_000) -> None:
+        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        while self.number < until:
+            wave, rest = divmod(self.number, WAVE_STEPS)
+            if rest == 0 and wave < len(self.waves):
+                for i, prompt in enumerate(self.waves[wave]):
+                    self.engine.add_request(f"{wave}.{i}", prompt, params)
+            if wave >= len(self.waves) and not self.engine.has_unfinished_requests():
+                return
+            for output in self.engine.step():
+                self.tokens[output.request_id] = list(output.outputs[0].token_ids)
+            self.number += 1
+
+
+def serve(engine: LLMEngine) -> dict[str, list[int]]:
+    serving = Serving(engine)
+    serving.run()
+    return serving.tokens
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
+    """Tokens of the reference.  In 16 bits, where ways round differently: of the kernel's engine
+    with the kernel and without."""
+    if case.dtype == "float32":
+        return [serve(make_engine(model, case, "reference"))]
+    return [serve(make_engine(model, case, "auto", few)) for few in (True, False)]
+
+
+def try_kernel(name: str, model: str, expected: list[dict[str, list[int]]]) -> bool:
+    """Serve with one kernel broken after the first wave; prints a row."""
+    case, warnings, start = CASES[name], Warnings(), time.perf_counter()
+    logger = logging.getLogger("vllm_metal_lite")
+    problem = ""
+    try:
+        serving = Serving(make_engine(model, case, "auto"))
+        logger.addHandler(warnings)
+        serving.run(until=WAVE_STEPS)
+        with broken(name, case.wrong):
+            serving.run()
+    except Exception as e:
+        problem = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
+    finally:
+        logger.removeHandler(warnings)
+    if not problem:
+        named = [line for line in warnings.lines if f"{name} fails in a step" in line]
+        different = sum(
+            all(serving.tokens[r] != either[r] for either in expected) for r in serving.tokens
+        )
+        if len(named) != 1 or len(warnings.lines) != 1:
+            problem = f"{len(named)} of {len(warnings.lines)} warnings name it {warnings.lines[:2]}"
+        elif different:
+            problem = f"{different} of {len(serving.tokens)} requests have other tokens"
+    path = "-" if problem else serving.engine.runner.attention.name
+    seconds = time.perf_counter() - start
+    count = 0 if problem else sum(map(len, serving.tokens.values()))
+    print(f"| {name} | {path} | {count} | {seconds:.1f} | {problem or 'right'} |", flush=True)
+    return not problem
+
+
+def main() -> int:
+    args = parse_args()
+    faulthandler.dump_traceback_later(args.deadline, exit=True)
+    logging.getLogger("vllm_metal_lite").propagate = False
+    with ExitStack() as stack:
+        if args.host:
+            stack.enter_context(on_host())
+            of_16_bits = import_module("tests.support.rounding").of_16_bits
+            stack.enter_context(patch.object(mx, "gather_mm", of_16_bits(mx.gather_mm)))
+        stack.enter_context(short_contexts())
+        print(f"{backend.describe()}; MLX {mx.__version__}; {args.model}\n")
+        print(
+            "| broken kernel | attention after it | tokens | s | |\n| --- | --- | --- | --- | --- |"
+        )
+        known: dict[tuple[object, ...], list[dict[str, list[int]]]] = {}
+        failed = 0
+        for name in args.kernels:
+            case = CASES[name]
+            kind = case.kv_bits, case.dtype, case.tiny
+            if kind not in known:
+                known[kind] = expected_tokens(args.model, case)
+            failed += not try_kernel(name, args.model, known[kind])
+    print(
+        f"\n{len(args.kernels) - failed} of {len(args.kernels)} kernels gave way, no token changed"
+    )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    run_main(main)

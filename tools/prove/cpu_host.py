@@ -1,0 +1,19 @@
+"""The CPU host (metal/host) in the place of a GPU, for tools that run without one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from unittest.mock import patch
+
+from vllm_metal_lite import backend
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """The host runs the kernels, for an engine that takes the CPU for a GPU."""
+    with (
+        import_module("metal.host").installed(),
+        patch.object(backend, "is_cpu", lambda: False),
+        patch.object(backend, "memory_limit", lambda: 4 << 30),
+    ):
+        yield

@@ -1,0 +1,55 @@
+"""Write every Metal text that MLX generates at the shapes of real models, one file each.
+
+    python -m tools.prove.metal_texts [FOLDER]    launches at many shapes, three serving sessions
+    python -m tools.prove.metal_texts --count        how many texts each session compiles
+
+Each file begins with MLX's own prelude.  On a Mac, Apple's compiler says whether it takes one:
+
+    include=$(python -m tools.prove.metal_texts --include)
+    xcrun metal -std=metal3.1 -I "$include" -c FILE -o /dev/null
+"""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
+from metal.host.mlx_source import include_dir, prelude
+from tests.support.production_shapes import all_texts
+from tests.support.serving_session import MODELS, WAYS, Session, count
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def print_counts() -> None:
+    for model in MODELS:
+        for name, way in WAYS.items():
+            counts = count(Session(model, *way).texts())
+            kernels = ", ".join(f"{n} {kernel}" for kernel, n in sorted(counts.items()))
+            print(f"{model}, {name}: {counts.total()} ({kernels})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "build" / "metal_texts")
+    parser.add_argument("--count", action="store_true", help="count the texts of sessions")
+    parser.add_argument("--include", action="store_true", help="print the folder of MLX's headers")
+    args = parser.parse_args()
+    if args.include:
+        print(include_dir())
+        return
+    if args.count:
+        print_counts()
+        return
+    folder = args.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    sessions = (Session(m, how, 64).texts() for m in MODELS for how in ("gather", "varlen"))
+    texts = list(dict.fromkeys([*all_texts(), *(text for of in sessions for text in of)]))
+    for kernel, text in texts:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        (folder / f"{kernel}-{digest}.metal").write_text(prelude() + text, encoding="utf-8")
+    print(f"{len(texts)} texts in {folder}")
+
+
+if __name__ == "__main__":
+    main()
