@@ -229,6 +229,6 @@ def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
 
 @pytest.mark.skipif(not backend.is_cpu(), reason="there is a GPU")
 def test_kernels_are_not_timed_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bench/kernels.py", "--only", "decode"])
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--only", "paged_decode"])
     with pytest.raises(MetalLiteError, match="kernels need a GPU"):
         bench_kernels.main()

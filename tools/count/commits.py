@@ -1,7 +1,7 @@
 """Counts launches, barriers and command buffers of whole steps on a replay of MLX's Metal encoder.
 
-    METAL_LITE_DEVICE=cpu PYTHONPATH=. python -m tools.count.commits
-    METAL_LITE_DEVICE=cpu PYTHONPATH=. python -m tools.count.commits --bits 4 --store-gib 0.5
+    METAL_LITE_DEVICE=cpu python -m tools.count.commits
+    METAL_LITE_DEVICE=cpu python -m tools.count.commits --bits 4 --store-gib 0.5
 
 Nothing is computed and nothing is allocated: a 28-layer model of Qwen3-0.6B's shape is recorded in
 seconds.  MLX's own primitives are approximated (tests/support/metal_replay.py).  "held": results

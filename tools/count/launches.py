@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Launches and bytes of a decode step on Metal, ours and mlx-lm's, without a Mac.
 
-    METAL_LITE_DEVICE=cpu PYTHONPATH=. python -m tools.count.launches               the table
-    METAL_LITE_DEVICE=cpu PYTHONPATH=. python -m tools.count.launches --only gpt-oss-20b-mxfp4 --ops
-    METAL_LITE_DEVICE=cpu PYTHONPATH=. python -m tools.count.launches --chip m1
+    METAL_LITE_DEVICE=cpu python -m tools.count.launches               the table
+    METAL_LITE_DEVICE=cpu python -m tools.count.launches --only gpt-oss-20b-mxfp4 --ops
+    METAL_LITE_DEVICE=cpu python -m tools.count.launches --chip m1
 
 The graphs of whole steps of both engines are recorded, with the kernels that they have on Metal,
 and replayed on MLX's Metal encoder.  A layer is what more layers add to a step.  Ours: compiled,

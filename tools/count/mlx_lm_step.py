@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import activations, gemma3_text, glm4_moe_lite
+from mlx_lm.models import activations, gated_delta, gemma3_text, glm4_moe_lite, qwen3_next, ssm
 from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
@@ -17,12 +17,44 @@ from mlx_lm.models.cache import (
 )
 
 from tests.support.mlx_graph import Eval, Graph
-from tests.support.recorded_steps import fill, stand_in
-from tools.count.recurrent import compiled, on_metal
+from tests.support.recorded_steps import as_on_metal, fill, stand_in
 from vllm_metal_lite.backend import mx
 
 # Heads of which MLX has attention for a decode (`has_fused_kernel`).
 _FUSED_HEADS = {(d, d) for d in (64, 96, 128, 192, 256)} | {(192, 128)}
+
+
+@contextmanager
+def compiled() -> Iterator[None]:
+    """What mlx-lm and MLX compile is one launch each."""
+    gates, dt, silu, gated = map(stand_in, ("compute_g", "compute_dt", "silu", "swiglu"))
+
+    def swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+        return gated([h, gate, x], h.shape, h.dtype)
+
+    with pytest.MonkeyPatch.context() as put:
+        put.setattr(gated_delta, "compute_g", lambda _, a, b: gates([a, b], a.shape, mx.float32))
+        put.setattr(ssm, "compute_dt", lambda d, b, _: dt([d, b], d.shape, mx.float32))
+        put.setattr(nn, "silu", lambda x: silu([x], x.shape, x.dtype))
+        put.setattr(qwen3_next, "precise_swiglu", swiglu)
+        yield
+
+
+@contextmanager
+def on_metal() -> Iterator[None]:
+    """mlx-lm's functions choose what they choose on Metal."""
+    with pytest.MonkeyPatch.context() as put, compiled():
+        as_on_metal(put)
+        put.setattr(mx.metal, "is_available", lambda: True)
+        put.setattr(mx, "default_device", lambda: mx.gpu)
+        packed = gated_delta._make_gated_delta_packed_kernel()
+        put.setattr(gated_delta, "_gated_delta_kernel_packed", packed)
+        put.setattr(ssm, "_ssm_kernel", ssm.make_ssm_kernel())
+        mx.disable_compile()  # an export knows no fused primitives
+        try:
+            yield
+        finally:
+            mx.enable_compile()
 
 
 @contextmanager

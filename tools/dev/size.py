@@ -1,0 +1,42 @@
+"""Count the lines of each room, and fail if one has outgrown its budget.
+
+    python -m tools.dev.size
+
+A limit is changed only in a commit that says why.  Lines are lines of files: packing two statements
+into one saves nothing that a reader would notice.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Room: (file patterns, limit in lines).
+BUDGET = {
+    "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 34_000),
+    "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/**/*"), 5_600),
+    "metal/host": (("metal/host/**/*.py", "metal/host/**/*.h", "metal/host/**/*.cpp"), 4_500),
+    "tools": (("tools/**/*.py", "tools/*", "tools/dev/*.sh"), 6_000),
+    "tests": (("tests/**/*.py",), 42_000),
+    "docs": (("docs/*.md",), 3_200),
+}
+
+
+def lines(patterns: tuple[str, ...]) -> int:
+    files = {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
+    return sum(len(path.read_bytes().splitlines()) for path in files)
+
+
+def main() -> int:
+    over = []
+    for room, (patterns, limit) in BUDGET.items():
+        count = lines(patterns)
+        print(f"{room:16}{count:8,} of {limit:7,}")
+        if count > limit:
+            over.append(f"{room} has {count:,} lines, {count - limit:,} more than its limit")
+    print(*over, sep="\n", file=sys.stderr)
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
