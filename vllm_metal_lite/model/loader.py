@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx.utils import tree_map, tree_unflatten
+from mlx.utils import tree_map
 from mlx_lm.models import activations
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+from mlx_lm.utils import load_model, load_tokenizer
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -27,6 +26,7 @@ from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
 from vllm_metal_lite.model.context import context_length
+from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.files import find, read_config, read_json
 from vllm_metal_lite.model.fit import Fit, fit, foresee
@@ -290,29 +290,7 @@ def _refuse_untrusted(name: str, model_type: str) -> None:
 
 
 def _convert(model: nn.Module, dtype: str) -> None:
-    expand = dtype == "auto" and backend.is_cpu()
-    if expand:
-        dtype = "float32"
-    if dtype != "auto":
-        model.set_dtype(getattr(mx, dtype))
-    if expand:
-        # Only now that scales are float32: expanding in 16 bits would round the weights.
-        dequantize_model(model)
-        _dequantize_multi_linear(model)
-        model.set_dtype(mx.float32)
-
-
-def _dequantize_multi_linear(model: nn.Module) -> None:
-    """Expand the up-projections of latent attention, which `dequantize_model` leaves packed."""
-    expanded = []
-    for path, module in model.named_modules():
-        if isinstance(module, QuantizedMultiLinear):
-            biases = module.get("biases")
-            weight = mx.dequantize(
-                module.weight, module.scales, biases, module.group_size, module.bits, module.mode
-            )
-            heads, output_dims, input_dims = weight.shape
-            linear = MultiLinear(input_dims, output_dims, heads)
-            linear.weight = weight
-            expanded.append((path, linear))
-    model.update_modules(tree_unflatten(expanded))
+    if dtype == "auto" and backend.is_cpu():
+        expand(model)
+    elif dtype != "auto":
+        cast(model, getattr(mx, dtype))

@@ -1,0 +1,60 @@
+"""The types of a model's weights: cast, or expanded from a quantised form."""
+
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from vllm_metal_lite.backend import mx
+
+# Exact types: a subclass computes something else, and stays packed.
+_PLAIN = {
+    nn.QuantizedLinear: nn.Linear,
+    nn.QuantizedEmbedding: nn.Embedding,
+    QuantizedSwitchLinear: SwitchLinear,
+    QuantizedMultiLinear: MultiLinear,
+}
+
+
+def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Give all floats of a model one type."""
+
+    def typed(path: str, w: mx.array) -> mx.array:
+        # MLX takes the scale of nvfp4 experts in float32 alone.
+        keep = path.endswith("global_scale") or not mx.issubdtype(w.dtype, mx.floating)
+        return w if keep else w.astype(dtype)
+
+    model.update(tree_map_with_path(typed, model.parameters()))
+
+
+def expand(model: nn.Module) -> None:
+    """Make all weights float32, quantised ones too: MLX's CPU backend is fast in no other type."""
+    cast(model, mx.float32)  # first: scales of 16 bits would round the weights
+    layers = [
+        (path, _expanded(module))
+        for path, module in model.named_modules()
+        if type(module) in _PLAIN
+    ]
+    model.update_modules(tree_unflatten(layers))
+
+
+def _expanded(module: nn.Module) -> nn.Module:
+    scale = module.get("global_scale")  # one an expert, and MLX takes one a call
+    weight = mx.dequantize(
+        module.weight,
+        module.scales,
+        module.get("biases"),
+        module.group_size,
+        module.bits,
+        module.mode,
+        None if scale is None else mx.array(1.0),
+        mx.float32,
+    )
+    if scale is not None:
+        weight = weight * scale[:, None, None]
+    layer = _PLAIN[type(module)](*(1 for _ in weight.shape))
+    layer.weight = weight
+    layer.pop("bias", None)
+    if "bias" in module:
+        layer.bias = module.bias
+    return layer
