@@ -13,6 +13,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.cli.model_list import describe, find_models
 from vllm_metal_lite.cli.model_table import ModelEntry, table
+from vllm_metal_lite.errors import ModelLoadError
 from vllm_metal_lite.model.loader import load, preview
 from vllm_metal_lite.runner.memory import step_peak_bytes
 from vllm_metal_lite.runner.step_peak import estimated_step_peak
@@ -242,7 +243,52 @@ def test_the_hub_cache(folders, tmp_path):
     assert two.model_type == "mamba"
     assert two.path == str((path / "snapshots" / ("c" * 40)).resolve())
     assert "no config.json" in found["acme/nothing"].problem
-    assert "models--acme--corrupt" in found[str(hub)].problem
+    assert found["acme/corrupt"].problem == "not in the local cache"
+
+
+def tree(repo: Path, *files: str) -> None:
+    """The hub client's list of what the repository has."""
+    known = {file: {"size": 1, "blob_id": "0"} for file in files}
+    (repo / "trees").mkdir()
+    text = json.dumps({"format_version": 1, "files": known})
+    (repo / "trees" / f"{'a' * 40}.json").write_text(text)
+
+
+def lost(name: str):
+    """The link stays, the file is gone."""
+    return lambda repo: next(repo.glob(f"snapshots/*/{name}")).resolve().unlink()
+
+
+CACHES = {
+    "whole": (lambda repo: tree(repo, "config.json", "tokenizer.json"), None),
+    "no branch": (lambda repo: (repo / "refs" / "main").unlink(), None),
+    "another branch": (lambda repo: (repo / "refs" / "main").write_text("f" * 40), None),
+    "texts and code": (lambda repo: tree(repo, "config.json", "LICENSE.txt", "code.py"), None),
+    "a file": (lambda repo: tree(repo, "special.json"), "1 file(s) are missing (special.json)"),
+    "no file": (lambda repo: shutil.rmtree(repo / "snapshots"), "not in the local cache"),
+    "lost config": (lost("config.json"), "config.json is a link to a file that is gone"),
+    "lost weights": (lost("model.safetensors"), "model.safetensors is a link to a file that"),
+    "lost tokenizer": (lost("tokenizer.json"), "tokenizer.json is a link to a file that is gone"),
+    "lost text": (lost("README.md"), None),
+}
+
+
+@pytest.mark.parametrize("state", CACHES)
+def test_what_the_list_says_of_a_cached_model_loading_says_too(folders, tmp_path, state):
+    damage, problem = CACHES[state]
+    whole = shutil.copytree(folders / "tiny" / "llama", tmp_path / "whole")
+    (whole / "README.md").write_text("About it.")
+    damage(add_to_hub(tmp_path / "hub", "acme/llama", whole))
+    entry = {found.name: describe(found) for found in find_models([])}["acme/llama"]
+    assert entry.supported == (problem is None)
+    if problem is None:
+        assert load("acme/llama").name == "acme/llama"
+        return
+    assert problem in entry.problem
+    with pytest.raises(ModelLoadError) as refusal:
+        load("acme/llama")
+    assert str(refusal.value).startswith(f"acme/llama: {entry.problem}")
+    assert str(tmp_path) not in str(refusal.value)
 
 
 def test_a_folder_that_is_given_twice_is_listed_once(folders):

@@ -7,70 +7,48 @@ import gc
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.model_table import ModelEntry
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, OutOfMemoryError, one_line
-from vllm_metal_lite.model.files import DEMO_PATH, read_config
+from vllm_metal_lite.errors import (
+    MetalLiteError,
+    ModelLoadError,
+    OutOfMemoryError,
+    one_line,
+    shorten,
+)
+from vllm_metal_lite.model.files import DEMO_PATH, hub_names, in_cache, read_config, weights
 from vllm_metal_lite.model.loader import LoadedModel, preview
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.step_peak import estimated_step_peak
 
 DEPTH = 3  # levels of folders that are searched below a given one
 
-_DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 
-
-@dataclass(frozen=True)
-class FoundModel:
-    """name: as other commands take it.  path: its folder.  problem: why it cannot be read."""
-
-    name: str
-    source: str  # "demo", "hub" or "folder"
-    path: Path | None
-    problem: str | None = None
-
-
-def find_models(folders: Sequence[Path]) -> list[FoundModel]:
+def find_models(folders: Sequence[Path]) -> list[ModelEntry]:
     """The demo, the models of the Hugging Face cache, and those in the folders; each once."""
-    found = [FoundModel("demo", "demo", DEMO_PATH), *_in_hub_cache()]
+    found = [ModelEntry("demo", "demo", str(DEMO_PATH))]
+    for name in hub_names():
+        try:
+            found.append(ModelEntry(name, "hub", str(in_cache(name))))
+        except (ModelLoadError, OSError) as e:
+            found.append(ModelEntry(name, "hub", None, problem=_reason(e, name)))
     for folder in folders:
         below = list(_below(folder, DEPTH))
-        found += [FoundModel(str(path), "folder", path) for path in below]
+        found += [ModelEntry(str(path), "folder", str(path)) for path in below]
         if not below:
             problem = f"no model in it, nor in folders up to {DEPTH} levels below"
-            found.append(FoundModel(str(folder), "folder", None, problem))
-    once = {model.path.resolve() if model.path else model.name: model for model in reversed(found)}
+            found.append(ModelEntry(str(folder), "folder", None, problem=problem))
+    once = {os.path.realpath(model.path or model.name): model for model in reversed(found)}
     return list(reversed(once.values()))
-
-
-def _in_hub_cache() -> Iterator[FoundModel]:
-    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
-
-    try:
-        cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    except CacheNotFound:
-        return
-    except (OSError, ValueError) as e:
-        yield FoundModel(str(constants.HF_HUB_CACHE), "hub", None, one_line(e))
-        return
-    for repo in sorted(cache.repos, key=lambda repo: repo.repo_id.lower()):
-        if repo.repo_type != "model":
-            continue
-        main = repo.refs.get("main")
-        revision = main or max(repo.revisions, key=lambda r: r.last_modified, default=None)
-        if revision is None:
-            yield FoundModel(repo.repo_id, "hub", None, "no file of it is in the cache")
-        else:
-            yield FoundModel(repo.repo_id, "hub", revision.snapshot_path)
-    for warning in cache.warnings:
-        yield FoundModel(str(constants.HF_HUB_CACHE), "hub", None, one_line(warning))
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
@@ -98,54 +76,44 @@ def _is_candidate(folder: Path) -> bool:
         return b'"model_type"' in file.read(1 << 20)
 
 
-def describe(found: FoundModel) -> ModelEntry:
+def describe(found: ModelEntry) -> ModelEntry:
     """Everything that is known of a model."""
-    path = found.path
+    if found.path is None:
+        return found
     facts: dict[str, Any] = {}
-    problem = found.problem
-    if path is not None:
-        try:
-            with _quiet():
-                facts["size_bytes"] = _size(path)
-                _read(found.name, path, facts)
-        except (MetalLiteError, OSError) as e:
-            problem = _reason(e, found.name, path)
-        gc.collect()  # modules have circles, and hold open files
-    return ModelEntry(
-        found.name,
-        found.source,
-        None if path is None else str(path),
-        supported=problem is None,
-        problem=problem,
-        **facts,
-    )
+    problem = None
+    try:
+        with _quiet():
+            _read(found.name, Path(found.path), facts)
+    except (MetalLiteError, OSError) as e:
+        problem = _reason(e, found.name)
+    gc.collect()  # modules have circles, and hold open files
+    return replace(found, supported=problem is None, problem=problem, **facts)
 
 
 def _read(name: str, path: Path, facts: dict[str, Any]) -> None:
     """Put what is known into `facts`, as far as it goes."""
+    facts["size_bytes"] = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
     facts["model_type"] = _model_type(path)
-    config = read_config(path)
+    config = read_config(path, name)
     quantization = config.get("quantization") or config.get("quantization_config")
-    facts["quantization"] = quantization if isinstance(quantization, dict) else None
-    facts["bits"] = _bits(path, facts["quantization"])
-    _check_complete(path)
-    options = EngineConfig()
+    facts["quantization"] = quantization
     model = preview(path, name)
     packed = model.packed
+    runs = "in sequences" if packed.in_sequences else "packed"
     facts |= {
+        "bits": _bits(path, quantization),
         "context": model.max_position,
         "context_guess": model.context_guess,
-        "runs": "by segment" if packed.by_segment else "packed",
+        "runs": "by segment" if packed.by_segment else runs,
         "runs_reason": packed.by_segment or packed.in_sequences,
         "prefix_cache": packed.no_prefix_cache is None,
         "prefix_cache_reason": packed.no_prefix_cache,
         "weight_bytes": model.weight_bytes,
         "kv_bytes_per_token": model.kv_bytes_per_token,
         "state_bytes": model.state_bytes,
+        **_memory(model, EngineConfig()),
     }
-    if packed.in_sequences and not packed.by_segment:
-        facts["runs"] = "in sequences"
-    facts |= _memory(model, options)
 
 
 def _memory(model: LoadedModel, options: EngineConfig) -> dict[str, Any]:
@@ -159,11 +127,6 @@ def _memory(model: LoadedModel, options: EngineConfig) -> dict[str, Any]:
     return {"max_model_len": store.max_model_len, "num_tokens": num_tokens}
 
 
-def _size(path: Path) -> int:
-    """Bytes of all files; links count as what they lead to, as in the hub's cache."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
 def _model_type(path: Path) -> str | None:
     try:
         model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
@@ -173,51 +136,22 @@ def _model_type(path: Path) -> str | None:
 
 
 def _bits(path: Path, quantization: dict[str, Any] | None) -> list[int]:
-    """Bits of a weight, by the configuration, or by the header of a file."""
-    if quantization is not None:
+    """Bits of a weight, by the configuration, or by the headers of its files."""
+    if quantization:
         layers = [quantization, *(v for v in quantization.values() if isinstance(v, dict))]
         return sorted({b for layer in layers if isinstance(b := layer.get("bits"), int)})
     sizes: dict[int, int] = {}
-    for tensor in _header(next(path.glob("model*.safetensors"))).values():
-        if isinstance(tensor, dict) and (bits := _DTYPE_BITS.get(str(tensor.get("dtype")))):
-            start, end = tensor["data_offsets"]
-            sizes[bits] = sizes.get(bits, 0) + end - start
-    return [max(sizes, key=lambda bits: sizes[bits])] if sizes else []
+    for _, weight in weights(path):
+        if mx.issubdtype(weight.dtype, mx.floating):
+            bits = 8 * weight.itemsize
+            sizes[bits] = sizes.get(bits, 0) + weight.nbytes
+    return [max(sizes, key=sizes.__getitem__)] if sizes else []
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: the size as 8 bytes, then JSON."""
-    try:
-        with file.open("rb") as f:
-            size = int.from_bytes(f.read(8), "little")
-            header = json.loads(f.read(min(size, 100 << 20)))
-    except ValueError as e:
-        raise ModelLoadError(f"{file.name}: not readable as safetensors: {one_line(e)}") from e
-    return header if isinstance(header, dict) else {}
-
-
-def _check_complete(path: Path) -> None:
-    """Raise ModelLoadError if files of weights are missing."""
-    try:
-        index = json.loads((path / "model.safetensors.index.json").read_bytes())
-        files = sorted(set(index["weight_map"].values()))
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ModelLoadError(f"model.safetensors.index.json: not readable: {one_line(e)}") from e
-    missing = [file for file in files if not (path / file).is_file()]
-    if missing:
-        raise ModelLoadError(
-            f"{len(missing)} of its {len(files)} files of weights are missing, such as {missing[0]}"
-        )
-
-
-def _reason(e: MetalLiteError | OSError, name: str, path: Path) -> str:
+def _reason(e: MetalLiteError | OSError, name: str) -> str:
     """The reason alone: the name stands beside it."""
     message = e.spelled(engine_flag) if isinstance(e, MetalLiteError) else one_line(e)
-    for start in (f"{path}: ", f"{name}: ", "cannot load this model: ", f"{path}/"):
-        message = message.removeprefix(start)
-    return message
+    return message.removeprefix(f"{shorten(name)}: ").removeprefix("cannot load this model: ")
 
 
 @contextmanager

@@ -5,15 +5,22 @@ A name is "demo" (shipped in the package), a local folder, or a Hugging Face rep
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import ModelLoadError, one_line, shorten, show
 
 DEMO_PATH = Path(__file__).parent.parent / "demo_model"
+
+# What is downloaded, without code and texts for people.
+_READ_PATTERNS = [p for p in DEFAULT_ALLOW_PATTERNS if p not in ("*.py", "*.txt")]
+_READ_PATTERNS += ["merges.txt", "vocab.txt"]
 
 # The start of a git-lfs pointer, which git checks out if git-lfs is not installed.
 _LFS_FIRST_WORDS = b"version https://git-lfs"
@@ -48,17 +55,58 @@ def _download(name: str) -> Path:
     shown = shorten(name)
     try:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
-    except errors.GatedRepoError as e:
-        raise ModelLoadError(
-            f"{shown}: access to this model must be asked for on its page, then `hf auth login`"
-        ) from e
-    except errors.RepositoryNotFoundError as e:
-        raise ModelLoadError(f"{shown}: there is no such model on the Hugging Face Hub") from e
     except Exception as e:  # the hub's client has many errors for "no network"
-        raise ModelLoadError(
-            f"{shown}: not in the local cache, and the Hugging Face Hub cannot be reached "
-            f"({one_line(e)})"
-        ) from e
+        try:
+            return in_cache(name)
+        except ModelLoadError as problem:
+            why = one_line(e.__cause__ or e)
+            text = f"{problem}, and the Hugging Face Hub cannot be reached ({why})"
+        if isinstance(e, errors.GatedRepoError):
+            text = (
+                f"{shown}: access to this model must be asked for on its page, then `hf auth login`"
+            )
+        elif isinstance(e, errors.RepositoryNotFoundError):
+            text = f"{shown}: there is no such model on the Hugging Face Hub"
+        raise ModelLoadError(text) from e
+
+
+def hub_names() -> list[str]:
+    """The models of the Hugging Face cache."""
+    folders = _hub_cache().glob("models--*--*")
+    names = (f.name.removeprefix("models--").replace("--", "/", 1) for f in folders if f.is_dir())
+    return sorted(names, key=str.lower)
+
+
+def in_cache(name: str) -> Path:
+    """The folder of a Hugging Face model in the cache: of `main`, or else the newest.
+
+    Raises ModelLoadError if a file is missing that loading may read.
+    """
+    from huggingface_hub import errors, snapshot_download
+
+    folder = _hub_cache() / f"models--{name.replace('/', '--')}"
+    snapshots = {s.name: s.stat().st_mtime for s in folder.glob("snapshots/*") if s.is_dir()}
+    if not snapshots:
+        raise ModelLoadError(f"{shorten(name)}: not in the local cache")
+    revision = max(snapshots, key=lambda name: snapshots[name])
+    with suppress(OSError, ValueError):
+        main = (folder / "refs" / "main").read_text()
+        revision = main if main in snapshots else revision
+    try:
+        path = snapshot_download(
+            name, revision=revision, local_files_only=True, allow_patterns=_READ_PATTERNS
+        )
+    except errors.LocalEntryNotFoundError as e:
+        missing = re.search(r"\d+ file\(s\) are missing \(.*?\)", str(e))
+        reason = missing[0] if missing else one_line(e)
+        raise ModelLoadError(f"{shorten(name)}: not complete in the local cache: {reason}") from e
+    return Path(path)
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -67,23 +115,86 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as e:
-        raise ModelLoadError(f"{path}: not readable as JSON: {one_line(e)}") from e
+        raise ModelLoadError(f"{path.name}: not readable as JSON: {one_line(e)}") from e
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: must be a JSON object")
+        raise ModelLoadError(f"{path.name}: must be a JSON object")
     return value
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model's folder; ModelLoadError if it is none, or if files are missing."""
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(f"{path}: not a model folder: it has no config.json")
-    _refuse_pointers(path)
-    config = read_json(path / "config.json")
-    if "model_type" not in config:
-        raise ModelLoadError(f"{path / 'config.json'}: has no model_type")
-    if not list(path.glob("model*.safetensors")):
-        raise ModelLoadError(f"{path}: not a model folder: it has no model*.safetensors")
+def read_config(path: Path, name: str) -> dict[str, Any]:
+    """config.json of a model's folder; ModelLoadError if files are missing or do not fit it."""
+    try:
+        _check_links(path)
+        if not (path / "config.json").is_file():
+            raise ModelLoadError("not a model folder: it has no config.json")
+        _refuse_pointers(path)
+        config = read_json(path / "config.json")
+        if "model_type" not in config:
+            raise ModelLoadError("config.json has no model_type")
+        if not list(path.glob("model*.safetensors")):
+            raise ModelLoadError("not a model folder: it has no model*.safetensors")
+        _check_shards(path)
+        _check_quantization(config, path)
+    except ModelLoadError as e:
+        raise ModelLoadError(f"{name}: {e}") from e
     return config
+
+
+def _check_links(path: Path) -> None:
+    """Raise ModelLoadError for links, as the Hugging Face cache has, whose files are gone."""
+    for file in sorted(path.iterdir()):
+        is_read = any(fnmatch(file.name, pattern) for pattern in _READ_PATTERNS)
+        if is_read and file.is_symlink() and not file.exists():
+            raise ModelLoadError(
+                f"{file.name} is a link to a file that is gone: download the model again"
+            )
+
+
+def _check_shards(path: Path) -> None:
+    """Raise ModelLoadError if files of weights are missing."""
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    try:
+        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        missing = [file for file in files if not (path / file).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise ModelLoadError(f"{index.name}: not readable: {one_line(e)}") from e
+    if missing:
+        raise ModelLoadError(
+            f"{len(missing)} of its {len(files)} files of weights are missing, such as {missing[0]}"
+        )
+
+
+def _check_quantization(config: dict[str, Any], path: Path) -> None:
+    """Raise ModelLoadError where mlx-lm would fail without naming config.json's key."""
+    for key in ("quantization", "quantization_config"):
+        if not isinstance(config.get(key), dict | None):
+            raise ModelLoadError(f"config.json: {key} must be an object, got {show(config[key])}")
+    if config.get("quantization") is not None:
+        key, members = "quantization", ["group_size", "bits"]
+    else:
+        key, members = "quantization_config", ["quant_method"]
+    how = config.get(key) or {}
+    for member in members if how else ():
+        if member not in how:
+            raise ModelLoadError(f"config.json: {key} has no {member}")
+    method = how.get("quant_method")
+    awq = key == "quantization_config" and method in ("awq", "gptq")
+    if awq and not any(name.endswith(".qweight") for name, _ in weights(path)):
+        raise ModelLoadError(
+            f"config.json: quantization_config says {method}, but the weights are not packed so: "
+            "no name ends with .qweight"
+        )
+
+
+def weights(path: Path) -> Iterator[tuple[str, mx.array]]:
+    """Names and arrays of a model's files of weights, of which only the headers are read."""
+    for file in path.glob("model*.safetensors"):
+        try:
+            yield from cast(dict[str, mx.array], mx.load(str(file))).items()
+        except RuntimeError as e:
+            raise ModelLoadError(f"{file.name}: {one_line(e)}") from e
 
 
 def _refuse_pointers(path: Path) -> None:
@@ -92,7 +203,7 @@ def _refuse_pointers(path: Path) -> None:
     if pointers:
         more = f" (so are {len(pointers) - 1} more)" if len(pointers) > 1 else ""
         raise ModelLoadError(
-            f"{path}: {pointers[0]} is a git-lfs pointer and not the file itself{more}: run "
+            f"{pointers[0]} is a git-lfs pointer and not the file itself{more}: run "
             "`git lfs install`, then `git lfs pull` in this folder"
         )
 

@@ -182,7 +182,7 @@ def _explained(name: str, path: Path, trust_remote_code: bool) -> Iterator[None]
 
     A folder that cannot be loaded is refused before the block.
     """
-    config = read_config(path)
+    config = read_config(path, name)
     _refuse_untrusted(name, str(config.get("model_type")))
     if config.get("model_file") and not trust_remote_code:
         raise _remote_code_error(name, "architecture", path)
@@ -198,7 +198,7 @@ def load_tokenizer_only(name: str, trust_remote_code: bool = False) -> Tokenizer
     """The tokenizer of a model, without its weights; every failure is a ModelLoadError."""
     path, name = find(name), str(name)
     try:
-        return _load_tokenizer(name, path, read_config(path), trust_remote_code)
+        return _load_tokenizer(name, path, read_config(path, name), trust_remote_code)
     except ModelLoadError:
         raise
     except (Exception, SystemExit) as e:
