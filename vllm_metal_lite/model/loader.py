@@ -1,5 +1,6 @@
 """Loads a model by name (files.py) and prepares the model for packed steps."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ from vllm_metal_lite.specs import (
     RecurrenceShape,
     RecurrentShape,
 )
+
+logger = logging.getLogger(__name__)
 
 # Architectures with wrong results in mlx-lm itself, and the reason.
 _REFUSED = {
@@ -207,7 +210,9 @@ def load_tokenizer_only(name: str, trust_remote_code: bool = False) -> Tokenizer
 
 def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) -> TokenizerWrapper:
     # Never None: transformers would ask on stdin.
-    options = {"trust_remote_code": trust}
+    options: dict[str, Any] = {"trust_remote_code": trust}
+    if template := _template_of_processor(path):
+        options["chat_template"] = template
     try:
         tokenizer = load_tokenizer(path, options, eos_token_ids=config.get("eos_token_id"))
     except Exception as e:
@@ -218,6 +223,25 @@ def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) 
     # Suppress transformers' warning: the engine reports its own limit.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
+
+
+def _template_of_processor(path: Path) -> str | None:
+    """The template of chat_template.json, where older multimodal models have their only one."""
+    file = path / "chat_template.json"
+    if (
+        not file.is_file()
+        or (path / "chat_template.jinja").exists()
+        or read_json(path / "tokenizer_config.json").get("chat_template")
+    ):
+        return None
+    try:
+        template = read_json(file).get("chat_template")
+    except ModelLoadError:
+        template = None
+    if not isinstance(template, str):
+        logger.warning(f"{file} is ignored: it must be an object with the text chat_template")
+        return None
+    return template
 
 
 def _remote_code_error(name: str, part: str, path: Path) -> RemoteCodeError:
