@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 from contextlib import asynccontextmanager
 
 import httpx
@@ -11,8 +12,10 @@ from tests.support.server_kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
+from vllm_metal_lite.model.files import DEMO_PATH
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.models import Models, ModelSpec
+from vllm_metal_lite.server.settings import ServerConfig
 
 GIB = 2**30
 
@@ -37,7 +40,8 @@ class FakeEngine:
 class World:
     """Starts fake engines, and checks that they fit into memory.
 
-    weights: GiB of each source's weight files.  failing: why a source does not load.
+    weights: GiB of each source's weight files.  failing: why a source does not load.  broken: why
+    its files cannot be.  seconds: that loading takes.
     """
 
     def __init__(self, memory: float = 10, **weights: float) -> None:
@@ -45,6 +49,8 @@ class World:
         self.alive: list[FakeEngine] = []
         self.started: list[str] = []
         self.failing: dict[str, str] = {}
+        self.broken: dict[str, str] = {}
+        self.seconds = 0.0
         self.now = 0.0
         self.num_loading = 0
         self.hold = asyncio.Event()
@@ -58,19 +64,36 @@ class World:
             start=self.start,
             memory=int(self.memory * GIB),
             clock=self.clock,
+            wait=self.wait,
         )
 
     def clock(self) -> float:
         self.now += 0.001
         return self.now
 
-    async def start(self, source: str, configure) -> FakeEngine:
+    async def wait(self, event, seconds: float | None) -> None:
+        """As `asyncio.wait_for`: time passes when nothing else happens."""
+        waiting = asyncio.ensure_future(event)
+        try:
+            if seconds is not None:
+                await settle()
+                if not waiting.done():
+                    self.now += seconds
+                    raise TimeoutError
+            await waiting
+        finally:
+            waiting.cancel()
+
+    async def start(self, source: str, configure, check: EngineConfig | None) -> FakeEngine:
         assert self.num_loading == 0, "two models are loaded at once"
         self.num_loading += 1
         try:
             await asyncio.sleep(0)
+            if check is not None and source in self.broken:
+                raise ModelLoadError(self.broken[source])
             config = await configure(int(self.weights.get(source, 0) * GIB))
             await self.hold.wait()
+            self.now += self.seconds
             if source in self.failing:
                 raise ModelLoadError(self.failing[source])
             size = config.memory_fraction * self.memory
@@ -158,6 +181,61 @@ async def test_a_model_in_use_stays_until_its_requests_end_and_gets_no_new_ones(
     assert first.ended.is_set()
     assert (await again) is not first
     assert world.started == ["a", "b", "a"]
+
+
+@in_loop
+async def test_a_model_whose_files_are_broken_takes_no_room():
+    world = World(memory=10, a=7, b=7)
+    world.broken["b"] = "its weights are cut"
+    models = world.models("a", "b")
+    async with held(models, "a") as first:
+        for _ in range(3):
+            with pytest.raises(ApiError, match="its weights are cut"):
+                await once(models, "b")
+            world.now += 6
+            assert await once(models, "a") is first
+    assert world.started == ["a"]
+    assert (models.models["b"].state, list(models.loaded)) == ("failed", ["a"])
+
+
+@in_loop
+async def test_requests_of_two_models_in_turn_do_not_load_in_turn():
+    """Four clients, two a model, each with ten requests, one after the other, of a second each."""
+    world = World(memory=10, a=7, b=7)
+    world.seconds = 5
+    models = world.models("a", "b")
+
+    async def client(name: str) -> None:
+        for _ in range(10):
+            async with models.use(name):
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                world.now += 1
+            await asyncio.sleep(0)  # a client thinks, and no request holds the model
+
+    await asyncio.gather(*(client(name) for name in "abab"))
+    assert 2 <= len(world.started) <= 8
+
+
+@in_loop
+async def test_a_turn_ends():
+    """Requests that overlap without end do not keep another model out."""
+    world = World(memory=10, a=7, b=7)
+    world.seconds = 5
+    models = world.models("a", "b")
+    b = None
+    for _ in range(100):
+        async with models.use("a"):
+            b = b or asyncio.ensure_future(once(models, "b"))
+            overlapping = asyncio.ensure_future(once(models, "a"))
+            await settle()
+            world.now += 1
+        if b.done():
+            break
+        await overlapping
+    assert b.done()
+    await overlapping
+    assert world.started[:2] == ["a", "b"]
 
 
 @in_loop
@@ -347,21 +425,54 @@ def test_two_models_over_http():
             return client.post("/v1/chat/completions", json={**body, "model": model})
 
         def states() -> list[str]:
-            return [model["state"] for model in client.get("/status").json()["models"]]
+            known = client.get("/v1/models").json()["data"]
+            status = client.get("/status").json()["models"]
+            assert [(m["state"], m["error"]) for m in known] == [
+                (m["state"], m["error"]) for m in status
+            ]
+            return [model["state"] for model in status]
+
+        def contexts() -> list[int | None]:
+            return [m["context_length"] for m in client.get("/v1/models").json()["data"]]
 
         assert states() == ["loaded", "unloaded", "unloaded"]
+        assert contexts() == [4096, 4608, None]  # 4,608 by its files; 4,096 fit
         assert ask("other").status_code == 200
         failed = ask("none")
         assert failed.status_code == 503
         assert "no such folder" in failed.text
         assert ask("demo").status_code == 200
         assert states() == ["loaded", "loaded", "failed"]
+        assert contexts() == [4096, 4096, None]
         status = client.get("/status").json()
         assert status["server"] == {"running": 0, "waiting": 0, "max_waiting": 256}
         assert "no such folder" in status["models"][2]["error"]
         first, second = (m["metrics"] for m in status["models"][:2])
         assert first["requests_running"] == second["requests_running"] == 0
         assert status["models"][0]["max_model_len"] == status["models"][1]["max_model_len"]
+
+
+def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
+    """There is room for one of the two."""
+    caplog.set_level("INFO", "vllm_metal_lite")
+    cut = shutil.copytree(DEMO_PATH, tmp_path / "cut")
+    data = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(data[: len(data) // 2])
+    specs = [ModelSpec("demo", "demo"), ModelSpec("cut", str(cut))]
+    config = ServerConfig(port=0, memory_budget_gib=1.5)
+    with serving(specs, config=config) as running, httpx.Client(base_url=running.url) as client:
+
+        def pid() -> int:
+            return client.get("/status").json()["models"][0]["pid"]
+
+        before = pid()
+        body = {"model": "cut", "prompt": "x", "max_tokens": 1}
+        failed = client.post("/v1/completions", json=body, timeout=120)
+        assert failed.status_code == 503
+        assert "Perhaps an incomplete download or corrupt file" in failed.text
+        assert pid() == before
+    assert "the model demo is loaded, in " in caplog.text
+    assert "makes room" not in caplog.text
 
 
 def test_a_chat_format_that_the_user_chooses():

@@ -53,7 +53,8 @@ def serving(
             ready.append((Running(url, server, loop), stopping))
             up.set()
 
-        await serve(listen(config), config, Models(specs, engine), stopping, on_ready)
+        models = Models(specs, engine, config.memory_budget_gib)
+        await serve(listen(config), config, models, stopping, on_ready)
 
     def run() -> None:
         try:

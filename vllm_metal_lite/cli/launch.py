@@ -149,7 +149,8 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
             f"the server at {url} serves {', '.join(names)}, and not {name}: stop it, or give "
             "another --port"
         )
-    return Served(url, found["id"], found.get("max_model_len"), key)
+    context = found.get("max_model_len") or found.get("context_length")
+    return Served(url, found["id"], context, key)
 
 
 @contextmanager

@@ -24,16 +24,23 @@ def context_length(model: nn.Module, config: dict[str, Any]) -> tuple[int, str |
     limit = rotation_limit(model)
     if limit is not None:
         return limit, None
-    for scope in (config, config.get("text_config") or {}):
-        for value in map(scope.get, _KEYS):
-            if _is_length(value):
-                return value, None
+    if (length := configured_length(config)) is not None:
+        return length, None
     for args in _model_args(model):
         for field in dataclasses.fields(args):
             value = getattr(args, field.name, None)
             if field.name in _KEYS and _is_length(value):
                 return value, "the default of mlx-lm" if value == field.default else None
     return _DEFAULT, "a usual length"
+
+
+def configured_length(config: dict[str, Any]) -> int | None:
+    """The longest context that config.json names."""
+    for scope in (config, config.get("text_config")):
+        for value in map(scope.get, _KEYS) if isinstance(scope, dict) else ():
+            if _is_length(value):
+                return value
+    return None
 
 
 def _is_length(value: Any) -> TypeGuard[int]:

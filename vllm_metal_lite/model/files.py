@@ -30,7 +30,7 @@ _A_MODEL = (
 )
 
 
-def find(name: str) -> Path:
+def find(name: str, download: bool = True) -> Path:
     """The folder of a model; downloads (with progress) from Hugging Face if needed."""
     if not isinstance(name, (str, Path)):
         raise ModelLoadError(f"{_A_MODEL}, got {show(name)}")
@@ -46,7 +46,7 @@ def find(name: str) -> Path:
         raise ModelLoadError(f"{name}: a model is a folder, this is a file")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")):
         raise ModelLoadError(f"{shorten(name)}: no such folder; {_A_MODEL}")
-    return _download(name)
+    return _download(name) if download else in_cache(name)
 
 
 def _download(name: str) -> Path:

@@ -1,16 +1,17 @@
 """The models that a server has, by name, within a budget of memory.
 
 The first model and the pinned ones are loaded from the start, others when a request names them.  If
-memory is short, models are unloaded, the least recently used first: those without a request at
-once, others as soon as their requests have ended.  A model that has to go gets no new requests, so
-no model waits forever; its later requests load it again.
+memory is short, models are unloaded, the least recently used first: idle ones at once, busy ones
+after a turn, in which they still take requests, and as soon as their requests have ended.  A turn
+takes as long as loading did, so models that alternate do not spend most of the time on loading, and
+no model waits forever.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from vllm_metal_lite import backend
@@ -18,6 +19,8 @@ from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line
+from vllm_metal_lite.model.context import configured_length
+from vllm_metal_lite.model.files import find, read_json
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.worker.client import EngineClient
 
@@ -27,6 +30,7 @@ _GIB = 2**30
 # A model needs more than its weights: K and V, states, and what a step computes.
 _WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
 _BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
+_PAUSE = 0.25  # seconds between a client's requests, in which a model counts as busy
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,28 @@ class ModelSpec:
 
 @dataclass(eq=False)
 class _Loaded:
-    """An engine.  size: bytes it may use.  users: requests that hold it.  going: takes no more."""
+    """An engine.  size: bytes it may use.  turn: seconds that loading took.  users: requests that
+    hold it.  going: another model waits for its room.  ends_at: of its turn, if it is going."""
 
     client: EngineClient
     size: int
     last_used: float
+    turn: float
     users: int = 0
     going: bool = False
+    ends_at: float = 0.0
 
     @property
     def alive(self) -> bool:
         return not self.client.ended.is_set()
+
+    def takes(self, now: float) -> bool:
+        """Whether a new request may use it."""
+        return self.alive and not (self.going and now >= self.ends_at)
+
+    def pause(self, now: float) -> float | None:
+        """Seconds until it is idle for certain; None while requests hold it."""
+        return None if self.users else max(min(self.last_used + _PAUSE, self.ends_at) - now, 0)
 
 
 class Model:
@@ -64,6 +79,7 @@ class Model:
         self.engine: _Loaded | None = None
         self.loading: asyncio.Task[None] | None = None
         self.waiters: list[asyncio.Future[_Loaded]] = []
+        self.context: int | None = None  # tokens, as its files say
         self.failure: str | None = None  # of the last try
         self.failed_at = float("-inf")
 
@@ -97,7 +113,9 @@ class Model:
         return self.failure
 
 
-Starter = Callable[[str, Callable[[int], Awaitable[EngineConfig]]], Awaitable[EngineClient]]
+Starter = Callable[
+    [str, Callable[[int], Awaitable[EngineConfig]], EngineConfig | None], Awaitable[EngineClient]
+]
 
 
 class _Unwanted(Exception):
@@ -121,6 +139,7 @@ class Models:
         start: Starter = EngineClient.start,
         memory: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wait: Callable[..., Awaitable[object]] = asyncio.wait_for,
     ) -> None:
         self.specs = {spec.name: spec for spec in specs}
         if len(self.specs) != len(specs):
@@ -137,7 +156,7 @@ class Models:
                 Option("memory_budget_gib"),
                 f" is {_gib(self.budget)}; this device has {_gib(self._memory)}",
             )
-        self._start, self._clock = start, clock
+        self._start, self._clock, self._wait = start, clock, wait
         self._loading = asyncio.Lock()  # one model at a time, in order of the requests
         self._changed = asyncio.Event()  # a request left an engine, or waits no more
 
@@ -149,6 +168,8 @@ class Models:
 
     async def start(self) -> None:
         """Load the first model and the pinned ones.  Raises ModelLoadError."""
+        for model in self.models.values():
+            model.context = await asyncio.to_thread(self._context_of, model.spec.source)
         first = next(iter(self.models.values()))
         for model in self.models.values():
             if model is first or model.spec.pinned:
@@ -196,7 +217,7 @@ class Models:
     async def _take(self, model: Model) -> _Loaded:
         """A model's engine, with the caller as a user; loads the model if necessary."""
         engine = model.engine
-        if engine is not None and engine.alive and not engine.going:
+        if engine is not None and engine.takes(self._clock()):
             engine.users += 1
             return engine
         if model.failure is not None and self._clock() < model.failed_at + _BACK_OFF:
@@ -248,19 +269,32 @@ class Models:
                     waiter.set_result(model.engine)
 
     async def _start_engine(self, model: Model) -> None:
-        size = 0
+        size, began = 0, 0.0
 
         async def configure(weight_bytes: int) -> EngineConfig:
-            nonlocal size
+            nonlocal size, began
             size = self._size(weight_bytes)
             await self._make_room(model, size)
+            began = self._clock()
             logger.info(f"the model {model.spec.name} may use {_gib(size)} of memory")
             return replace(self.config, memory_fraction=min(size / self._memory, 1))
 
-        client = await self._start(model.spec.source, configure)
+        # A model that cannot be loaded must not take the room of one that works.
+        check = self.config if len(self.models) > 1 else None
+        client = await self._start(model.spec.source, configure, check)
         if model.spec.chat_format is not None:
             client.chat_format = model.spec.chat_format
-        model.engine, model.failure = _Loaded(client, size, self._clock()), None
+        now = self._clock()
+        model.engine, model.failure = _Loaded(client, size, now, now - began), None
+        logger.info(f"the model {model.spec.name} is loaded, in {now - began:.1f} s")
+
+    def _context_of(self, source: str) -> int | None:
+        """The context of a model whose files are here; None: not known before it is loaded."""
+        with suppress(ModelLoadError, OSError):
+            config = read_json(find(source, download=False) / "config.json")
+            if (length := configured_length(config)) is not None:
+                return min(length, self.config.max_model_len or length)
+        return None
 
     def _size(self, weight_bytes: int) -> int:
         """Bytes that a model gets: all of the budget if it is alone."""
@@ -289,15 +323,17 @@ class Models:
         while free < size:
             victims.append(others.pop(0))
             free += victims[-1][1].size
+        now = self._clock()
         for _, engine in victims:
-            engine.going = True
+            engine.going, engine.ends_at = True, now + engine.turn
         try:
             for victim, engine in victims:
-                while engine.users and engine.alive:
+                while engine.alive and (pause := engine.pause(self._clock())) != 0:
                     if not model.is_wanted:
                         raise _Unwanted
                     self._changed.clear()
-                    await self._changed.wait()
+                    with suppress(TimeoutError):
+                        await self._wait(self._changed.wait(), pause)
                 logger.info(f"the model {victim.spec.name} makes room for {model.spec.name}")
                 victim.engine = None
                 await engine.client.stop()

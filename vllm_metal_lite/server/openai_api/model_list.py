@@ -16,18 +16,20 @@ def routes(server: Server) -> list[Route]:
     created = int(time.time())
 
     def entry(name: str) -> dict[str, Any]:
-        """max_model_len is vLLM's name, context_length that of other servers; None: the model has
-        not been loaded yet."""
-        engine = server.models.loaded.get(name)
-        limit = engine.facts.max_model_len if engine else None
+        """max_model_len is vLLM's name, None unless the model is loaded.  context_length is that of
+        other servers: of a model that is not loaded, what its files say."""
+        model = server.models.models[name]
+        limit = model.client.facts.max_model_len if model.client else None
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "vllm-metal-lite",
-            "root": server.models.specs[name].source,
+            "root": model.spec.source,
             "max_model_len": limit,
-            "context_length": limit,
+            "context_length": limit or model.context,
+            "state": model.state,
+            "error": model.error,
         }
 
     async def models(request: Request) -> Response:

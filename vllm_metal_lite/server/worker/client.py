@@ -67,8 +67,8 @@ class EngineClient:
     facts: ModelFacts
     tokenizer: TokenizerWrapper
 
-    def __init__(self, name: str) -> None:
-        """Start the process.  `start` also loads the model."""
+    def __init__(self, name: str, check: EngineConfig | None = None) -> None:
+        """Start the process.  `start` also loads the model.  check: see there."""
         self.metrics: dict[str, int] = {}
         self.on_seen: Callable[[str], None] = lambda text: None
         self.generations: dict[str, Generation] = {}  # unfinished, by request id
@@ -85,7 +85,7 @@ class EngineClient:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=process.main, args=(theirs, name), name=f"engine of {name}", daemon=True
+            target=process.main, args=(theirs, name, check), name=f"engine of {name}", daemon=True
         )
         with _signals_blocked():
             self._process.start()
@@ -99,13 +99,17 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, name: str, configure: Callable[[int], Awaitable[EngineConfig]]
+        cls,
+        name: str,
+        configure: Callable[[int], Awaitable[EngineConfig]],
+        check: EngineConfig | None = None,
     ) -> "EngineClient":
         """Start the process and load the model.  Raises ModelLoadError with the reason.
 
         configure: gets the size of the weight files in bytes, once they are on this machine.
+        check: find out first, without weights, whether the model can be loaded with these options.
         """
-        client = cls(name)
+        client = cls(name, check)
         try:
             found = await client._found
             config = await configure(found.weight_bytes)

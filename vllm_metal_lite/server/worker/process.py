@@ -13,10 +13,12 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
+from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.files import find
+from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
@@ -47,9 +49,10 @@ _METRICS_SECONDS = 0.5  # between metrics, while steps run
 _MAX_FAILURES = 3  # of steps, one after the other
 
 
-def main(pipe: Connection, name: str) -> None:
+def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None:
     """Find or download a model, build its engine, and serve until the pipe closes.
 
+    check: see `EngineClient.start`.
     A download is here, not in the server: it cannot be broken off but with its process.
     """
     threading.Thread(target=_end_with_server, name="the server", daemon=True).start()
@@ -61,6 +64,8 @@ def main(pipe: Connection, name: str) -> None:
     with suppress(EOFError, OSError):  # the server is gone
         try:
             path = find(name)
+            if check is not None:
+                preview(path, name, check.dtype, check.trust_remote_code)
             weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             sender.send(Found(str(path), weight_bytes))
             engine = LLMEngine.from_name(name, pipe.recv())
