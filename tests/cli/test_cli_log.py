@@ -43,6 +43,15 @@ def test_a_file_gets_warnings_only(monkeypatch):
     assert shown(monkeypatch, io.StringIO()) == "warning: a kernel hangs\n"
 
 
+def test_information_that_is_marked_is_printed(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with log.shown():
+        logger.info("a model is loaded", extra={"shown": True})
+        logger.info("a detail", extra={"shown": False})
+    assert stream.getvalue() == "a model is loaded\n"
+
+
 def test_a_line_of_progress_is_no_longer_than_the_terminal_is_wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     screen = Screen()

@@ -16,7 +16,7 @@ class _Lines(logging.Handler):
     """Prints lines such as `warning: ...` to the current sys.stderr.
 
     A record that is `transient` says what the package does now.  A terminal shows it until the next
-    record.
+    record.  Of other information, what is `shown` is printed.
     """
 
     _open = False
@@ -32,6 +32,8 @@ class _Lines(logging.Handler):
         if record.levelno >= logging.WARNING:
             line = f"{record.levelname.lower()}: {record.getMessage()}"
             print(wrap(line, sys.stderr), file=sys.stderr)
+        elif getattr(record, "shown", False):
+            print(wrap(record.getMessage(), sys.stderr), file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Remove the line of progress."""

@@ -23,7 +23,6 @@ from vllm_metal_lite.errors import (
     ModelLoadError,
     OutOfMemoryError,
     one_line,
-    shorten,
 )
 from vllm_metal_lite.model.files import DEMO_PATH, hub_names, in_cache, read_config, weights
 from vllm_metal_lite.model.loader import LoadedModel, preview
@@ -151,7 +150,7 @@ def _bits(path: Path, quantization: dict[str, Any] | None) -> list[int]:
 def _reason(e: MetalLiteError | OSError, name: str) -> str:
     """The reason alone: the name stands beside it."""
     message = e.spelled(engine_flag) if isinstance(e, MetalLiteError) else one_line(e)
-    return message.removeprefix(f"{shorten(name)}: ").removeprefix("cannot load this model: ")
+    return message.removeprefix(f"{name}: ").removeprefix("cannot load this model: ")
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def in_cache(name: str) -> Path:
         path = snapshot_download(
             name, revision=revision, local_files_only=True, allow_patterns=_READ_PATTERNS
         )
-    except errors.LocalEntryNotFoundError as e:
+    except (errors.LocalEntryNotFoundError, ValueError) as e:  # ValueError: not a valid name
         missing = re.search(r"\d+ file\(s\) are missing \(.*?\)", str(e))
         reason = missing[0] if missing else one_line(e)
         raise ModelLoadError(f"{shorten(name)}: not complete in the local cache: {reason}") from e

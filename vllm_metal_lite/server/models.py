@@ -276,7 +276,6 @@ class Models:
             size = self._size(weight_bytes)
             await self._make_room(model, size)
             began = self._clock()
-            logger.info(f"the model {model.spec.name} may use {_gib(size)} of memory")
             return replace(self.config, memory_fraction=min(size / self._memory, 1))
 
         # A model that cannot be loaded must not take the room of one that works.
@@ -286,7 +285,8 @@ class Models:
             client.chat_format = model.spec.chat_format
         now = self._clock()
         model.engine, model.failure = _Loaded(client, size, now, now - began), None
-        logger.info(f"the model {model.spec.name} is loaded, in {now - began:.1f} s")
+        took, room = f"{now - began:.1f} s", _gib(size)
+        self._tell(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
 
     def _context_of(self, source: str) -> int | None:
         """The context of a model whose files are here; None: not known before it is loaded."""
@@ -334,12 +334,16 @@ class Models:
                     self._changed.clear()
                     with suppress(TimeoutError):
                         await self._wait(self._changed.wait(), pause)
-                logger.info(f"the model {victim.spec.name} makes room for {model.spec.name}")
+                self._tell(f"the model {victim.spec.name} makes room for {model.spec.name}")
                 victim.engine = None
                 await engine.client.stop()
         finally:
             for _, engine in victims:
                 engine.going = False
+
+    def _tell(self, text: str) -> None:
+        """Log a line, which the command line prints where there are several models."""
+        logger.info(text, extra={"shown": len(self.models) > 1})
 
 
 def _gib(size: float) -> str:
