@@ -195,6 +195,27 @@ def test_a_failing_step_ends_its_streams_with_the_error_and_serving_goes_on():
     serve(test)
 
 
+def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream():
+    async def test(engine):
+        held, go = threading.Event(), threading.Event()
+        stream = engine.generate(PROMPTS[0], greedy(80))
+        await anext(stream)
+        engine._submit(lambda: (held.set(), go.wait(SAFETY)))
+        await asyncio.to_thread(held.wait, SAFETY)
+
+        def fail():
+            raise RuntimeError("the device is gone")
+
+        engine._engine.pipeline.steps[0].result.wait = fail
+        await stream.aclose()
+        other = asyncio.create_task(collect(engine, PROMPTS[1], greedy()))
+        await asyncio.sleep(0)
+        go.set()
+        assert await other == expected(1)
+
+    serve(test)
+
+
 def test_an_error_reaches_who_has_not_read_all_that_came_before_it():
     async def test(engine):
         runner, broken = engine._engine.runner, threading.Event()

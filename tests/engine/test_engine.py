@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support import tiny_models as tiny
+from tests.support.poison import poison, poison_states
 from vllm_metal_lite import LLM
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.errors import RequestError
@@ -244,6 +245,48 @@ def test_abort_gives_everything_back_and_disturbs_nobody():
     assert engine.metrics()["blocks_owned"] == engine.metrics()["requests_running"] == 0
     engine.add_request("1", PROMPTS[1], greedy(3))
     assert tiny.run(engine)["1"].outputs[0].token_ids == expected("llama", [PROMPTS[1]], 3)[0]
+
+
+def lose_step_in_flight(engine) -> None:
+    """Its rows are never written, and whoever waits for it gets the error."""
+    (step,) = engine.pipeline.steps
+    store = engine.runner.attention.store
+    keep = [np.ones(store.keys[0].shape[0], bool)]
+    keep[0][step.batch.slot_mapping] = False
+    poison(store, keep)
+    poison_states(store.states, set(range(store.states.num_slots)) - set(step.batch.final_slots))
+
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    step.result.wait = fail
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_step_that_fails_after_its_requests_were_aborted_leaves_nothing_to_find(name):
+    engine = tiny.engine(name, max_num_batched_tokens=32)
+    (prompt,) = tiny.prompts(1, 100, 100, seed=7)
+    engine.add_request("a", prompt, greedy(6))
+    engine.step()  # the second chunk is in flight
+    lose_step_in_flight(engine)
+    engine.abort("a")
+    for name_of, num_cached in (("b", 32 if name == "llama" else 0), ("c", 96)):
+        engine.add_request(name_of, prompt, greedy(6))
+        output = tiny.run(engine)[name_of]
+        assert output.outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 6)
+        assert output.num_cached_tokens == num_cached
+
+
+def test_what_a_step_computes_for_aborted_requests_is_found():
+    engine = tiny.engine(max_num_batched_tokens=32)
+    (prompt,) = tiny.prompts(1, 100, 100, seed=7)
+    engine.add_request("a", prompt, greedy(6))
+    engine.step()
+    engine.abort("a")
+    engine.add_request("b", prompt, greedy(6))
+    output = tiny.run(engine)["b"]
+    assert output.outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 6)
+    assert output.num_cached_tokens == 64
 
 
 def test_an_id_in_use_is_refused_and_the_first_goes_on():

@@ -148,8 +148,6 @@ class Device:
             self.states[slot] = state_tokens
 
     def step(self) -> None:
-        if self.flying and not self.flying[0].is_wanted:
-            self.flying.clear()
         if not self.flying:
             self.launch()
         if not self.flying:

@@ -1,6 +1,7 @@
 """The synchronous engine: queues requests, runs steps, reports outputs."""
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from vllm_metal_lite.engine.intake import (
     make_answers,
 )
 from vllm_metal_lite.engine.prompts import Prompt, render_chat, tokenize
-from vllm_metal_lite.errors import ConfigError, RequestError, show
+from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
@@ -39,6 +40,8 @@ from vllm_metal_lite.scheduler.counts import count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 _COUNTS = ("steps", "prefill_tokens", "decode_tokens", "forced_tokens")
 
@@ -202,11 +205,9 @@ class LLMEngine:
         token (all their output so far).
 
         If a forward fails (an error or Ctrl-C), all scheduled requests return to the queue before
-        the exception propagates: nothing is lost, and `step` may be called again.
+        the exception propagates: nothing is lost, and `step` may be called again.  The error of a
+        step whose requests were all aborted is only logged.
         """
-        if self._outputs and not self._outputs[0].is_wanted:  # all aborted
-            self._outputs.clear()
-            self.pipeline.clear()
         try:
             if not self._outputs:
                 self._launch(self.scheduler.schedule())
@@ -219,9 +220,13 @@ class LLMEngine:
         except StatesLost:  # a kernel has given way, so this happens once a kernel
             self._roll_back()
             return self.step()
-        except BaseException:
+        except BaseException as e:
+            is_wanted = not self._outputs or self._outputs[0].is_wanted
             self._roll_back()
-            raise
+            if is_wanted or not isinstance(e, Exception):
+                raise
+            logger.warning(f"a step failed after its requests were aborted: {one_line(e)}")
+            return self.step()  # no step is in flight now, so this happens once
         return self._finish(self._outputs.popleft(), step)
 
     def _launch(self, output: SchedulerOutput) -> None:
