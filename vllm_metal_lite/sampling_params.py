@@ -1,8 +1,6 @@
 """How one request wants its tokens chosen, named as vLLM names it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_metal_lite.errors import Option, SamplingError
 from vllm_metal_lite.rules import apply_rules, biases, integer, number, switch, texts, token_ids
@@ -87,25 +85,3 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
-
-
-# The sampling fields used from a model's generation_config.json.
-_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-
-def generation_defaults(
-    generation_config: Mapping[str, Any], *, temperature: float
-) -> dict[str, Any]:
-    """SamplingParams fields of requests that name none: those of a generation_config.json.
-
-    temperature: if the model names none.  Raises SamplingError if the model's are out of range.
-    """
-    own = {k: generation_config[k] for k in _GENERATION_CONFIG if k in generation_config}
-    fields = {"temperature": temperature} | {k: v for k, v in own.items() if v is not None}
-    if generation_config.get("do_sample") is False:
-        fields["temperature"] = 0.0
-    try:
-        SamplingParams(**fields)
-    except SamplingError as e:
-        raise SamplingError("the model's generation_config.json: ", *e.parts) from None
-    return fields

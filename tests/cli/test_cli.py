@@ -9,8 +9,6 @@ import pytest
 from tests.support.cli_kit import COMMAND, SAFETY, model_folder, pipe
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli.main import main
-from vllm_metal_lite.cli.options import sampling_fields
-from vllm_metal_lite.errors import SamplingError
 
 # As ("chat", ...) or ("generate", ...) each of these is one line on stderr and exit code 2.
 USAGE = [
@@ -126,17 +124,3 @@ def test_closed_streams_and_broken_pipes(tmp_path):
     assert done.stderr == "error: there is no message on stdin\n"
     assert "Traceback" not in (tmp_path / "err").read_text()
     assert "Exception" not in (tmp_path / "err").read_text()
-
-
-def test_whose_sampling_parameters_win():
-    model = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "other": 1}
-    assert sampling_fields({}, {}, 9) == {"temperature": 0.7, "max_tokens": 9}
-    assert sampling_fields(model, {"top_k": 5, "max_tokens": 3}, None) == {
-        "temperature": 0.6,
-        "top_k": 5,
-        "max_tokens": 3,
-    }
-    assert sampling_fields({"do_sample": False, "temperature": 0.6}, {}, 1)["temperature"] == 0
-    assert sampling_fields({"do_sample": False}, {"temperature": 1.0}, 1)["temperature"] == 1
-    with pytest.raises(SamplingError, match=r"generation_config.json: top_p"):
-        sampling_fields({"top_p": 7}, {}, 1)

@@ -66,6 +66,22 @@ def test_answers_are_the_engines_and_in_order(generate, capsys):
     assert f" {new} generated in " in last
 
 
+def test_a_flag_wins_over_the_model_and_a_line_over_both(tmp_path):
+    for file in model_folder().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = tmp_path / "generation_config.json"
+    config.unlink(missing_ok=True)
+    config.write_text('{"do_sample": false, "repetition_penalty": 1.5}')
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(_line({"prompt": "abc"}) + _line({"prompt": "abc", "max_tokens": 5}))
+    files = [str(source), "-o", str(target), "--model", str(tmp_path)]
+    assert main(["generate", *files, "--repetition-penalty", "1.1", "--max-tokens", "9"]) == 0
+    wanted = SamplingParams(temperature=0, repetition_penalty=1.1, max_tokens=9)
+    (answer,) = LLM(str(model_folder())).generate("abc", wanted)
+    results = [json.loads(line)["token_ids"] for line in target.read_text().splitlines()]
+    assert results == [answer.outputs[0].token_ids, answer.outputs[0].token_ids[:5]]
+
+
 def test_bad_lines_hurt_nobody_else(generate, capsys):
     good = {"prompt": "good"}
     bad = [

@@ -1,6 +1,7 @@
 """What goes wrong for a user: one line that names the value and the limit, nobody else harmed."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from vllm_metal_lite.errors import (
     SamplingError,
 )
 from vllm_metal_lite.model import loader
+from vllm_metal_lite.model.generation_config import sampling_defaults
 from vllm_metal_lite.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -137,7 +139,6 @@ BROKEN_FOLDERS = {
         f, lambda w: w.update({KEY: mx.zeros((3, 3))})),
     "no tokenizer": lambda f: [p.unlink() for p in f.glob("tokenizer*")],
     "broken tokenizer": lambda f: truncate(f, "tokenizer.json", 0.5),
-    "broken generation config": lambda f: (f / "generation_config.json").write_text("{"),
     "an architecture that is not trusted": lambda f: edit_config(f, model_type="plamo3"),
 }  # fmt: skip
 
@@ -151,6 +152,43 @@ def test_a_broken_model_folder_is_one_clear_line(folder, fault):
     assert "\n" not in message
     assert str(folder) in message
     assert len(message) < 500
+
+
+BAD_GENERATION_CONFIGS = {
+    "not JSON": ("{", "not readable as JSON: Expecting property name"),
+    "not an object": ("[1]", "must be a JSON object"),
+    "no text": (b"\xff\xfe\x00{", "not readable as JSON: 'utf-8' codec"),
+    "a number out of range": ('{"temperature": -3, "top_k": 5}', "temperature must be .*, got -3"),
+    "a value of another type": ('{"top_p": "high", "top_k": 5}', "top_p must be .*, got 'high'"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_GENERATION_CONFIGS)
+def test_what_is_bad_in_a_generation_config_is_ignored_with_a_line(tmp_path, caplog, fault):
+    text, why = BAD_GENERATION_CONFIGS[fault]
+    path = tmp_path / "generation_config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert sampling_defaults(tmp_path) == ({"top_k": 5} if "top_k" in str(text) else {})
+    (line,) = caplog.messages
+    assert re.fullmatch(f"{path}: {why}.* ignored", line)
+
+
+def test_a_model_with_a_broken_generation_config_answers(folder):
+    (folder / "generation_config.json").write_text("{")
+    assert LLM(str(folder), num_blocks=8).generate("fine", GREEDY)[0].finished
+
+
+def test_an_end_outside_the_vocabulary_is_named(folder, caplog):
+    edit_config(folder, eos_token_id=5000)
+    path = folder / "tokenizer_config.json"
+    config = {k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token"}
+    path.write_text(json.dumps(config))
+    llm = LLM(str(folder), num_blocks=8)
+    assert f"{folder}: eos_token_id 5000 is outside the vocabulary of 101: ignored" in caplog.text
+    assert len(llm.generate("fine", GREEDY)[0].outputs[0].token_ids) == 8
+    yes = SamplingParams(structured_outputs={"choice": ["yes"]})
+    with pytest.raises(SamplingError, match=r"no eos_token_id in its vocabulary of 101"):
+        llm.generate("fine", yes)
 
 
 def test_a_clone_without_its_large_files_says_how_to_get_them(folder):

@@ -1,5 +1,7 @@
 """The offline API over a model folder whose tokens are single characters."""
 
+import json
+
 import numpy as np
 import pytest
 from mlx_lm.utils import load_tokenizer
@@ -107,6 +109,31 @@ def test_parameters_and_priorities_must_match_the_prompts(llm):
     for how in ({"sampling_params": [greedy()]}, {"priority": [1]}):
         with pytest.raises(RequestError, match="for 2 prompts"):
             llm.generate(["a", "b"], **how)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({}, SamplingParams()),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "other": 1},
+         SamplingParams(temperature=0.6, top_k=20)),
+        ({"do_sample": False, "temperature": 0.6}, SamplingParams(temperature=0)),
+        ({"repetition_penalty": 1.1, "presence_penalty": 1.5},
+         SamplingParams(repetition_penalty=1.1, presence_penalty=1.5)),
+    ],
+)  # fmt: skip
+def test_what_a_model_asks_for_holds_without_parameters(folder, tmp_path, config, wanted):
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    chats = [[{"role": "user", "content": "hi"}]]
+    llm, given = LLM(str(tmp_path), **OPTIONS), LLM(str(folder), **OPTIONS)
+    assert llm.get_default_sampling_params() == wanted
+    for answers, expected in (
+        (llm.generate(["Once"]), given.generate(["Once"], wanted)),
+        (llm.chat(chats), given.chat(chats, [wanted])),
+    ):
+        assert answers[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
 def test_one_bad_prompt_is_named_and_leaves_nothing_behind(llm):

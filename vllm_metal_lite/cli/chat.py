@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from vllm_metal_lite.cli.session import Conversation, Session  # they import MLX
 
-    params = SamplingParams(**options.sampling_fields(engine.model.generation_config, given, None))
+    params = SamplingParams(**{**engine.model.sampling_defaults, "max_tokens": None, **given})
     # An argument that is not UTF-8 arrives with lone surrogates, which tokenizers reject.
     system = (args.system or "").encode(errors="surrogateescape").decode(errors="replace")
     conversation = Conversation(engine, params, system or None, thinking=not args.no_thinking)

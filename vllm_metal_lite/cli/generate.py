@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         engine = start_engine(args.model, config, _say, "--model")
         from vllm_metal_lite.cli.batch import Batch  # it imports MLX
 
-        defaults = options.sampling_fields(engine.model.generation_config, given, _MAX_TOKENS)
+        defaults = {**engine.model.sampling_defaults, "max_tokens": _MAX_TOKENS, **given}
         window = _WINDOW * config.max_num_seqs
         total = count_lines(source)
         writer.start()

@@ -8,18 +8,16 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
-from vllm_metal_lite.sampling_params import SamplingParams, generation_defaults
+from vllm_metal_lite.sampling_params import SamplingParams
 
 # Limits of the numbers that `bench` takes.
 _MOST, _LONGEST = 1_000_000, 86_400
-
-_TEMPERATURE = 0.7  # if neither the user nor the model sets one
 
 
 class UsageError(MetalLiteError):
@@ -276,15 +274,6 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
         spell = lambda field: flag("sample_seed" if field == "seed" else field)  # noqa: E731
         raise UsageError(e.spelled(spell)) from None
     return given
-
-
-def sampling_fields(
-    generation_config: Mapping[str, Any], given: Mapping[str, Any], max_tokens: int | None
-) -> dict[str, Any]:
-    """SamplingParams fields: the user's, else the model's, else ours; SamplingError if the model's
-    are out of range."""
-    fields = generation_defaults(generation_config, temperature=_TEMPERATURE)
-    return fields | {"max_tokens": max_tokens} | dict(given)
 
 
 def engine_flag(field: str) -> str:

@@ -102,6 +102,11 @@ class LLMEngine:
         """Why this attention path was chosen, and which operations are fused."""
         return self.runner.path.reason
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a request without any: the model's own (generation_config.json), else
+        SamplingParams' defaults."""
+        return SamplingParams(**self.model.sampling_defaults)
+
     # Requests
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -151,11 +156,12 @@ class LLMEngine:
     ) -> None:
         """Queue a request.  Raises RequestError or SamplingError, changing nothing.
 
+        params: by default `get_default_sampling_params`.
         priority: lower goes first.  atomic: compute the prompt in one step, never chunked.
         checkpoints: numbers of prompt tokens after which other prompts may go on differently, such
         as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
-        params = SamplingParams() if params is None else params
+        params = self.get_default_sampling_params() if params is None else params
         check_arguments(request_id, params, priority, atomic)
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._answers for name in names):

@@ -78,10 +78,11 @@ class LLM:
         """Complete the prompts; returns one RequestOutput per prompt, in order.
 
         prompts: text, token ids, a dict with "prompt" or "prompt_token_ids", or a list of these.
-        sampling_params: one for all, or one per prompt.  checkpoints: numbers of tokens after which
-        later prompts may go on differently (see `LLMEngine.add_request`), for all prompts, or a
-        list per prompt.  If a prompt can never be served, raises RequestError with its index before
-        computing anything.
+        sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
+        checkpoints: numbers of tokens after which later prompts may go on differently (see
+        `LLMEngine.add_request`), for all prompts, or a list per prompt.
+        If a prompt can never be served, raises RequestError with its index before computing
+        anything.
         """
         if not (isinstance(prompts, (str, Mapping)) or is_list(prompts)):
             raise RequestError(f"prompts must be a prompt or a list of them, got {show(prompts)}")
@@ -141,6 +142,10 @@ class LLM:
     def metrics(self) -> dict[str, int]:
         """Counters since the engine was created, and the current block counts."""
         return self.engine.metrics()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a call without any, see `LLMEngine`."""
+        return self.engine.get_default_sampling_params()
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""

@@ -22,6 +22,7 @@ from vllm_metal_lite.errors import (
     Option,
     RemoteCodeError,
     one_line,
+    show,
 )
 from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
@@ -31,6 +32,7 @@ from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.files import find, read_config, read_json
 from vllm_metal_lite.model.fit import Fit, fit, foresee
+from vllm_metal_lite.model.generation_config import sampling_defaults
 from vllm_metal_lite.model.layout import Layout, inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import namespaces
@@ -58,6 +60,7 @@ _REFUSED = {
 class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
+    sampling_defaults: SamplingParams fields of requests that name none.
     context_guess: the source of max_position if the number is a guess, otherwise None.
     ranks: the ranks that share the model, of which this is one shard; ALONE for a whole model.
     """
@@ -72,7 +75,7 @@ class LoadedModel:
     num_parameters: int
     weight_bytes: int
     dtype: mx.Dtype
-    generation_config: dict[str, Any]
+    sampling_defaults: dict[str, Any]
     attention_shapes: list[AttentionShape]
     kv_specs: list[LayerSpec]
     recurrences: list[RecurrentShape]
@@ -165,7 +168,7 @@ def preview(
         model.update(
             tree_map(lambda w: mx.broadcast_to(mx.zeros((), w.dtype), w.shape), model.parameters())
         )
-        return from_model(model, tokenizer, config, name=name, path=path, fit=foresee)
+        return from_model(model, tokenizer, config, name=name, fit=foresee)
 
 
 def _unevaluated(
@@ -263,6 +266,7 @@ def from_model(
 ) -> LoadedModel:
     """Wrap an mlx-lm model already in memory; ModelLoadError if packed steps cannot run it.
 
+    path: the folder of the generation_config.json to follow.
     fit: chooses the packed form.  ranks: the model is this rank's shard.
     """
     model_type = str(config.get("model_type"))
@@ -275,7 +279,7 @@ def from_model(
     max_position, context_guess = context_length(model, config)
     fitted = fit(model, layout, model_type, ranks)
     weights = backend.leaves(model.parameters())
-    eos = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer is not None else ()
+    eos = _ends(name, tokenizer, layout.vocab_size) if tokenizer is not None else ()
     return LoadedModel(
         name=name,
         model_type=model_type,
@@ -287,7 +291,7 @@ def from_model(
         num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in weights),
         dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
-        generation_config=read_json(path / "generation_config.json") if path else {},
+        sampling_defaults=sampling_defaults(path) if path else {},
         attention_shapes=fitted.shapes,
         recurrences=fitted.recurrences,
         usage=fitted.usage,
@@ -295,6 +299,18 @@ def from_model(
         context_guess=context_guess,
         ranks=ranks,
     )
+
+
+def _ends(name: str, tokenizer: TokenizerWrapper, vocab_size: int) -> tuple[int, ...]:
+    """The ids of the vocabulary that end an answer.  As for mlx-lm, others are never met."""
+    ids = tokenizer.eos_token_ids
+    known = tuple(sorted(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))
+    if unknown := [i for i in ids if i not in known]:
+        logger.warning(
+            f"{name}: eos_token_id {', '.join(map(show, unknown))} is outside the vocabulary of "
+            f"{vocab_size}: ignored"
+        )
+    return known
 
 
 def _not_quantisable(specs: list[LayerSpec]) -> str | None:

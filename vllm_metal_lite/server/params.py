@@ -8,15 +8,12 @@ from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.errors import Option, SamplingError
 from vllm_metal_lite.sampling.sampler import validate
-from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams, generation_defaults
+from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.server import Body
 from vllm_metal_lite.server.worker.messages import ModelFacts
 
 _GUIDED = ("json", "regex", "choice", "grammar")
-
-# Of models that name none, as in the APIs of OpenAI and Anthropic.
-_TEMPERATURE = 1.0
 
 
 def _refuse(value: Any) -> None:
@@ -87,12 +84,11 @@ def sampling_params(
     given: fields under vLLM's names; None: not given.  Without max_tokens, an answer may fill the
     context.  names: of fields that the API calls otherwise, for errors.
     """
-    fields = generation_defaults(facts.generation_config, temperature=_TEMPERATURE)
     own = {name: value for name, value in given.items() if value is not None}
     if isinstance(own.get("logit_bias"), Mapping):
         own["logit_bias"] = {_token_id(key): bias for key, bias in own["logit_bias"].items()}
     try:
-        params = SamplingParams(**{**fields, "max_tokens": None, **own})
+        params = SamplingParams(**{**facts.sampling_defaults, "max_tokens": None, **own})
         validate(params, facts.vocab_size)
     except SamplingError as e:
         names = names or {}

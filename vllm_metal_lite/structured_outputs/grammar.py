@@ -58,9 +58,8 @@ class _ModelGrammars:
     ) -> None:
         hf_tokenizer = tokenizer._tokenizer
         self.num_tokens = max(vocab_size, len(hf_tokenizer))
-        ends = [token for token in eos_token_ids if 0 <= token < vocab_size]
         self.compiler = Compiler(
-            from_tokenizer(hf_tokenizer, n_vocab=self.num_tokens, eos_token=ends)
+            from_tokenizer(hf_tokenizer, n_vocab=self.num_tokens, eos_token=list(eos_token_ids))
         )
 
 
@@ -74,6 +73,12 @@ def grammar_constraint(
     eos_token_ids: Sequence[int],
 ) -> GrammarConstraint:
     """A grammar at its beginning.  Raises SamplingError for one that cannot be used."""
+    if not eos_token_ids:
+        raise SamplingError(
+            Option("structured_outputs"),
+            f" need a token that ends an answer: this model has no eos_token_id in its vocabulary "
+            f"of {vocab_size}",
+        )
     if tokenizer not in _models:
         try:
             _models[tokenizer] = _ModelGrammars(tokenizer, vocab_size, eos_token_ids)

@@ -76,7 +76,7 @@ class ModelFacts:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    generation_config: dict[str, Any]
+    sampling_defaults: dict[str, Any]
     has_states: bool
     caches_prefixes: bool
     block_size: int

@@ -263,7 +263,7 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
         max_model_len=engine.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        generation_config=model.generation_config,
+        sampling_defaults=model.sampling_defaults,
         has_states=bool(engine.num_state_slots),
         caches_prefixes=engine.scheduler.config.enable_prefix_caching,
         block_size=config.block_size,
