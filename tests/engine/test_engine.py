@@ -95,6 +95,35 @@ def test_num_cached_tokens_is_reported():
         assert tiny.run(engine)["a"].num_cached_tokens == count
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3/w9"])
+def test_only_prompts_of_one_salt_share_blocks_and_states(name):
+    engine = tiny.engine(name)
+    tokens = tiny.prompts(1, 40, 40, seed=9)[0]
+    found = []
+    for salt in (None, "a", "b", None, "a", "b"):
+        engine.add_request("x", {"prompt_token_ids": tokens, "cache_salt": salt}, greedy(2))
+        output = tiny.run(engine)["x"]
+        assert output.outputs[0].token_ids == tiny.alone(tiny.native(name), tokens, 2)
+        found.append(output.num_cached_tokens)
+    assert found == [0, 0, 0, 32, 32, 32]
+
+
+def test_prompts_of_different_salts_in_one_step_share_nothing():
+    engine = tiny.engine("qwen3_next", max_num_batched_tokens=512)
+    (tokens,) = tiny.prompts(1, 80, 80, seed=9)
+    for salt in ("a", "b", "a"):
+        number = engine.scheduler.num_waiting
+        engine.add_request(str(number), {"prompt_token_ids": tokens, "cache_salt": salt}, greedy(2))
+    done = tiny.run(engine)
+    assert [done[str(i)].num_cached_tokens for i in range(3)] == [0, 0, 72]
+
+
+@pytest.mark.parametrize("salt", ["", 5, ["a"], "\ud800"])
+def test_a_bad_salt_is_refused(salt):
+    with pytest.raises(RequestError, match="cache_salt"):
+        tiny.engine().add_request("x", {"prompt_token_ids": [1], "cache_salt": salt})
+
+
 def test_n_answers_of_one_prompt():
     engine = tiny.engine()
     engine.add_request("four", PROMPTS[1], SamplingParams(n=4, seed=3, max_tokens=8))

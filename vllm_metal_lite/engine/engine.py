@@ -24,7 +24,7 @@ from vllm_metal_lite.engine.intake import (
     constraint_of,
     make_answers,
 )
-from vllm_metal_lite.engine.prompts import Prompt, render_chat, tokenize
+from vllm_metal_lite.engine.prompts import Prompt, cache_salt, render_chat, tokenize
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -156,6 +156,8 @@ class LLMEngine:
     ) -> None:
         """Queue a request.  Raises RequestError or SamplingError, changing nothing.
 
+        prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps with
+        "cache_salt": only prompts of the same salt share blocks.
         params: by default `get_default_sampling_params`.
         priority: lower goes first.  atomic: compute the prompt in one step, never chunked.
         checkpoints: numbers of prompt tokens after which other prompts may go on differently, such
@@ -169,6 +171,7 @@ class LLMEngine:
         validate(params, self.model.vocab_size)
         bad_words = bad_words_of(params, self.model)
         text, token_ids = self.tokenize(prompt)
+        salt = cache_salt(prompt)
         positions = check_checkpoints(checkpoints, len(token_ids))
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else hash((self.config.seed, arrival))
@@ -176,6 +179,7 @@ class LLMEngine:
         answers = make_answers(
             names, result, params, self.model, self.max_model_len, seed, bad_words,
             priority=priority, arrival=arrival, atomic=atomic, checkpoint_positions=positions,
+            cache_salt=salt,
         )  # fmt: skip
         constraints = [constraint_of(params, self.model) for _ in answers]
         for answer, constraint in zip(answers, constraints, strict=True):

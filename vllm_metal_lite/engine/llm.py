@@ -77,7 +77,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete the prompts; returns one RequestOutput per prompt, in order.
 
-        prompts: text, token ids, a dict with "prompt" or "prompt_token_ids", or a list of these.
+        prompts: text, token ids, a dict with "prompt" or "prompt_token_ids" and perhaps
+        "cache_salt", or a list of these.
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
         checkpoints: numbers of tokens after which later prompts may go on differently (see
         `LLMEngine.add_request`), for all prompts, or a list per prompt.

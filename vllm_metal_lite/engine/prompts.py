@@ -121,6 +121,19 @@ def text_or_ids(prompt: Any) -> Any:
     return prompt
 
 
+def cache_salt(prompt: Prompt) -> str | None:
+    """The "cache_salt" of a prompt, see `check_salt`."""
+    return check_salt(prompt.get("cache_salt")) if isinstance(prompt, Mapping) else None
+
+
+def check_salt(salt: Any) -> str | None:
+    """A salt, or None for none.  Raises RequestError."""
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(f"cache_salt must be a non-empty string, got {show(salt)}")
+    check_text("cache_salt", salt)
+    return salt
+
+
 def is_list(value: Any) -> bool:
     """Whether a value is a list, a tuple, or a non-scalar array."""
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)

@@ -266,8 +266,9 @@ class KVCacheManager:
     def _hash(self, request: Request, num_blocks: int) -> None:
         if num_blocks > len(request.block_hashes):
             extend_block_hashes(
-                request.block_hashes, request.token_ids, self.block_size, num_blocks
-            )
+                request.block_hashes, request.token_ids, self.block_size, num_blocks,
+                request.cache_salt,
+            )  # fmt: skip
 
     def check(self, requests: Iterable[Request] | None = None) -> None:
         """Assert that the pools are consistent; given all requests, also check their ownerships."""

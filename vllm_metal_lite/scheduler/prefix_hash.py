@@ -13,10 +13,15 @@ _DIGEST_BYTES = 16
 
 
 def extend_block_hashes(
-    hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int
+    hashes: list[bytes],
+    token_ids: Sequence[int],
+    block_size: int,
+    num_blocks: int,
+    salt: str | None = None,
 ) -> None:
     """Extend `hashes` in place until it names the first `num_blocks` blocks of `token_ids`.
 
+    salt: part of the first name, and so of all: names under different salts are never equal.
     Existing hashes are kept.  Raises ValueError if a block is not full: its contents could still
     change.
     """
@@ -24,8 +29,14 @@ def extend_block_hashes(
     if end > len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens do not fill {num_blocks} blocks of {block_size}")
     data = array("i", token_ids[len(hashes) * block_size : end]).tobytes()
-    parent = hashes[-1] if hashes else bytes(_DIGEST_BYTES)
+    parent = hashes[-1] if hashes else _root(salt)
     width = 4 * block_size
     for at in range(0, len(data), width):
         parent = blake2b(parent + data[at : at + width], digest_size=_DIGEST_BYTES).digest()
         hashes.append(parent)
+
+
+def _root(salt: str | None) -> bytes:
+    if salt is None:
+        return bytes(_DIGEST_BYTES)
+    return blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest()

@@ -27,6 +27,7 @@ class Request:
     max_chunk: most tokens in one step (0: no limit of its own).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
     checkpoint_positions: where the caller expects later prompts to go on (checkpoints.py).
+    cache_salt: only requests with the same salt, or without any, share blocks and states.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Request:
     skip_prefix_cache_read: bool = False
     max_chunk: int = 0
     checkpoint_positions: tuple[int, ...] = ()
+    cache_salt: str | None = None
 
     # The prompt, then sampled tokens.  UNKNOWN_TOKEN stands for one that a step is sampling.
     token_ids: list[int] = field(init=False, repr=False)

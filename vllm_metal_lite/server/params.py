@@ -6,7 +6,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from vllm_metal_lite.errors import Option, SamplingError
+from vllm_metal_lite.engine.prompts import check_salt
+from vllm_metal_lite.errors import Option, RequestError, SamplingError
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
 from vllm_metal_lite.server.errors import ApiError
@@ -60,6 +61,7 @@ class SamplingFields(Body):
     guided_choice: Any = None
     guided_grammar: Any = None
     priority: int | None = None
+    cache_salt: Any = None
 
     def sampling(self) -> dict[str, Any]:
         """What `sampling_params` takes: the fields of this body that SamplingParams has too.
@@ -74,6 +76,13 @@ class SamplingFields(Body):
             name = f"guided_{min(guided)}"
             raise ApiError(400, f"{name} and structured_outputs cannot both be given", param=name)
         return fields | ({"structured_outputs": guided} if guided else {})
+
+    def scheduling(self) -> dict[str, Any]:
+        """What `Server.generate` takes of this body.  Raises ApiError (400)."""
+        try:
+            return {"priority": self.priority or 0, "cache_salt": check_salt(self.cache_salt)}
+        except RequestError as e:
+            raise ApiError(400, str(e), param="cache_salt") from None
 
 
 def sampling_params(

@@ -63,12 +63,14 @@ class Server:
         params: SamplingParams,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         checkpoints: Sequence[int] = (),
         parted: Parted | None = None,
     ) -> AsyncIterator[Generation]:
         """A request that `engine` has accepted; leaving the block ends it.
 
-        prefix: of the request's id.  parted: see RenderedPrompt.
+        prefix: of the request's id.  cache_salt: prompts of one salt say nothing of others, so they
+        are neither remembered nor compared.  parted: see RenderedPrompt.
 
         Raises ApiError or MetalLiteError.
         """
@@ -86,18 +88,22 @@ class Server:
         with self.metrics.counting(engine) as count:
             async with engine.generate(
                 request_id, prompt_token_ids, params,
-                priority=priority, checkpoints=checkpoints, on_update=count.update,
+                priority=priority, checkpoints=checkpoints, cache_salt=cache_salt,
+                on_update=count.update,
             ) as generation:  # fmt: skip
-                count.generation, generation.parted = generation, parted
-                engine.recent.add(prompt_token_ids)
+                count.generation = generation
+                if cache_salt is None:
+                    generation.parted = parted
+                    engine.recent.add(prompt_token_ids)
                 self.generations[request_id] = generation
                 try:
                     yield generation
                 finally:
                     del self.generations[request_id]
-                    # The last token has no K and V.
-                    said = generation.answers[0].token_ids[:-1]
-                    engine.recent.add([*prompt_token_ids, *said])
+                    if cache_salt is None:
+                        # The last token has no K and V.
+                        said = generation.answers[0].token_ids[:-1]
+                        engine.recent.add([*prompt_token_ids, *said])
                     self.on_end(engine, generation)
 
     def drain(self) -> None:

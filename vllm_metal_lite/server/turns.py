@@ -9,6 +9,7 @@ from vllm_metal_lite.chat_formats.tool import ToolChoice
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.answer_events import AnswerDelta, answer_events
 from vllm_metal_lite.server.answer_form import answer_form
+from vllm_metal_lite.server.params import SamplingFields
 from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.structured import check_form
@@ -29,11 +30,11 @@ class Turn:
     parallel: bool
 
     def generate(
-        self, server: Server, engine: EngineClient, prefix: str, priority: int | None
+        self, server: Server, engine: EngineClient, prefix: str, body: SamplingFields
     ) -> AbstractAsyncContextManager[Generation]:
-        """`Server.generate` of this turn."""
+        """`Server.generate` of this turn, the answer to `body`."""
         return server.generate(
-            engine, prefix, self.prompt.token_ids, self.params, priority=priority or 0,
+            engine, prefix, self.prompt.token_ids, self.params, **body.scheduling(),
             checkpoints=self.prompt.checkpoints, parted=self.prompt.parted,
         )  # fmt: skip
 

@@ -82,7 +82,7 @@ async def create_message(server: Server, request: Request, body: MessagesRequest
         params = await with_form(params, form, where)
         conversation, choice, budget = body.conversation()
         turn = await prepare(engine, conversation, choice, params, budget)
-        generating = turn.generate(server, engine, "msg_", body.priority)
+        generating = turn.generate(server, engine, "msg_", body)
         generation = await stack.enter_async_context(generating)
         deltas = turn.deltas(generation)
         reply = MessageReply(generation, deltas, spec.name)

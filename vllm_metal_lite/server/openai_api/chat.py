@@ -76,7 +76,7 @@ async def chat_completions(
         turn = await prepare(engine, conversation, choice, params, body.thinking_token_budget)
         last = conversation.messages[-1]
         echoed = last["content"] if body.echo and last["role"] == "assistant" else ""
-        generating = turn.generate(server, engine, "chatcmpl-", body.priority)
+        generating = turn.generate(server, engine, "chatcmpl-", body)
         generation = await stack.enter_async_context(generating)
         names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
         scores = Scores(body.top_logprobs or 0, names)

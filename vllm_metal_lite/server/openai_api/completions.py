@@ -91,7 +91,7 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
         token_ids = await asyncio.to_thread(_token_ids, prompts, engine, special)
 
         async def start(ids: list[int]) -> Generation:
-            generate = server.generate(engine, "cmpl-", ids, params, priority=body.priority or 0)
+            generate = server.generate(engine, "cmpl-", ids, params, **body.scheduling())
             return await stack.enter_async_context(generate)
 
         generations = await _all(*map(start, token_ids))

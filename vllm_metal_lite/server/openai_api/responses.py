@@ -122,7 +122,7 @@ async def create_response(server: Server, request: Request, body: ResponsesReque
         params = await with_form(params, (body.text or {}).get("format"), "text.format")
         conversation = Conversation(messages, tools=tools.tools, effort=reasoning.effort)
         turn = await prepare(engine, conversation, tools.choice, params)
-        generating = turn.generate(server, engine, "resp_", body.priority)
+        generating = turn.generate(server, engine, "resp_", body)
         generation = await stack.enter_async_context(generating)
         names, top = TokenNames(engine.tokenizer), body.top_logprobs or 0
 

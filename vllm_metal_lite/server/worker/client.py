@@ -178,6 +178,7 @@ class EngineClient:
         *,
         priority: int = 0,
         checkpoints: Sequence[int] = (),
+        cache_salt: str | None = None,
         on_update: Callable[[Generation, float], None] | None = None,
     ) -> AsyncIterator[Generation]:
         """A request that the engine has accepted; leaving the block ends it.
@@ -185,7 +186,7 @@ class EngineClient:
         on_update: see Generation.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
-        add = Add(request_id, prompt_token_ids, params, priority, tuple(checkpoints))
+        add = Add(request_id, prompt_token_ids, params, priority, tuple(checkpoints), cache_salt)
         generation = Generation(add, self.tokenizer, on_update)
         self._check_alive()
         self.generations[request_id] = generation

@@ -21,6 +21,7 @@ class Add:
     params: SamplingParams
     priority: int = 0
     checkpoints: tuple[int, ...] = ()
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,10 @@ class Worker:
         try:
             self._engine.add_request(
                 message.request_id,
-                {"prompt_token_ids": message.prompt_token_ids},
+                {
+                    "prompt_token_ids": message.prompt_token_ids,
+                    "cache_salt": message.cache_salt,
+                },
                 message.params,
                 priority=message.priority,
                 checkpoints=message.checkpoints,

@@ -1,0 +1,46 @@
+"""`cache_salt`: requests share computed prefixes only with those of the same salt."""
+
+import httpx
+import pytest
+
+from tests.support.server_kit import serving
+
+TEXT = "The lantern in the rain, " * 12
+CHAT = [{"role": "user", "content": TEXT}]
+BODIES = {
+    "completions": {"prompt": TEXT, "max_tokens": 1},
+    "chat/completions": {"messages": CHAT, "max_tokens": 1},
+    "responses": {"input": TEXT, "max_output_tokens": 1},
+    "messages": {"messages": CHAT, "max_tokens": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving() as running:
+        yield running
+
+
+def ask(running, api: str, salt) -> httpx.Response:
+    body = {**BODIES[api], "cache_salt": salt}
+    return httpx.post(f"{running.url}/v1/{api}", json=body, timeout=60)
+
+
+@pytest.mark.parametrize("api", BODIES)
+def test_a_salt_parts_the_cache_and_tells_nothing_of_others(running, api):
+    found = []
+    for salt in (None, f"mine, {api}", f"mine, {api}", f"yours, {api}"):
+        reply = ask(running, api, salt)
+        usage = reply.json()["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+        found.append(details["cached_tokens"] if details else usage["cache_read_input_tokens"])
+        assert salt is None or "metal_lite" not in usage
+    assert found[1] == found[3] == 0 < found[2]
+
+
+@pytest.mark.parametrize("salt", ["", 5, ["a"]])
+@pytest.mark.parametrize("api", BODIES)
+def test_a_bad_salt_is_refused(running, api, salt):
+    reply = ask(running, api, salt)
+    assert reply.status_code == 400
+    assert "cache_salt must be a non-empty string, got " in reply.json()["error"]["message"]
