@@ -134,13 +134,51 @@ def test_a_prompt_is_scored_without_an_answer(lenient, llm):
     [choice] = complete(lenient, max_tokens=0, echo=True, logprobs=1).choices
     scores = choice.logprobs
     assert choice.text == PROMPT == "".join(scores.tokens)
+    assert choice.finish_reason == "length"
     assert (scores.token_logprobs[0], scores.top_logprobs[0]) == (None, None)
     for i, position in enumerate(output.prompt_logprobs[1:], 1):
         chosen = position[output.prompt_token_ids[i]]
         assert scores.token_logprobs[i] == pytest.approx(chosen.logprob, abs=1e-5)
+    only = {"max_tokens": 0, "echo": True, "n": 2}
+    stream = complete(lenient, **only, stream=True, stream_options={"include_usage": True})
+    for usage in complete(lenient, **only).usage, list(stream)[-1].usage:
+        assert usage.completion_tokens == 0
+        assert usage.total_tokens == usage.prompt_tokens == len(output.prompt_token_ids)
     answer = complete(lenient, temperature=0, max_tokens=1, echo=True, logprobs=1).choices[0]
     assert answer.logprobs.tokens[:-1] == scores.tokens
     assert answer.text == PROMPT + answer.logprobs.tokens[-1]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_are_where_the_tokens_are_in_the_text(lenient, llm, as_ids):
+    """Also of tokens that are bytes of a character, or a single space."""
+    text = "The  lantern 🎉 in  7 rains"
+    ids = llm.get_tokenizer().encode(text)
+    for prompt in text, ids:
+        options = {"temperature": 0, "max_tokens": 6, "echo": True, "logprobs": 0}
+        extra = {"return_tokens_as_token_ids": as_ids}
+        [choice] = complete(lenient, prompt, **options, extra_body=extra).choices
+        offsets, whole = choice.logprobs.text_offset, choice.text
+        assert len(offsets) > len(ids)
+        assert offsets == sorted(offsets)
+        assert offsets[len(ids)] == len(text)
+        for token_id, offset in zip(ids, offsets, strict=False):
+            token = llm.get_tokenizer().decode([token_id])
+            assert whole.startswith("🎉" if "\ufffd" in token else token, offset)
+        chunks = list(complete(lenient, prompt, **options, extra_body=extra, stream=True))
+        parts = [chunk.choices[0].logprobs for chunk in chunks]
+        assert [offset for part in parts for offset in part.text_offset] == offsets
+
+
+def test_no_offset_is_past_the_end_of_a_text_that_a_stop_string_ends(client, llm):
+    options = {"temperature": 0, "max_tokens": 24}
+    text = embedded(llm, PROMPT, **options, ignore_eos=True).outputs[0].text
+    at = len(text) // 2
+    stop, extra = text[at : at + 8], {"ignore_eos": True}
+    [choice] = complete(client, **options, stop=stop, logprobs=0, extra_body=extra).choices
+    assert choice.text == text[: text.index(stop)]
+    assert len(choice.logprobs.tokens) > 1
+    assert max(choice.logprobs.text_offset) <= len(choice.text)
 
 
 def test_prompt_logprobs_and_tokens_as_ids(client, llm):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import cached_property
 from json import dumps
 from typing import Any
 
@@ -14,8 +15,10 @@ from vllm_metal_lite.engine.prompts import encode, tokenize
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, openai_shape
 from vllm_metal_lite.server.openai_api.logprobs import (
+    TextOffsets,
     TokenNames,
     check_most,
+    echoed_offsets,
     legacy_logprobs,
     prompt_logprobs,
 )
@@ -29,7 +32,7 @@ from vllm_metal_lite.server.server import Server, endpoint
 from vllm_metal_lite.server.stream import COMMENT, EventStream
 from vllm_metal_lite.server.structured import with_form
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Delta, Generation
+from vllm_metal_lite.server.worker.generation import Answer, Delta, Generation
 
 Prompt = str | list[int]
 
@@ -61,7 +64,8 @@ class CompletionRequest(SamplingFields):
     def sampling(self) -> dict[str, Any]:
         fields = super().sampling()
         if self.only_echoes:
-            fields["max_tokens"] = 1
+            # Whatever the hidden token is, it does not end the text.
+            fields |= {"max_tokens": 1, "ignore_eos": True, "stop": None, "stop_token_ids": None}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             fields["prompt_logprobs"] = self.logprobs
         return fields
@@ -100,14 +104,17 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
             _Writer(body, generation, prompt, number * params.n, names)
             for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True))
         ]
+        reply = Reply(
+            "text_completion", spec.name, generations, body.stream_options,
+            hides_answers=body.only_echoes,
+        )  # fmt: skip
         if body.stream:
-            reply = Reply("text_completion", spec.name, generations, body.stream_options)
             chunks = _chunks(reply, writers)
             stack.push_async_callback(chunks.aclose)
             events = reply.stream(chunks)
             return EventStream(events, COMMENT, server.config.keep_alive, stack.pop_all())
         choices = [choice for writer in writers for choice in await writer.choices()]
-        return JSONResponse(Reply("text_completion", spec.name, generations).whole(choices))
+        return JSONResponse(reply.whole(choices))
     raise AssertionError("an exit stack hides no exception")
 
 
@@ -173,7 +180,8 @@ class _Writer:
     ) -> None:
         self._body, self.generation, self._prompt = body, generation, prompt
         self._first, self._names = first, names
-        self._offsets: dict[int, int] = {}  # where the text goes on, by answer
+        self._begun: set[int] = set()  # answers that have news
+        self._offsets: dict[int, TextOffsets] = {}  # by answer
 
     async def choices(self) -> list[dict[str, Any]]:
         """All choices, once they are finished."""
@@ -200,21 +208,42 @@ class _Writer:
         """New text and its log-probabilities; an answer's first are those of an echoed prompt."""
         text, token_ids = delta.text, delta.token_ids
         positions: list[Any] = list(delta.logprobs or ())
-        index = delta.answer.index
+        answer = delta.answer
         if self._body.only_echoes:
             text, token_ids, positions = "", [], []
-        if self._body.echo and index not in self._offsets:
-            text = self._prompt_text() + text
-            token_ids = self.generation.prompt_token_ids + token_ids
+        offsets = self._offsets_of(answer, token_ids)
+        if self._body.echo and answer.index not in self._begun:
+            text = self._echo + text
+            prompt_ids = self.generation.prompt_token_ids
+            if self._body.logprobs is not None:
+                offsets = echoed_offsets(self._names, prompt_ids, self._echo) + offsets
+            token_ids = prompt_ids + token_ids
             positions = [*(self.generation.prompt_logprobs or ()), *positions]
-        offset, scores = self._offsets.setdefault(index, 0), None
-        if self._body.logprobs is not None:
-            scores, self._offsets[index] = legacy_logprobs(
-                token_ids, positions, offset, self._names
-            )
-        return text, scores
+        self._begun.add(answer.index)
+        if self._body.logprobs is None:
+            return text, None
+        return text, legacy_logprobs(token_ids, positions, offsets, self._names)
 
-    def _prompt_text(self) -> str:
+    def _offsets_of(self, answer: Answer, token_ids: list[int]) -> list[int]:
+        """Where an answer's next tokens are in the text, if the client wants to know."""
+        if self._body.logprobs is None:
+            return []
+        if answer.index not in self._offsets:
+            self._offsets[answer.index] = TextOffsets(
+                self._names.tokenizer, self.generation.params, self.generation.prompt_token_ids,
+                len(self._echo),
+            )  # fmt: skip
+        offsets = self._offsets[answer.index].add(token_ids)
+        if answer.finished:  # tokens of a stop string have no text
+            end = len(self._echo) + len(answer.text)
+            return [min(offset, end) for offset in offsets]
+        return offsets
+
+    @cached_property
+    def _echo(self) -> str:
+        """The text of the prompt, if it is shown."""
+        if not self._body.echo:
+            return ""
         if isinstance(self._prompt, str):
             return self._prompt
         return str(self._names.tokenizer.decode(self.generation.prompt_token_ids))

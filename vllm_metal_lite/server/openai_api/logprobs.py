@@ -6,8 +6,10 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.outputs import Logprob
+from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError
 
 _MOST = 20  # as in OpenAI's API
@@ -88,35 +90,76 @@ def _entry(token_id: int, logprob: Logprob, names: TokenNames) -> dict[str, Any]
     }
 
 
+class TextOffsets:
+    """Where the text of each token begins, in characters.
+
+    All tokens of a character begin where the character does.  prompt_token_ids: the tokens before.
+    start: of the first token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        start: int = 0,
+    ) -> None:
+        self._tokenizer, self._start = tokenizer, start
+        self._token_ids: list[int] = []
+        self._num_held = 0  # spaces that mlx-lm holds back until the next token
+        self._detokenizer = Detokenizer(tokenizer, params, self._token_ids, prompt_token_ids)
+
+    def add(self, token_ids: Iterable[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self.end)
+            self._token_ids.append(token_id)
+            if self.end != offsets[-1]:
+                self._num_held = 0
+            elif self._tokenizer.decode([token_id]) == " ":
+                self._num_held += 1
+        return offsets
+
+    @property
+    def end(self) -> int:
+        """The offset behind the text so far."""
+        return self._start + len(self._detokenizer.text()) + self._num_held
+
+
+def echoed_offsets(names: TokenNames, token_ids: Sequence[int], text: str) -> list[int]:
+    """The offsets of a prompt's tokens in its text, which may lack the tokens added in front."""
+    found = TextOffsets(names.tokenizer, SamplingParams(skip_special_tokens=False))
+    offsets = found.add(token_ids)
+    added = max(found.end - len(text), 0)
+    return [max(offset - added, 0) for offset in offsets]
+
+
 def legacy_logprobs(
     token_ids: Iterable[int],
     positions: Iterable[Position | None],
-    offset: int,
+    offsets: Sequence[int],
     names: TokenNames,
-) -> tuple[dict[str, Any], int]:
-    """`logprobs` of a choice of completions, and the offset of the text behind it.
+) -> dict[str, Any]:
+    """`logprobs` of a choice of completions.
 
-    offset: of the first token in the choice's text, in characters.  A position of None has no
-    log-probabilities: the first token of a prompt.
+    offsets: of the tokens in the choice's text.  A position of None has no log-probabilities: the
+    first token of a prompt.
     """
     tokens: list[str] = []
-    offsets: list[int] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for token_id, position in zip(token_ids, positions, strict=True):
         scores = position or {}
         tokens.append(names.name(token_id, scores.get(token_id)))
-        offsets.append(offset)
-        offset += len(tokens[-1])
         values.append(_finite(scores[token_id].logprob) if scores else None)
         top: dict[str, float] = {}
         for candidate, logprob in scores.items():  # the chosen token comes first
             top.setdefault(names.name(candidate, logprob), _finite(logprob.logprob))
         tops.append(top or None)
-    shown = {
+    return {
         "tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets
     }  # fmt: skip
-    return shown, offset
 
 
 def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | None:

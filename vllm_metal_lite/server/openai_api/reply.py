@@ -32,6 +32,7 @@ class Reply:
     """The reply to a request of one or more prompts.
 
     generations: one for each prompt.  kind: `object` of the reply, or of its chunks.
+    hides_answers: only prompts are shown, so usage counts no other tokens.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Reply:
         model: str,
         generations: Sequence[Generation],
         options: StreamOptions | None = None,
+        hides_answers: bool = False,
     ) -> None:
-        self._generations = generations
+        self._generations, self._hides_answers = generations, hides_answers
         self._num_reasoning_tokens: int | None = None
         self._common = {
             "id": generations[0].request_id,
@@ -103,6 +105,8 @@ class Reply:
         """Tokens so far, without num_unshown of them.  Each prompt counts once, whatever n is."""
         prompt = sum(len(g.prompt_token_ids) for g in self._generations)
         generated = sum(g.num_tokens for g in self._generations) - num_unshown
+        if self._hides_answers:
+            generated = 0
         cached = sum(g.num_cached_tokens for g in self._generations)
         usage = {
             "prompt_tokens": prompt,
