@@ -27,6 +27,7 @@ from vllm_metal_lite.errors import (
 from vllm_metal_lite.kernels.weights import shape_of
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.adapters.modules import adapt
+from vllm_metal_lite.model.byte_level import decode_as_bytes
 from vllm_metal_lite.model.context import context_length
 from vllm_metal_lite.model.dtypes import cast, expand
 from vllm_metal_lite.model.experts import served_experts
@@ -223,6 +224,7 @@ def _load_tokenizer(name: str, path: Path, config: dict[str, Any], trust: bool) 
         if trust or "auto_map" not in read_json(path / "tokenizer_config.json"):
             raise
         raise _remote_code_error(name, "tokenizer", path) from e
+    decode_as_bytes(tokenizer)
     # Suppress transformers' warning: the engine reports its own limit.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer

@@ -8,6 +8,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.errors import show
+from vllm_metal_lite.model.byte_level import BYTES
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError
@@ -47,22 +48,9 @@ class TokenNames:
             token = self.tokenizer.convert_ids_to_tokens(token_id)
             if isinstance(token, str) and (byte := _BYTE.fullmatch(token)):
                 return [int(byte[1], 16)]
-            if isinstance(token, str) and all(c in _BYTES for c in token):
-                return [_BYTES[c] for c in token]
+            if isinstance(token, str) and all(c in BYTES for c in token):
+                return [BYTES[c] for c in token]
         return list(text.encode())
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Bytes by the characters that stand for them in byte-level vocabularies.
-
-    From GPT-2's encoder.py: printable bytes stand for themselves, the others come from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)).difference(printable))
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
 
 
 def chat_logprobs(
