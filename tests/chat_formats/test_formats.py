@@ -91,7 +91,7 @@ def test_calls_and_markers_within_thoughts():
         text = f"<think>\nI write {marker} here.\n{call}\nMore.\n</think>\n\nDone."
         said = check_splits(HERMES, text)
         assert (said.text, said.called) == ("Done.", [("now", {})])
-        assert said.reasoning == f"I write {marker} here.More."
+        assert said.reasoning == f"I write {marker} here.\nMore."
 
 
 def test_answers_that_go_on_within_thoughts():

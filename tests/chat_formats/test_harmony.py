@@ -80,7 +80,7 @@ def test_an_answer_that_is_cut_short(answer):
 @pytest.mark.parametrize("name", [name for name in ANSWERS if name != "final"])
 def test_of_a_call_that_is_not_allowed_the_user_sees_the_body(name, tools):
     said = check_splits(HARMONY, ANSWERS[name].replace(".read", ".erase"), tools=tools)
-    assert said.text == ("I look." if name == "text before" else "") + CALL
+    assert said.text == ("I look.\n" if name == "text before" else "") + CALL
     assert said.calls == []
 
 

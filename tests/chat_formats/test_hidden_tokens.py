@@ -30,7 +30,7 @@ def test_in_thoughts_and_around_calls():
     said = check_splits(
         HERMES, f"<think>\nI <|a|>look.<p\n</think>\n\nSo <|{call}<pad>Done.", hidden=HIDDEN
     )
-    assert (said.reasoning, said.text, said.called) == ("I look.<p", "So <|Done.", [("now", {})])
+    assert (said.reasoning, said.text, said.called) == ("I look.<p", "So <|\nDone.", [("now", {})])
 
 
 def test_thoughts_that_end_with_a_begun_token():

@@ -1,5 +1,6 @@
 """Answers' texts through a ChatParser, in pieces of any size."""
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,12 @@ def parse(
     for piece in [pieces] if isinstance(pieces, str) else pieces:
         events += parser.feed(piece)
     return gather([*events, *parser.close()])
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    """The pieces of a text that is cut at places, if it reaches so far."""
+    at = sorted({0, len(text), *(place for place in places if place < len(text))})
+    return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
 def check_splits(chat_format: ChatFormat, text: str, **options: Any) -> Said:

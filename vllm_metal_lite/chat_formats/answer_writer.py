@@ -28,12 +28,16 @@ class AnswerWriter:
 
 
 class Trimmed:
-    """Passes text on, without hidden special tokens, and without whitespace at its beginning if
-    `trims`, or before a marker."""
+    """Passes text on, without hidden special tokens, and without whitespace around markers.
+
+    Two texts with a marker between them are parted by the whitespace before it, or else behind it,
+    or by a line break: clients join them.
+    """
 
     def __init__(self, emit: Callable[[str], None], hidden: Collection[str] = ()) -> None:
         self._emit, self._drop_hidden = emit, _dropper(frozenset(hidden))
-        self._trims = False
+        self._has_said = self._is_behind = False  # text; a marker
+        self._between = ""  # the whitespace before the marker
         self._space = ""  # held back until text follows
         self._begun = ""  # held back, as it may become a hidden token
 
@@ -41,24 +45,32 @@ class Trimmed:
         text = self._space + self._begun + text
         if self._drop_hidden is not None:
             text, self._begun = self._drop_hidden(text)
-        if self._trims:
-            text = text.lstrip()
         body = text.rstrip()
         self._space = text[len(body) :]
-        if body:
-            self._emit(body)
-            self._trims = False
+        self._say(body)
+
+    def _say(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_behind:
+            body = text.lstrip()
+            space = self._between or text[: -len(body)] or "\n"
+            text, self._is_behind = space * self._has_said + body, False
+        self._has_said = True
+        self._emit(text)
 
     def at_marker(self) -> None:
         """Thoughts or a call follow, or have just ended."""
         if self._begun:
-            self._emit(self._space + self._begun)
-        self._space, self._begun, self._trims = "", "", True
+            self._say(self._space + self._begun)
+            self._space = ""
+        self._between = (self._between if self._is_behind else "") or self._space
+        self._space, self._begun, self._is_behind = "", "", True
 
     def close(self) -> None:
         """The answer has ended."""
-        if rest := self._space + self._begun:
-            self._emit(rest)
+        if self._begun or not self._is_behind:
+            self._say(self._space + self._begun)
         self._space = self._begun = ""
 
 

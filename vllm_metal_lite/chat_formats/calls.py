@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Arguments, Event, ToolCall, ToolCallEnd
-from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
+from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading, loads
 from vllm_metal_lite.chat_formats.tool import Tool
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -32,16 +33,12 @@ class CallWriter:
             raise Malformed
         self._emit(ToolCall(name, call_id))
         self.is_open, self._parts = True, []
-        self._reader.taken = None  # the call is no text any longer
+        self._reader.taken = ""  # the call is no text any longer
         return self._tools[name]
-
-    @property
-    def has_arguments(self) -> bool:
-        """Whether the open call's arguments have begun."""
-        return bool(self._parts)
 
     def arguments(self, text: str) -> None:
         """The next piece of the JSON of the arguments."""
+        self._reader.taken = ""
         if text:
             self._parts.append(text)
             self._emit(Arguments(text))
@@ -62,6 +59,36 @@ class CallWriter:
             self.arguments("{")  # clients take no text for an empty object
         self._close(False)
 
+    def guard(self, reading: Reading[None], ends: Sequence[str]) -> Reading[None]:
+        """Read a call.  If it goes wrong behind its name, all up to one of `ends` that is not
+        passed on yet is its arguments.
+
+        Raises CutShort, and Malformed if no call is open.
+        """
+        try:
+            yield from reading
+        except Malformed as e:
+            if isinstance(e, CutShort) or not self.is_open:
+                raise
+            self.arguments((self._reader.taken or "").lstrip())
+            if ends:
+                yield from self._reader.pass_until(ends, self.arguments)
+            self.cut()
+
+    def section(
+        self, read: Callable[[], Reading[None]], start: str, call_end: str, end: str
+    ) -> Reading[None]:
+        """Calls that begin with `start`; `read` reads one behind it.  If one goes wrong, the next
+        is read behind `call_end`.  A model may end its answer without `end`."""
+        reader = self._reader
+        yield from reader.expect(start)
+        more = True
+        while more:
+            yield from self.guard(read(), (call_end, end))
+            yield from reader.skip_space()
+            more = yield from reader.has(start)
+        yield from reader.has(end)
+
     def _close(self, is_whole: bool) -> None:
         self._emit(ToolCallEnd(is_whole))
         self.is_open = False
@@ -72,11 +99,11 @@ class ObjectWriter:
     """Arguments that a format writes one by one, as one JSON object."""
 
     def __init__(self, calls: CallWriter) -> None:
-        self._calls, self._is_first = calls, True
+        self._calls, self.names = calls, list[str]()
 
     def key(self, name: str) -> None:
-        self._calls.arguments(f"{'{' if self._is_first else ', '}{_encode(name)}: ")
-        self._is_first = False
+        self._calls.arguments(f"{', ' if self.names else '{'}{_encode(name)}: ")
+        self.names.append(name)
 
     def value(self, value: Any) -> None:
         """A whole value."""
@@ -92,7 +119,7 @@ class ObjectWriter:
         self._calls.arguments('"')
 
     def end(self) -> None:
-        self._calls.arguments("{}" if self._is_first else "}")
+        self._calls.arguments("}" if self.names else "{}")
         self._calls.end()
 
 
@@ -101,47 +128,59 @@ def json_call(
     calls: CallWriter,
     name_key: str = "name",
     argument_keys: Sequence[str] = ("arguments", "parameters"),
+    end: str = "",
 ) -> Reading[None]:
     """A call as a JSON object with a name and arguments, in any order; other keys are ignored.
 
-    Raises Malformed, CutShort.
+    end: stands behind the object, whose last bracket may be missing or doubled.  Raises Malformed,
+    CutShort.
     """
     yield from reader.expect("{")
-    early: str | None = None  # arguments that came before the name
+    early: list[str] = []  # arguments that came before the name
     done = False
     while (yield from reader.peek()) != "}":
         key = yield from reader.json()
         yield from reader.expect(":")
         if key == name_key and not calls.is_open:
             calls.begin((yield from reader.json()))
-            if early is not None:
-                calls.arguments(early)
+            calls.arguments("".join(early))
         elif key in argument_keys and not done:
-            early, done = (yield from _arguments(reader, calls)), True
+            yield from json_arguments(reader, calls.arguments if calls.is_open else early.append)
+            done = True
         else:
             yield from reader.json()
         if (yield from reader.peek()) == ",":
             reader.take(1)
         elif reader.rest[:1] != "}":
+            if done and end and (yield from reader.follows((end,))):
+                break
             raise Malformed
-    reader.take(1)
     if not calls.is_open:
         raise Malformed
     calls.end()
+    while (yield from reader.peek()) == "}":
+        reader.take(1)
 
 
-def _arguments(reader: Reader, calls: CallWriter) -> Reading[str | None]:
-    """Pass arguments on; returns them if the name is not known yet."""
+def json_arguments(reader: Reader, pass_on: Callable[[str], None]) -> Reading[None]:
+    """Pass arguments on: an object as it comes, also of a string that holds one.
+
+    What is empty is an object without members: null, [], and nothing at all.  Raises Malformed,
+    CutShort.
+    """
+    first = yield from reader.peek()
+    if not first:
+        raise CutShort
+    if first == "{":
+        yield from reader.json_value(pass_on)
+        return
     parts: list[str] = []
-    if (yield from reader.peek()) == '"':  # JSON within a string
-        text = yield from reader.json()
-        parts = [str(text)]
-    elif calls.is_open:
-        yield from reader.json_value(calls.arguments)
-        return None
-    else:
+    if first in '["-0123456789' or (yield from reader.follows(("null", "true", "false"))):
         yield from reader.json_value(parts.append)
-    if calls.is_open:
-        calls.arguments("".join(parts))
-        return None
-    return "".join(parts)
+    text = "".join(parts)
+    if first == '"':
+        text = str(loads(text))
+    with suppress(Malformed):
+        value = loads(text or "null")
+        text = _encode({} if value in (None, [], "") else value)
+    pass_on(text)

@@ -5,7 +5,7 @@ V3 and R1 write `function` before the name, and the arguments as a block of code
 
 from dataclasses import replace
 
-from vllm_metal_lite.chat_formats.calls import CallWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import json_calls
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
@@ -16,20 +16,20 @@ _CODE, _CODE_END = "```json", "```"
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    yield from reader.expect(_CALL)
-    more = True
-    while more:
-        name = (yield from reader.until(_SEPARATOR)).strip()
-        is_code = (yield from reader.peek()) != "{"
-        if is_code:
-            name = (yield from reader.until(_CODE)).strip()
-        calls.begin(name)
-        yield from reader.json_value(calls.arguments)
-        if is_code:
-            yield from reader.expect(_CODE_END)
-        yield from reader.expect(_CALL_END)
-        calls.end()
-        more = yield from reader.another(_CALL, _END)
+    yield from calls.section(lambda: _call(reader, calls), _CALL, _CALL_END, _END)
+
+
+def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
+    name, _ = yield from reader.name(_SEPARATOR)
+    is_code = not calls.knows(name)
+    if is_code:
+        name, _ = yield from reader.name(_CODE)
+    calls.begin(name)
+    yield from json_arguments(reader, calls.arguments)
+    if is_code:
+        yield from reader.expect(_CODE_END)
+    yield from reader.expect(_CALL_END)
+    calls.end()
 
 
 DEEPSEEK_V3_1 = ChatFormat(

@@ -1,39 +1,57 @@
 """Gemma 4 and FunctionGemma: `call:NAME{key:value}`, with strings between marks of their own."""
 
+from typing import Any
+
 from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.gemma_grammar import gemma_calls
-from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
+from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
+from vllm_metal_lite.chat_formats.typed import value_of
 
 
 class _Values:
-    """Reads values.  quote: stands before and behind a string."""
+    """Reads values.  quote: stands before and behind a string; models also write other quotes."""
 
     def __init__(self, quote: str) -> None:
         self.quote = quote
 
-    def read(self, reader: Reader) -> Reading[object]:
+    def read(self, reader: Reader, schema: Any) -> Reading[object]:
         first = yield from reader.peek()
-        if (yield from reader.has(self.quote)):
-            return (yield from reader.until(self.quote))
+        if first == '"':
+            return (yield from reader.json())
+        if quote := (yield from self._quote(reader)):
+            return (yield from reader.until(quote))
         if first == "{":
             return (yield from self._object(reader))
         if first == "[":
             return (yield from self._list(reader))
-        return (yield from self._scalar(reader))
+        text: list[str] = []
+        yield from reader.before([",", "}", "]"], text.append)
+        return value_of("".join(text).strip(), schema)
 
     def key(self, reader: Reader) -> Reading[str]:
-        key = (yield from reader.until(":")).strip().removeprefix(self.quote)
-        if not (key := key.removesuffix(self.quote)):
+        yield from reader.skip_space()
+        if quote := (yield from self._quote(reader)):
+            key = yield from reader.until(quote)
+            yield from reader.expect(":")
+            return key
+        key, end = yield from reader.name(":", ",", "}")
+        if end != ":":
             raise Malformed
         return key
+
+    def _quote(self, reader: Reader) -> Reading[str]:
+        for quote in (self.quote, '"', "'"):
+            if (yield from reader.has(quote)):
+                return quote
+        return ""
 
     def _object(self, reader: Reader) -> Reading[object]:
         reader.take(1)
         value: dict[str, object] = {}
         while (yield from reader.peek()) != "}":
             key = yield from self.key(reader)
-            value[key] = yield from self.read(reader)
+            value[key] = yield from self.read(reader, {})
             yield from comma(reader, "}")
         reader.take(1)
         return value
@@ -42,20 +60,10 @@ class _Values:
         reader.take(1)
         value: list[object] = []
         while (yield from reader.peek()) != "]":
-            value.append((yield from self.read(reader)))
+            value.append((yield from self.read(reader, {})))
             yield from comma(reader, "]")
         reader.take(1)
         return value
-
-    def _scalar(self, reader: Reader) -> Reading[object]:
-        length = 0
-        while True:
-            while length < len(reader.rest) and reader.rest[length] not in ",}]":
-                length += 1
-            if length < len(reader.rest):
-                break
-            yield from reader.need()
-        return loads(reader.take(length).strip())
 
 
 def comma(reader: Reader, end: str) -> Reading[None]:
@@ -73,17 +81,21 @@ def _format(
 
     def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
         yield from reader.expect("call:")
-        calls.begin((yield from reader.until("{")).strip())
+        tool_name, _ = yield from reader.name("{")
+        tool = calls.begin(tool_name)
         arguments = ObjectWriter(calls)
         while (yield from reader.peek()) != "}":
-            arguments.key((yield from values.key(reader)))
+            key = yield from values.key(reader)
+            arguments.key(key)
             yield from reader.skip_space()
             if (yield from reader.has(quote)):
                 arguments.string_start()
-                yield from reader.value_until(quote, arguments.string_piece)
+                yield from reader.before([quote], arguments.string_piece)
+                reader.take(len(quote))
                 arguments.string_end()
             else:
-                arguments.value((yield from values.read(reader)))
+                schema = tool.properties.get(key, {})
+                arguments.value((yield from values.read(reader, schema)))
             yield from comma(reader, "}")
         reader.take(1)
         arguments.end()

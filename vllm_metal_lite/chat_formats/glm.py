@@ -6,8 +6,8 @@ Since GLM 4.7 without line breaks.  Ling and Ring write the same; LongCat 2 with
 from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
-from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
-from vllm_metal_lite.chat_formats.typed import read_typed
+from vllm_metal_lite.chat_formats.reader import Reader, Reading
+from vllm_metal_lite.chat_formats.typed import Tags, read_typed
 
 
 def _format(name: str, line_break: str, prefix: str = "") -> ChatFormat:
@@ -16,24 +16,21 @@ def _format(name: str, line_break: str, prefix: str = "") -> ChatFormat:
     key_start, key_end = f"<{prefix}arg_key>", f"</{prefix}arg_key>"
     value_start, value_end = f"<{prefix}arg_value>", f"</{prefix}arg_value>"
 
+    tags = Tags(value_end, key_start, f"{key_start}{{}}{key_end}", end)
+
     def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-        tool_name: list[str] = []
-        found = yield from reader.pass_until([key_start, end], tool_name.append)
-        if found is None:
-            raise CutShort
-        tool = calls.begin("".join(tool_name).strip())
-        arguments, has_keys = ObjectWriter(calls), found == key_start
-        while found == key_start:
-            key = (yield from reader.until(key_end)).strip()
-            if not key:
-                raise Malformed
-            yield from reader.expect(value_start)
-            arguments.key(key)
-            schema = tool.properties.get(key)
-            yield from read_typed(reader, arguments, schema, value_end, newlines=False)
+        name, found = yield from reader.name(key_start, end)
+        tool = calls.begin(name)
+        arguments, more = ObjectWriter(calls), found == key_start
+        while more:
+            key, found = yield from reader.name(key_end, value_start)
+            if found == key_end:  # models forget one of the two
+                yield from reader.skip_space()
+                yield from reader.has(value_start)
+            yield from read_typed(reader, arguments, tool, key, tags)
             yield from reader.skip_space()
-            found = key_start if (yield from reader.has(key_start)) else end
-        if has_keys:
+            more = yield from reader.has(key_start)
+        if arguments.names:
             yield from reader.expect(end)
         arguments.end()
 

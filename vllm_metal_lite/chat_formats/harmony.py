@@ -10,9 +10,9 @@ call that is none of the request's, the user sees the body: headers are no text.
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 
 from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter
+from vllm_metal_lite.chat_formats.calls import json_arguments
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import SpecialTokens, schema_of, texts
 from vllm_metal_lite.chat_formats.history import one_call_each, text_as_thoughts
@@ -66,13 +66,16 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
             return end
         writer.text.at_marker()
         calls.begin(name)
-        with suppress(Malformed):  # a marker within a string is text
-            yield from reader.json_value(calls.arguments)
-        end = yield from reader.pass_until(ends, calls.arguments, drops_begun=True)
-        if end is None and not calls.has_arguments:
+        try:  # a marker within a string is text
+            yield from json_arguments(reader, calls.arguments)
+        except CutShort:
+            reader.take(len(reader.rest))
             calls.cut()
-        else:
-            calls.end()
+            return None
+        except Malformed:
+            pass
+        end = yield from reader.pass_until(ends, calls.arguments, drops_begun=True)
+        calls.end()
         return end
     is_text = channel is None or channel[1] in ("final", "commentary")
     out = writer.text if is_text else writer.reasoning

@@ -12,7 +12,7 @@ _START, _END = "<tool_call>", "</tool_call>"
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    yield from json_call(reader, calls)
+    yield from json_call(reader, calls, end=_END)
     yield from reader.skip_space()
     yield from reader.has(_END)  # a model may end its answer without
 

@@ -1,6 +1,6 @@
 """Hunyuan: `<tool_calls>`, and for each call a name and a block of code with JSON arguments."""
 
-from vllm_metal_lite.chat_formats.calls import CallWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import json_calls
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
@@ -11,15 +11,16 @@ _CODE, _CODE_END = "```json", "```"
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    yield from reader.expect(_CALL)
-    more = True
-    while more:
-        calls.begin((yield from reader.until(_CODE)).strip())
-        yield from reader.json_value(calls.arguments)
-        yield from reader.expect(_CODE_END)
-        yield from reader.expect(_CALL_END)
-        calls.end()
-        more = yield from reader.another(_CALL, _END)
+    yield from calls.section(lambda: _call(reader, calls), _CALL, _CALL_END, _END)
+
+
+def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
+    name, _ = yield from reader.name(_CODE)
+    calls.begin(name)
+    yield from json_arguments(reader, calls.arguments)
+    yield from reader.expect(_CODE_END)
+    yield from reader.expect(_CALL_END)
+    calls.end()
 
 
 HUNYUAN = ChatFormat(

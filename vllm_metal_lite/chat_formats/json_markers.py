@@ -14,10 +14,11 @@ def _read(
     is_list = (yield from reader.peek()) == "["
     if is_list:
         reader.take(1)
-    yield from json_call(reader, calls, name_key)
+    last = "]" if is_list else end
+    yield from json_call(reader, calls, name_key, end=last)
     while is_list and (yield from reader.peek()) == ",":
         reader.take(1)
-        yield from json_call(reader, calls, name_key)
+        yield from json_call(reader, calls, name_key, end=last)
     if is_list:
         yield from reader.expect("]")
     yield from reader.skip_space()

@@ -1,6 +1,6 @@
 """Kimi K2: a section of calls with JSON arguments; the name is in the id, `functions.NAME:0`."""
 
-from vllm_metal_lite.chat_formats.calls import CallWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import json_calls
 from vllm_metal_lite.chat_formats.history import with_call_ids
@@ -12,16 +12,17 @@ _ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    yield from reader.expect(_CALL)
-    more = True
-    while more:
-        call_id = (yield from reader.until(_ARGUMENTS)).strip()
-        name, _, _ = call_id.removeprefix("functions.").rpartition(":")
-        calls.begin(name, call_id)
-        yield from reader.json_value(calls.arguments)
+    yield from calls.section(lambda: _call(reader, calls), _CALL, _CALL_END, _END)
+
+
+def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
+    call_id, found = yield from reader.name(_ARGUMENTS, _CALL_END)
+    name, _, _ = call_id.removeprefix("functions.").rpartition(":")
+    calls.begin(name, call_id)
+    if found == _ARGUMENTS:
+        yield from json_arguments(reader, calls.arguments)
         yield from reader.expect(_CALL_END)
-        calls.end()
-        more = yield from reader.another(_CALL, _END)
+    calls.end()
 
 
 def _call_id(name: str, number: int, given: str) -> str:

@@ -10,10 +10,10 @@ The arguments may be one tag `json` instead.
 
 import re
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter, json_arguments
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
-from vllm_metal_lite.chat_formats.typed import read_typed
+from vllm_metal_lite.chat_formats.typed import Tags, read_typed
 
 _OPEN, _CLOSE, _SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
@@ -27,34 +27,36 @@ def _closed(tag: str) -> str:
     return f"{_CLOSE}{tag}{_SEPARATOR}"
 
 
+_TAGS = Tags(
+    _closed("argument"), f"{_OPEN}argument", f'{_OPEN}argument key="{{}}"', _closed("call"),
+    (_closed("tools"), f"{_OPEN}call"),
+)  # fmt: skip
+
+
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    yield from reader.expect(f"{_OPEN}call")
-    more = True
-    while more:
-        calls.begin((yield from _attributes(reader)).get("tool"))
-        yield from reader.skip_space()
-        if (yield from reader.has(f"{_OPEN}json")):
-            yield from reader.until(_SEPARATOR)
-            yield from reader.json_value(calls.arguments)
-            yield from reader.expect(_closed("json"))
-            yield from reader.expect(_closed("call"))
-            calls.end()
-        else:
-            yield from _arguments(reader, ObjectWriter(calls))
-        more = yield from reader.another(f"{_OPEN}call", _closed("tools"))
+    ends = _closed("call"), _closed("tools")
+    yield from calls.section(lambda: _call(reader, calls), f"{_OPEN}call", *ends)
 
 
-def _arguments(reader: Reader, arguments: ObjectWriter) -> Reading[None]:
-    """One tag for each, and the end of the call."""
+def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
+    tool = calls.begin((yield from _attributes(reader)).get("tool"))
+    yield from reader.skip_space()
+    if (yield from reader.has(f"{_OPEN}json")):
+        yield from reader.until(_SEPARATOR)
+        yield from json_arguments(reader, calls.arguments)
+        yield from reader.expect(_closed("json"))
+        yield from reader.expect(_closed("call"))
+        calls.end()
+        return
+    arguments = ObjectWriter(calls)
     while not (yield from reader.has(_closed("call"))):
         yield from reader.expect(f"{_OPEN}argument")
         attributes = yield from _attributes(reader)
         if not (key := attributes.get("key")):
             raise Malformed
-        arguments.key(key)
         is_string = attributes.get("type", "string") == "string"
         schema = {"type": "string"} if is_string else {}
-        yield from read_typed(reader, arguments, schema, _closed("argument"), newlines=False)
+        yield from read_typed(reader, arguments, tool, key, _TAGS, schema=schema)
         yield from reader.skip_space()
     arguments.end()
 

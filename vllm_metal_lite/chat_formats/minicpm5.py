@@ -9,37 +9,33 @@ from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
-from vllm_metal_lite.chat_formats.typed import read_typed, types_of, value_of
+from vllm_metal_lite.chat_formats.typed import Tags, read_typed
 
 _START, _END = "<function name=", "</function>"
 _PARAMETER, _PARAMETER_END = "<param name=", "</param>"
 _RAW, _RAW_END = "<![CDATA[", "]]>"
+_TAGS = Tags(_PARAMETER_END, _PARAMETER, f'{_PARAMETER}"{{}}">', _END)
+_RAW_TAGS = Tags(_RAW_END, close=_PARAMETER_END)
 _NAME = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|([^\s"'<>]+))\s*$""")
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    tool = calls.begin(_name((yield from reader.until(">"))))
+    tool = calls.begin((yield from _name(reader)))
     arguments = ObjectWriter(calls)
-    while True:
-        yield from reader.skip_space()
-        if (yield from reader.has(_END)):
-            break
+    yield from reader.skip_space()
+    while not (yield from reader.has(_END)):
         yield from reader.expect(_PARAMETER)
-        key = _name((yield from reader.until(">")))
-        arguments.key(key)
-        schema = tool.properties.get(key)
-        if not (yield from reader.has(_RAW)):
-            yield from read_typed(reader, arguments, schema, _PARAMETER_END, newlines=False)
-            continue
-        if types_of(schema) == {"string"}:
-            yield from read_typed(reader, arguments, schema, _RAW_END, newlines=False)
-        else:
-            arguments.value(value_of((yield from reader.until(_RAW_END)), schema))
-        yield from reader.expect(_PARAMETER_END)
+        key = yield from _name(reader)
+        is_raw = yield from reader.has(_RAW)
+        yield from read_typed(reader, arguments, tool, key, _RAW_TAGS if is_raw else _TAGS)
+        if is_raw:
+            yield from reader.expect(_PARAMETER_END)
+        yield from reader.skip_space()
     arguments.end()
 
 
-def _name(text: str) -> str:
+def _name(reader: Reader) -> Reading[str]:
+    text, _ = yield from reader.name(">")
     if (found := _NAME.match(text)) is None:
         raise Malformed
     return next(group for group in found.groups() if group)

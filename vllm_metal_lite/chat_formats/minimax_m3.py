@@ -9,7 +9,7 @@ from typing import Any
 from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
-from vllm_metal_lite.chat_formats.typed import read_typed, types_of, value_of
+from vllm_metal_lite.chat_formats.typed import Tags, read_typed, types_of, value_of
 
 _TAG = "]<]minimax[>["
 _START, _END = f"{_TAG}<tool_call>", f"{_TAG}</tool_call>"
@@ -19,29 +19,28 @@ _MOST_LEVELS = 64  # of lists and objects in a value
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    yield from reader.expect(_INVOKE)
-    more = True
-    while more:
-        name = _NAME.match((yield from reader.until(">")))
-        tool = calls.begin(name[1] if name else None)
-        arguments = ObjectWriter(calls)
-        while True:
-            yield from reader.skip_space()
-            if (yield from reader.has(_INVOKE_END)):
-                break
-            yield from reader.expect(f"{_TAG}<")
-            key = yield from reader.until(">")
-            if not key or key.startswith("/"):
-                raise Malformed
+    yield from calls.section(lambda: _call(reader, calls), _INVOKE, _INVOKE_END, _END)
+
+
+def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
+    name = _NAME.match((yield from reader.until(">")))
+    tool = calls.begin(name[1] if name else None)
+    arguments = ObjectWriter(calls)
+    yield from reader.skip_space()
+    while not (yield from reader.has(_INVOKE_END)):
+        yield from reader.expect(f"{_TAG}<")
+        key, _ = yield from reader.name(">")
+        if key.startswith("/"):
+            raise Malformed
+        schema = tool.properties.get(key)
+        if types_of(schema) == {"string"}:
+            tags = Tags(f"{_TAG}</{key}>", f"{_TAG}<", f"{_TAG}<{{}}>")
+            yield from read_typed(reader, arguments, tool, key, tags)
+        else:
             arguments.key(key)
-            schema = tool.properties.get(key)
-            if types_of(schema) == {"string"}:
-                end = f"{_TAG}</{key}>"
-                yield from read_typed(reader, arguments, schema, end, newlines=False)
-            else:
-                arguments.value((yield from _value(reader, key, schema, _MOST_LEVELS)))
-        arguments.end()
-        more = yield from reader.another(_INVOKE, _END)
+            arguments.value((yield from _value(reader, key, schema, _MOST_LEVELS)))
+        yield from reader.skip_space()
+    arguments.end()
 
 
 def _value(reader: Reader, key: str, schema: Any, levels: int) -> Reading[Any]:

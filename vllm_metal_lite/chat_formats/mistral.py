@@ -5,11 +5,11 @@
 from dataclasses import replace
 from hashlib import sha256
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, json_call
+from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments, json_call
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import json_calls
 from vllm_metal_lite.chat_formats.history import with_call_ids
-from vllm_metal_lite.chat_formats.reader import CutShort, Reader, Reading
+from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
 _START, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -18,23 +18,20 @@ def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     if (yield from reader.peek()) == "[":
         yield from _read_list(reader, calls)
         return
-    name: list[str] = []
-    found = yield from reader.pass_until([_ARGUMENTS, _ID], name.append)
-    if found is None:
-        raise CutShort
+    name, found = yield from reader.name(_ARGUMENTS, _ID)
     if found == _ID:
         yield from reader.until(_ARGUMENTS)
-    calls.begin("".join(name).strip())
-    yield from reader.json_value(calls.arguments)
+    calls.begin(name)
+    yield from json_arguments(reader, calls.arguments)
     calls.end()
 
 
 def _read_list(reader: Reader, calls: CallWriter) -> Reading[None]:
     reader.take(1)
-    yield from json_call(reader, calls)
+    yield from json_call(reader, calls, end="]")
     while (yield from reader.peek()) == ",":
         reader.take(1)
-        yield from json_call(reader, calls)
+        yield from json_call(reader, calls, end="]")
     yield from reader.expect("]")
 
 

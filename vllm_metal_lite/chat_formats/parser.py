@@ -126,7 +126,8 @@ def read_calls(
     assert chat_format.read_calls is not None, "a format with markers of calls reads them"
     calls, reader.taken = writer.calls, marker
     try:
-        yield from chat_format.read_calls(reader, calls, marker)
+        reading = chat_format.read_calls(reader, calls, marker)
+        yield from calls.guard(reading, chat_format.call_ends)
         out.at_marker()
     except Malformed as e:
         if not calls.is_open:
@@ -134,8 +135,6 @@ def read_calls(
             if isinstance(e, CutShort) and not reader.taken:
                 reader.take(len(reader.rest))  # an end marker that has begun
         else:
-            if not isinstance(e, CutShort) and chat_format.call_ends:
-                yield from reader.pass_until(chat_format.call_ends, calls.arguments)
             calls.cut()
             out.at_marker()
     reader.taken = None

@@ -13,28 +13,48 @@ from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import CallGrammar
 from vllm_metal_lite.chat_formats.pythonic_grammar import pythonic_calls
 from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
+from vllm_metal_lite.chat_formats.typed import JSON_NAMES, python_value
 
 # Names of tools and parameters need not be Python's: `-A`, `get-weather`, `class`.
 _NAMES = re.compile(
     r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<name>[^\s()\[\]{},'"=]+)(?=\s*[(=])""", re.DOTALL
 )
-_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str, *, end: str) -> Reading[None]:
     text = yield from _until(reader, end)
     names: dict[str, str] = {}
-    for call in _calls(_NAMES.sub(partial(_stand_in, names), text.strip())):
+    source = _NAMES.sub(partial(_stand_in, names), text.strip())
+    for call in _calls(source):
         if not isinstance(call.func, ast.Name) or call.args:
             raise Malformed
-        calls.begin(names[call.func.id])
+        if not calls.knows(name := names[call.func.id]) and not reader.taken:
+            reader.taken = _written(source, call, names)  # others were calls
+        calls.begin(name)
+        try:
+            values = {names[str(k.arg)]: _value(k.value) for k in call.keywords}
+        except (Malformed, KeyError):
+            calls.arguments(_written(source, call, names))
+            calls.cut()
+            continue
         arguments = ObjectWriter(calls)
-        for keyword in call.keywords:
-            if keyword.arg is None:
-                raise Malformed
-            arguments.key(names[keyword.arg])
-            arguments.value(_value(keyword.value))
+        for key, value in values.items():
+            arguments.key(key)
+            arguments.value(value)
         arguments.end()
+
+
+def _written(source: str, call: ast.Call, names: dict[str, str]) -> str:
+    """A call as the model wrote it."""
+    text = ast.get_source_segment(source, call) or ""
+    return re.sub(r"\bn\d+\b", lambda match: names.get(match[0], match[0]), text)
+
+
+def _value(node: ast.expr) -> object:
+    """A literal; a word without quotes is a string."""
+    if isinstance(node, ast.Name) and node.id not in JSON_NAMES:
+        return node.id
+    return python_value(node)
 
 
 def _stand_in(names: dict[str, str], match: re.Match[str]) -> str:
@@ -78,34 +98,6 @@ def _calls(text: str) -> Iterator[ast.Call]:
             if not isinstance(element, ast.Call):
                 raise Malformed
             yield element
-
-
-def _value(node: ast.expr) -> object:
-    """A literal; names of JSON's constants count as such."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Name) and inner.id not in _JSON_NAMES:
-            raise Malformed
-    return _literal(node)
-
-
-def _literal(node: ast.expr) -> object:
-    match node:
-        case ast.Name(id=name):
-            return _JSON_NAMES[name]
-        case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_literal(element) for element in elements]
-        case ast.Dict(keys=keys, values=values):
-            if any(not isinstance(key, ast.Constant) for key in keys):
-                raise Malformed
-            names = [key.value for key in keys if isinstance(key, ast.Constant)]
-            return {str(k): _literal(v) for k, v in zip(names, values, strict=True)}
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, RecursionError):
-        raise Malformed from None
-    if not isinstance(value, str | int | float | bool | None):
-        raise Malformed
-    return value
 
 
 def _format(name: str, start: str, end: str, grammar: CallGrammar) -> ChatFormat:

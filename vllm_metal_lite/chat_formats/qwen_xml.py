@@ -9,7 +9,7 @@ from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
-from vllm_metal_lite.chat_formats.typed import read_typed
+from vllm_metal_lite.chat_formats.typed import Tags, read_typed
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
@@ -18,21 +18,24 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 def _read(reader: Reader, calls: CallWriter, marker: str, *, start: str, end: str) -> Reading[None]:
     if marker == start:
         yield from reader.expect(_FUNCTION)
-    tool = calls.begin((yield from reader.until(">")).strip())
-    arguments = ObjectWriter(calls)
-    while True:
-        yield from reader.skip_space()
-        if (yield from reader.has(_FUNCTION_END)):
-            break
-        yield from reader.expect(_PARAMETER)
-        name = (yield from reader.until(">")).strip()
-        if not name:
-            raise Malformed
-        arguments.key(name)
-        yield from read_typed(reader, arguments, tool.properties.get(name), _PARAMETER_END)
-    arguments.end()
+    tags = Tags(_PARAMETER_END, _PARAMETER, f"{_PARAMETER}{{}}>", _FUNCTION_END, (end,))
+    yield from calls.guard(_call(reader, calls, tags), (_FUNCTION_END, end))
     yield from reader.skip_space()
     yield from reader.has(end)
+
+
+def _call(reader: Reader, calls: CallWriter, tags: Tags) -> Reading[None]:
+    name, _ = yield from reader.name(">")
+    tool = calls.begin(name)
+    arguments = ObjectWriter(calls)
+    yield from reader.skip_space()
+    while (yield from reader.has(_PARAMETER)):
+        name, _ = yield from reader.name(">")
+        yield from read_typed(reader, arguments, tool, name, tags, newlines=True)
+        yield from reader.skip_space()
+    if not (yield from reader.has(_FUNCTION_END)) and not (yield from reader.follows(tags.outer)):
+        raise Malformed
+    arguments.end()
 
 
 def _format(name: str, prefix: str) -> ChatFormat:

@@ -7,13 +7,25 @@ import json
 import re
 from collections.abc import Callable, Collection, Generator, Sequence
 from functools import lru_cache
+from math import isfinite
 from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 _SPACE = " \t\r\n"
-_DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
+
+
+def _finite(text: str) -> float:
+    """A number of JSON: neither NaN nor an infinity, which Python's decoder takes."""
+    if not isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
+
+
+_DECODER = json.JSONDecoder(
+    strict=False, parse_float=_finite, parse_constant=_finite
+)  # models write line breaks into strings
 
 
 class Malformed(Exception):
@@ -71,23 +83,39 @@ class Reader:
                 pass_on("" if drops_begun else begun)
                 return None
 
-    def value_until(self, marker: str, pass_on: Callable[[str], None]) -> Reading[None]:
-        """Pass text on up to a marker, which is read.  Raises CutShort; the beginning of a marker
-        is not passed on then."""
-        search = _search((marker,))
+    def before(self, markers: Sequence[str], pass_on: Callable[[str], None]) -> Reading[str]:
+        """Pass text on up to the first of `markers`, which is returned and not read.
+
+        Raises CutShort; the beginning of a marker is not passed on then.
+        """
+        search = _search(tuple(markers))
         while True:
             found = search(self.rest)
             pass_on(self.take(found.start() if found else len(self.rest)))
             if found and found["marker"]:
-                self.take(len(marker))
-                return
+                return found["marker"]
             yield from self.need()
 
     def until(self, marker: str) -> Reading[str]:
         """The text before a marker, which is read too.  Raises CutShort."""
         parts: list[str] = []
-        yield from self.value_until(marker, parts.append)
+        yield from self.before([marker], parts.append)
+        self.take(len(marker))
         return "".join(parts)
+
+    def name(self, *ends: str) -> Reading[tuple[str, str]]:
+        """The name before the first of `ends`, and that end; both are read.
+
+        Raises Malformed if there is none: a marker that is forgotten must not hide what follows.
+        """
+        parts: list[str] = []
+        yield from self.before([*(e for e in ends if e[:2] != "</"), "</"], parts.append)
+        end = yield from self.follows(ends)
+        name = "".join(parts).strip()
+        if end is None or not name or "\n" in name:
+            raise Malformed
+        self.take(len(end))
+        return name, end
 
     def skip_space(self) -> Reading[None]:
         """Read whitespace, up to the end if need be."""
@@ -114,14 +142,19 @@ class Reader:
             self.take(len(text))
         return found
 
-    def another(self, start: str, end: str) -> Reading[bool]:
-        """Whether another item of a section begins; if not, take the section's end too, without
-        which a model may end its answer."""
-        yield from self.skip_space()
-        if (yield from self.has(start)):
-            return True
-        yield from self.has(end)
-        return False
+    def follows(self, texts: Sequence[str], behind: int = 0) -> Reading[str | None]:
+        """Which of `texts` comes behind so many characters, and whitespace; nothing is read.
+
+        Raises CutShort if the text ends before that is clear.
+        """
+        while True:
+            ahead = self.rest[behind:].lstrip(_SPACE)
+            for text in texts:
+                if ahead.startswith(text):
+                    return text
+            if not any(text.startswith(ahead) for text in texts):
+                return None
+            yield from self.need()
 
     def expect(self, text: str) -> Reading[None]:
         """Read whitespace and `text`.  Raises Malformed."""
@@ -132,7 +165,8 @@ class Reader:
     def json_value(self, pass_on: Callable[[str], None]) -> Reading[None]:
         """Pass a JSON value on as it comes, up to its end: brackets and strings are watched.
 
-        Raises Malformed if no value begins here, and CutShort.
+        Models write line breaks into strings: control characters are escaped.  Raises Malformed if
+        no value begins here, and CutShort.
         """
         if not (yield from self.peek()):
             raise CutShort
@@ -141,8 +175,13 @@ class Reader:
             return
         depth, in_string, escaped = 0, False, False
         while True:
+            start = 0  # of what is not passed on yet
             for i, character in enumerate(self.rest):
-                if escaped:
+                if in_string and character < " ":
+                    # A backslash before it is one, as in a shell's long lines.
+                    pass_on(self.rest[start:i] + "\\" * escaped + json.dumps(character)[1:-1])
+                    start, escaped = i + 1, False
+                elif escaped:
                     escaped = False
                 elif in_string:
                     escaped, in_string = character == "\\", character != '"'
@@ -153,9 +192,9 @@ class Reader:
                 elif character in "}]":
                     depth -= 1
                 if depth == 0 and not in_string:
-                    pass_on(self.take(i + 1))
+                    pass_on(self.take(i + 1)[start:])
                     return
-            pass_on(self.take(len(self.rest)))
+            pass_on(self.take(len(self.rest))[start:])
             yield from self.need()
 
     def _scalar(self, pass_on: Callable[[str], None]) -> Reading[None]:

@@ -1,20 +1,66 @@
 """Arguments that a format writes as plain text: what they are is in the tool's schema."""
 
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from vllm_metal_lite.chat_formats.calls import ObjectWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
+from vllm_metal_lite.chat_formats.tool import Tool
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Tags around values.
+
+    end: stands behind a value.  begun: how the tag of any argument begins.  opened: that tag, with
+    {} for the argument's name.  close: ends the call.  outer: any of them may follow `close`.
+    """
+
+    end: str
+    begun: str = ""
+    opened: str = ""
+    close: str = ""
+    outer: tuple[str, ...] = ()
+
+    @property
+    def nexts(self) -> list[str]:
+        """What can follow the end of a value; behind other ends the value's text goes on."""
+        return [text for text in (self.begun, self.close, *self.outer) if text]
+
+    @property
+    def marks(self) -> list[str]:
+        """Where a value may end."""
+        marks = {mark for mark in (self.end, self.begun, self.close) if mark}
+        return sorted(m for m in marks if not any(m.startswith(o) for o in marks - {m}))
+
+
+_OF_TOOL: Any = object()
 
 
 def read_typed(
-    reader: Reader, arguments: ObjectWriter, schema: Any, end: str, newlines: bool = True
+    reader: Reader,
+    arguments: ObjectWriter,
+    tool: Tool,
+    name: str,
+    tags: Tags,
+    newlines: bool = False,
+    schema: Any = _OF_TOOL,
 ) -> Reading[None]:
-    """The value up to `end`, which is read.  Strings are passed on as they come.
+    """The argument `name`, up to its end, which is read.  Strings are passed on as they come.
 
-    newlines: one line break at either side belongs to the format.  Raises CutShort.
+    newlines: one line break at either side belongs to the format.  schema: by default the tool's.
+    Raises CutShort.
     """
+    arguments.key(name)
+    schema = tool.properties.get(name) if schema is _OF_TOOL else schema
+    coming = [tags.opened.format(n) for n in tool.properties if n not in arguments.names]
+    if not tags.opened:
+        coming = []
     if types_of(schema) != {"string"}:
-        text = yield from reader.until(end)
+        text, _ = yield from _value(reader, tags, coming, lambda text: None, is_json=True)
         arguments.value(value_of(text, schema))
         return
     if newlines:
@@ -24,14 +70,80 @@ def read_typed(
     def pass_on(text: str) -> None:
         nonlocal held
         text, held = held + text, ""
-        if newlines and text.endswith("\n"):
+        if text.endswith("\n"):
             text, held = text[:-1], "\n"
         if text:
             arguments.string_piece(text)
 
     arguments.string_start()
-    yield from reader.value_until(end, pass_on)
+    _, has_end = yield from _value(reader, tags, coming, pass_on, is_json=False)
+    if has_end and not newlines:
+        arguments.string_piece(held)
     arguments.string_end()
+
+
+def _value(
+    reader: Reader,
+    tags: Tags,
+    coming: Sequence[str],
+    pass_on: Callable[[str], None],
+    is_json: bool,
+) -> Reading[tuple[str, bool]]:
+    """The text of a value, and whether its end was written.
+
+    A forgotten end is made good by the tag of an argument that has not come yet (`coming`), and by
+    the end of the call if the value `is_json`, or if a tag of `outer` follows.
+    """
+    parts: list[str] = []
+
+    def keep(text: str) -> None:
+        parts.append(text)
+        pass_on(text)
+
+    while True:
+        yield from reader.before(tags.marks, keep)
+        found = yield from reader.follows([tags.end, *coming, *filter(None, [tags.close])])
+        if found == tags.end:
+            count = yield from _num_ends(reader, tags)
+            if count and not (count > 1 and _is_open("".join(parts), tags.end)):
+                for _ in range(count):  # some models double them
+                    yield from reader.expect(tags.end)
+                return "".join(parts), True
+            if is_json and _is_json("".join(parts)):
+                reader.take(len(tags.end))
+                return "".join(parts), True
+        elif found in coming or (
+            found is not None
+            and (
+                (is_json and _is_json("".join(parts)))
+                or (tags.outer and (yield from reader.follows(tags.outer, len(found))))
+            )
+        ):
+            return "".join(parts), False
+        keep(reader.take(len(found or " ")))  # it is text
+
+
+def _num_ends(reader: Reader, tags: Tags) -> Reading[int]:
+    """How many ends stand in a row before another argument or the end of the call; 0: text is
+    behind them."""
+    count = behind = 0
+    while (found := (yield from reader.follows([tags.end, *tags.nexts], behind))) == tags.end:
+        behind = reader.rest.index(found, behind) + len(found)
+        count += 1
+    return count if found else 0
+
+
+def _is_open(text: str, end: str) -> bool:
+    """Whether a tag that `end` closes is open at the end of a text."""
+    return text.count(end.replace("</", "<", 1).rstrip(">")) > text.count(end)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        loads(text.strip())
+    except Malformed:
+        return False
+    return True
 
 
 def types_of(schema: Any) -> set[str]:
@@ -60,13 +172,47 @@ def value_of(text: str, schema: Any) -> Any:
     try:
         value = loads(stripped)
     except Malformed:
-        value = {"True": True, "False": False, "None": None}.get(stripped, text)
+        value = _of_python(stripped, text)
     kind = _kind(value)
     if not types or kind in types or (kind == "integer" and "number" in types):
         return value if kind != "string" else _without_newlines(text, value)
     if "integer" in types and isinstance(value, float) and value.is_integer():
         return int(value)
     return _without_newlines(text, text)
+
+
+def _of_python(text: str, default: str) -> Any:
+    """A list, a dict or a constant as Python writes it."""
+    if text not in ("True", "False", "None") and text[:1] not in ("{", "["):
+        return default
+    try:
+        return python_value(ast.parse(text, mode="eval").body)
+    except (Malformed, SyntaxError, ValueError, RecursionError, MemoryError):
+        return default
+
+
+JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def python_value(node: ast.expr) -> Any:
+    """A literal of Python that JSON has too; names of JSON's constants count as such."""
+    match node:
+        case ast.Name(id=name) if name in JSON_NAMES:
+            return JSON_NAMES[name]
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [python_value(element) for element in elements]
+        case ast.Dict(keys=keys, values=values):
+            if any(not isinstance(key, ast.Constant) for key in keys):
+                raise Malformed
+            names = [key.value for key in keys if isinstance(key, ast.Constant)]
+            return {str(k): python_value(v) for k, v in zip(names, values, strict=True)}
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError):
+        raise Malformed from None
+    if not isinstance(value, str | int | float | bool | None) or value in (inf, -inf):
+        raise Malformed
+    return value
 
 
 def _without_newlines(text: str, value: Any) -> str:

@@ -1,0 +1,203 @@
+"""Slips of models: a call that means one thing is read, and no slip hides what follows it."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.chat_text import check_cuts, cut, parse
+from tests.support.chat_writers import WRITERS
+from vllm_metal_lite.chat_formats.detect import FORMATS
+
+QWEN, GLM, GLM_BREAKS = ("qwen3_coder", "seed_oss"), ("glm47",), ("glm45",)
+INVOKE, DSML = ("minimax_m2",), ("deepseek_v32", "deepseek_v4")
+GEMMA, PYTHON = ("gemma4", "function_gemma"), ("lfm2", "olmo3")
+ONE_JSON = ("hermes", "longcat")
+JSON = (*ONE_JSON, "tool_calls_json", "nemotron_json", "granite", "mistral_list", "cohere")
+LLAMA = ("llama3_json",)
+BEHIND_NAME = ("kimi_k2", "deepseek_v3", "deepseek_v31", "hunyuan", "mistral", "harmony")
+QUOTE = {"gemma4": '<|"|>', "function_gemma": "<escape>"}
+
+READ = ("read", {"path": "a.txt", "limit": 3})
+NOW = ("now", {})
+PATH = {"path": "a.txt"}
+
+
+def run(**values):
+    return ("run", {"cmd": "ls", **values})
+
+
+# What the model meant, a part of the text that the format's writer makes of it, the model's slip;
+# the arguments that are read, None for a call that went wrong.
+SLIPS = {
+    # Tags
+    "no end of a value": [
+        (QWEN, READ, "\n</parameter>\n<parameter=limit>", "\n<parameter=limit>", READ[1]),
+        (QWEN, READ, "\n</parameter>\n<parameter=limit>", "<parameter=limit>", READ[1]),
+        (QWEN, READ, "3\n</parameter>", "3", READ[1]),
+        (QWEN, READ, "\n3\n</parameter>", "3", READ[1]),
+        (GLM, READ, "a.txt</arg_value>", "a.txt", READ[1]),
+        (GLM_BREAKS, READ, "a.txt</arg_value>", "a.txt", READ[1]),
+        ((*GLM, *GLM_BREAKS), READ, "3</arg_value>", "3", READ[1]),
+        (INVOKE, READ, "a.txt</parameter>", "a.txt", READ[1]),
+        (INVOKE, READ, "3</parameter>", "3", READ[1]),
+        (DSML, READ, "a.txt</｜DSML｜parameter>", "a.txt", READ[1]),
+        (("kimi_k3",), READ, "a.txt<|close|>argument<|sep|>", "a.txt", READ[1]),
+        (("minicpm5",), READ, "a.txt</param>", "a.txt", READ[1]),
+        (("minimax_m3",), READ, "a.txt]<]minimax[>[</path>", "a.txt", READ[1]),
+    ],
+    "no end of the last value": [
+        (QWEN, ("read", PATH), "\n</parameter>\n</function>", "\n</function>", PATH),
+        (INVOKE, ("read", PATH), "</parameter>", "", PATH),
+        (DSML, ("read", PATH), "</｜DSML｜parameter>", "", PATH),
+        (("kimi_k3",), ("read", PATH), "<|close|>argument<|sep|>", "", PATH),
+    ],
+    "an end twice": [
+        (QWEN, READ, "a.txt\n</parameter>", "a.txt\n</parameter>\n</parameter>", READ[1]),
+        (QWEN, READ, "3\n</parameter>", "3\n</parameter>\n</parameter>", READ[1]),
+        (GLM, READ, "a.txt</arg_value>", "a.txt</arg_value></arg_value>", READ[1]),
+        (INVOKE, READ, "a.txt</parameter>", "a.txt</parameter></parameter>", READ[1]),
+        (("minicpm5",), READ, "a.txt</param>", "a.txt</param></param>", READ[1]),
+    ],
+    "the end of a value within it": [
+        (names, ("read", PATH), "a.txt", text, {"path": text})
+        for names, text in [
+            (QWEN, "a</parameter> b"), (QWEN, "a\n</parameter>\nb"),
+            (QWEN, "<parameter=x>\n5\n</parameter>"), (QWEN, "a <parameter=b"),
+            (QWEN, "a</function>b"), (QWEN, "<parameter=path>"),
+            (GLM, "a</arg_value> b"), (GLM, "a<arg_key>b</arg_key>c"),
+            (INVOKE, "a</parameter> b"), (INVOKE, '<parameter name="x">5</parameter>'),
+            (DSML, "a</｜DSML｜parameter> b"), (("kimi_k3",), "a<|close|>argument<|sep|> b"),
+            (("minicpm5",), "a</param> b"), (("minimax_m3",), "a]<]minimax[>[</path> b"),
+        ]
+    ] + [
+        (("minicpm5",), ("read", {"path": "a\nb"}), "a\nb", "a ]]> b", {"path": "a ]]> b"}),
+        (QWEN, run(env={"A": "b"}), '"b"', '"</parameter> b"', run(env={"A": "</parameter> b"})[1]),
+    ],
+    "no end of the call": [
+        (QWEN, READ, "\n</function>", "", READ[1]),
+        (INVOKE, READ, "</invoke>\n", "", READ[1]),
+    ],
+    "no tag of a value": [
+        (GLM, READ, "<arg_value>3", "3", READ[1]),
+        (GLM, READ, "<arg_value>a", "a", READ[1]),
+        (GLM_BREAKS, READ, "<arg_value>3", "3", READ[1]),
+        (GLM, READ, "limit</arg_key>", "limit", READ[1]),
+    ],
+    "no name": [
+        (QWEN, READ, "<parameter=limit>", "<parameter=>", None),
+        (QWEN, READ, "<parameter=limit>", "<parameter=", None),
+        (QWEN, READ, "<parameter=path>", "<parameter=", None),
+        (GLM, READ, "<arg_key>limit</arg_key>", "<arg_key></arg_key>", None),
+        (GLM, READ, "<arg_key>limit</arg_key>", "<arg_key>", None),
+        (INVOKE, READ, '<parameter name="limit">', "<parameter>", None),
+        (INVOKE, READ, '<parameter name="limit">', "<parameter", None),
+        (DSML, READ, ' name="limit" string="false">', "", None),
+        (("kimi_k3",), READ, 'key="limit" ', "", None),
+        (("minicpm5",), READ, '<param name="limit">', "<param name=>", None),
+        (("minimax_m3",), READ, "<limit>", "<>", None),
+        (GEMMA, READ, "limit:", ":", None),
+    ],
+    # Typed values
+    "numbers that JSON has not": [
+        (names, run(scale=0.5), "0.5", number, run(scale=number)[1])
+        for names in (QWEN, GLM, INVOKE, DSML, ("kimi_k3", "minicpm5", "minimax_m3"), GEMMA)
+        for number in ("NaN", "Infinity", "-Infinity", "inf", "1e999")
+    ] + [
+        (QWEN, run(env={"A": 1}), "1}", "NaN}", run(env='{"A": NaN}')[1]),
+        (PYTHON, run(scale=0.5), "0.5", "nan", run(scale="nan")[1]),
+        (PYTHON, run(scale=0.5), "0.5", "1e999", None),
+        ((*JSON, *LLAMA, *BEHIND_NAME), run(scale=0.5), "0.5", "NaN", None),
+    ],
+    "Python's constants": [
+        (names, run(dry=True), "true<", "True<", run(dry=True)[1])
+        for names in (GLM, INVOKE, DSML, ("kimi_k3", "minicpm5"))
+    ] + [
+        ((*QWEN, *GEMMA, "minimax_m3"), run(dry=True), "true", "True", run(dry=True)[1]),
+        (QWEN, run(env={"A": True}), '{"A": true}', "{'A': True}", run(env={"A": True})[1]),
+        (DSML, run(args=["x"]), '["x"]', "['x']", run(args=["x"])[1]),
+        (GEMMA, run(args=[True]), "[true]", "[True]", run(args=[True])[1]),
+        (PYTHON, run(mode="fast"), "fast", "fast", run(mode="fast")[1]),
+    ],
+    # Quotes
+    "other quotes": [
+        ((name,), READ, f"path:{q}a.txt{q}", f"path:{text}", {"path": value, "limit": 3})
+        for name, q in QUOTE.items()
+        for text, value in [
+            ('"ab, c"', "ab, c"), ("'ab, c'", "ab, c"), ('"a\\n{b}"', "a\n{b}"), ("hello", "hello"),
+            ('" a"', " a"), ("12", "12"),
+        ]
+    ] + [
+        ((name,), READ, "path:", key, READ[1]) for name in GEMMA for key in ('"path":', "'path':",
+         f"{QUOTE[name]}path{QUOTE[name]}:", ' "path" : ')
+    ] + [
+        (GEMMA, run(args=["x"]), None, '["x, y", z]', run(args=["x, y", "z"])[1]),
+        (GEMMA, run(env={"A": 1}), "{A:1}", '{"A":1}', run(env={"A": 1})[1]),
+    ] + [
+        ((name,), READ, f"{q}a.txt{q}", "hello, world", None) for name, q in QUOTE.items()
+    ],
+    # JSON
+    "empty arguments": [
+        (ONE_JSON, NOW, '"arguments": {}', f'"arguments": {text}', {})
+        for text in ("null", "[]", '""', '"null"', '"{}"', "")
+    ] + [
+        ((*JSON[2:-1], *LLAMA, "cohere"), NOW, ": {}", f": {text}", {}) for text in ("null", "[]")
+    ] + [(BEHIND_NAME, NOW, "{}", text, {}) for text in ("null", "[]", "")
+    ] + [(("kimi_k2",), NOW, "<|tool_call_argument_begin|>{}", "", {})],
+    "arguments that are no object": [
+        (ONE_JSON, READ, json.dumps(READ[1]), text, None) for text in ("5", "[1]", "true", '"x"')
+    ],
+    "a line break in a string": [
+        ((*JSON, *LLAMA, *BEHIND_NAME), ("read", PATH), "a.txt", "a\r\n\tb", {"path": "a\r\n\tb"}),
+        (ONE_JSON, ("read", PATH), "a.txt", "a \\\nb", {"path": "a \\\nb"}),
+        (ONE_JSON, ("read", PATH), json.dumps(PATH), '"{\\"path\\": \\"b\\n\\"}"', {"path": "b\n"}),
+    ],
+    "brackets": [
+        (ONE_JSON, READ, "}}", "}}}", READ[1]),
+        (ONE_JSON, READ, "}}", "}", READ[1]),
+        (JSON[2:], READ, "3}}", "3}}}", READ[1]),
+        (JSON[2:], READ, "3}}", "3}", READ[1]),
+        (LLAMA, READ, "}}", "}}}", READ[1]),
+    ],
+    "Python's syntax": [
+        (PYTHON, READ, "limit=3", "limit=x()", None),
+        (PYTHON, READ, "limit=3", "limit=1+2j", None),
+    ],
+}  # fmt: skip
+CASES = [
+    pytest.param(name, *case, id=f"{slip} {number}-{name}")
+    for slip, cases in SLIPS.items()
+    for number, (names, *case) in enumerate(cases)
+    for name in names
+]
+
+
+def slipped(name, call, part, slip):
+    text = WRITERS[name]([call])
+    if part is None:
+        part = {"gemma4": '[<|"|>x<|"|>]', "function_gemma": "[<escape>x<escape>]"}[name]
+    assert part in text, text
+    return text.replace(part, slip, 1)
+
+
+@pytest.mark.parametrize(("name", "call", "part", "slip", "meant"), CASES)
+@settings(max_examples=10)
+@given(cuts=st.lists(st.integers(0, 400)))
+def test_a_slip(name, call, part, slip, meant, cuts):
+    form, text = FORMATS[name], slipped(name, call, part, slip)
+    between = "<|start|>assistant" if name == "harmony" else "\nThen.\n"
+    answer = f"{text}{between}{WRITERS[name]([NOW])}"
+    said = parse(form, cut(answer, cuts))
+    assert said.text == ("" if name == "harmony" else "Then.")
+    bad, good = said.calls
+    assert (good.name, good.arguments, good.is_whole) == (*NOW, True)
+    assert (bad.name, bad.is_whole) == (call[0], meant is not None)
+    if meant is not None:
+        assert json.loads(bad.text, parse_constant=pytest.fail) == meant
+
+
+@pytest.mark.parametrize(("name", "call", "part", "slip", "meant"), CASES)
+def test_a_slip_that_is_cut_short(name, call, part, slip, meant):
+    if meant is not None:
+        check_cuts(FORMATS[name], slipped(name, call, part, slip))
