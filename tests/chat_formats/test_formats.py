@@ -1,12 +1,10 @@
 """Every format: calls, thoughts and text, under every split and every cut."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.chat_text import TOOLS, check_cuts, check_splits, parse
+from tests.support.chat_text import TOOLS, check_cuts, check_splits, cut, parse
 from tests.support.chat_writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
@@ -20,14 +18,6 @@ CALLS = [
     ("run", {"cmd": "a\n\nb\n", "args": [], "dry": True, "scale": 0.5, "mode": "fast"}),
     ("now", {}),
 ]
-
-
-@ALL
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[0]}-{len(call[1])}")
-def test_a_call_under_every_split(name, call):
-    said = check_splits(FORMATS[name], WRITERS[name]([call]))
-    assert said.called == [call]
-    assert said.text == said.reasoning == ""
 
 
 @ALL
@@ -160,6 +150,7 @@ def test_values_follow_their_schema():
     assert value("other", "5") == "5"
 
 
+CUTS = st.lists(st.integers(0, 200))
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
     lambda inner: (
@@ -171,20 +162,37 @@ json_values = st.recursive(
 
 @ALL
 @given(
-    cmd=st.text(max_size=20), env=st.dictionaries(st.text(max_size=4), json_values, max_size=3),
-    cuts=st.lists(st.integers(0, 200)), before=st.sampled_from(["", "Hm.\n", "<think>a</think>\n"]),
+    call=st.sampled_from(CALLS) | st.builds(
+        lambda cmd, env: ("run", {"cmd": cmd, "env": env}),
+        st.text(max_size=20), st.dictionaries(st.text(max_size=4), json_values, max_size=3),
+    ),
+    cuts=CUTS, before=st.sampled_from(["", "Hm.\n", "<think>a</think>\n"]),
 )  # fmt: skip
-def test_random_arguments_and_splits(name, cmd, env, cuts, before):
-    if name in RAW_STRINGS:  # without escapes
-        cmd = cmd.replace(RAW_STRINGS[name], "").replace("\r", "")
-    # Gemma's names have no marks around them, M3 does not say which of two empty things it writes.
-    if "gemma" in name or name == "minimax_m3":
-        env = {}
-    call = ("run", {"cmd": cmd, "env": env})
-    text = before + WRITERS[name]([call])
-    at = sorted({0, len(text), *(c for c in cuts if c < len(text))})
-    said = parse(FORMATS[name], [text[a:b] for a, b in itertools.pairwise(at)])
+def test_random_arguments_and_splits(name, call, cuts, before):
+    if call not in CALLS:
+        # Gemma's names have no marks around them, M3 does not say which of two empty things it
+        # writes.
+        env = {} if "gemma" in name or name == "minimax_m3" else call[1]["env"]
+        cmd = call[1]["cmd"]
+        if name in RAW_STRINGS:  # without escapes
+            cmd = cmd.replace(RAW_STRINGS[name], "").replace("\r", "")
+        call = ("run", {"cmd": cmd, "env": env})
+    said = parse(FORMATS[name], cut(before + WRITERS[name]([call]), cuts))
     assert said.called == [call]
+
+
+@ALL
+@given(
+    call=st.sampled_from(CALLS), start=st.integers(0, 150), length=st.integers(0, 30),
+    twice=st.booleans(), cuts=CUTS,
+)  # fmt: skip
+def test_pieces_do_not_matter_where_a_model_slips(name, call, start, length, twice, cuts):
+    text = f"Hm. {WRITERS[name]([call])} So. {WRITERS[name](CALLS[3:])}"
+    end = start + length
+    text = text[: end if twice else start] + text[start if twice else end :]
+    whole = parse(FORMATS[name], text)
+    assert parse(FORMATS[name], cut(text, cuts)) == whole
+    assert parse(FORMATS[name], list(text)) == whole
 
 
 @ALL
