@@ -99,6 +99,13 @@ SLIPS = {
         (("minimax_m3",), READ, "<limit>", "<>", None),
         (GEMMA, READ, "limit:", ":", None),
     ],
+    "an end that is none": [
+        (QWEN, READ, "a.txt\n</parameter>", "a.txt\n</parameter> x", None),
+        (GLM, READ, "a.txt</arg_value>", 'a.txt</arg_value>"', None),
+        (("kimi_k3",), READ, 'type="string"<|sep|>', 'type="string"', None),
+        (("gemma4",), READ, '<|"|>a.txt', "a.txt", None),
+        (GLM, READ, "<arg_key>limit", "<arg_key><arg_key>limit", None),
+    ],
     # Typed values
     "numbers that JSON has not": [
         (names, run(scale=0.5), "0.5", number, run(scale=number)[1])

@@ -25,9 +25,12 @@ class _Values:
             return (yield from self._object(reader))
         if first == "[":
             return (yield from self._list(reader))
-        text: list[str] = []
-        yield from reader.before([",", "}", "]"], text.append)
-        return value_of("".join(text).strip(), schema)
+        parts: list[str] = []
+        yield from reader.before([",", "}", "]"], parts.append)
+        text = "".join(parts).strip()
+        if self.quote in text or '"' in text:
+            raise Malformed
+        return value_of(text, schema)
 
     def key(self, reader: Reader) -> Reading[str]:
         yield from reader.skip_space()

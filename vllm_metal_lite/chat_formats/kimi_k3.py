@@ -64,6 +64,8 @@ def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
 def _attributes(reader: Reader) -> Reading[dict[str, str]]:
     text = yield from reader.until(_SEPARATOR)
     found = _ATTRIBUTE.findall(text)
+    if _ATTRIBUTE.sub("", text).strip():
+        raise Malformed  # the end of the tag is forgotten
     return {k: v.replace("&quot;", '"').replace("&amp;", "&") for k, v in found}
 
 

@@ -109,7 +109,7 @@ class Reader:
         Raises Malformed if there is none: a marker that is forgotten must not hide what follows.
         """
         parts: list[str] = []
-        yield from self.before([*(e for e in ends if e[:2] != "</"), "</"], parts.append)
+        yield from self.before(["<", *(end for end in ends if end[0] != "<")], parts.append)
         end = yield from self.follows(ends)
         name = "".join(parts).strip()
         if end is None or not name or "\n" in name:

@@ -52,13 +52,12 @@ def read_typed(
     """The argument `name`, up to its end, which is read.  Strings are passed on as they come.
 
     newlines: one line break at either side belongs to the format.  schema: by default the tool's.
-    Raises CutShort.
+    Raises Malformed, CutShort.
     """
     arguments.key(name)
     schema = tool.properties.get(name) if schema is _OF_TOOL else schema
-    coming = [tags.opened.format(n) for n in tool.properties if n not in arguments.names]
-    if not tags.opened:
-        coming = []
+    others = [n for n in tool.properties if tags.opened and n not in arguments.names]
+    coming = [tags.opened.format(other) for other in others]
     if types_of(schema) != {"string"}:
         text, _ = yield from _value(reader, tags, coming, lambda text: None, is_json=True)
         arguments.value(value_of(text, schema))
@@ -119,7 +118,10 @@ def _value(
                 or (tags.outer and (yield from reader.follows(tags.outer, len(found))))
             )
         ):
-            return "".join(parts), False
+            text = "".join(parts)
+            if any(end in text for end in (tags.end, tags.close, *tags.outer) if end):
+                raise Malformed  # the value ended before
+            return text, False
         keep(reader.take(len(found or " ")))  # it is text
 
 
