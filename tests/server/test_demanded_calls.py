@@ -1,6 +1,7 @@
 """Calls that a request demands, written by a model that knows nothing of tools."""
 
 import json
+from functools import partial
 
 import anthropic
 import openai
@@ -89,3 +90,41 @@ def test_without_tools_to_call_no_call_begins(client):
     ask = {**ASK, "tools": [RUN], "tool_choice": "none", "max_tokens": 20}
     [choice] = client.chat.completions.create(**ask).choices
     assert choice.message.tool_calls is None
+
+
+SCHEMAS = {
+    "an integer beyond floats": ({"const": 2**53 + 1}, ".const: 9007199254740993 cannot be kept"),
+    "a keyword that is lacking": ({"type": "array", "uniqueItems": True}, ": Unimplemented keys"),
+    "parts that overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ": oneOf needs"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("ask", [{"tool_choice": "required"}, {"strict": True}], ids=str)
+def test_a_schema_that_cannot_be_followed_is_named(client, monkeypatch, name, ask):
+    monkeypatch.setattr(EngineClient, "chat_format", FORMATS["hermes"])
+    schema, words = SCHEMAS[name]
+    parameters = {"type": "object", "properties": {"code": schema}, "required": ["code"]}
+    function = {"name": "look", "parameters": parameters, "strict": "strict" in ask}
+    choice = {k: v for k, v in ask.items() if k != "strict"}
+    tools = [RUN, {"type": "function", "function": function}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**ASK, tools=tools, **choice, max_tokens=5)
+    assert f"tools: 'look'.properties.code{words}" in refused.value.message
+    assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_numbers_of_arguments_are_exact_or_refused(client, monkeypatch, name):
+    """Formats that do not write values as JSON have no limit."""
+    monkeypatch.setattr(EngineClient, "chat_format", FORMATS[name])
+    parameters = {"type": "object", "properties": {"id": {"enum": [2**53 + 1]}}, "required": ["id"]}
+    tool = {"type": "function", "function": {"name": "run", "parameters": parameters}}
+    ask = {**ASK, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    create = partial(client.chat.completions.create, **ask, seed=1, max_tokens=400)
+    if name in ("qwen3_coder", "glm45"):
+        [call] = create().choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"id": 2**53 + 1}
+        return
+    with pytest.raises(openai.BadRequestError, match=r"'run'.*9007199254740993 cannot be kept"):
+        create()

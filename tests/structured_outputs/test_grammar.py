@@ -3,6 +3,8 @@
 import json
 import pickle
 import re
+from contextlib import suppress
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -119,6 +121,7 @@ def test_forced_tokens_are_the_text_that_must_come(tokenizer):
         ({"json": {"$defs": {"a": {"type": "x"}}, "$ref": "#/$defs/a"}}, r"json.\$defs.a: .*x"),
         ({"json": {"uniqueItems": True, "x-guidance": {"lenient": True}}}, "uniqueItems"),
         ({"grammar": "start: <nowhere>"}, "grammar.*nowhere"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "or use anyOf$"),
         ({}, "must have one"),
         ({"regex": "a", "choice": ["b"]}, "regex and choice"),
         ({"choice": []}, "must have one|choice"),
@@ -128,6 +131,71 @@ def test_forced_tokens_are_the_text_that_must_come(tokenizer):
 def test_bad_forms_are_refused_with_a_reason(tokenizer, form, words):
     with pytest.raises(SamplingError, match=words):
         constraint(tokenizer, **form)
+
+
+LIMITS = "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"
+NUMBERS = st.one_of(
+    st.integers(-(2**70), 2**70),
+    st.integers(2**53 - 3, 2**53 + 3),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.decimals(-9, 9, places=2).map(float),
+)
+
+
+@given(number=NUMBERS, within=st.booleans())
+def test_a_number_is_written_exactly_or_refused(tokenizer, number, within):
+    """llguidance carries numbers as floats, and reads long ones wrongly."""
+    form = {"json": {"const": [number] if within else number}}
+    text = None
+    with suppress(SamplingError):
+        text = draw(tokenizer, 0, **form)
+    if text is None:
+        assert abs(number) >= 2**53 or len(repr(number)) > 15 or abs(number) < 1e-9
+        return
+    written = json.loads(text, parse_float=Fraction, parse_int=Fraction)
+    assert written == ([Fraction(repr(number))] if within else Fraction(repr(number)))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *({"json": {"items": {"type": "integer", limit: 2**53 + 1}}} for limit in LIMITS),
+        {"json": {"items": {"enum": ["a", -(2**53) - 1]}}},
+        {"json": '{"items": {"const": 1e400}}'},
+        {"json": '{"items": {"const": 1e-99999999999999999999}}'},
+        {"json": '{"items": {"const": 0.1000000000000000055511151231257827}}'},
+        {"grammar": 'start: "a" %json {"items": {"const": 9007199254740993}}'},
+    ],
+    ids=str,
+)
+def test_numbers_that_would_change_are_refused_with_their_place(form):
+    with pytest.raises(SamplingError, match=r"\.items\.\w+(\.1)?: [-\d.e]+ cannot be kept exactly"):
+        check(StructuredOutputsParams(**form))
+
+
+def test_numbers_are_the_same_in_other_spellings(tokenizer):
+    assert draw(tokenizer, 0, json='{"const": 4201013591627474.0}') == "4201013591627474"
+    lark = 'start: %json {"const": 4201013591627474.0} "x" %json {"const": 0.10}'
+    assert draw(tokenizer, 0, grammar=lark) == "4201013591627474x0.1"
+    check(StructuredOutputsParams(json={"type": "string", "minLength": 2.0}))
+
+
+@pytest.mark.parametrize("name", ["phone", "binary", "password", "int64", "regex"])
+def test_formats_that_llguidance_does_not_know_are_annotations(tokenizer, name):
+    plain = {"type": "string", "maxLength": 4}
+    for schema in {**plain, "format": name}, {"anyOf": [{**plain, "format": name}]}:
+        assert draw(tokenizer, 3, json=schema) == draw(tokenizer, 3, json=plain)
+        check(StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}"))
+    named = {"properties": {"format": {"const": "x"}}, "required": ["format"]}
+    assert "format" in draw(tokenizer, 3, json={"type": "object", **named})
+    data = {"const": {"format": name}}
+    assert json.loads(draw(tokenizer, 3, json=data)) == data["const"]
+
+
+def test_objects_are_closed_and_data_is_not(tokenizer):
+    schema = {"enum": [{"properties": {}}]}
+    text = draw(tokenizer, 0, json=schema, disable_additional_properties=True)
+    assert json.loads(text) == {"properties": {}}
 
 
 def test_dicts_are_taken_too():

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from vllm_metal_lite.structured_outputs.json_schema import rebuilt
+
 # Where `standalone` keeps the whole schema.
 _WHOLE = "arguments"
-# Keywords whose values are data, not schemas.
-_DATA = frozenset(("enum", "const", "default", "examples"))
-# Keywords whose values hold schemas by name.
-_BY_NAME = frozenset(("properties", "$defs", "definitions", "patternProperties"))
 _MOST_RESOLVED = 1000
 
 
@@ -76,18 +74,14 @@ def standalone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, 
     return {**moved, "$defs": {_WHOLE: _moved(root)}}
 
 
-def _moved(schema: Any, by_name: bool = False) -> Any:
-    """The schema with references to where `standalone` puts the whole.
+def _moved(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with references to where `standalone` puts the whole."""
 
-    by_name: the schema is a mapping of names to schemas, in which no key is a keyword."""
-    if isinstance(schema, list):
-        return [_moved(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    if by_name:
-        return {name: _moved(part) for name, part in schema.items()}
-    found = {k: v if k in _DATA else _moved(v, k in _BY_NAME) for k, v in schema.items()}
-    path = found.get("$ref")
-    if isinstance(path, str) and path.startswith("#"):
-        found["$ref"] = f"#/$defs/{_WHOLE}{path[1:]}"
-    return found
+    def move(part: dict[str, Any], place: str) -> dict[str, Any]:
+        path = part.get("$ref")
+        if isinstance(path, str) and path.startswith("#"):
+            part["$ref"] = f"#/$defs/{_WHOLE}{path[1:]}"
+        return part
+
+    moved: dict[str, Any] = rebuilt(schema, move)
+    return moved

@@ -1,12 +1,15 @@
 """The form that a request gives its answer, under each API's name."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from vllm_metal_lite.chat_formats.grammars import schema_of
+from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.errors import SamplingError, show
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.tools import bad
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
@@ -47,6 +50,20 @@ async def with_form(params: SamplingParams, form: Any, where: str) -> SamplingPa
     if own is not None:
         await check_form(own, f"structured_outputs.{own.kind}")
     return params
+
+
+async def check_calls(form: StructuredOutputsParams, tools: Sequence[Tool]) -> None:
+    """`check_form` of a grammar of calls; errors name the tool, and the place in its schema."""
+    try:
+        await check_form(form, "tools")
+    except ApiError:
+        for tool in tools:
+            schema = StructuredOutputsParams(json=schema_of(tool))
+            try:
+                await check_form(schema, f"tools: {show(tool.name)}")
+            except ApiError as e:
+                raise bad(e.message, "tools") from None
+        raise
 
 
 async def check_form(structured: StructuredOutputsParams, field: str) -> None:

@@ -12,7 +12,7 @@ from vllm_metal_lite.server.answer_form import answer_form
 from vllm_metal_lite.server.params import SamplingFields
 from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
 from vllm_metal_lite.server.server import Server
-from vllm_metal_lite.server.structured import check_form
+from vllm_metal_lite.server.structured import check_calls
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation
 from vllm_metal_lite.structured_params import ThinkingParams
@@ -62,7 +62,7 @@ async def prepare(
     marks = engine.grammar_tokens
     form = answer_form(chat_format, marks, tools, choice, params.structured_outputs)
     if form is not None and form is not params.structured_outputs:
-        await check_form(form, "tools")
+        await check_calls(form, tools)
     prompt = await render(engine, conversation)
     is_over = False
     if conversation.add_generation_prompt:

@@ -19,7 +19,7 @@ from vllm_metal_lite.structured_outputs.grammar_text import (
     grammar_text,
     schema_text,
 )
-from vllm_metal_lite.structured_outputs.locate import locate
+from vllm_metal_lite.structured_outputs.json_schema import locate
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 T = TypeVar("T")
@@ -111,7 +111,10 @@ def _begun(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 def _words(error: str) -> str:
     if error.startswith("NoExtension"):
         return "no text fits"
-    return one_line(ValueError(error.removesuffix("<non-verbose/>")))
+    error = error.removesuffix("<non-verbose/>")
+    if error.startswith("oneOf constraints"):  # llguidance names an option of its own
+        error = "oneOf needs parts that exclude each other by a type or a constant; or use anyOf"
+    return one_line(ValueError(error))
 
 
 def _on_deep_stack(work: Callable[[], T]) -> T:

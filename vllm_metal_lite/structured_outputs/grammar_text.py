@@ -1,6 +1,7 @@
 """What a request gives as its answer's form, in llguidance's own words."""
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -8,6 +9,7 @@ from llguidance import LLMatcher, grammar_from
 from llguidance.gbnf_to_lark import is_lark_syntax
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
+from vllm_metal_lite.structured_outputs.json_schema import Literal, SchemaError, closed, prepared
 from vllm_metal_lite.structured_params import WHITESPACE, StructuredOutputsParams
 
 # Compiling takes more than linear time in these: below, a hostile grammar takes a second or two.
@@ -34,17 +36,21 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     _limit(kind, size, MAX_CHARACTERS, "characters")
     try:
         if kind in ("json", "json_object"):
-            schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
+            schema = {"type": "object"}
+            if params.json is not None:
+                schema = json.loads(str(params.json), parse_float=Literal)
             return schema_text(schema, params)
         if kind == "regex":
             return grammar_from("regex", given)
         if kind == "choice":
             return LLMatcher.grammar_from_lark(_choice(given))
-        most = MAX_LINES if is_lark_syntax(given) else MAX_GBNF_LINES
-        _limit(kind, given.count("\n") + 1, most, "lines")
-        return grammar_from("grammar", given)
+        is_lark = is_lark_syntax(given)
+        _limit(kind, given.count("\n") + 1, MAX_LINES if is_lark else MAX_GBNF_LINES, "lines")
+        return grammar_from("grammar", _embedded(given) if is_lark else given)
     except GrammarError:
         raise
+    except SchemaError as e:
+        raise GrammarError(kind, e.place, one_line(e)) from None
     except (ValueError, RecursionError) as e:
         raise GrammarError(kind, "", one_line(e)) from None
 
@@ -59,8 +65,8 @@ def schema_text(schema: Any, params: StructuredOutputsParams) -> str:
         options = {"lenient": False, "whitespace_flexible": False}
         options |= {"item_separator": ",", "key_separator": ":"}
     if params.disable_additional_properties:
-        schema = _closed(schema)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        schema = closed(schema)
+    return LLMatcher.grammar_from_json_schema(json.dumps(prepared(schema)), overrides=options)
 
 
 def _choice(texts: Collection[str]) -> str:
@@ -68,16 +74,19 @@ def _choice(texts: Collection[str]) -> str:
     return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
 
 
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have no properties but those that are named."""
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _closed(value) for key, value in schema.items()}
-    if "properties" in closed and isinstance(schema["properties"], dict):
-        closed.setdefault("additionalProperties", False)
-    return closed
+def _embedded(lark: str) -> str:
+    """The grammar with its JSON schemas (`%json {...}`) prepared.  Raises SchemaError."""
+    decoder, pieces, end = json.JSONDecoder(parse_float=Literal), [], 0
+    for found in re.finditer(r"%json\s*(?=\{)", lark):
+        if found.start() < end:
+            continue
+        try:
+            schema, behind = decoder.raw_decode(lark, found.end())
+        except ValueError:  # llguidance says why
+            continue
+        pieces += [lark[end : found.end()], json.dumps(prepared(schema))]
+        end = behind
+    return "".join([*pieces, lark[end:]])
 
 
 def _limit(kind: str, size: int, most: int, unit: str) -> None:

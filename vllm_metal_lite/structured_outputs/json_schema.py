@@ -1,0 +1,159 @@
+"""JSON schemas: their parts, and what llguidance must not see of them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
+from math import isfinite
+from typing import Any
+
+from vllm_metal_lite.errors import shorten, show
+
+# Keywords whose values are schemas: by name, in a list, or one.
+_BY_NAME = ("$defs", "definitions", "properties", "patternProperties")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_ONE = ("items", "additionalProperties")
+# Keywords whose numbers llguidance reads.
+_SIZES = ("Length", "Items", "Properties")
+_NUMBERS = frozenset(("const", "enum", "minimum", "maximum", "multipleOf"))
+_NUMBERS |= {f"exclusive{limit}" for limit in ("Minimum", "Maximum")}
+_NUMBERS |= {f"{limit}{size}" for limit in ("min", "max") for size in _SIZES}
+# The formats that llguidance follows.  By the standard all others say nothing about the text.
+_FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+)
+# llguidance carries numbers as floats, and reads longer ones wrongly.
+_MOST_INTEGER, _MOST_DIGITS, _MOST_EXPONENT = 2**53 - 1, 15, 22
+_MOST_TRIED = 500
+
+
+class SchemaError(ValueError):
+    """A schema that answers cannot be held to.  place: within the schema, as ".properties.age"."""
+
+    def __init__(self, place: str, why: str) -> None:
+        super().__init__(why)
+        self.place = place
+
+
+class Literal(float):
+    """A number as a JSON text writes it: for `json.loads(parse_float=...)`."""
+
+    def __new__(cls, text: str) -> "Literal":
+        literal = super().__new__(cls, text)
+        literal.text = text
+        return literal
+
+    text: str
+
+
+def parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas right within a schema, with their places."""
+    for key in _BY_NAME:
+        if isinstance(named := schema.get(key), dict):
+            yield from ((f".{key}.{name}", part) for name, part in _dicts(named.items()))
+    for key in _LISTS:
+        if isinstance(listed := schema.get(key), list):
+            yield from ((f".{key}.{i}", part) for i, part in _dicts(enumerate(listed)))
+    yield from ((f".{key}", part) for key, part in _dicts((key, schema.get(key)) for key in _ONE))
+
+
+def _dicts(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    return ((name, part) for name, part in pairs if isinstance(part, dict))
+
+
+Change = Callable[[dict[str, Any], str], dict[str, Any]]
+
+
+def rebuilt(schema: Any, change: Change, place: str = "") -> Any:
+    """The schema with each of its parts, and then itself, replaced by change(part, place)."""
+    if not isinstance(schema, dict):
+        return schema
+    new = dict(schema)
+    for key in _BY_NAME:
+        if isinstance(named := schema.get(key), dict):
+            new[key] = {k: rebuilt(v, change, f"{place}.{key}.{k}") for k, v in named.items()}
+    for key in _LISTS:
+        if isinstance(listed := schema.get(key), list):
+            new[key] = [rebuilt(v, change, f"{place}.{key}.{i}") for i, v in enumerate(listed)]
+    for key in _ONE:
+        if isinstance(part := schema.get(key), dict):
+            new[key] = rebuilt(part, change, f"{place}.{key}")
+    return change(new, place)
+
+
+def prepared(schema: Any) -> Any:
+    """The schema for llguidance: without formats that it does not know, and with numbers that it
+    carries as they are.  Raises SchemaError for others."""
+    return rebuilt(schema, _prepare)
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those that are named."""
+
+    def close(part: dict[str, Any], place: str) -> dict[str, Any]:
+        named = isinstance(part.get("properties"), dict)
+        return {"additionalProperties": False, **part} if named else part
+
+    return rebuilt(schema, close)
+
+
+def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
+    new = {k: _carried(v, f"{place}.{k}") if k in _NUMBERS else v for k, v in part.items()}
+    if isinstance(name := new.get("format"), str) and name not in _FORMATS:
+        del new["format"]
+    return new
+
+
+def _carried(value: Any, place: str) -> Any:
+    """Data whose numbers llguidance carries exactly."""
+    if isinstance(value, dict):
+        return {k: _carried(v, f"{place}.{k}") for k, v in value.items()}
+    if isinstance(value, list):
+        return [_carried(v, f"{place}.{i}") for i, v in enumerate(value)]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if isinstance(value, int) or value.is_integer():
+        if abs(value) <= _MOST_INTEGER and (whole := int(value)) == _decimal(value):
+            return whole
+    elif isfinite(value):
+        number = _decimal(value).as_tuple()
+        digits = "".join(map(str, number.digits)).rstrip("0")
+        exponent = int(number.exponent) + len(number.digits) - len(digits)
+        if len(digits) <= _MOST_DIGITS and exponent >= -_MOST_EXPONENT:
+            return float(value)
+    written = value.text if isinstance(value, Literal) else show(value)
+    raise SchemaError(
+        place,
+        f"{shorten(written)} cannot be kept exactly: numbers have at most {_MOST_DIGITS} digits "
+        f"and {_MOST_EXPONENT} decimal places, integers are at most {_MOST_INTEGER}",
+    )
+
+
+def _decimal(value: float) -> Decimal:
+    """The number that is written."""
+    try:
+        return Decimal(value.text if isinstance(value, Literal) else repr(value))
+    except ArithmeticError:  # an exponent beyond Decimal's
+        return Decimal("NaN")
+
+
+def locate(schema: Any, error_of: Callable[[Any], str | None]) -> str:
+    """The smallest part of a schema that has the same error as all of it, as ".properties.age":
+    llguidance says what is wrong, and not always where.
+
+    error_of: of a schema; None: it has none.  "": the error is that of the whole.
+    """
+    if not isinstance(schema, dict):
+        return ""
+    error, path, tries = error_of(schema), "", 0
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    part = schema
+    while True:
+        for place, child in parts(part):
+            tries += 1
+            if tries > _MOST_TRIED:
+                return path
+            alone = {**shared, **child} if "$ref" in str(child) else child
+            if error_of(alone) == error:
+                part, path = child, path + place
+                break
+        else:
+            return path
