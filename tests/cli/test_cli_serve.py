@@ -136,7 +136,7 @@ def test_the_command_with_everything(tmp_path):
         assert command.leave() == 130
     err = command.err.read_text()
     assert "demo is a tiny model" in err
-    assert "warning: requests have a field that is ignored: 'surprise'" in err
+    assert "warning: /v1/chat/completions: fields of requests are ignored: 'surprise'" in err
     assert "secret" not in err
     assert "Traceback" not in err
 

@@ -97,6 +97,17 @@ def test_many_prompts_come_back_in_order_with_their_own_parameters(llm, native):
     assert llm.generate([]) == []
 
 
+def test_a_role_that_the_template_does_not_name_is_refused(llm, monkeypatch):
+    """Most templates leave its messages out."""
+    messages = [{"role": "critic", "content": "no"}, {"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match="must be one of system, user, assistant, tool, got 'cr"):
+        llm.chat(messages)
+    template = "{% for m in messages if m.role in ['critic'] %}{{ m.content }}{% endfor %}"
+    for source in template, {"default": template}:
+        monkeypatch.setattr(llm.get_tokenizer()._tokenizer, "chat_template", source)
+        assert llm.chat(messages, greedy(1))[0].prompt_token_ids == encode("no")
+
+
 def test_chat_goes_through_the_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     (output,) = llm.chat(messages, greedy(2))

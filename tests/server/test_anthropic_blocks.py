@@ -98,13 +98,19 @@ def test_only_text_of_the_assistant_is_gone_on_with():
     "content",
     [
         5, [5], [{"type": "image"}], [{"type": "document"}], [{"type": "server_tool_use"}], [{}],
-        [{"type": "text"}], [result("t1", [{"type": "image"}])], {"type": "text"},
+        [{"type": "text"}], [result("t1", [{}])], {"type": "text"},
     ],
 )  # fmt: skip
 def test_bad_blocks_are_named(content):
     with pytest.raises(ApiError, match=r"^messages\.1\.content") as caught:
         messages(user("x"), user(content))
     assert caught.value.status == 400
+
+
+def test_an_image_in_a_result_is_named():
+    shown = [block("A picture:"), {"type": "image", "source": {}}]
+    [said] = messages(user([result("t1", shown)]))
+    assert said["content"] == "A picture:\n[image: left out, since the model takes text only]"
 
 
 def test_bad_blocks_of_the_assistant_are_named():

@@ -41,6 +41,28 @@ def test_calls_of_tools_and_their_results():
     ]
 
 
+def test_an_image_in_a_result_is_named():
+    parts = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "b"}]
+    for role in "tool", "function":
+        [said] = chat_messages([{"role": role, "tool_call_id": "1", "content": parts}])
+        assert said["content"] == "[image_url: left out, since the model takes text only]\nb"
+    with pytest.raises(ApiError, match="image_url"):
+        chat_messages([{"role": "user", "content": parts}])
+
+
+@pytest.mark.parametrize("name", ["partial", "prefix"])
+def test_a_begun_answer_goes_on(name):
+    said = {"role": "assistant", "content": "The"}
+    fields = ConversationFields()
+    named, _ = fields.conversation([USER, {**said, name: True}])
+    plain, _ = ConversationFields(continue_final_message=True).conversation([USER, said])
+    assert named.template == plain.template == {"continue_final_message": True}
+    assert not named.add_generation_prompt
+    assert not plain.add_generation_prompt
+    for messages in [USER, {**said, name: False}], [{**USER, name: True}], [{**said, name: "x"}]:
+        assert fields.conversation(messages)[0].add_generation_prompt
+
+
 def test_the_older_form_of_a_call():
     old = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
     call, result = chat_messages([old, {"role": "function", "name": "f", "content": "ok"}])

@@ -1,10 +1,14 @@
 """`/v1/models`, `/tokenize` and `/detokenize`."""
 
+from datetime import UTC, datetime, timedelta
+
+import anthropic
 import httpx
 import openai
 import pytest
 
 from tests.support.server_kit import serving
+from vllm_metal_lite import __version__
 from vllm_metal_lite.server.models import ModelSpec
 
 HI = [{"role": "user", "content": "hi"}]
@@ -32,10 +36,52 @@ def test_the_models_and_one_of_them(running):
         extra = model.model_extra
         assert extra["max_model_len"] == extra["context_length"] == 4096
         assert extra["root"] == "demo"
-        with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+        with pytest.raises(openai.NotFoundError, match="`other` does not exist") as listed:
             client.models.retrieve("other")
+        with pytest.raises(openai.NotFoundError) as asked:
+            client.completions.create(model="other", prompt="x")
+        assert listed.value.body == asked.value.body
         answer = client.completions.create(model="tiny/demo", prompt="x", max_tokens=1)
         assert answer.model == "tiny/demo"
+
+
+def test_the_models_for_anthropics_client(running):
+    with anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0) as client:
+        page = client.models.list()
+        [model] = page.data
+        assert (model.id, model.display_name, model.type) == ("tiny/demo", "tiny/demo", "model")
+        assert datetime.now(UTC) - model.created_at < timedelta(days=1)
+        assert (page.has_more, page.first_id, page.last_id) == (False, "tiny/demo", "tiny/demo")
+        assert client.models.retrieve("tiny/demo") == model
+        assert list(page) == [model]
+
+
+def test_the_version_and_what_is_not_there(http):
+    assert http.get("/version").json() == {"version": __version__}
+    missing = http.get("/v1/nothing")
+    assert missing.status_code == 404
+    message = missing.json()["error"]["message"]
+    assert message == "there is no /v1/nothing here; /openapi.json lists the endpoints"
+
+
+ROLES = "the role of a message must be one of system, user, assistant, tool, got "
+
+
+@pytest.mark.parametrize("role", ["critic", "System", "human"])
+def test_roles_that_no_template_knows(http, role):
+    said = {"role": role, "content": "x"}
+    for path, body in {
+        "/v1/chat/completions": {"messages": [said, *HI]},
+        "/v1/responses": {"input": [said, *HI]},
+        "/v1/messages": {"messages": [said, *HI], "max_tokens": 1},
+        "/v1/messages/count_tokens": {"messages": [said, *HI]},
+        "/tokenize": {"messages": [said, *HI]},
+    }.items():
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400, path
+        message = answer.json()["error"]["message"]
+        expected = "messages.0.role must be user, assistant or system, got "
+        assert message == (expected if path.startswith("/v1/messages") else ROLES) + repr(role)
 
 
 def test_text_to_tokens_and_back(http):

@@ -12,6 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.errors import RequestError, one_line, show
 
+# Roles that chat templates know; a template may name others.
+_ROLES = ("system", "user", "assistant", "tool")
 Prompt = str | list[int] | Mapping[str, Any]
 
 
@@ -80,7 +82,7 @@ def render_chat(
             "give it a prompt (text or token ids)"
         )
     try:
-        check_text("messages", messages)
+        check_messages(tokenizer, messages)
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
         )
@@ -93,6 +95,20 @@ def render_chat(
     except Exception as e:  # templates raise any error, as for unknown roles
         raise refused_by_template(e) from e
     raise RequestError(f"the chat template gives {show(text)}, asked with {show(kwargs)}")
+
+
+def check_messages(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RequestError for a role that the chat template does not name, because many templates
+    leave such messages out, and for text that cannot be encoded."""
+    template = tokenizer.chat_template
+    sources = template.values() if isinstance(template, Mapping) else [template or ""]
+    source = "".join(map(str, sources))  # "": a template in Python, which refuses by itself
+    for role in dict.fromkeys(message["role"] for message in messages):
+        if role not in _ROLES and source and f"'{role}'" not in source.replace('"', "'"):
+            raise RequestError(
+                f"the role of a message must be one of {', '.join(_ROLES)}, got {show(role)}"
+            )
+    check_text("messages", messages)
 
 
 def refused_by_template(error: Exception) -> RequestError:

@@ -59,7 +59,7 @@ async def _http_error(request: Request, e: Exception) -> Response:
     path = request.url.path
     message = f"{request.method} {shorten(path)}: {e.detail}"
     if e.status_code == 404:
-        message = f"there is no {shorten(path)} here; docs/server.md lists the endpoints"
+        message = f"there is no {shorten(path)} here; /openapi.json lists the endpoints"
     return error_response(ApiError(e.status_code, message, headers=e.headers), shape_for(path))
 
 

@@ -27,6 +27,21 @@ def text_of(content: Any, where: str) -> str:
     return "\n".join(part_text(part, f"{where}.{i}") for i, part in enumerate(content))
 
 
+def result_text(content: Any, where: str) -> str:
+    """The text of a tool's result.  Images and files are named in place of shown, so that an agent
+    can go on.  Raises ApiError (400) for what is no part."""
+    if isinstance(content, list):
+        content = [_named(part) for part in content]
+    return text_of(content, where)
+
+
+def _named(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind in (*_TEXT, "refusal"):
+        return part
+    return f"[{kind}: left out, since the model takes text only]"
+
+
 def arguments_of(arguments: Any) -> Any:
     """The arguments of a call as an object, which templates print as they like.
 

@@ -18,7 +18,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line
+from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line, shorten
 from vllm_metal_lite.model.context import configured_length
 from vllm_metal_lite.model.files import find, read_json
 from vllm_metal_lite.server.errors import ApiError
@@ -190,7 +190,7 @@ class Models:
         name None or "": the first model.  Raises ApiError: 404 for an unknown name, 503
         for a model that does not load.
         """
-        model = self._find(name)
+        model = self.find(name)
         try:
             engine = await self._take(model)
         except ModelLoadError as e:
@@ -204,12 +204,13 @@ class Models:
         finally:
             self._leave(engine)
 
-    def _find(self, name: str | None) -> Model:
+    def find(self, name: str | None) -> Model:
+        """Raises ApiError (404) for an unknown name."""
         name = name or next(iter(self.models))
         if name not in self.models:
             known = ", ".join(self.models)
             raise ApiError(
-                404, f"The model `{name}` does not exist; there is: {known}.",
+                404, f"The model `{shorten(name)}` does not exist; there is: {known}.",
                 param="model", code="model_not_found",
             )  # fmt: skip
         return self.models[name]

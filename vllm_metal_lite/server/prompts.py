@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.engine.chat_checkpoints import chat_checkpoints, num_systems
-from vllm_metal_lite.engine.prompts import check_text, refused_by_template, render_chat
+from vllm_metal_lite.engine.prompts import check_messages, refused_by_template, render_chat
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.recent import Parted, find_parting
 from vllm_metal_lite.server.templates import (
@@ -119,7 +119,7 @@ def render_prompt(
         )  # fmt: skip
     else:
         try:
-            check_text("messages", conversation.messages)
+            check_messages(tokenizer, conversation.messages)
             text = _text(tokenizer, template, conversation)
         except RequestError:
             raise

@@ -31,6 +31,8 @@ from vllm_metal_lite.server.worker.generation import EngineLost, Generation
 
 logger = logging.getLogger(__name__)
 
+_MOST_UNKNOWN, _MOST_SHOWN = 1000, 10  # names of fields: that the log has, and in one line
+
 
 class Body(BaseModel):
     """Base of all bodies.  Unknown fields are ignored, with one line in the log for each name."""
@@ -52,7 +54,7 @@ class Server:
         # Called at the end of each request, also of one that is cut short.
         self.on_end: Callable[[EngineClient, Generation], None] = lambda engine, generation: None
         self.metrics = Metrics(models)
-        self._unknown_fields: set[str] = set()
+        self._unknown_fields: set[tuple[str, str]] = set()  # by endpoint
 
     @asynccontextmanager
     async def generate(
@@ -132,13 +134,16 @@ class Server:
             if not generation.finished:
                 generation.fail(EngineLost("the server is shutting down"))
 
-    def note_unknown(self, body: BaseModel) -> None:
-        """Log the fields of a body that no one reads, once for each name."""
-        for name in body.model_extra or ():
-            shown = show(name)
-            if shown not in self._unknown_fields and len(self._unknown_fields) < 1000:
-                self._unknown_fields.add(shown)
-                logger.warning(f"requests have a field that is ignored: {shown}")
+    def note_unknown(self, path: str, body: BaseModel) -> None:
+        """Log the fields of a body that no one reads: one line a request, once for each name."""
+        left = _MOST_UNKNOWN - len(self._unknown_fields)
+        unknown = ((path, show(name)) for name in body.model_extra or ())
+        new = [field for field in unknown if field not in self._unknown_fields][:left]
+        self._unknown_fields.update(new)
+        if new:
+            shown = ", ".join(name for _, name in new[:_MOST_SHOWN])
+            more = f" and {len(new) - _MOST_SHOWN} more" if len(new) > _MOST_SHOWN else ""
+            logger.warning(f"{path}: fields of requests are ignored: {shown}{more}")
 
 
 def summary(generation: Generation) -> str:
@@ -168,7 +173,7 @@ def endpoint(
         try:
             server.check_open()
             body = body_type.model_validate_json(await request.body())
-            server.note_unknown(body)
+            server.note_unknown(request.url.path, body)
             return await until_gone(request, handler(server, request, body))
         except (ClientGone, ClientDisconnect):
             return Response(status_code=499)

@@ -1,4 +1,4 @@
-"""`/status`: the server, its models and the latest metrics of their engines.
+"""`/version`, and `/status`: the server, its models and the latest metrics of their engines.
 
 The answer never waits for an engine.
 """
@@ -74,4 +74,7 @@ def routes(server: Server) -> list[Route]:
             }
         )
 
-    return [Route("/status", status)]
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    return [Route("/status", status), Route("/version", version)]

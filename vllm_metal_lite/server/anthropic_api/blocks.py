@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.content import check_id, function_call, part_text, text_of
+from vllm_metal_lite.server.content import check_id, function_call, part_text, result_text, text_of
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.prompts import Conversation, Message, join_systems
 
@@ -113,7 +113,7 @@ def _result(block: Mapping[str, Any], where: str, names: dict[Any, str]) -> Mess
     message = {"role": "tool", "tool_call_id": call_id}
     if call_id in names:
         message["name"] = names[call_id]
-    return {**message, "content": text_of(block.get("content"), f"{where}.content")}
+    return {**message, "content": result_text(block.get("content"), f"{where}.content")}
 
 
 def _kind(block: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_metal_lite.chat_formats.tool import ToolChoice
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.content import arguments_of, check_id, text_of
+from vllm_metal_lite.server.content import arguments_of, check_id, result_text, text_of
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.openai_api.chat_tools import chat_tools
 from vllm_metal_lite.server.params import Unsupported
@@ -51,8 +51,13 @@ class ConversationFields(Body):
     def conversation(self, messages: list[dict[str, Any]]) -> tuple[Conversation, ToolChoice]:
         """What is rendered, and the calls that the answer may or must hold.  Raises ApiError (400)
         for what cannot be rendered."""
+        begun = messages[-1] if messages else {}
+        goes_on = self.continue_final_message or (
+            # Under the names of other servers.
+            begun.get("role") == "assistant" and True in (begun.get("partial"), begun.get("prefix"))
+        )
         tools, choice = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if self.continue_final_message and self.add_generation_prompt:
+        if goes_on and self.add_generation_prompt:
             raise ApiError(
                 400,
                 "continue_final_message and add_generation_prompt cannot both be true",
@@ -67,11 +72,11 @@ class ConversationFields(Body):
             )
         if self.documents is not None:
             template["documents"] = self.documents
-        if self.continue_final_message:
+        if goes_on:
             template["continue_final_message"] = True
         generation = self.add_generation_prompt
         if generation is None:
-            generation = not self.continue_final_message
+            generation = not goes_on
         conversation = Conversation(
             chat_messages(messages), template, generation, tools, effort=self.reasoning_effort
         )
@@ -93,7 +98,8 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
         raise _bad(f"{where}.role must be a non-empty string, got {show(role)}", f"{where}.role")
     rendered = {name: value for name, value in message.items() if value is not None}
     rendered["role"] = _ROLES.get(role, role)
-    rendered["content"] = text_of(message.get("content"), f"{where}.content")
+    read = result_text if rendered["role"] == "tool" else text_of
+    rendered["content"] = read(message.get("content"), f"{where}.content")
     check_id(message.get("tool_call_id"), f"{where}.tool_call_id")
     call = rendered.pop("function_call", None)  # the older form
     calls = rendered.pop("tool_calls", None) or ([] if call is None else [{"function": call}])

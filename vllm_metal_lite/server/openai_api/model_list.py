@@ -1,13 +1,13 @@
 """`/v1/models`: the models that requests may name."""
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_metal_lite.errors import show
 from vllm_metal_lite.server.errors import ApiError, error_response, openai_shape
 from vllm_metal_lite.server.server import Server
 
@@ -25,6 +25,9 @@ def routes(server: Server) -> list[Route]:
             "object": "model",
             "created": created,
             "owned_by": "vllm-metal-lite",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
             "root": model.spec.source,
             "max_model_len": limit,
             "context_length": limit or model.context,
@@ -33,14 +36,14 @@ def routes(server: Server) -> list[Route]:
         }
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [entry(n) for n in server.models.specs]})
+        names = list(server.models.specs)
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
+        return JSONResponse({"object": "list", "data": [entry(n) for n in names], **ends})
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in server.models.specs:
-            message = f"the model {show(name)} does not exist"
-            error = ApiError(404, message, param="model", code="model_not_found")
-            return error_response(error, openai_shape)
-        return JSONResponse(entry(name))
+        try:
+            return JSONResponse(entry(server.models.find(request.path_params["name"]).spec.name))
+        except ApiError as e:
+            return error_response(e, openai_shape)
 
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", model)]

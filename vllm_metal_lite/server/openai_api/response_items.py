@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.content import check_id, function_call, text_of
+from vllm_metal_lite.server.content import check_id, function_call, result_text, text_of
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.openai_api.freeform import PARAMETER
 from vllm_metal_lite.server.openai_api.response_tools import flat_name
@@ -73,7 +73,7 @@ class _History:
         message = {"role": "tool", "tool_call_id": call_id}
         if call_id in self._names:
             message["name"] = self._names[call_id]
-        self._other({**message, "content": _output_text(item.get("output"), f"{where}.output")})
+        self._other({**message, "content": result_text(item.get("output"), f"{where}.output")})
 
     def reasoning(self, item: Mapping[str, Any], where: str) -> None:
         """Thoughts that the client can read; encrypted ones are no text."""
@@ -124,20 +124,6 @@ class _History:
     def _other(self, message: Message) -> None:
         self._reasoning = ""
         self.messages.append(message)
-
-
-def _output_text(output: Any, where: str) -> str:
-    """The output of a call.  An image is named in place of shown, so that an agent can go on."""
-    if isinstance(output, list):
-        output = [_named(part) for part in output]
-    return text_of(output, where)
-
-
-def _named(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("input_image", "input_file", "input_audio"):
-        return f"[{kind}: left out, since the model takes text only]"
-    return part
 
 
 _ITEMS = {
