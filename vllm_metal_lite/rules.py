@@ -135,6 +135,13 @@ def texts(*, alone: bool = False) -> Rule:
     return Rule("a list of non-empty strings of valid Unicode", take, True)
 
 
+def whole(value: Any) -> Any:
+    """A value from JSON, where 2.0 is an integer; also within lists."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return [whole(item) for item in value] if isinstance(value, list) else value
+
+
 def _require(ok: bool) -> None:
     if not ok:
         raise ValueError

@@ -41,7 +41,7 @@ def _line(x: str | dict | bytes) -> bytes:
 def test_answers_are_the_engines_and_in_order(generate, capsys):
     jobs = [
         {"prompt": "abc"},
-        {"prompt": "abc", "id": "mine", "max_tokens": 60},
+        {"prompt": "abc", "id": "mine", "max_tokens": 60.0},
         {"prompt_token_ids": [5, 6, 7], "max_tokens": 1, "priority": -1, "checkpoints": [1, 3]},
         {"messages": CHAT},
         *({"prompt": f"number {i} " * (i % 7 + 1), "max_tokens": i % 5 + 1} for i in range(20)),
@@ -52,7 +52,7 @@ def test_answers_are_the_engines_and_in_order(generate, capsys):
 
     llm = LLM(str(model_folder()), max_num_seqs=2)
     for job, result in zip(jobs, results, strict=True):
-        params = SamplingParams(temperature=0, max_tokens=job.get("max_tokens", 8))
+        params = SamplingParams(temperature=0, max_tokens=int(job.get("max_tokens", 8)))
         wanted = llm.chat(CHAT, params) if "messages" in job else llm.generate(job, params)
         answer = wanted[0].outputs[0]
         assert result["token_ids"] == answer.token_ids

@@ -293,6 +293,31 @@ def test_errors_name_the_field_the_value_and_the_limit(running, changes, param, 
     assert error["param"] == param
 
 
+def test_an_integer_may_be_written_as_a_float(running):
+    """As JSON Schema says."""
+    with httpx.Client(base_url=running.url, timeout=60) as http:
+
+        def tokens(path, body):
+            reply = http.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        common = {"top_k": 5.0, "seed": 7.0, "priority": -1.0, "stop_token_ids": [3.0]}
+        asked = {**common, "messages": ASK, "max_tokens": 2.0, "n": 1.0, "logprobs": True}
+        reply = tokens("/v1/chat/completions", {**asked, "top_logprobs": 1.0})
+        assert reply["usage"]["completion_tokens"] == 2
+        body = {**common, "prompt": [5.0, 6], "max_tokens": 2.0, "best_of": 1.0, "logprobs": 0.0}
+        assert tokens("/v1/completions", body)["usage"]["completion_tokens"] == 2
+        thinking = {"type": "enabled", "budget_tokens": 9.0}
+        body = {**common, "messages": ASK, "max_tokens": 2.0, "thinking": thinking}
+        assert tokens("/v1/messages", body)["usage"]["output_tokens"] == 2
+        body = {**common, "input": "hi", "max_output_tokens": 2.0}
+        assert tokens("/v1/responses", body)["usage"]["output_tokens"] == 2
+        assert tokens("/detokenize", {"tokens": [72.0]}) == tokens("/detokenize", {"tokens": [72]})
+        body = {"messages": ASK, "max_tokens": 2.5}
+        assert http.post("/v1/chat/completions", json=body).status_code == 400
+
+
 def test_the_client_raises_what_the_field_calls_it(client):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, temperature=-2)

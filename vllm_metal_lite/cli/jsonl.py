@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_metal_lite.errors import MetalLiteError, RequestError, show
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm_metal_lite.rules import whole
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
@@ -46,6 +47,7 @@ def parse_line(line: bytes, number: int, defaults: Mapping[str, Any]) -> Job:
     try:
         entry = _load(line)
         job_id = _id(entry.pop("id", None), number)
+        entry = {name: whole(value) for name, value in entry.items()}
         priority, checkpoints = entry.pop("priority", 0), entry.pop("checkpoints", ())
         named = [name for name in _PROMPTS if name in entry]
         if len(named) != 1:

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm_metal_lite.errors import show
+from vllm_metal_lite.rules import whole
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import (
     ContextOverflow,
@@ -38,6 +39,8 @@ class Body(BaseModel):
     """Base of all bodies.  Unknown fields are ignored, with one line in the log for each name."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+
+    _whole = field_validator("*", mode="before")(whole)
 
 
 B = TypeVar("B", bound=Body)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import show
+from vllm_metal_lite.rules import whole
 from vllm_metal_lite.server.tools import bad, check_named, function_tool
 
 _MODES: dict[Any, Literal["auto", "required", "none"]] = {
@@ -60,7 +61,7 @@ def thinking_of(thinking: Any, output_config: Any) -> tuple[bool | None, str | N
             raise bad(f"{where} must be enabled, disabled or adaptive, got {show(kind)}", where)
         if kind != "adaptive":
             enabled = kind == "enabled"
-        budget = thinking.get("budget_tokens") if kind == "enabled" else None
+        budget = whole(thinking.get("budget_tokens")) if kind == "enabled" else None
         if budget is not None and (type(budget) is not int or budget < 1):
             where = "thinking.budget_tokens"
             raise bad(f"{where} must be an integer of at least 1, got {show(budget)}", where)
