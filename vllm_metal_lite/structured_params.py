@@ -2,11 +2,11 @@
 
 import json as json_format
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal_lite.errors import Option, SamplingError, one_line, show
-from vllm_metal_lite.rules import Rule, apply_rules, integer, switch, texts, token_ids
+from vllm_metal_lite.rules import Rule, apply_rules, integer, schema_of, switch, texts, token_ids
 
 # Between the parts of JSON: a space, or a line break and an indent.  Without a limit, models that
 # may end nowhere write spaces forever.
@@ -82,18 +82,21 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         ) from None
 
 
-def _text() -> Rule:
+def _text(*others: str) -> Rule:
+    """others: types in JSON, which the record makes texts of."""
+
     def take(value: Any) -> str:
         if not isinstance(value, str) or not value:
             raise ValueError
         value.encode()
         return value
 
-    return Rule("a non-empty string of valid Unicode", take, optional=True)
+    schema = {"type": ["string", *others], "minLength": 1}
+    return Rule("a non-empty string of valid Unicode", take, True, schema)
 
 
 _STRUCTURED_RULES = {
-    "json": _text(),
+    "json": _text("object"),
     "json_object": switch(),
     "regex": _text(),
     "choice": texts(),
@@ -109,11 +112,14 @@ _THINKING_RULES = {
     "budget": integer(0, optional=True),
     "is_channel": switch(),
 }
+_RULES = {StructuredOutputsParams: _STRUCTURED_RULES, ThinkingParams: _THINKING_RULES}
 
 
 def record(kind: type) -> Rule:
     """A dataclass of this module, or a dict of its fields."""
-    names = [field.name for field in fields(kind)]
+    rules = _RULES[kind]
+    names = list(rules)
+    properties = {name: schema_of(rule) for name, rule in rules.items()}
 
     def take(value: Any) -> Any:
         if isinstance(value, kind):
@@ -127,4 +133,6 @@ def record(kind: type) -> Rule:
             )
         return kind(**value)
 
-    return Rule(f"a {kind.__name__} or a dict (JSON object) of its fields", take, optional=True)
+    allowed = f"a {kind.__name__} or a dict (JSON object) of its fields"
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return Rule(allowed, take, True, schema)

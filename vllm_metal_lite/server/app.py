@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import shorten
-from vllm_metal_lite.server import live, metrics, page, status
+from vllm_metal_lite.server import live, metrics, openapi, page, status
 from vllm_metal_lite.server.anthropic_api import messages
 from vllm_metal_lite.server.errors import ApiError, error_response, shape_for, shown_error
 from vllm_metal_lite.server.openai_api import chat, completions, model_list, responses, tokenize
@@ -29,9 +29,10 @@ def make_app(server: Server) -> ASGIApp:
             return JSONResponse({"status": "draining"}, 503)
         return JSONResponse({"status": "ok"})
 
-    routes = [route for room in _ROOMS for route in room.routes(server)]
+    routes = [Route("/health", health)]
+    routes += [route for room in _ROOMS for route in room.routes(server)]
     app = Starlette(
-        routes=[Route("/health", health), *routes],
+        routes=[*routes, Route("/openapi.json", openapi.endpoint(routes))],
         middleware=guards(server.config),
         exception_handlers={HTTPException: _http_error, Exception: _server_error},
     )

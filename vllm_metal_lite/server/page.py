@@ -64,4 +64,4 @@ def routes(server: Server) -> list[Route]:
             return error_response(ApiError(404, f"no file {name!r}"), openai_shape)
         return files[name].response(request)
 
-    return [Route("/", page), Route("/page/{name:path}", page)]
+    return [Route(path, page, include_in_schema=False) for path in ("/", "/page/{name:path}")]

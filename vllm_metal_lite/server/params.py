@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from vllm_metal_lite.engine.prompts import check_salt
@@ -17,18 +17,22 @@ from vllm_metal_lite.server.worker.messages import ModelFacts
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+
 def _refuse(value: Any) -> None:
-    if value not in (None, False, "", [], {}):
+    if value not in _NOTHING:
         raise PydanticCustomError("unsupported", "not supported")
 
 
 # The type of a field that would change the answer, and that this server does not have.
-Unsupported = Annotated[None, BeforeValidator(_refuse)]
-
-
-def allowing(plain: Any) -> BeforeValidator:
-    """For an Unsupported field: a value that asks for what this server does anyway."""
-    return BeforeValidator(lambda value: None if value == plain else value)
+Unsupported = Annotated[None, BeforeValidator(_refuse), WithJsonSchema({"enum": list(_NOTHING)})]
+# Of `modalities`: text is what this server does anyway.
+OnlyText = Annotated[
+    Unsupported,
+    BeforeValidator(lambda value: None if value == ["text"] else value),
+    WithJsonSchema({"enum": [*_NOTHING, ["text"]]}),
+]
 
 
 class SamplingFields(Body):

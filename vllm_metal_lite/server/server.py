@@ -185,4 +185,5 @@ def endpoint(
         except Exception as e:
             return error_response(shown_error(e), shape)
 
+    serve.body_type = body_type  # type: ignore[attr-defined]  # for the description of the API
     return serve

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from starlette.requests import Request
@@ -113,6 +114,7 @@ def _with_id(
 ) -> Callable[[Request], Awaitable[Response]]:
     """With the header in which clients look for an id to report."""
 
+    @wraps(serve)
     async def served(request: Request) -> Response:
         response = await serve(request)
         response.headers["request-id"] = f"req_{uuid.uuid4().hex}"

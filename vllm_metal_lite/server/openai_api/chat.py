@@ -14,9 +14,9 @@ from vllm_metal_lite.server.openai_api.chat_reply import Scores, chunks, whole_c
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, check_most, prompt_logprobs
 from vllm_metal_lite.server.openai_api.reply import Reply, StreamOptions, check_stream
 from vllm_metal_lite.server.params import (
+    OnlyText,
     SamplingFields,
     Unsupported,
-    allowing,
     sampling_params,
 )
 from vllm_metal_lite.server.server import Server, endpoint
@@ -40,7 +40,7 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
-    modalities: Annotated[Unsupported, allowing(["text"])] = None
+    modalities: OnlyText = None
     audio: Unsupported = None
     web_search_options: Unsupported = None
     truncate_prompt_tokens: Unsupported = None

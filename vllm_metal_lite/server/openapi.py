@@ -1,0 +1,88 @@
+"""`/openapi.json`: the endpoints, described by the types and rules that check their requests."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vllm_metal_lite import __version__
+from vllm_metal_lite.rules import schema_of
+from vllm_metal_lite.sampling_params import SAMPLING_RULES
+from vllm_metal_lite.server.params import SamplingFields
+from vllm_metal_lite.server.server import Body
+
+_PARTS = "#/components/schemas/"
+# Fields of SamplingParams that an API calls otherwise.
+_RENAMED = {
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
+_ERROR = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
+
+
+def endpoint(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Response]]:
+    """Answers with the description of `routes`."""
+    described = describe(routes)
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(described)
+
+    return openapi
+
+
+def describe(routes: Sequence[Route]) -> dict[str, Any]:
+    """An OpenAPI document, version 3.1."""
+    parts: dict[str, Any] = {"Error": _ERROR}
+    paths = {
+        route.path.replace(":path", ""): {
+            method.lower(): _operation(route, parts)
+            for method in sorted(route.methods or ())
+            if method != "HEAD"
+        }
+        for route in routes
+        if route.include_in_schema
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "vllm-metal-lite", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": parts},
+    }
+
+
+def _operation(route: Route, parts: dict[str, Any]) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": f"{_PARTS}Error"}}}
+    operation: dict[str, Any] = {
+        "responses": {
+            "200": {"description": "as the API says; events for a stream"},
+            "default": {"description": "an error that names the field", "content": error},
+        }
+    }
+    if names := list(route.param_convertors):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    body_type: type[Body] | None = getattr(route.endpoint, "body_type", None)
+    if body_type is not None:
+        schema = _body(body_type, parts)
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    return operation
+
+
+def _body(body_type: type[Body], parts: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a body.  Fields that SamplingParams checks have its rules."""
+    schema = body_type.model_json_schema(ref_template=f"{_PARTS}{{model}}")
+    parts |= schema.pop("$defs", {})
+    if issubclass(body_type, SamplingFields):
+        for name, field in schema["properties"].items():
+            rule = SAMPLING_RULES.get(_RENAMED.get(name, name))
+            if rule is not None and name != "thinking" and not field.keys() - {"title", "default"}:
+                field |= schema_of(rule)
+    return schema
