@@ -75,7 +75,7 @@ class ThinkingParams:
 
 def _schema_text(schema: Mapping[str, Any]) -> str:
     try:
-        return json_format.dumps(schema, allow_nan=False)
+        return json_format.dumps(schema)
     except (TypeError, ValueError, RecursionError) as e:
         raise SamplingError(
             Option("structured_outputs"), f".json cannot be written as JSON: {one_line(e)}"

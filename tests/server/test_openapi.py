@@ -23,8 +23,8 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 # What the description leaves to other checks, by operation.
 POSTS = {
     "/v1/chat/completions": HI,
-    "/v1/completions": {"prompt": [5, 6]},
-    "/v1/responses": {"input": "hi"},
+    "/v1/completions": {"prompt": [5, 6], "max_tokens": 4},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 4},
     "/v1/messages": HI,
     "/v1/messages/count_tokens": HI,
     "/tokenize": {"prompt": "hi", "messages": None},

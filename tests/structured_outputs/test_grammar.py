@@ -178,6 +178,7 @@ def test_numbers_are_the_same_in_other_spellings(tokenizer):
     lark = 'start: %json {"const": 4201013591627474.0} "x" %json {"const": 0.10}'
     assert draw(tokenizer, 0, grammar=lark) == "4201013591627474x0.1"
     check(StructuredOutputsParams(json={"type": "string", "minLength": 2.0}))
+    check(StructuredOutputsParams(json={"type": "number", "default": float("inf")}))
 
 
 @pytest.mark.parametrize("name", ["phone", "binary", "password", "int64", "regex"])

@@ -96,7 +96,8 @@ def closed(schema: Any) -> Any:
 
 
 def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
-    new = {k: _carried(v, f"{place}.{k}") if k in _NUMBERS else v for k, v in part.items()}
+    kept = {k: v for k, v in part.items() if k not in ("default", "examples")}
+    new = {k: _carried(v, f"{place}.{k}") if k in _NUMBERS else v for k, v in kept.items()}
     if isinstance(name := new.get("format"), str) and name not in _FORMATS:
         del new["format"]
     return new
