@@ -7,12 +7,16 @@ import socket
 import stat
 import subprocess
 import tomllib
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from tests.support.cli_kit import COMMAND, SAFETY
 from vllm_metal_lite.cli.launch import Served, claude, codex, opencode
+from vllm_metal_lite.errors import MetalLiteError
 
 
 def run_cli(*args: str, env: dict[str, str] | None = None, cwd=None) -> subprocess.CompletedProcess:
@@ -28,10 +32,19 @@ MODEL = Served("http://127.0.0.1:8000", "a/b", 32768, "key")
 
 def test_claude_finds_the_server_by_variables():
     setup = claude(MODEL)
-    assert setup.command == ["claude"]
-    assert setup.env["ANTHROPIC_BASE_URL"] == MODEL.url
-    assert setup.env["ANTHROPIC_AUTH_TOKEN"] == "key"
-    assert {v for k, v in setup.env.items() if k.endswith("MODEL")} == {"a/b"}
+    program, flag, settings = setup.command
+    assert (program, flag) == ("claude", "--settings")
+    env = json.loads(settings)["env"]
+    assert env["ANTHROPIC_BASE_URL"] == MODEL.url
+    assert {v for k, v in env.items() if k.endswith("MODEL")} == {"a/b"}
+    assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "32768"
+    assert setup.env == {"ANTHROPIC_AUTH_TOKEN": "key"}  # which all users of a machine must not see
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in claude(replace(MODEL, context=None)).command[2]
+
+
+def test_claude_leaves_the_user_s_account_alone():
+    env = json.loads(claude(MODEL).command[2])["env"]
+    assert env["ANTHROPIC_API_KEY"] == env["CLAUDE_CODE_USE_BEDROCK"] == ""
 
 
 def test_codex_gets_toml():
@@ -48,6 +61,43 @@ def test_opencode_gets_json():
     config = json.loads(opencode(MODEL).env["OPENCODE_CONFIG_CONTENT"])
     name, model = config["model"].split("/", 1)
     assert config["provider"][name]["models"][model]["limit"]["context"] == 32768
+
+
+def test_opencode_keeps_what_the_user_s_variable_has(monkeypatch):
+    own = {"theme": "dark", "model": "x/y", "provider": {"x": {"name": "X"}}}
+    monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", json.dumps(own))
+    config = json.loads(opencode(MODEL).env["OPENCODE_CONFIG_CONTENT"])
+    assert (config["theme"], config["provider"]["x"]) == ("dark", {"name": "X"})
+    assert config["model"] == "metal-lite/a/b"
+
+
+@pytest.mark.parametrize("own", ["{", "[1]", "3"])
+def test_an_opencode_variable_that_is_no_object_is_named(own, monkeypatch):
+    monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", own)
+    with pytest.raises(MetalLiteError, match="OPENCODE_CONFIG_CONTENT is not"):
+        opencode(MODEL)
+
+
+def test_engine_options_that_a_running_server_does_not_get_are_named():
+    body = json.dumps({"data": [{"id": "a/b", "max_model_len": 512}]}).encode()
+
+    class Models(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Models) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        port = str(server.server_port)
+        flags = "--max-model-len", "4096", "--no-prefix-caching"
+        given, plain = (
+            run_cli("launch", "claude", "--port", port, "--print", *some) for some in (flags, ())
+        )
+        server.shutdown()
+    assert f"does not get {' '.join(flags)}: stop it, or give another --port" in given.stderr
+    assert given.stdout == plain.stdout
+    assert "warning" not in plain.stderr
 
 
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])

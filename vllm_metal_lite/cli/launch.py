@@ -47,20 +47,29 @@ class Served:
 
 
 def claude(model: Served) -> Setup:
-    """Claude Code.  All its kinds of models are this one."""
+    """Claude Code.  All its kinds of models are this one.
+
+    Most variables come as `--settings`, which hold before the user's environment and settings.json.
+    The key does not: all users of a machine see a command.
+    """
     names = (
         "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL",
         "ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL",
         "CLAUDE_CODE_SUBAGENT_MODEL",
     )  # fmt: skip
+    # The user's key is not for this server, and the user's cloud is not to answer in its place.
+    clouds = (f"CLAUDE_CODE_USE_{cloud}" for cloud in ("BEDROCK", "VERTEX", "FOUNDRY"))
     env = {
         **dict.fromkeys(names, model.name),
+        **dict.fromkeys(("ANTHROPIC_API_KEY", *clouds), ""),
         "ANTHROPIC_BASE_URL": model.url,
-        "ANTHROPIC_AUTH_TOKEN": model.key,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_TELEMETRY": "1",
     }
-    return Setup(["claude"], env)
+    if model.context is not None:
+        env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(model.context)
+    settings = json.dumps({"env": env})
+    return Setup(["claude", "--settings", settings], {"ANTHROPIC_AUTH_TOKEN": model.key})
 
 
 def codex(model: Served) -> Setup:
@@ -82,7 +91,13 @@ def codex(model: Served) -> Setup:
 
 
 def opencode(model: Served) -> Setup:
-    """OpenCode.  Its configuration comes from a variable, and is merged with the user's own."""
+    """OpenCode.  A variable adds to the user's files, and here to what the variable has already."""
+    own = os.environ.get("OPENCODE_CONFIG_CONTENT") or "{}"
+    try:
+        config = dict(json.loads(own))
+        providers = dict(config.get("provider", {}))
+    except (ValueError, TypeError):
+        raise MetalLiteError(f"OPENCODE_CONFIG_CONTENT is not JSON: {show(own)}") from None
     limit = {} if model.context is None else {
         "limit": {"context": model.context, "output": min(8192, model.context // 4)}
     }  # fmt: skip
@@ -92,7 +107,8 @@ def opencode(model: Served) -> Setup:
         "models": {model.name: {"name": model.name, **limit}},
     }  # fmt: skip
     name = f"metal-lite/{model.name}"
-    config = {"provider": {"metal-lite": provider}, "model": name, "small_model": name}
+    providers["metal-lite"] = provider
+    config |= {"provider": providers, "model": name, "small_model": name}
     return Setup(["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
@@ -111,11 +127,14 @@ def run(args: argparse.Namespace) -> int:
         raise MetalLiteError(f"{args.agent} is not installed: {install}")
     url = f"http://{_HOST}:{args.port}"
     key = envs.api_key() or "none"
+    flags = options.engine_flags(options.engine_config(args), max_num_seqs=32)
     if args.print:
-        model = _asked(url, key, args.model) or Served(url, args.model or "demo", None, key)
+        model = _running(url, key, args.model, flags) or Served(
+            url, args.model or "demo", None, key
+        )
         print(_shown(make(model), args.agent_args))
         return 0
-    with _server(url, key, args) as model:
+    with _server(url, key, args, flags) as model:
         setup = make(model)
         command = [str(program), *setup.command[1:], *args.agent_args]
         agent = subprocess.Popen(command, env={**os.environ, **setup.env})
@@ -153,17 +172,29 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
     return Served(url, found["id"], context, key)
 
 
-@contextmanager
-def _server(url: str, key: str, args: argparse.Namespace) -> Iterator[Served]:
-    """A model of the server at a URL.  If none runs, one is started, and ends with the block."""
-    config = options.engine_config(args)
-    if (model := _asked(url, key, args.model)) is not None:
+def _running(url: str, key: str, name: str | None, flags: list[str]) -> Served | None:
+    """As `_asked`, and tells the user; flags: engine options, which such a server does not get."""
+    model = _asked(url, key, name)
+    if model is not None:
         print(f"Using the server at {url}", file=sys.stderr)
+        if flags:
+            print(
+                f"warning: that server has its own options, and does not get {shlex.join(flags)}: "
+                "stop it, or give another --port",
+                file=sys.stderr,
+            )
+    return model
+
+
+@contextmanager
+def _server(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> Iterator[Served]:
+    """A model of the server at a URL.  If none runs, one is started, and ends with the block."""
+    if (model := _running(url, key, args.model, flags)) is not None:
         yield model
         return
     command = [
         sys.executable, "-m", "vllm_metal_lite", "serve", args.model or "demo",
-        "--port", str(args.port), *options.engine_flags(config, max_num_seqs=32),
+        "--port", str(args.port), *flags,
     ]  # fmt: skip
     # In a group of its own: Ctrl-C is the agent's.
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
