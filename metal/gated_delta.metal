@@ -58,7 +58,7 @@
 
 // --- kernel body ---
 constexpr int PADDING = -2;  // as an initial slot
-constexpr int K_PARTS = K_DIM / 8;
+constexpr int HELD = K_DIM / 4;  // elements of the state in a lane
 constexpr int STRIDE = (K_DIM / 16 | 1) * 16;  // two neighbouring rows do not meet in a bank
 constexpr int THREADS = SIMDGROUPS * 32;
 constexpr int OWN = (TILE * K_DIM / 4 + THREADS - 1) / THREADS * 4;  // elements of a tile in a thread
@@ -98,15 +98,14 @@ const int last_end = segments[last];
 const int initial = segments[at + 1];
 int t = segments[at];
 
-thread metal::simdgroup_matrix<float, 8, 8> state[K_PARTS];
+thread float state[HELD];
 if (active && initial >= 0) {
   const device float* slot = states + (size_t(initial) * V_HEADS + head) * V_DIM * K_DIM;
-  load_state<K_PARTS>(slot + v_row * K_DIM, row, col, state);
+  load_state<HELD>(slot + v_row * K_DIM, row, col, state);
 } else {
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d++) {
-    state[d].thread_elements()[0] = 0.0f;
-    state[d].thread_elements()[1] = 0.0f;
+  for (int i = 0; i < HELD; i++) {
+    state[i] = 0.0f;
   }
 }
 
@@ -164,15 +163,15 @@ for (int pair = at + 2; pair <= last; pair += 2) {
       float of_k;
       float of_q;
       const int own = metal::min(row, count - 1) * STRIDE;
-      measure_row<T, K_PARTS, VEC, NORM, true>(q, k, tile_q + own, tile_k + own, eps, q_scale, col,
-                                               both, of_k, of_q);
+      measure_row<T, HELD, VEC, NORM, true>(q, k, tile_q + own, tile_k + own, eps, q_scale, col,
+                                            both, of_k, of_q);
       make_gates<GATE, BETA>(gate_of_lane, beta_of_lane, rate, of_head, low, high);
       beta_of_lane *= of_k;
       for (int i = 0; i < count; i++) {
         const ushort lane_of_row = ushort(matrix_lane(i, 0));
         const float value = metal::simd_shuffle(i % 2 == 0 ? v_of_lane[0] : v_of_lane[1],
                                                 ushort(matrix_lane(row, i)));
-        const float result = advance_row<T, G, K_PARTS, VEC, DELTA, VECTOR, true>(
+        const float result = advance_row<T, G, HELD, VEC, DELTA, VECTOR, true>(
             state, q, k, gates, tile_q + i * STRIDE, tile_k + i * STRIDE, tile_gates + i * STRIDE,
             metal::simd_shuffle(gate_of_lane, lane_of_row),
             metal::simd_shuffle(beta_of_lane, lane_of_row), value,
@@ -196,10 +195,10 @@ for (int pair = at + 2; pair <= last; pair += 2) {
       float both;
       float of_k;
       float of_q;
-      measure_row<T, K_PARTS, VEC, NORM, false>(query, key, tile_q, tile_k, eps, q_scale, col, both,
-                                                of_k, of_q);
+      measure_row<T, HELD, VEC, NORM, false>(query, key, tile_q, tile_k, eps, q_scale, col, both,
+                                             of_k, of_q);
       make_gates<GATE, BETA>(gate, by, rate, of_head, low, high);
-      const float scaled = of_q * advance_row<T, G, K_PARTS, VEC, DELTA, VECTOR, false>(
+      const float scaled = of_q * advance_row<T, G, HELD, VEC, DELTA, VECTOR, false>(
           state, query, key, gates + size_t(t) * G_WIDTH + g_start, tile_q, tile_k, tile_gates,
           gate, of_k * by, value, of_k, both, col);
       if (col == 0) {
@@ -212,7 +211,7 @@ for (int pair = at + 2; pair <= last; pair += 2) {
   if (active && slot >= 0) {
     device float* to =
         const_cast<device float*>(states) + (size_t(slot) * V_HEADS + head) * V_DIM * K_DIM;
-    store_state<K_PARTS>(to + v_row * K_DIM, row, col, state);
+    store_state<HELD>(to + v_row * K_DIM, row, col, state);
   }
 }
 if (threadgroup_position_in_grid.x == 0 && head == 0 && at == 0 && simdgroup == 0 && lane < 8) {

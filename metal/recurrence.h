@@ -6,13 +6,11 @@
 //
 // gate_t scales S as a whole, or column by column (VECTOR).  gated_delta.metal says who does what.
 //
-// S is K_DIM / 8 matrices side by side (matrix.h): a lane holds two neighbours of each, all in one row of
-// S.  A product does not depend on the order of the K_DIM columns, so two matrices share 16 of them such
-// that a lane's four lie together, and move in one load of 16 bytes, 64 bytes a row and load:
+// A lane has the row of S that it would have of a matrix (matrix.h), and of each 16 columns four that lie
+// together, and move in one load of 16 bytes, 64 bytes a row and load:
 //
-//   column     0 1 | 2 3 | 4 5 | 6 7 | 8 9 |10 11|12 13|14 15
-//   matrix      0     1     0     1     0     1     0     1
-//   its col    0 1   0 1   2 3   2 3   4 5   4 5   6 7   6 7
+//   column          0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15
+//   matrix_col         0         2          4            6
 //
 // A product with k_t or q_t is a sum over a lane's elements, then over the 4 lanes of a row.  Both are of
 // the same S, so that no sum waits for another:
@@ -60,44 +58,31 @@ METAL_FUNC void make_gates(thread float& gate, thread float& beta, float rate, f
     gate = exponential(low * sigmoid(rate * (gate + bias)));
   }
   if (GATE == GATE_TIME) {
-    beta = metal::min(metal::max(softplus(gate + bias), low), high);
+    beta = softplus(gate + bias);
+    beta = beta < low ? low : beta > high ? high : beta;  // not min and max, which lose NaN
     gate = exponential(-rate * beta);
   }
 }
 
-// The column of S that lies in column c of matrix d.
-METAL_FUNC int column_of(int d, int c) {
-  return d / 2 * 16 + c / 2 * 4 + d % 2 * 2 + c % 2;
+// The first of a lane's elements i ... i + 3 of its row of S; col: its matrix_col.
+METAL_FUNC int column_of(int i, int col) {
+  return i * 4 + col * 2;
 }
 
-// The 8 rows at `from`, in a pool of rows of K_PARTS matrices, and back.
-template <int K_PARTS>
-METAL_FUNC void load_state(const device float* from, int row, int col,
-                           thread metal::simdgroup_matrix<float, 8, 8>* state) {
+// The lane's elements of the 8 rows at `from`, in a pool of rows of HELD * 4 columns, and back.
+template <int HELD>
+METAL_FUNC void load_state(const device float* from, int row, int col, thread float* state) {
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d += 2) {
-    thread uint words[4];
-    load_words<4>((const device uint*)(from + row * K_PARTS * 8 + column_of(d, col)), words);
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      state[d].thread_elements()[e] = as_type<float>(words[e]);
-      state[d + 1].thread_elements()[e] = as_type<float>(words[2 + e]);
-    }
+  for (int i = 0; i < HELD; i += 4) {
+    load_run<float, 4>(from + row * HELD * 4 + column_of(i, col), state + i);
   }
 }
 
-template <int K_PARTS>
-METAL_FUNC void store_state(device float* to, int row, int col,
-                            thread metal::simdgroup_matrix<float, 8, 8>* state) {
+template <int HELD>
+METAL_FUNC void store_state(device float* to, int row, int col, const thread float* state) {
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d += 2) {
-    thread uint words[4];
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      words[e] = as_type<uint>(float(state[d].thread_elements()[e]));
-      words[2 + e] = as_type<uint>(float(state[d + 1].thread_elements()[e]));
-    }
-    store_words<4>((device uint*)(to + row * K_PARTS * 8 + column_of(d, col)), words);
+  for (int i = 0; i < HELD; i += 4) {
+    store_run<float, 4>(to + row * HELD * 4 + column_of(i, col), state + i);
   }
 }
 
@@ -158,7 +143,7 @@ METAL_FUNC void read_four(const device T* from, const threadgroup float* tile, i
 }
 
 // k . q of a row, and of_k and of_q, for all lanes of a row of lanes.
-template <typename T, int K_PARTS, int VEC, bool NORM, bool TILED>
+template <typename T, int HELD, int VEC, bool NORM, bool TILED>
 METAL_FUNC void measure_row(const device T* q, const device T* k, const threadgroup float* tile_q,
                             const threadgroup float* tile_k, float eps, float q_scale, int col,
                             thread float& both, thread float& of_k, thread float& of_q) {
@@ -166,11 +151,11 @@ METAL_FUNC void measure_row(const device T* q, const device T* k, const threadgr
   float square_q = 0.0f;
   both = 0.0f;
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d += 2) {
+  for (int i = 0; i < HELD; i += 4) {
     thread float key[4];
     thread float query[4];
-    read_four<T, VEC, TILED>(k, tile_k, column_of(d, col), key);
-    read_four<T, VEC, TILED>(q, tile_q, column_of(d, col), query);
+    read_four<T, VEC, TILED>(k, tile_k, column_of(i, col), key);
+    read_four<T, VEC, TILED>(q, tile_q, column_of(i, col), query);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       both += key[e] * query[e];
@@ -183,10 +168,10 @@ METAL_FUNC void measure_row(const device T* q, const device T* k, const threadgr
   of_q = NORM ? q_scale * metal::precise::rsqrt(row_sum(square_q) + eps) : 1.0f;
 }
 
-// One row: q and k of a head, its gate or, with VECTOR, its gates, and v of this lane's row of the state.
+// One row: HELD elements of the state, q and k of a head, its gate or, with VECTOR, its gates, and v of this lane's row of the state.
 // beta: times of_k.  both: k . q.  Returns S q behind the row, not times of_q.
-template <typename T, typename G, int K_PARTS, int VEC, bool DELTA, bool VECTOR, bool TILED>
-METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state, const device T* q,
+template <typename T, typename G, int HELD, int VEC, bool DELTA, bool VECTOR, bool TILED>
+METAL_FUNC float advance_row(thread float* state, const device T* q,
                              const device T* k, const device G* gates,
                              const threadgroup float* tile_q, const threadgroup float* tile_k,
                              const threadgroup float* tile_gates, float gate, float beta, float v,
@@ -195,9 +180,9 @@ METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state,
   thread float known[2] = {0.0f, 0.0f};
   thread float seen[2] = {0.0f, 0.0f};
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d += 2) {
-    const int at = column_of(d, col);
-    thread float key[4];  // of S in matrices d and d + 1
+  for (int i = 0; i < HELD; i += 4) {
+    const int at = column_of(i, col);
+    thread float key[4];
     thread float query[4];
     thread float gate_of_columns[4];
     read_four<T, VEC, TILED>(k, tile_k, at, key);
@@ -207,8 +192,8 @@ METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state,
     }
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      state[d + e / 2].thread_elements()[e % 2] *= VECTOR ? gate_of_columns[e] : gate;
-      const float own = state[d + e / 2].thread_elements()[e % 2];
+      const float own = state[i + e] * (VECTOR ? gate_of_columns[e] : gate);
+      state[i + e] = own;
       known[e % 2] += DELTA ? own * key[e] : 0.0f;
       seen[e % 2] += own * query[e];
     }
@@ -216,12 +201,12 @@ METAL_FUNC float advance_row(thread metal::simdgroup_matrix<float, 8, 8>* state,
   const float y = row_sum(seen[0] + seen[1]);
   const float delta = beta * (DELTA ? v - of_k * row_sum(known[0] + known[1]) : v);
 #pragma unroll
-  for (int d = 0; d < K_PARTS; d += 2) {
+  for (int i = 0; i < HELD; i += 4) {
     thread float key[4];
-    read_four<T, VEC, TILED>(k, tile_k, column_of(d, col), key);
+    read_four<T, VEC, TILED>(k, tile_k, column_of(i, col), key);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      state[d + e / 2].thread_elements()[e % 2] += delta * key[e];
+      state[i + e] += delta * key[e];
     }
   }
   return y + delta * both;

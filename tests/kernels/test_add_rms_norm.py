@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import add_rms_norm as module
 from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -96,6 +97,16 @@ def test_random_shapes(rows, dim, dtype, seed, post_norm):
 def test_a_norm_of_what_is_added(dim, dtype):
     for seed in (0, 1):
         check(2, dim, dtype, dtype, seed, post_norm=True)
+
+
+@pytest.mark.parametrize(("dim", "threads"), [(12288, 1024), (12292, 512), (16384, 512)])
+def test_a_long_row_has_fewer_threads(dim, threads, monkeypatch):
+    """Or a pipeline allows 896 where 1,024 are asked for, by Mesa's compiler for Apple's GPUs."""
+    launch, asked = module._ADD_RMS_NORM, []
+    spied = lambda *how: asked.append(how[3]) or launch(*how)  # noqa: E731
+    monkeypatch.setattr(module, "_ADD_RMS_NORM", spied)
+    check(2, dim, mx.bfloat16, mx.bfloat16, 1, post_norm=True)
+    assert asked == [threads]
 
 
 def test_a_sequence_axis_is_kept():

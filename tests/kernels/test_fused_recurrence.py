@@ -133,6 +133,18 @@ def test_gates_of_every_kind(kind, tiles, dtype):
     np.testing.assert_allclose(states, after, *GATES)
 
 
+@pytest.mark.parametrize("kind", ["softplus", "bounded", "time"])
+@pytest.mark.parametrize("max_seqlen", [None, 1], ids=["tiles", "rows"])
+def test_nan_of_a_gate_stays_in_its_head(max_seqlen, kind):
+    """And is not limited to a number, which would hide a broken model."""
+    case = Case(Segments([9, 1], fresh={0}), kind, normed=kind != "time")
+    case.a[3, 1] = np.nan
+    with np.errstate(invalid="ignore"):
+        expected = case.expected()
+    for got, wanted in zip(case.run(max_seqlen), expected, strict=True):
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+
+
 def test_logits_that_are_large():
     """Gates of 0 and of 1, and a beta of 0."""
     case = Case(Segments([9, 1], fresh={0}))

@@ -8,7 +8,8 @@ from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight", "y_weight"], ["sum", "normed"])
 
-_THREADS = 1024  # of a threadgroup, at most
+# Threads of a threadgroup, at most: a longer row needs more registers than 1,024 threads have.
+_THREADS, _LONG_ROW, _THREADS_OF_LONG_ROWS = 1024, 12288, 512
 
 
 class PostNorm(NamedTuple):
@@ -40,7 +41,8 @@ def add_rms_norm(
         raise ValueError(f"the weight of a post norm is {y_weight.dtype}, and its rows {x.dtype}")
     vector = 4 if dim % 4 == 0 else 1  # elements that a thread reads at once
     result = norm_dtype(x.dtype, weight)
-    threads = min(_THREADS, -(-dim // (32 * vector)) * 32)
+    most = _THREADS if dim <= _LONG_ROW else _THREADS_OF_LONG_ROWS
+    threads = min(most, -(-dim // (32 * vector)) * 32)
     template: Template = {
         "T": x.dtype, "R": result, "DIM": dim, "VEC": vector, "THREADS": threads,
         "WEIGHT": weight is not None, "EPS": bits(eps), "Y_NORM": post_norm is not None,
