@@ -11,6 +11,7 @@ from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
+    ExpertShape,
     KernelUse,
     Quantisation,
     RecurrenceShape,
@@ -89,3 +90,13 @@ def test_checks_compile_few_variants(variants, use, most):
     for check in checks_for(use):
         assert run(check).failure is None
     assert len(variants) <= most
+
+
+def test_one_row_of_few_experts_is_checked_with_its_own_text(variants):
+    """MLX passes fewer than 8 indices and weights in another address space."""
+    how = Quantisation(4, 32, "mxfp4")
+    experts = ExpertShape(32, 2880, 2880, "clamped_swiglu", True, how, how)
+    for check in checks_for(replace(QWEN3, experts=(experts,))):
+        run(check)  # experts that a stub chooses are wrong
+    for kernel, number in ("expert_gemm", 1), ("expert_sum", 1):
+        assert {small[number][1] for name, small, *_ in variants if name == kernel} == {True, False}

@@ -98,6 +98,20 @@ def test_eps_and_factor_are_rounded_as_mlx_rounds_numbers():
     check(logits_of(6, 64, mx.bfloat16), 8, routing, mx.bfloat16)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_both_zeros_are_equal(late):
+    zeros = mx.where(logits_of(6, 40) < 0, -0.0, 0.0)
+    check(zeros, 6, Routing("logits", late, "softmax"))
+    check(mx.minimum(logits_of(6, 40), zeros), 6, Routing("logits", late, "softmax"))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_large_logits_do_not_overflow(dtype):
+    logits = (logits_of(6, 40) * 8 + 300).astype(dtype)
+    for scoring, weights in ("softmax", "renormalized"), ("logits", "softmax"):
+        check(logits, 6, Routing(scoring, True, weights), dtype)
+
+
 def test_every_row_has_different_experts_that_exist():
     """Whatever the logits are."""
     logits = np.array(logits_of(5, 40))

@@ -305,7 +305,14 @@ def expert_topk(dtype, routing, *, bias=None, shift=0.0):
 
 
 def expert_topk_of_negatives(dtype):
-    return expert_topk(dtype, Routing("logits", True, "softmax"), shift=-8.0)
+    """And of both zeros, which are equal."""
+    routing, zeros = Routing("logits", True, "softmax"), mx.where(draw(6, 40, seed=25) < 0, -0.0, 0)
+    of_zeros = expert_topk_of(zeros.astype(dtype), 5, routing)[0]
+    return [*expert_topk(dtype, routing, shift=-8.0), of_zeros]
+
+
+def expert_topk_of_large(dtype):
+    return expert_topk(dtype, Routing("softmax", True, "renormalized"), shift=300.0)
 
 
 def expert_topk_with_a_bias(dtype):
@@ -447,6 +454,7 @@ RUN = {
     "expert_topk": lambda dtype: expert_topk(dtype, Routing("softmax", True, "renormalized")),
     "expert_topk/bias": expert_topk_with_a_bias,
     "expert_topk/logits": expert_topk_of_negatives,
+    "expert_topk/large": expert_topk_of_large,
     "expert_plan": expert_plan,
     "expert_gemm": expert_gemm,
     "expert_gemm/mxfp4": lambda dtype: expert_gemm(dtype, Quantisation(4, 32, "mxfp4")),

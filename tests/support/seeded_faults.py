@@ -703,6 +703,18 @@ FAULTS = {
         "magnitude",
         "wrong",
     ),
+    "topk_zeros_unequal": (
+        "expert_topk/logits",
+        "0x80000000u - magnitude",
+        "0x7fffffffu - magnitude",
+        "wrong",
+    ),
+    "topk_half_of_the_maximum": (
+        "expert_topk/large",
+        "scores[s] - top)",
+        "scores[s] - 0.5f * top)",
+        "wrong",
+    ),
     "topk_nan_last": ("expert_topk/bias", "return 0xffffffffu", "return 1u", "wrong"),
     "topk_chosen_again": ("expert_topk", "keys[s] = 0u;\n    }\n  }", "}\n  }", "wrong"),
     "topk_equals_of_a_lane": ("expert_topk", "LATE ? keys[s] >= key : ", "", "wrong"),
