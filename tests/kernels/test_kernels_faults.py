@@ -64,8 +64,7 @@ def right():
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_noticed(name, right, monkeypatch):
-    kernel, old, new, expected = FAULTS[name]
-    old, number = old if isinstance(old, tuple) else (old, 0)
+    kernel, old, number, new, expected = FAULTS[name]
     file, read = kernel.split("/")[0], source.read
     parts = source.MARKER.join(read(file)).split(old)
     assert number + 1 < len(parts), f"{file} has no {old!r}: the fault is not seeded"
@@ -77,7 +76,7 @@ def test_a_seeded_fault_is_noticed(name, right, monkeypatch):
         if not isinstance(found, str):
             same = all(map(np.array_equal, found, right[kernel]))
             found = "nothing" if same else "wrong"
-        assert found in (expected if isinstance(expected, tuple) else (expected,))
+        assert found in expected
 
 
 def test_the_store_is_written_only_if_that_is_allowed():

@@ -1,0 +1,140 @@
+"""Offsets of more than 2^31 elements, which real tensors have: on memory that is never touched.
+
+Each case has a fault: the same offset in 32 bits, which must show.
+"""
+
+import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from metal.host import compiler_available, installed, memory
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels import source
+from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.experts import ExpertWeight, expert_product, plan_experts
+from vllm_metal_lite.kernels.gated_delta import gated_delta
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
+from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.segments import plan_segments
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+BEYOND = 1 << 31
+# Memory that is not counted before a page is touched.
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+@contextmanager
+def huge(*shape: int, dtype: mx.Dtype = mx.float16) -> Iterator[tuple[mx.array, np.ndarray]]:
+    """An array of zeros in no memory, and where the host finds its elements.
+
+    As much lies before the array, so that an offset that has become negative finds zeros.
+    """
+    array = mx.broadcast_to(mx.zeros((), dtype), shape)
+    assert array.size > BEYOND
+    how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    memory_of_all = mmap.mmap(-1, 2 * array.size * dtype.size, how)
+    of_all = np.frombuffer(memory_of_all, np.float32 if dtype == mx.float32 else np.float16)
+    of_all = of_all.reshape(2, *shape)
+    elements = memory.elements
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "elements", lambda a: of_all[1] if a is array else elements(a))
+        yield array, of_all[1]
+
+
+def floats(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
+def ones(*shape: int, dtype: mx.Dtype = mx.float16) -> mx.array:
+    return mx.ones(shape, dtype)
+
+
+def one_segment(slots: int) -> tuple[mx.array, np.ndarray]:
+    """One row, whose state is in the last slot."""
+    last = np.array([slots - 1], np.int32)
+    segments = plan_segments(np.array([0, 1]), last, last, 1, slots, [])
+    return mx.array(segments), segments
+
+
+def expert() -> None:
+    """The last of many, with few and long columns, so that little is multiplied."""
+    depth = (1 << 17) + 256
+    with huge(1024, 16, depth) as (weight, data):
+        data[-1] = 0.5
+        indices, rows = mx.full((1, 1), 1023, mx.uint32), ones(1, depth) / 4096
+        y = expert_product(rows, indices[0], plan_experts(indices, 1024), ExpertWeight(weight))
+    np.testing.assert_allclose(floats(y), depth / 8192, 1e-3)
+
+
+def convolution() -> None:
+    slots = BEYOND // (3 * 4096) + 2
+    with huge(slots, 3, 4096) as (states, data):
+        data[-1] = 2
+        segments, plan = one_segment(slots)
+        y, _ = causal_conv(
+            Columns(ones(1, 4096), 0), ones(4096, 4), None, states, segments,
+            mx.array(plan_conv_tiles(plan)), new_token(), silu=False,
+        )  # fmt: skip
+        mx.eval(y)
+        np.testing.assert_array_equal(data[-1, :, 0], [2, 2, 1])
+    np.testing.assert_array_equal(floats(y), 7)
+
+
+def recurrence() -> None:
+    slots = BEYOND // (8 * 64 * 64) + 2
+    with huge(slots, 8, 64, 64, dtype=mx.float32) as (states, data):
+        data[-1] = 1
+        k, gates = Columns(mx.zeros((1, 8 * 64)), 0), mx.ones((1, 8)) / 2
+        y, _ = gated_delta(
+            Columns(mx.ones((1, 8 * 64)), 0), k, k, gates, gates, states, one_segment(slots)[0],
+            new_token(), num_k_heads=8, max_seqlen=1,
+        )  # fmt: skip
+        mx.eval(y)
+        np.testing.assert_array_equal(data[-1], 0.5)
+    np.testing.assert_array_equal(floats(y), 32)
+
+
+def norm() -> None:
+    """A gate in columns of an array that is so wide."""
+    width = BEYOND // 4 + 64
+    with huge(5, width) as (z, data):
+        data[4, :64] = 60
+        y = gated_rms_norm(ones(5, 64), Columns(z, 0), ones(64), 0.0, dim=64)
+    np.testing.assert_array_equal(floats(y)[4], 60)
+
+
+CASES = {
+    "expert_gemm": expert, "causal_conv": convolution, "gated_delta": recurrence,
+    "gated_rms_norm": norm,
+}  # fmt: skip
+# A kernel, a text of its, and the same in 32 bits.
+FAULTS = [
+    ("expert_gemm", "(size_t(expert) * outputs + of)", "(expert * outputs + of)"),
+    ("causal_conv", "(size_t(initial) * (K - 1)", "(initial * (K - 1)"),
+    ("causal_conv", "size_t(slot) * (K - 1)", "slot * (K - 1)"),
+    ("gated_delta", "(size_t(initial) * V_HEADS", "(initial * V_HEADS"),
+    ("gated_delta", "(size_t(slot) * V_HEADS", "(slot * V_HEADS"),
+    ("gated_rms_norm", "row * Z_WIDTH", "int(row) * Z_WIDTH"),
+]
+
+
+@pytest.mark.parametrize("kernel", CASES)
+def test_offsets_have_64_bits(kernel):
+    with installed(writable_inputs=["states"]):
+        CASES[kernel]()
+
+
+@pytest.mark.parametrize(("kernel", "text", "wrong"), FAULTS)
+@pytest.mark.every_case
+def test_offsets_of_32_bits_are_noticed(kernel, text, wrong, monkeypatch):
+    header, body = source.read(kernel)
+    assert text in body
+    monkeypatch.setattr(source, "read", lambda _: (header, body.replace(text, wrong)))
+    with installed(writable_inputs=["states"]), pytest.raises(AssertionError, match="Mismatch"):
+        CASES[kernel]()
