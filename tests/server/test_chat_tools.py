@@ -308,7 +308,9 @@ def test_a_budget_of_thoughts(client, script):
 )  # fmt: skip
 def test_bad_requests_name_the_field(script, fields, param, words):
     script.says("Fine.")
-    reply = httpx.post(f"{script.running.url}/v1/chat/completions", json={**ASK, **fields})
+    reply = httpx.post(
+        f"{script.running.url}/v1/chat/completions", json={**ASK, **fields}, timeout=60
+    )
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert words in error["message"]

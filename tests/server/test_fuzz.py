@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.support import raw_http
+from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server import security
@@ -152,7 +153,7 @@ def running():
 
 
 def connect(running):
-    return http.client.HTTPConnection(urlsplit(running.url).netloc, timeout=30)
+    return http.client.HTTPConnection(urlsplit(running.url).netloc, timeout=SAFETY)
 
 
 def is_error(path, body):
@@ -174,7 +175,7 @@ def assert_healthy(running):
     client = connect(running)
     client.request("POST", "/v1/chat/completions", json.dumps(ENDPOINTS["/v1/chat/completions"][1]))
     assert client.getresponse().read().count(b'"finish_reason"') == 1
-    end = time.monotonic() + 60
+    end = time.monotonic() + SAFETY
     while time.monotonic() < end:
         client.request("GET", "/status")
         status = json.loads(client.getresponse().read())

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import Running, serving
 
 LONG = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 200}
@@ -25,7 +26,7 @@ def events(running: Running) -> Iterator[Iterator[dict]]:
             if line.startswith("data: "):
                 yield json.loads(line.removeprefix("data: "))
 
-    with httpx.stream("GET", f"{running.url}/events", timeout=30) as response:
+    with httpx.stream("GET", f"{running.url}/events", timeout=SAFETY) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         yield parsed(response.iter_lines())
 

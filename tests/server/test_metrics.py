@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import serving
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.prometheus import Metrics
@@ -152,7 +153,7 @@ def test_a_request_whose_client_goes_counts_its_tokens_and_no_end(running, clien
 
 def test_gauges_are_0_when_nothing_runs(client):
     ask(client, "hello", 2)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SAFETY
     while (now := scrape(client))["num_requests_running"] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert now["num_requests_running"] == now["num_requests_waiting"] == 0

@@ -478,11 +478,11 @@ def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
 def test_a_chat_format_that_the_user_chooses():
     chosen = ModelSpec("demo", "demo", chat_format=FORMATS["kimi_k2"])
     with serving([chosen]) as running:
-        [status] = httpx.get(f"{running.url}/status").json()["models"]
+        [status] = httpx.get(f"{running.url}/status", timeout=60).json()["models"]
     assert (status["chat_format"], status["tool_calls"]) == ("kimi_k2", True)
 
 
 def test_a_chat_format_that_is_not_known_has_no_calls():
     with serving([ModelSpec("demo", "demo")]) as running:
-        [status] = httpx.get(f"{running.url}/status").json()["models"]
+        [status] = httpx.get(f"{running.url}/status", timeout=60).json()["models"]
     assert (status["chat_format"], status["tool_calls"]) == ("plain", False)

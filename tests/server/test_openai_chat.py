@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support.cli_kit import SAFETY
 from tests.support.clients import OPTIONS
 from tests.support.server_kit import serving
 from vllm_metal_lite import LLM, SamplingParams
@@ -149,7 +150,9 @@ def test_without_top_logprobs_only_the_chosen_token_is_scored(client):
 
 def test_a_token_that_is_a_part_of_a_character_shows_its_own_bytes(client, running):
     """The demo model's vocabulary has bytes."""
-    lead, _ = httpx.post(f"{running.url}/tokenize", json={"prompt": "é"}).json()["tokens"]
+    lead, _ = httpx.post(f"{running.url}/tokenize", json={"prompt": "é"}, timeout=60).json()[
+        "tokens"
+    ]
     answer = chat(
         client, max_tokens=1, temperature=0, logprobs=True, extra_body={"allowed_token_ids": [lead]}
     )
@@ -370,8 +373,8 @@ def test_nothing_is_held_at_the_end(client, running):
     chat(client, max_tokens=1)
 
     async def settled():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SAFETY):
             while running.server.generations:
                 await asyncio.sleep(0.01)
 
-    asyncio.run_coroutine_threadsafe(settled(), running.loop).result(60)
+    asyncio.run_coroutine_threadsafe(settled(), running.loop).result(SAFETY)

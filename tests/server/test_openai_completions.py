@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import serving
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.server.openai_api.completions import split_prompts
@@ -227,11 +228,11 @@ def test_a_stream_of_several_prompts_that_is_closed_holds_nothing(lenient, runni
     stream.close()
 
     async def settled():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SAFETY):
             while running.server.generations:
                 await asyncio.sleep(0.01)
 
-    asyncio.run_coroutine_threadsafe(settled(), running.loop).result(60)
+    asyncio.run_coroutine_threadsafe(settled(), running.loop).result(SAFETY)
 
 
 def test_one_error_among_several_prompts_ends_the_stream(running):

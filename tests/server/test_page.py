@@ -62,7 +62,7 @@ def answer_with(page, *deltas, usage=None, finish="stop"):
 
 
 def test_files_come_with_strict_headers(running):
-    with httpx.Client(base_url=running.url) as client:
+    with httpx.Client(base_url=running.url, timeout=60) as client:
         for path in FOLDER.rglob("*"):
             if path.is_file() and path.suffix != ".md":
                 response = client.get(f"/page/{path.relative_to(FOLDER).as_posix()}")
@@ -82,7 +82,7 @@ def test_files_come_with_strict_headers(running):
     "path", ["/page/nothing.js", "/page/..%2fpage.py", "/page/vendor", "/page/"]
 )
 def test_no_other_file_can_be_read(running, path):
-    response = httpx.get(running.url + path)
+    response = httpx.get(running.url + path, timeout=60)
     assert response.status_code == 404
     assert response.json()["error"]["type"] == "not_found_error"
 

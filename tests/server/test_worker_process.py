@@ -13,6 +13,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
+from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import SMALL, serving, start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.errors import ModelLoadError
@@ -50,7 +51,7 @@ asyncio.run(main())
 
 def run(work):
     async def limited():
-        return await asyncio.wait_for(work, 60)
+        return await asyncio.wait_for(work, SAFETY)
 
     return asyncio.run(limited())
 
@@ -66,7 +67,7 @@ def is_alive(pid: int) -> bool:
 
 
 def eventually(holds) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SAFETY
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
     return holds()
@@ -88,9 +89,12 @@ def test_an_engine_ends_with_its_server(moment):
 
 
 def test_an_engine_that_is_killed_fails_its_requests_at_once_and_is_started_again():
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 900}
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 900, "ignore_eos": True}
 
-    with serving(engine=SMALL) as running, httpx.Client(base_url=running.url) as client:
+    with (
+        serving(engine=SMALL) as running,
+        httpx.Client(base_url=running.url, timeout=SAFETY) as client,
+    ):
 
         def status() -> dict:
             return client.get("/status").json()["models"][0]
@@ -104,7 +108,7 @@ def test_an_engine_that_is_killed_fails_its_requests_at_once_and_is_started_agai
         assert "SIGKILL" in json.loads(last.removeprefix("data: "))["error"]["message"]
         assert status()["state"] == "failed"
         assert "SIGKILL" in status()["error"]
-        again = client.post("/v1/chat/completions", json={**body, "max_tokens": 3}, timeout=60)
+        again = client.post("/v1/chat/completions", json={**body, "max_tokens": 3})
         assert again.status_code == 200
         assert (status()["state"], status()["error"]) == ("loaded", None)
         assert status()["pid"] != pid
