@@ -17,7 +17,7 @@ from tests.support.cli_kit import COMMAND, SAFETY
 from tests.support.serve_command import Command, eventually, serve_command, wait_until_draining
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
-SHORT = {**HI, "max_tokens": 150, "ignore_eos": True}
+SHORT = {**HI, "max_tokens": 400, "ignore_eos": True}
 LONG = {**HI, "max_tokens": 4000, "ignore_eos": True}
 RESPONSE = {"input": "hi", "max_output_tokens": 4000, "ignore_eos": True}
 
@@ -42,6 +42,20 @@ def up(tmp_path, *args: str) -> Iterator[tuple[Command, httpx.Client]]:
         yield command, client
 
 
+def engine_of(client: httpx.Client) -> int:
+    return client.get("/status").json()["models"][0]["pid"]
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """An engine that makes no tokens, so that no answer ends, however slow all others are."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 @pytest.mark.parametrize(
     ("number", "group", "code"),
     [
@@ -52,17 +66,17 @@ def up(tmp_path, *args: str) -> Iterator[tuple[Command, httpx.Client]]:
     ids=["SIGTERM", "SIGTERM to all", "Ctrl-C"],
 )
 def test_the_answers_under_way_are_finished(tmp_path, number, group, code):
-    with (
-        up(tmp_path, "--drain", str(SAFETY)) as (command, client),
-        streamed(client, "/v1/chat/completions", SHORT) as data,
-    ):
-        command.signal(number, group)
-        wait_until_draining(client)
-        for path in "/v1/chat/completions", "/v1/messages", "/tokenize":
-            refused = client.post(path, json=SHORT)
-            assert refused.status_code == 503
-            assert int(refused.headers["retry-after"]) > 0
-            assert refused.json()["error"]["message"] == "the server is shutting down"
+    with up(tmp_path, "--drain", str(SAFETY)) as (command, client), ExitStack() as streams:
+        engine = engine_of(client)
+        data = streams.enter_context(streamed(client, "/v1/chat/completions", SHORT))
+        with stopped(engine):
+            command.signal(number, group)
+            wait_until_draining(client)
+            for path in "/v1/chat/completions", "/v1/messages", "/tokenize":
+                refused = client.post(path, json=SHORT)
+                assert refused.status_code == 503
+                assert int(refused.headers["retry-after"]) > 0
+                assert refused.json()["error"]["message"] == "the server is shutting down"
         *_, last, done = data
         assert json.loads(last)["choices"][0]["finish_reason"] == "length"
         assert done == "[DONE]"
@@ -74,6 +88,7 @@ def test_the_answers_under_way_are_finished(tmp_path, number, group, code):
 def test_answers_that_take_too_long_end_with_an_error(tmp_path, how):
     drain = "0.2" if how == "drain" else str(SAFETY)
     with up(tmp_path, "--drain", drain) as (command, client), ExitStack() as streams:
+        engine = engine_of(client)
         chat, response, message = (
             streams.enter_context(streamed(client, path, body))
             for path, body in (
@@ -82,10 +97,11 @@ def test_answers_that_take_too_long_end_with_an_error(tmp_path, how):
                 ("/v1/messages", LONG),
             )
         )
-        with ThreadPoolExecutor() as threads:
+        with ThreadPoolExecutor() as threads, ExitStack() as until_told:
             whole = threads.submit(client.post, "/v1/chat/completions", json=LONG)
             status = lambda: client.get("/status").json()["server"]["running"]  # noqa: E731
             eventually(lambda: status() == 4)
+            until_told.enter_context(stopped(engine))
             command.signal(signal.SIGTERM)
             if how == "second signal":
                 wait_until_draining(client)
@@ -175,11 +191,12 @@ def test_an_address_in_use_is_one_line_before_a_model_is_loaded():
 
 def test_an_engine_that_dies_ends_its_streams_and_no_more(tmp_path):
     with up(tmp_path) as (command, client):
+        engine = engine_of(client)
         with ExitStack() as streams:
             chat = streams.enter_context(streamed(client, "/v1/chat/completions", LONG))
             message = streams.enter_context(streamed(client, "/v1/messages", LONG))
             response = streams.enter_context(streamed(client, "/v1/responses", RESPONSE))
-            os.kill(client.get("/status").json()["models"][0]["pid"], signal.SIGKILL)
+            os.kill(engine, signal.SIGKILL)
             *_, error, done = chat
             assert "SIGKILL" in json.loads(error)["error"]["message"]
             assert done == "[DONE]"
