@@ -1,8 +1,12 @@
 """`/events` of a real server."""
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -20,10 +24,12 @@ def running() -> Iterator[Running]:
 
 
 @contextmanager
-def events(running: Running) -> Iterator[Iterator[dict]]:
-    def parsed(lines: Iterator[str]) -> Iterator[dict]:
+def events(running: Running, name: str = "engine") -> Iterator[Iterator[Any]]:
+    def parsed(lines: Iterator[str]) -> Iterator[Any]:
         for line in lines:
-            if line.startswith("data: "):
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: ") and event == name:
                 yield json.loads(line.removeprefix("data: "))
 
     with httpx.stream("GET", f"{running.url}/events", timeout=SAFETY) as response:
@@ -54,3 +60,29 @@ def test_all_viewers_see_the_work_and_its_end(running):
                     break
             assert len(steps) > 1
             assert all(code <= 0 for code, _ in event["blocks"]["runs"])
+
+
+def test_the_server_counts_what_a_silent_engine_does_not_tell(running):
+    (client,) = running.server.models.loaded.values()
+    with events(running, "models") as seen:
+        idle = [{"model": "demo", "state": "loaded", "error": None, "requests": 0}]
+        assert any(states == idle for states in seen)
+        os.kill(client.pid, signal.SIGSTOP)
+        try:
+            ask = {"url": f"{running.url}/v1/chat/completions", "json": LONG, "timeout": 60}
+            asking = threading.Thread(target=httpx.post, kwargs=ask)
+            asking.start()
+            assert any(states[0]["requests"] == 1 for states in seen)
+        finally:
+            os.kill(client.pid, signal.SIGCONT)
+        asking.join()
+
+
+def test_the_end_of_an_engine_is_told():
+    with serving() as running, events(running, "models") as seen:
+        next(seen)
+        (client,) = running.server.models.loaded.values()
+        os.kill(client.pid, signal.SIGKILL)
+        (failed,) = next(states for states in seen if states[0]["state"] != "loaded")
+        assert (failed["state"], failed["requests"]) == ("failed", 0)
+        assert "SIGKILL" in failed["error"]

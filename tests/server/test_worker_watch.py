@@ -123,8 +123,9 @@ def test_a_queue_is_shown_up_to_a_hundred():
 
 @pytest.mark.parametrize("per_cell", [1, 2, 5])
 def test_a_cell_of_a_large_pool_shows_its_highest_block(per_cell):
-    num_blocks = 4096 * per_cell - 5
+    num_blocks = 1024 * per_cell - 5
     engine, _, _ = watched(num_blocks=num_blocks)
+    engine.scheduler.kv.pools[0]._free.reverse()  # the last blocks are taken first
     add(engine, "a", 40, 30)
     engine.step()
     blocks = block_map(engine, engine.scheduler.running)
@@ -133,6 +134,23 @@ def test_a_cell_of_a_large_pool_shows_its_highest_block(per_cell):
     assert len(cells) == -(-num_blocks // per_cell)
     owned = np.array(engine.scheduler.running[0].block_tables[0].owned)
     assert set(np.flatnonzero(np.array(cells) == 1)) == set(owned // per_cell)
+
+
+def test_a_map_ends_behind_the_last_block_in_use():
+    engine, _, _ = watched(num_blocks=5000)
+    assert block_map(engine, [])["mapped"] == 256
+    add(engine, "a", 40, 30)
+    add(engine, "b", 40, 30)
+    engine.step()
+    blocks = block_map(engine, engine.scheduler.running)
+    assert (blocks["mapped"], blocks["per_cell"], len(codes(blocks))) == (256, 1, 256)
+    assert blocks["counts"] == {"owned": 2, "shared": 2, "cached": 0, "free": 4996}
+    engine.scheduler.kv.pools[0]._free.reverse()
+    add(engine, "c", 40, 30)
+    engine.step()
+    blocks = block_map(engine, engine.scheduler.running)
+    assert (blocks["mapped"], blocks["per_cell"], len(codes(blocks))) == (5000, 5, 1000)
+    assert sum(blocks["counts"].values()) == 5000
 
 
 def test_events_wait_two_hundred_times_their_cost():

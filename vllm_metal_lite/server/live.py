@@ -2,23 +2,29 @@
 
 All viewers share what an engine sends.  An engine sends events for some seconds after the last
 `Watch` only, so a server that ends without a word costs it nothing.
+
+An engine is silent during a step, and after its end.  So this process tells the state of the
+models and counts their requests, in events of its own.
 """
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vllm_metal_lite.server.models import Model
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.stream import COMMENT, EventStream, sse
 
-_RENEWED, _WATCHED = 2.0, 5.0  # seconds
+_TOLD, _RENEWED, _WATCHED = 0.5, 2.0, 5.0  # seconds
 _MAX_UNREAD = 16  # events; a slower viewer misses the oldest
 
 
@@ -41,12 +47,13 @@ class Live:
         self._server = server
         self._viewers: set[Viewer] = set()
         self._latest: dict[str, bytes] = {}  # by model
+        self._states = b""  # the last event of `_tell`
         self._watching: asyncio.Task[None] | None = None
         server.on_drain.append(self._wake)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """What a new viewer sees."""
-        viewer = Viewer(list(self._latest.values()))
+        viewer = Viewer([*self._latest.values(), *([self._states] if self._states else [])])
         self._viewers.add(viewer)
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())
@@ -65,21 +72,48 @@ class Live:
             viewer.news.set()
 
     async def _watch(self) -> None:
-        """Keep the engines sending until the last viewer has left."""
+        """Keep the engines sending, and tell their states, until the last viewer has left."""
+        renew_at = 0.0
         while self._viewers:
-            loaded = self._server.models.loaded
-            self._latest = {name: e for name, e in self._latest.items() if name in loaded}
-            for name, client in loaded.items():
-                client.on_seen = partial(self._show, name)
-                client.watch(_WATCHED)
-            await asyncio.sleep(_RENEWED)
-        self._watching = None
+            if (now := time.monotonic()) >= renew_at:
+                renew_at = now + _RENEWED
+                loaded = self._server.models.loaded
+                self._latest = {name: e for name, e in self._latest.items() if name in loaded}
+                for name, client in loaded.items():
+                    client.on_seen = partial(self._show, name)
+                    client.watch(_WATCHED)
+            self._tell()
+            await asyncio.sleep(_TOLD)
+        self._watching, self._states = None, b""
         self._latest.clear()
+
+    def _tell(self) -> None:
+        """Show how the models are, if that has changed or requests are under way."""
+        states = [_state(model) for model in self._server.models.models.values()]
+        event = sse(json.dumps(states), "models")
+        if event != self._states or any(state["requests"] for state in states):
+            self._states = event
+            self._send(event)
 
     def _show(self, name: str, text: str) -> None:
         event = self._latest[name] = sse(f'{{"model":{json.dumps(name)},{text[1:]}', "engine")
+        self._send(event)
+
+    def _send(self, event: bytes) -> None:
         for viewer in self._viewers:
             viewer.show(event)
+
+
+def _state(model: Model) -> dict[str, Any]:
+    """requests: those that this process has accepted and that have not ended."""
+    generations = [] if model.client is None else model.client.generations.values()
+    unfinished = sum(generation.params.n for generation in generations)
+    return {
+        "model": model.spec.name,
+        "state": model.state,
+        "error": model.error,
+        "requests": unfinished + sum(not waiter.done() for waiter in model.waiters),
+    }
 
 
 def routes(server: Server) -> list[Route]:

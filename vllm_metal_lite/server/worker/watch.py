@@ -22,7 +22,7 @@ _SECONDS = 0.25  # least time between events
 _PATIENCE = 200  # least time between events, in costs of an event
 _MAX_STEPS = 100  # the latest steps of an event
 _MAX_WAITING = 100  # the first requests of the queue
-_MAX_CELLS = 4096
+_MAX_CELLS, _ROUND = 1024, 256
 
 # Codes of cells; a code > 0 is the number of the request that alone owns the block.
 FREE, CACHED, SHARED = 0, -1, -2
@@ -152,7 +152,11 @@ def _request(request: Request, state: str) -> dict[str, Any]:
 
 
 def block_map(engine: LLMEngine, running: Iterable[Request]) -> dict[str, Any]:
-    """The blocks of the first KV group, in order of their ids, as runs of [code, cells]."""
+    """The blocks of the first KV group, in order of their ids, as runs of [code, cells].
+
+    mapped: blocks that the runs show, up to the last one in use; those behind are free.  per_cell:
+    blocks of a cell, which shows the highest code of them.  counts: blocks of each kind.
+    """
     pool, tables = engine.scheduler.kv.pools[0], engine.inputs.block_tables[0]
     # Ranks of codes, so that a cell of several blocks can show the highest: free, cached, shared,
     # then the numbers of requests.
@@ -163,15 +167,19 @@ def block_map(engine: LLMEngine, running: Iterable[Request]) -> dict[str, Any]:
             first, end = request.block_tables[0].num_given_back, request.num_blocks
             blocks = tables[request.req_index, first:end]
             ranks[blocks] = np.where(ranks[blocks] > 1, 2, number(request) + 2)
-    per_cell = -(-pool.num_blocks // _MAX_CELLS)
-    if per_cell > 1:
-        ranks = np.maximum.reduceat(ranks, np.arange(0, pool.num_blocks, per_cell))
+    free, cached, shared, owned = np.bincount(np.minimum(ranks, 3), minlength=4).tolist()
+    end = int(np.flatnonzero(ranks)[-1]) + 1 if free < pool.num_blocks else 1
+    mapped = min(-(-end // _ROUND) * _ROUND, pool.num_blocks)
+    per_cell = -(-mapped // _MAX_CELLS)
+    ranks = np.maximum.reduceat(ranks[:mapped], np.arange(0, mapped, per_cell))
     codes = np.where(ranks > 2, ranks - 2, -ranks)
     starts = np.flatnonzero(np.diff(codes, prepend=SHARED - 1))
     lengths = np.diff(starts, append=len(codes))
     return {
         "total": pool.num_blocks,
         "size": engine.config.block_size,
+        "mapped": mapped,
         "per_cell": per_cell,
+        "counts": {"owned": owned, "shared": shared, "cached": cached, "free": free},
         "runs": np.stack([codes[starts], lengths], axis=1).tolist(),
     }
