@@ -1,7 +1,9 @@
 """The page in a real browser: chat, conversations, harmless markup, and the view of the engine."""
 
 import json
+import os
 import re
+import signal
 
 import httpx
 import pytest
@@ -89,7 +91,7 @@ def test_no_other_file_can_be_read(running, path):
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_inline():
     for path in [*FOLDER.glob("*.html"), *FOLDER.glob("*.css"), *FOLDER.glob("**/*.js")]:
-        if path.parent.name == "vendor":
+        if "vendor" in path.parts:
             continue
         text = path.read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://[a-z]", text), path
@@ -138,7 +140,7 @@ def test_the_cost_is_read_from_usage(show):
     shown.ask("How are you?")
     shown.answered(1)
     cost = shown.page.locator(".cost").inner_text()
-    assert re.search(r"1,812 tokens in.*640 of them cached.*64 out", cost, re.S)
+    assert re.search(r"1,812 tokens in \(640 cached\).*64 out", cost, re.S)
 
 
 @needs_chromium
@@ -200,6 +202,8 @@ def test_markdown_and_copied_code(show):
     expect(answer.locator(".code-bar")).to_have_text("python")
     answer.get_by_label("Copy code").click()
     expect(shown.page.locator("#status")).to_have_text("Copied")
+    expect(answer.locator(".done use")).to_have_attribute("href", "#i-check")
+    expect(answer.locator(".hljs-built_in")).to_have_text("print")
     assert shown.page.evaluate("navigator.clipboard.readText()") == "print('<hi>')\n"
 
 
@@ -308,6 +312,15 @@ def test_stop_ends_the_request(show, running, way):
     shown.page.unroute_all()
 
 
+@needs_chromium
+def test_an_answer_stopped_before_its_first_token_says_so(show):
+    shown = show()
+    shown.page.route("**/v1/chat/completions", lambda route: None)  # no answer comes
+    shown.ask("hello")
+    shown.page.click("#stop")
+    expect(shown.page.locator(".message .note")).to_have_text("Stopped before the first token.")
+
+
 def _until_idle(running, page):
     for _ in range(200):
         if not running.server.generations:
@@ -325,6 +338,7 @@ def test_edit_and_ask_again_keeps_both(show):
     shown.ask("Please reverse this list: red, green, blue")
     assert shown.answered(1) == "blue, green, red"
     page.get_by_label("Edit and ask again").click()
+    assert page.get_by_label("Edit your message").bounding_box()["height"] < 60  # a line
     page.get_by_label("Edit your message").fill("Please reverse this list: one, two, three")
     page.keyboard.press("Enter")
     expect(page.locator(".message.assistant[aria-busy=false] .text")).to_have_text(
@@ -352,6 +366,11 @@ def test_conversations_stay_over_a_reload(show):
     titles = page.locator("#conversations .title")
     expect(titles).to_have_text(["Please reverse this list: red, green, blue", "hello"])
     expect(page.locator(".message.assistant .text")).to_have_text("blue, green, red")
+    page.fill("#search", "GREEN reverse")  # words of a message
+    expect(titles).to_have_count(1)
+    page.fill("#search", "nowhere")
+    expect(page.locator("#no-match")).to_have_text("No conversation holds “nowhere”.")
+    page.fill("#search", "")
     titles.last.click()
     expect(page.locator(".message.assistant .text")).to_have_text(first)
     page.locator("#conversations li").last.hover()
@@ -403,6 +422,63 @@ def test_settings_are_sent(show):
     assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 7, True)
     assert "top_p" not in body
     shown.answered(1)
+    expect(page.locator("#effect")).to_contain_text("system prompt: The code of the red box")
+
+
+@needs_chromium
+def test_the_server_takes_every_setting(show):
+    shown = show()
+    page = shown.page
+    page.click("#settings-open")
+    numbers = {
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.1,
+    }
+    for name, value in numbers.items():
+        page.fill(f"#set-{name}", str(value))
+    page.select_option("#set-thinking", "false")
+    page.fill("#set-stop", "one\ntwo")
+    page.fill("#set-schema", '{"enum": ["x"]')
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#set-schema:invalid")).to_be_visible()  # it is not saved
+    page.fill("#set-schema", '{"enum": ["yes"]}')
+    page.get_by_role("button", name="Save").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        shown.ask("hello")
+    body = asked.value.post_data_json
+    assert {name: body[name] for name in numbers} == numbers
+    assert (body["stop"], body["reasoning_effort"]) == (["one", "two"], "none")
+    assert shown.answered(1) == '"yes"'
+    page.click("#effect")
+    page.select_option("#set-thinking", "true")
+    page.get_by_role("button", name="Save").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        shown.ask("hello")
+    assert asked.value.post_data_json["chat_template_kwargs"]["enable_thinking"] is True
+    assert shown.answered(2) == '"yes"'
+
+
+@needs_chromium
+def test_text_files_go_with_a_message(show):
+    shown = show()
+    page = shown.page
+    notes = {"name": "notes.md", "mimeType": "", "buffer": b"```\ncar: level 3\n```\n"}
+    picture = {"name": "a.png", "mimeType": "image/png", "buffer": b"\x89PNG\0\xff"}
+    page.set_input_files("#attach", [notes, picture])
+    expect(page.locator("#problem")).to_contain_text("a.png is no text in UTF-8.")
+    expect(page.locator("#attached li")).to_have_text(["notes.md"])
+    answer_with(page, {"content": "Level 3."})
+    with page.expect_request("**/v1/chat/completions") as asked:
+        shown.ask("Where is my car?")
+    (message,) = asked.value.post_data_json["messages"]
+    fenced = "notes.md:\n````\n```\ncar: level 3\n```\n````"  # by more than the file holds
+    assert message["content"] == f"{fenced}\n\nWhere is my car?"
+    expect(page.locator("#attached li")).to_have_count(0)
+    expect(page.locator("#problem")).to_be_hidden()
+    page.get_by_text("notes.md").click()
+    expect(page.locator(".attachment pre")).to_contain_text("car: level 3")
 
 
 @needs_chromium
@@ -463,10 +539,11 @@ def test_the_key_is_asked_for_until_it_is_right(browser):
 def test_a_question_after_a_failed_one_keeps_roles_in_turns(show):
     shown = show()
     page = shown.page
-    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.route(re.compile("chat/completions|health"), lambda route: route.abort())
     shown.ask("My name is Ada.")
     expect(page.locator(".message .problem")).to_contain_text("does not answer")
     page.unroute_all()
+    expect(page.locator(".message .problem")).to_contain_text("It answers again now.")
     with page.expect_request("**/v1/chat/completions") as asked:
         shown.ask("What is my name?")
     assert asked.value.post_data_json["messages"] == [
@@ -521,6 +598,7 @@ def test_the_view_of_the_engine_changes_under_load(show, running):
     before = page.locator("#pool").get_attribute("aria-label")
     with load(running.url, 12):
         expect(page.locator("#requests li")).to_have_count(12)
+        expect(page.locator("#samples")).to_be_in_viewport()
         expect(page.locator("#pool")).not_to_have_attribute("aria-label", before)
         expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile("decodes"))
         expect(page.locator("#requests .queued")).to_have_count(4)  # of 8 seats
@@ -557,6 +635,40 @@ def test_samples_can_be_sent_and_ended(show, running):
 
 
 @needs_chromium
+def test_the_end_of_the_engine_is_said(browser):
+    with serving() as running:
+        shown = Shown(browser, running.url, viewport={"width": 1600, "height": 1000})
+        expect(shown.page.locator("#legend li")).to_have_count(4)
+        (client,) = running.server.models.loaded.values()
+        os.kill(client.pid, signal.SIGKILL)
+        state = shown.page.locator("#engine-state")
+        expect(state).to_contain_text(
+            "demo does not run: the engine's process has ended by SIGKILL"
+        )
+        expect(shown.page.locator("#legend li")).to_have_count(0)
+        shown.context.close()
+
+
+@needs_chromium
+def test_numbers_from_before_a_long_step_are_not_shown_as_current(show, running):
+    shown = show(viewport={"width": 1600, "height": 1000})
+    page = shown.page
+    expect(page.locator("#legend li")).to_have_count(4)
+    (client,) = running.server.models.loaded.values()
+    os.kill(client.pid, signal.SIGSTOP)
+    try:
+        page.click("#samples")
+        expect(page.locator("#requests-size")).to_have_text("18 unfinished")
+        expect(page.locator("#engine-state")).to_contain_text("a long step is under way")
+        expect(page.locator("#figures dd").first).to_have_text("–")
+    finally:
+        os.kill(client.pid, signal.SIGCONT)
+    expect(page.locator("#engine-state")).to_be_hidden()
+    page.click("#samples")
+    _until_idle(running, page)
+
+
+@needs_chromium
 def test_nobody_watches_behind_a_closed_panel(show, running):
     shown = show(viewport={"width": 1600, "height": 1000})
     page = shown.page
@@ -567,6 +679,66 @@ def test_nobody_watches_behind_a_closed_panel(show, running):
 
 
 # How it looks
+
+_USAGE = {
+    "prompt_tokens": 1812,
+    "completion_tokens": 640,
+    "prompt_tokens_details": {"cached_tokens": 1600},
+}
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 1440])
+def test_a_laptop_shows_the_engine_whole(show, width):
+    shown = show(viewport={"width": width, "height": 800})
+    page = shown.page
+    assert page.locator("#engine").is_visible() == (width >= 1440)  # at the first visit
+    answer_with(page, {"content": "a " * 40}, usage=_USAGE)
+    shown.ask("hello")
+    shown.answered(1)
+    if width < 1440:
+        page.click("#engine-toggle")
+    expect(page.locator("#legend li")).to_have_count(4)
+    page.click("#samples")
+    expect(page.locator("#requests li")).to_have_count(18)
+    expect(page.locator("#requests li").nth(4)).to_be_in_viewport(ratio=1)
+    for name in ("#pool", "#legend", "#samples", "#timeline"):
+        expect(page.locator(name)).to_be_in_viewport(ratio=1)
+    cut = page.locator("#figures dt, #figures dd, .head, .cost").evaluate_all(
+        """all => all.filter((e) => e.scrollWidth > e.clientWidth || e.clientHeight > 30)
+           .map((e) => e.innerText)"""
+    )
+    assert not cut
+    hint, context = (page.locator(name).bounding_box() for name in ("#hint", "#context"))
+    assert context["y"] + context["height"] < hint["y"] + hint["height"] + 5  # on one line
+    page.click("#samples")
+    expect(page.locator("#no-requests")).to_be_visible()
+
+
+@needs_chromium
+def test_fingers_find_every_button(show):
+    shown = show(viewport={"width": 390, "height": 844})
+    page = shown.page
+    answer_with(page, {"content": "```c\n1\n```"}, usage=_USAGE)
+    shown.ask("hello")
+    shown.answered(1)
+    small = """all => all.filter((e) => e.checkVisibility({visibilityProperty: true}))
+      .map((e) => [e.getBoundingClientRect(), e.getAttribute("aria-label") ?? e.innerText])
+      .filter(([box]) => box.width < 44 || box.height < 44).map(([box, name]) => name)"""
+    assert not page.locator("button, a.quiet, label.quiet, select").evaluate_all(small)
+    page.click("#sidebar-toggle")
+    assert not page.locator("button, label.quiet, #search").evaluate_all(small)
+    page.mouse.click(380, 400)
+    page.click("#engine-toggle")
+    assert not page.locator("#engine button, #engine a").evaluate_all(small)
+
+
+@needs_chromium
+def test_each_view_has_one_heading_of_level_one(show):
+    shown = show()
+    for path in ("/", "/#engine"):
+        shown.open(path)
+        expect(shown.page.get_by_role("heading", level=1)).to_have_count(1)
 
 
 @needs_chromium

@@ -1,9 +1,9 @@
 // Asks /v1/chat/completions for one answer, and fills a message with it.
 
 import { ApiError, events, request } from "./api.js";
+import { contentOf } from "./attachments.js";
 import { parts } from "./message.js";
-
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+import { fields } from "./sampling.js";
 
 /** The body of a request for an answer to `shown`, messages of a conversation. */
 export function bodyOf(conversation, shown) {
@@ -11,18 +11,16 @@ export function bodyOf(conversation, shown) {
     ? [{ role: "system", content: conversation.system.trim() }]
     : [];
   for (const m of shown) {
-    const content = m.role === "user" ? m.content : parts(m).answer;
+    const content = m.role === "user" ? contentOf(m) : parts(m).answer;
     const last = messages.at(-1);
     // Behind an answer that failed: many chat templates want roles in turns.
     if (m.role === "user" && last?.role === "user") last.content += `\n\n${content}`;
     else if (m.role === "user" || content) messages.push({ role: m.role, content });
   }
-  const body = { model: conversation.model, messages, stream: true, stream_options: { include_usage: true } };
-  for (const name of NUMBERS) {
-    const value = conversation.sampling[name];
-    if (typeof value === "number") body[name] = value;
-  }
-  return body;
+  return {
+    model: conversation.model, messages, stream: true, stream_options: { include_usage: true },
+    ...fields(conversation.sampling),
+  };
 }
 
 /**
@@ -50,6 +48,7 @@ export async function answer(message, body, signal, changed) {
     else {
       message.finish = "error";
       message.error = error instanceof ApiError ? error.message : `The page failed: ${error.message}`;
+      message.unreachable = error.unreachable;
     }
   }
   message.endedAt = Date.now();

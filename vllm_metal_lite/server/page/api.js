@@ -3,9 +3,10 @@
 const KEY = "metal-lite-key";
 
 export class ApiError extends Error {
-  constructor(message, status) {
+  /** status: of the response; 0: none came.  unreachable: not even the head of one. */
+  constructor(message, status, unreachable = false) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, unreachable });
   }
 }
 
@@ -46,7 +47,7 @@ export async function request(path, { body, signal, asks = true } = {}) {
       });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new ApiError("The server does not answer. Is it still running?", 0);
+      throw new ApiError("The server does not answer. Is it running?", 0, true);
     }
     if (response.ok) return response;
     const message = await words(response);
@@ -54,6 +55,19 @@ export async function request(path, { body, signal, asks = true } = {}) {
     if (mayAsk && (await askForKey(key ? message : ""))) continue;
     throw new ApiError(message, response.status);
   }
+}
+
+let back = null;
+
+/** Resolves when the server answers again. */
+export function serverBack() {
+  back ??= (async () => {
+    while (!(await fetch("/health").then(() => true, () => false))) {
+      await new Promise((resolve) => setTimeout(resolve, 2000));
+    }
+    back = null;
+  })();
+  return back;
 }
 
 async function words(response) {

@@ -3,6 +3,7 @@
 import { answer, bodyOf } from "./answer.js";
 import { announce, byId, count, make } from "./dom.js";
 import { MessageView } from "./message.js";
+import { inEffect } from "./sampling.js";
 import * as store from "./store.js";
 import * as tree from "./tree.js";
 
@@ -12,11 +13,12 @@ const SAVE_MS = 1000;  // while an answer grows
 export class Chat {
   /**
    * changed: called after the conversation was saved.  readModels: reads `models`, those of
-   * /v1/models, again.
+   * /v1/models, again.  attachments: the files of the next message.
    */
-  constructor(changed, readModels) {
+  constructor(changed, readModels, attachments) {
     this.changed = changed;
     this.readModels = readModels;
+    this.attachments = attachments;
     this.conversation = null;
     this.running = new Map();  // of each conversation that is answered: its AbortController
     this.models = [];
@@ -81,6 +83,11 @@ export class Chat {
     byId("send").hidden = this.busy;
     byId("stop").hidden = !this.busy;
     byId("context").textContent = this.contextUse();
+    const effect = inEffect(this.conversation);
+    byId("effect").hidden = !effect;
+    if (effect) byId("effect").textContent = effect;
+    byId("heading").textContent = this.conversation.title;
+    document.title = this.conversation.messages.length ? `${this.conversation.title} - vllm-metal-lite` : "vllm-metal-lite";
     this.changed();
   }
 
@@ -89,28 +96,28 @@ export class Chat {
     const limit = this.model?.max_model_len;
     if (!last || !limit) return "";
     const used = last.usage.prompt_tokens + last.usage.completion_tokens;
-    return `${count(used)} of ${count(limit)} tokens of context used`;
+    return `${count(used)} of ${count(limit)} tokens of context`;
   }
 
   /** Send what is in the box. */
   send() {
     const text = this.input.value.trim();
-    if (!text || this.busy) return;
+    if (this.busy || !(text || this.attachments.files.length)) return;
     this.input.value = "";
     this.input.dispatchEvent(new Event("input"));
-    this.ask(text, this.conversation.leaf);
+    this.ask(text, this.conversation.leaf, this.attachments.take());
   }
 
-  ask(text, parent) {
+  ask(text, parent, files) {
     const { conversation } = this;
-    const question = tree.append(conversation, parent, { role: "user", content: text });
-    if (conversation.messages.length === 1) conversation.title = title(text);
+    const question = tree.append(conversation, parent, { role: "user", content: text, files });
+    if (conversation.messages.length === 1) conversation.title = title(text || files[0].name);
     this.answer(question);
   }
 
   editAndAsk(message, text) {
     if (this.busy) this.stop();
-    this.ask(text, message.parent);
+    this.ask(text, message.parent, message.files);
   }
 
   regenerate(message) {

@@ -1,8 +1,7 @@
 // Dialogs: settings of a conversation, a name, a question, the API key.
 
 import { byId } from "./dom.js";
-
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+import { NUMBERS, parsed } from "./sampling.js";
 
 /** Show a dialog; resolves when it closes, to the value of the button. */
 function shown(dialog) {
@@ -40,15 +39,28 @@ export async function askKey(problem) {
 /** Edit the system prompt and the sampling of a conversation in place; true: changed. */
 export async function editSettings(conversation) {
   byId("set-system").value = conversation.system;
-  for (const name of NUMBERS) byId(`set-${name}`).value = conversation.sampling[name] ?? "";
+  const { sampling } = conversation;
+  const field = (name) => byId(`set-${name}`);
+  for (const name of [...NUMBERS, "thinking", "schema"]) field(name).value = sampling[name] ?? "";
+  field("stop").value = (sampling.stop ?? []).join("\n");
+  field("schema").oninput = () => checkSchema(field("schema"));
+  checkSchema(field("schema"));
   if ((await shown(byId("settings"))) !== "ok") return false;
-  conversation.system = byId("set-system").value;
-  for (const name of NUMBERS) {
-    const field = byId(`set-${name}`);
-    if (field.value === "") delete conversation.sampling[name];
-    else conversation.sampling[name] = Number(field.value);
-  }
+  conversation.system = field("system").value;
+  const read = {
+    ...Object.fromEntries(NUMBERS.map((name) => [name, field(name).value && Number(field(name).value)])),
+    thinking: field("thinking").value && field("thinking").value === "true",
+    schema: field("schema").value.trim(),
+    stop: field("stop").value.split("\n").filter(Boolean),
+  };
+  conversation.sampling = Object.fromEntries(Object.entries(read).filter(([, value]) => value !== "" && value.length !== 0));
   return true;
+}
+
+/** A schema that is no JSON object cannot be saved. */
+function checkSchema(field) {
+  const good = !field.value.trim() || parsed(field.value);
+  field.setCustomValidity(good ? "" : "This is no JSON object.");
 }
 
 /** Buttons with data-value close their dialog with it; those of a form only if its fields are valid. */

@@ -42,6 +42,20 @@ export function announce(text) {
 /** 1234567 -> "1,234,567" */
 export const count = (n) => Math.round(n).toLocaleString("en-US");
 
+/** A time in words: "3.4 ms", "250 ms", "1.38 s". */
+export function duration(ms) {
+  if (ms < 99.95 && !Number.isInteger(ms)) return `${ms.toFixed(1)} ms`;
+  if (ms < 999.5) return `${Math.round(ms)} ms`;
+  const s = ms / 1000;
+  return `${s.toFixed(s < 9.95 ? 2 : s < 99.5 ? 1 : 0)} s`;
+}
+
+/** Make a text area as high as its text. */
+export function grow(area, most) {
+  area.style.height = "auto";
+  area.style.height = `${Math.min(area.scrollHeight + area.offsetHeight - area.clientHeight, most)}px`;
+}
+
 /** Copy, and say so on the button for a moment. */
 export async function copy(text, button) {
   try {
@@ -55,7 +69,11 @@ export async function copy(text, button) {
     area.remove();
     button.focus();
   }
-  button.classList.add("done");
+  const show = (done) => {
+    button.classList.toggle("done", done);
+    button.querySelector("use").setAttribute("href", done ? "#i-check" : "#i-copy");
+  };
+  show(true);
   announce("Copied");
-  setTimeout(() => button.classList.remove("done"), 1200);
+  setTimeout(() => show(false), 1500);
 }

@@ -1,10 +1,12 @@
 // Puts the parts of the page together.
 
-import { onKeyNeeded, request } from "./api.js";
+import { onKeyNeeded, request, serverBack } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { Chat, examples, mend } from "./chat.js";
 import { askKey, editSettings, prepare } from "./dialogs.js";
-import { announce, byId, make } from "./dom.js";
+import { announce, byId, grow, make } from "./dom.js";
 import { EngineView } from "./engine/view.js";
+import { kept } from "./sampling.js";
 import { drawList, exportAll, readExport } from "./sidebar.js";
 import * as store from "./store.js";
 import { newConversation } from "./tree.js";
@@ -23,7 +25,8 @@ const EXAMPLES = {
 };
 
 let conversations = [];
-const chat = new Chat(drawSidebar, readModels);
+const dismiss = () => problem("");
+const chat = new Chat(drawSidebar, readModels, new Attachments((words) => problem(words, dismiss, "Close")));
 const engine = new EngineView(() => byId("model").value || null);
 
 function drawSidebar() {
@@ -82,6 +85,7 @@ async function readModels() {
     chat.models = (await (await request("/v1/models")).json()).data;
   } catch (error) {
     problem(`The list of models cannot be read. ${error.message}`, readModels);
+    if (error.unreachable) serverBack().then(readModels);
     return;
   }
   problem("");
@@ -96,23 +100,20 @@ async function readModels() {
   });
 }
 
-/** Show a problem of the page with a way to try again; "": none. */
-function problem(text, again) {
+/** Show a problem of the page with what can be done; "": none. */
+function problem(text, action, label = "Try again") {
   byId("problem").hidden = !text;
   byId("problem-text").textContent = text;
-  byId("problem-again").onclick = again ?? null;
+  byId("problem-again").textContent = label;
+  byId("problem-again").onclick = action ?? null;
 }
 
-function growInput() {
-  const input = byId("prompt");
-  input.style.height = "auto";
-  input.style.height = `${Math.min(input.scrollHeight, 240)}px`;
-}
-
-const narrow = matchMedia("(max-width: 1100px)");  // as in base.css
+const narrow = matchMedia("(max-width: 1100px)");  // as in the style sheets
+const wide = matchMedia("(min-width: 1440px)");
 
 function showEngine(shown) {
   document.body.classList.toggle("show-engine", shown);
+  document.body.classList.toggle("drawer", narrow.matches || (shown && !wide.matches));
   byId("engine-toggle").setAttribute("aria-expanded", String(shown));
   if (!narrow.matches) store.keepSetting("engine", shown);
   byId("chat").inert = shown && narrow.matches;  // the view covers the chat
@@ -127,12 +128,13 @@ function followHash() {
   const label = alone ? "Show the chat too" : "Show the engine alone";
   byId("engine-alone").setAttribute("aria-label", label);
   byId("engine-alone").title = label;
-  showEngine(alone || (!narrow.matches && store.setting("engine", true)));
+  showEngine(alone || (!narrow.matches && store.setting("engine", wide.matches)));
 }
 
 function listen() {
   const input = byId("prompt");
-  input.addEventListener("input", growInput);
+  input.addEventListener("input", () => grow(input, 240));
+  byId("search").addEventListener("input", drawSidebar);
   input.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
@@ -161,7 +163,7 @@ function listen() {
       await reload();
       announce("Imported");
     } catch (error) {
-      problem(error.message, () => problem(""));
+      problem(error.message, dismiss, "Close");
     }
     event.target.value = "";
   });
@@ -177,7 +179,7 @@ function listen() {
     byId("engine-toggle").focus();
   });
   addEventListener("hashchange", followHash);
-  narrow.addEventListener("change", followHash);
+  for (const width of [narrow, wide]) width.addEventListener("change", followHash);
   byId("model").addEventListener("change", (event) => {
     const { conversation } = chat;
     conversation.model = event.target.value;
@@ -185,18 +187,22 @@ function listen() {
     if (conversation.messages.length) chat.save(conversation);
     chat.drawState();
   });
-  byId("settings-open").addEventListener("click", async () => {
-    const { conversation } = chat;
-    if (!(await editSettings(conversation))) return;
-    keepDefaults();
-    if (conversation.messages.length) chat.save(conversation);
-  });
+  byId("settings-open").addEventListener("click", changeSettings);
+  byId("effect").addEventListener("click", changeSettings);
+}
+
+async function changeSettings() {
+  const { conversation } = chat;
+  if (!(await editSettings(conversation))) return;
+  keepDefaults();
+  if (conversation.messages.length) chat.save(conversation);
+  chat.drawState();
 }
 
 /** New conversations begin with what was chosen last. */
 function keepDefaults() {
   const { model, sampling } = chat.conversation;
-  store.keepSetting("defaults", { model, sampling });
+  store.keepSetting("defaults", { model, sampling: kept(sampling) });
 }
 
 async function start() {
@@ -211,7 +217,7 @@ async function start() {
   chat.open(chat.conversation);
   store.onChange(reload);
   followHash();
-  if (!(await store.keeps())) problem("This browser keeps no conversations: they end with this page.", () => problem(""));
+  if (!(await store.keeps())) problem("This browser keeps no conversations: they end with this page.", dismiss, "Close");
   document.body.dataset.ready = "true";
 }
 

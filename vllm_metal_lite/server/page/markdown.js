@@ -2,6 +2,7 @@
 
 import { Marked } from "./vendor/marked.esm.js";
 import "./vendor/purify.min.js";
+import { colour } from "./code.js";
 import { copy, iconButton, make } from "./dom.js";
 
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
@@ -36,6 +37,7 @@ const ALLOWED = {
 purify.addHook("afterSanitizeAttributes", (node) => {
   const language = /^language-[\w+#.-]{1,30}$/.exec(node.className ?? "");
   if (node.tagName === "CODE" && language) node.setAttribute("class", language[0]);
+  else if (node.tagName === "SPAN" && /^hljs-[\w -]+$/.test(node.className)) return;  // of code.js
   else node.removeAttribute("class");
   if (node.tagName === "A" && node.hasAttribute("href")) {
     node.setAttribute("target", "_blank");
@@ -64,6 +66,7 @@ function frame(code) {
   pre.replaceWith(block);
   pre.tabIndex = 0;
   block.append(pre);
+  colour(code, language);
 }
 
 /**

@@ -1,6 +1,8 @@
 // One message on the screen.
 
-import { copy, count, icon, iconButton, make } from "./dom.js";
+import { serverBack } from "./api.js";
+import { fileView } from "./attachments.js";
+import { copy, count, duration, grow, icon, iconButton, make } from "./dom.js";
 import { Growing } from "./markdown.js";
 import { split } from "./reasoning.js";
 import { versions } from "./tree.js";
@@ -11,26 +13,23 @@ export function parts(message) {
   return { ...found, reasoning: [message.reasoning, found.reasoning].filter(Boolean).join("\n\n") };
 }
 
-const seconds = (ms) => (ms < 995 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 9950 ? 2 : 1)} s`);
-
 /** What an answer cost, in words. */
 export function cost(message) {
   const { usage, firstAt, endedAt, startedAt } = message;
   const shown = [];
   if (usage) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    shown.push(`${count(usage.prompt_tokens)} tokens in`);
-    shown.push(`${count(cached)} of them cached`);
+    shown.push(`${count(usage.prompt_tokens)} tokens in${cached ? ` (${count(cached)} cached)` : ""}`);
     shown.push(`${count(usage.completion_tokens)} out`);
   }
-  if (firstAt) shown.push(`first after ${seconds(firstAt - startedAt)}`);
+  if (firstAt) shown.push(`first after ${duration(firstAt - startedAt)}`);
   if (usage && endedAt > firstAt && usage.completion_tokens > 1) {
     const rate = (1000 * (usage.completion_tokens - 1)) / (endedAt - firstAt);
     shown.push(`${rate < 100 ? rate.toFixed(1) : count(rate)} tokens/s`);
   }
   if (message.finish === "length") shown.push("cut off: no tokens left");
   if (message.finish === "stopped") {
-    shown.push(endedAt ? `stopped after ${seconds(endedAt - startedAt)}` : "stopped");
+    shown.push(endedAt ? `stopped after ${duration(endedAt - startedAt)}` : "stopped");
   }
   return shown;
 }
@@ -49,6 +48,8 @@ export class MessageView {
     );
     if (mine) {
       this.body.textContent = message.content;
+      this.body.hidden = !message.content;
+      this.element.prepend(...(message.files ?? []).map(fileView));
       this.element.append(this.buttons(conversation, actions));
     } else {
       this.thoughts = null;
@@ -73,8 +74,10 @@ export class MessageView {
     if (running) return;
     this.foot.replaceChildren();
     if (message.error) this.foot.append(this.problem(message, actions));
-    else if (message.finish === "stop" && !answer && !reasoning) {
-      this.foot.append(make("p", { class: "note" }, "The model gave an empty answer."));
+    else if (!answer && !reasoning) {
+      const stopped = message.finish === "stopped";
+      const words = stopped ? "Stopped before the first token." : "The model gave an empty answer.";
+      this.foot.append(make("p", { class: "note" }, words));
     }
     const line = make("p", { class: "cost" });
     cost(message).forEach((text) => line.append(make("span", {}, text)));
@@ -96,11 +99,18 @@ export class MessageView {
   }
 
   problem(message, actions) {
-    return make(
-      "div", { class: "problem", role: "alert" },
-      make("p", {}, message.error),
+    const words = make("p", {}, message.error);
+    const box = make(
+      "div", { class: "problem", role: "alert" }, words,
       make("button", { type: "button", onclick: () => actions.regenerate(message) }, "Try again"),
     );
+    if (message.unreachable) {
+      serverBack().then(() => {
+        box.classList.add("over");
+        words.textContent = "The server did not answer. It answers again now.";
+      });
+    }
+    return box;
   }
 
   buttons(conversation, actions) {
@@ -128,7 +138,7 @@ export class MessageView {
 
   edit(actions) {
     if (this.element.classList.contains("editing")) return;
-    const area = make("textarea", { rows: 3, "aria-label": "Edit your message" });
+    const area = make("textarea", { rows: 1, "aria-label": "Edit your message", oninput: () => grow(area, 400) });
     area.value = this.message.content;
     const close = () => {
       form.remove();
@@ -156,7 +166,7 @@ export class MessageView {
     });
     this.element.classList.add("editing");
     this.element.append(form);
-    area.style.height = `${Math.min(area.scrollHeight + 4, 400)}px`;
+    grow(area, 400);
     area.focus();
   }
 }

@@ -21,7 +21,8 @@ export const exportAll = async () => download("conversations.json", await store.
 
 const isConversation = (c) =>
   typeof c?.title === "string" && Array.isArray(c.messages) && c.messages.every((m) =>
-    ["user", "assistant"].includes(m?.role) && [m.id, m.content].every((s) => typeof s === "string"));
+    ["user", "assistant"].includes(m?.role) && [m.id, m.content].every((s) => typeof s === "string") &&
+    (m.files ?? []).every((f) => [f?.name, f?.text].every((s) => typeof s === "string")));
 
 /** The conversations of a file that was exported; raises an Error in words. */
 export async function readExport(file) {
@@ -39,9 +40,19 @@ export async function readExport(file) {
   return found.map((c) => ({ sampling: {}, system: "", model: null, leaf: null, ...c, id: newId() }));
 }
 
-/** Draw the list.  actions: open(conversation), removed(conversation), renamed(conversation). */
+/** Whether a title or a message holds each of these words. */
+function holds(conversation, words) {
+  const text = [conversation.title, ...conversation.messages.map((m) => m.content)].join("\n").toLowerCase();
+  return words.every((word) => text.includes(word));
+}
+
+/** Draw the list, those that are searched for.  actions: open(conversation), removed(conversation), renamed(conversation). */
 export function drawList(conversations, current, running, actions) {
-  const items = conversations.map((c) => {
+  const sought = byId("search").value.trim();
+  const words = sought.toLowerCase().split(/\s+/);
+  const found = sought ? conversations.filter((c) => holds(c, words)) : conversations;
+  byId("no-match").textContent = found.length || !sought ? "" : `No conversation holds “${sought}”.`;
+  const items = found.map((c) => {
     const open = make(
       "button",
       { type: "button", class: "title", title: c.title, onclick: () => actions.open(c) },

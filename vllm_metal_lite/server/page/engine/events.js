@@ -5,7 +5,7 @@ import { events, request } from "../api.js";
 const WAITS = [1, 2, 4, 8];  // seconds before another attempt
 
 export class Watcher {
-  /** take: gets each event.  state: gets "watching", "held", "trying" or "none" with words. */
+  /** take: gets the name and the value of each event.  state: gets "watching", "held", "trying" or "none" with words. */
   constructor(take, state) {
     this.take = take;
     this.state = state;
@@ -54,7 +54,7 @@ export class Watcher {
         for await (const { event, data } of events(response)) {
           if (signal.aborted) return;
           failed = 0;
-          if (event === "engine") this.take(JSON.parse(data));
+          this.take(event, JSON.parse(data));
         }
       } catch (error) {
         if (signal.aborted) return;

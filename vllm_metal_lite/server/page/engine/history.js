@@ -1,6 +1,9 @@
 // What the events of one engine tell: its steps, requests, blocks and rates.
 
+import { count } from "../dom.js";
+
 const KEPT = 400;  // steps
+const SILENT_MS = 1500;  // longer than any two events are apart while steps are short
 const SECONDS = 3;  // over which rates are taken
 
 export class History {
@@ -16,6 +19,10 @@ export class History {
     this.time = 0;
     this.numSteps = 0;
     this.idle = false;  // nothing has run for a while
+    this.takenAt = 0;  // of this page's clock
+    this.state = "loaded";  // of the model, as the server says
+    this.words = "";  // on the engine, if it runs no steps at the moment
+    this.numUnfinished = null;  // requests, as the server counts them; null: as the engine said
   }
 
   take(event) {
@@ -27,7 +34,7 @@ export class History {
     });
     this.coming.splice(0, this.coming.length - KEPT);
     Object.assign(this, { time: event.time, numSteps: event.num_steps, requests: event.requests });
-    this.idle = false;
+    Object.assign(this, { idle: false, takenAt: performance.now(), words: "", numUnfinished: null });
     this.blocks = event.blocks ?? this.blocks;
     this.metrics = event.metrics;
     for (const request of event.requests) {
@@ -41,10 +48,31 @@ export class History {
     for (const n of event.preempted) this.preemptions.set(n, event.time);
   }
 
-  /** The engine's process began anew. */
+  /** Take what the server says of the model; true: its engine is silent or gone. */
+  takeState({ model, state, error, requests }) {
+    const waits = requests ? ` Requests that wait: ${count(requests)}.` : "";
+    this.state = state;
+    this.words = "";
+    if (state !== "loaded") {
+      if (this.blocks) this.restart();
+      this.words = {
+        loading: `${model} is being loaded.${waits}`,
+        failed: `${model} does not run: ${error}. The next request starts it again.`,
+        unloaded: `${model} is not loaded. The next request loads it.`,
+      }[state];
+      return true;
+    }
+    const silent = performance.now() - this.takenAt;
+    this.numUnfinished = null;
+    if (!requests || !this.takenAt || silent < SILENT_MS) return false;
+    this.words = `No news for ${Math.round(silent / 1000)} s: a long step is under way. What is shown is from before it.`;
+    this.numUnfinished = requests;
+    return true;
+  }
+
+  /** The engine's process began anew, or has ended. */
   restart() {
-    this.steps = [];
-    this.coming = [];
+    Object.assign(this, { steps: [], coming: [], requests: [], blocks: null, metrics: {} });
     this.known.clear();
     this.preemptions.clear();
     this.time = this.numSteps = 0;

@@ -7,9 +7,8 @@ import { palette } from "./colours.js";
 const FREE = 0;
 const CACHED = -1;
 const SHARED = -2;
-const HIGHEST = { few: 150, many: 220 };  // pixels
-const MANY = 1000;  // cells
-const SIZES = [18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3];
+const HIGHEST = 112;  // pixels
+const SIZES = [14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3];
 
 export class PoolMap {
   /** hover(n): a request is pointed at; 0: none. */
@@ -30,8 +29,7 @@ export class PoolMap {
     this.cells = blocks ? blocks.runs.flatMap(([code, n]) => new Array(n).fill(code)) : [];
     const width = this.canvas.clientWidth;
     const number = this.cells.length;
-    const highest = number > MANY ? HIGHEST.many : HIGHEST.few;
-    this.size = SIZES.find((s) => Math.ceil(number / Math.floor(width / s)) * s <= highest) ?? 3;
+    this.size = SIZES.find((s) => Math.ceil(number / Math.floor(width / s)) * s <= HIGHEST) ?? 3;
     this.columns = Math.max(1, Math.floor(width / this.size));
     const rows = Math.max(1, Math.ceil(number / this.columns));
     const context = fit(this.canvas, rows * this.size);
@@ -61,9 +59,8 @@ export class PoolMap {
         context.fill();
       }
     }
-    const totals = this.totals();
-    this.canvas.setAttribute("aria-label",
-      number ? `${count(number)} cells: ${totals.map(([name, n]) => `${count(n)} ${name}`).join(", ")}.` : "No blocks yet");
+    const totals = Object.entries(blocks?.counts ?? {}).map(([name, n]) => `${count(n)} ${name}`);
+    this.canvas.setAttribute("aria-label", blocks ? `${count(blocks.total)} blocks: ${totals.join(", ")}.` : "No blocks yet");
   }
 
   byCode() {
@@ -73,13 +70,6 @@ export class PoolMap {
       found.get(code).push(i);
     });
     return found;
-  }
-
-  /** [name, cells] of each kind. */
-  totals() {
-    const sums = { owned: 0, shared: 0, cached: 0, free: 0 };
-    for (const code of this.cells) sums[code > 0 ? "owned" : NAMES[code]]++;
-    return Object.entries(sums);
   }
 
   at(x, y) {

@@ -32,7 +32,7 @@ export class RequestList {
       row.element.classList.toggle("dim", Boolean(highlight) && highlight !== request.n);
       if (this.list.children[i] !== row.element) this.list.insertBefore(row.element, this.list.children[i] ?? null);
     });
-    return { running: running.length, waiting: waiting.length, hidden: history.requests.length - shown.length };
+    return shown.length;
   }
 
   row(request) {

@@ -1,16 +1,18 @@
 // The steps: one column each, the latest at the right.
 
-import { count } from "../dom.js";
+import { count, duration } from "../dom.js";
 import { fit, point } from "./canvas.js";
 import { palette } from "./colours.js";
 
-const COLUMN = 9;  // pixels, with a gap of 1
-const LEFT = 42;
+const COLUMNS = [24, 16, 12, 9];  // pixels, with a gap of 1: the widest at which all steps fit
+const LEFT = 52;
 const TOP = 8;
-const HEIGHT = 200;  // of the columns
-const GAP = 26;
-const STRIP = 34;  // of the milliseconds
+const HEIGHT = 130;  // of the columns
+const GAP = 24;
+const STRIP = 26;  // of the times
+const EMPTY = 44;  // of the canvas without a step
 const LINEAR = 4;  // tokens up to which the scale is about linear
+const FONT = "10.5px system-ui, sans-serif";
 const TICKS = [1, 4, 16, 64, 256, 1024, 4096, 16384, 65536];
 
 export class Timeline {
@@ -28,18 +30,28 @@ export class Timeline {
 
   draw(history, highlight) {
     const { canvas } = this;
-    const context = fit(canvas, TOP + HEIGHT + GAP + STRIP + 4);
+    const empty = !history.steps.length;
+    const context = fit(canvas, empty ? EMPTY : TOP + HEIGHT + GAP + STRIP + 4);
     const colours = palette();
+    if (empty) {
+      this.columns = [];
+      context.font = FONT;
+      context.fillStyle = colours.text;
+      context.fillText("No step has run while this page was watching.", 0, EMPTY / 2);
+      canvas.setAttribute("aria-label", this.summary());
+      return;
+    }
     const width = canvas.clientWidth;
-    const room = Math.floor((width - LEFT) / COLUMN);
-    const steps = history.steps.slice(-room);
+    const room = width - LEFT;
+    this.column = COLUMNS.find((column) => column * history.steps.length <= room) ?? COLUMNS.at(-1);
+    const steps = history.steps.slice(-Math.floor(room / this.column));
     const sums = steps.map((step) => step.segments.reduce((sum, [, tokens]) => sum + tokens, 0));
     const most = Math.max(16, ...sums);
     this.top = TICKS.find((tick) => tick >= most) ?? most;
     if (this.top > 1.6 * most) this.top = most;
     const y = (tokens) => TOP + HEIGHT * (1 - Math.log1p(tokens / LINEAR) / Math.log1p(this.top / LINEAR));
     this.axis(context, colours, width, y);
-    this.columns = steps.map((step, i) => ({ step, sum: sums[i], x: width - (steps.length - i) * COLUMN }));
+    this.columns = steps.map((step, i) => ({ step, sum: sums[i], x: LEFT + i * this.column }));
     for (const [n, { decodes, chunks }] of this.rectangles(y)) {
       const faint = highlight && n !== highlight ? 0.16 : 1;
       context.fillStyle = colours.request(n, faint);
@@ -47,11 +59,6 @@ export class Timeline {
       if (chunks.length) this.chunks(context, colours, n, faint, chunks);
     }
     this.strip(context, colours, steps, width);
-    if (!steps.length) {
-      context.textAlign = "center";
-      context.fillStyle = colours.text;
-      context.fillText("No step has run while this page was watching.", LEFT + (width - LEFT) / 2, TOP + HEIGHT / 2);
-    }
     canvas.setAttribute("aria-label", this.summary());
   }
 
@@ -66,7 +73,7 @@ export class Timeline {
         const top = y(below);
         if (!found.has(n)) found.set(n, { decodes: [], chunks: [] });
         const { decodes, chunks } = found.get(n);
-        (i < step.decodes ? decodes : chunks).push([x, top, COLUMN - 1, Math.max(bottom - top - 0.5, 0.6)]);
+        (i < step.decodes ? decodes : chunks).push([x, top, this.column - 1, Math.max(bottom - top - 0.5, 0.6)]);
         bottom = top;
       });
     }
@@ -85,7 +92,7 @@ export class Timeline {
   }
 
   axis(context, colours, width, y) {
-    context.font = "10.5px system-ui, sans-serif";
+    context.font = FONT;
     context.textAlign = "right";
     context.textBaseline = "middle";
     let last = Infinity;
@@ -112,24 +119,24 @@ export class Timeline {
     context.rotate(-Math.PI / 2);
     context.textAlign = "center";
     context.fillStyle = colours.text;
-    context.fillText("tokens (logarithmic)", 0, 0);
+    context.fillText("tokens (log)", 0, 0);
     context.restore();
   }
 
   /** The time of each step, linear from 0. */
   strip(context, colours, steps, width) {
     const base = TOP + HEIGHT + GAP + STRIP;
-    const most = Math.max(1, ...steps.map((step) => step.ms));
+    const most = Math.max(...steps.map((step) => step.ms), 0.1);
     context.fillStyle = colours.text;
     context.textAlign = "right";
-    context.fillText(most < 10 ? most.toFixed(1) : count(most), LEFT - 8, base - STRIP + 4);
+    context.fillText(duration(most), LEFT - 8, base - STRIP + 4);
     context.fillText("0", LEFT - 8, base - 4);
     context.textAlign = "left";
-    context.fillText("milliseconds", LEFT - 4, base - STRIP - 9);
+    context.fillText("time of each step", LEFT - 4, base - STRIP - 9);
     context.fillStyle = colours.cached;
     for (const { step, x } of this.columns) {
       const height = Math.max(1, (STRIP * step.ms) / most);
-      context.fillRect(x, base - height, COLUMN - 1, height);
+      context.fillRect(x, base - height, this.column - 1, height);
     }
     context.fillStyle = colours.line;
     context.fillRect(LEFT - 4, base, width - LEFT + 4, 1);
@@ -137,7 +144,7 @@ export class Timeline {
 
   /** The column and the segment at a place. */
   at(x, y) {
-    const column = this.columns.find((c) => x >= c.x && x < c.x + COLUMN);
+    const column = this.columns.find((c) => x >= c.x && x < c.x + this.column);
     if (!column || y > TOP + HEIGHT + GAP + STRIP) return null;
     const tokens = LINEAR * Math.expm1((1 - (y - TOP) / HEIGHT) * Math.log1p(this.top / LINEAR));
     let below = 0;
@@ -151,7 +158,7 @@ export class Timeline {
   words({ step, sum, segment, i }) {
     const chunks = step.segments.length - step.decodes;
     const lines = [
-      `Step ${count(step.number)}: ${step.ms.toFixed(1)} ms, ${count(sum)} tokens`,
+      `Step ${count(step.number)}: ${duration(step.ms)}, ${count(sum)} tokens`,
       `${step.decodes} decodes, ${chunks} pieces of prompts`,
     ];
     if (segment) {

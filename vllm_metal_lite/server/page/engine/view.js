@@ -1,6 +1,7 @@
 // The live view of the engines: figures, steps, blocks, requests.
 
-import { byId, count, make } from "../dom.js";
+import { byId, count, duration, make } from "../dom.js";
+import { keepSetting, setting } from "../store.js";
 import { Watcher } from "./events.js";
 import { History } from "./history.js";
 import { PoolMap } from "./pool.js";
@@ -31,7 +32,17 @@ export class EngineView {
     this.timeline = new Timeline(byId("timeline"), hover);
     this.pool = new PoolMap(byId("pool"), hover);
     this.requests = new RequestList(byId("requests"), hover);
-    this.watcher = new Watcher((event) => this.take(event), (state, words) => this.showState(state, words));
+    this.watcher = new Watcher(
+      (name, value) => (name === "models" ? this.takeStates(value) : this.take(value)),
+      (state, words) => {
+        byId("engine").dataset.state = state;
+        this.words = words;
+        this.drawWords();
+      },
+    );
+    this.explain(setting("explain", innerHeight >= 900));
+    byId("engine-explain").addEventListener("click", () =>
+      this.explain(!byId("engine").classList.contains("explained")));
     byId("engine-pause").addEventListener("click", () => this.hold(!this.watcher.held));
     byId("samples").addEventListener("click", () => this.toggleSamples());
     document.addEventListener("theme", () => this.draw());
@@ -74,19 +85,44 @@ export class EngineView {
     button.textContent = label;
   }
 
-  showState(state, words) {
-    byId("engine-state").textContent = words;
-    byId("engine").dataset.state = state;
+  /** Show or hide the paragraphs that explain the view. */
+  explain(shown) {
+    byId("engine").classList.toggle("explained", shown);
+    byId("engine-explain").setAttribute("aria-pressed", String(shown));
+    keepSetting("explain", shown);
+  }
+
+  /** The connection's words go before the engine's. */
+  drawWords() {
+    const words = this.words || this.history.words;
+    byId("engine").dataset.model = this.history.state;
+    if (byId("engine-state").textContent !== words) byId("engine-state").textContent = words;
+  }
+
+  /** What the server says of its models. */
+  takeStates(states) {
+    for (const state of states) {
+      const known = this.histories.get(state.model);
+      if (!known && state.state === "unloaded") continue;
+      const history = known ?? this.add(state.model);
+      const changed = history.takeState(state);
+      if (this.history.model === null) this.choose(history);
+      else if (changed && history === this.history) this.draw();
+    }
+    this.drawWords();
+  }
+
+  add(model) {
+    const history = new History(model);
+    this.histories.set(model, history);
+    this.drawModels();
+    return history;
   }
 
   take(event) {
-    let history = this.histories.get(event.model);
-    if (!history) {
-      history = new History(event.model);
-      this.histories.set(event.model, history);
-      this.drawModels();
-    }
+    const history = this.histories.get(event.model) ?? this.add(event.model);
     history.take(event);
+    this.drawWords();
     clearTimeout(history.timer);
     if (!event.requests.length) {
       history.timer = setTimeout(() => {
@@ -161,38 +197,43 @@ export class EngineView {
     const { history } = this;
     this.pool.draw(history, this.highlight);
     this.drawLegend();
-    const { running, waiting, hidden } = this.requests.draw(history, this.highlight);
-    byId("requests-size").textContent = running + waiting
-      ? `${running} running, ${waiting} waiting${hidden ? `, ${hidden} not shown` : ""}`
-      : "";
-    byId("no-requests").hidden = running + waiting > 0;
+    const numShown = this.requests.draw(history, this.highlight);
+    const { requests_running: running = 0, requests_waiting: waiting = 0 } = history.metrics;
+    const hidden = running + waiting - numShown;
+    const numbers = history.numUnfinished !== null
+      ? `${count(history.numUnfinished)} unfinished`
+      : `${count(running)} running, ${count(waiting)} waiting${hidden > 0 ? `, ${count(hidden)} not shown` : ""}`;
+    const none = history.numUnfinished === null && running + waiting === 0;
+    byId("requests-size").textContent = none ? "" : numbers;
+    byId("no-requests").hidden = !none;
   }
 
   drawLegend() {
     const { blocks } = this.history;
-    if (!blocks) return;
-    const cell = blocks.per_cell > 1 ? `; ${blocks.per_cell} in a cell` : "";
-    byId("pool-size").textContent = `${count(blocks.total)}, each of ${blocks.size} tokens${cell}`;
+    const rest = blocks && blocks.total > blocks.mapped ? `, all free from ${count(blocks.mapped)} on` : "";
+    byId("pool-size").textContent = blocks ? `${count(blocks.total)} of ${blocks.size} tokens${rest}` : "";
     const names = { owned: "of one request", shared: "shared", cached: "cached", free: "free" };
-    byId("legend").replaceChildren(...this.pool.totals().map(([kind, n]) =>
-      make("li", {}, make("i", { class: `cell ${kind}` }), `${names[kind]} `, make("b", {}, count(n)), blocks.per_cell > 1 ? " cells" : "")));
+    byId("legend").replaceChildren(...Object.entries(blocks?.counts ?? {}).map(([kind, n]) =>
+      make("li", {}, make("i", { class: `cell ${kind}` }), `${names[kind]} `, make("b", {}, count(n)))));
   }
 
   drawFigures() {
     const { metrics: m } = this.history;
     const rates = this.history.rates();
     const queried = m.prefix_cache_queried_tokens;
+    const current = this.history.numUnfinished === null && m.blocks_total;
+    const share = (part, all) => (all ? `${((100 * part) / all).toFixed(0)} %` : "–");
     const figures = [
-      ["Generated", count(rates.decode), "tok/s", "Tokens of answers a second, over the last 3 seconds"],
-      ["Prompts", count(rates.prefill), "tok/s", "Tokens of prompts computed a second, over the last 3 seconds"],
-      ["Step", rates.ms === null ? "–" : rates.ms.toFixed(1), "ms", "Median time of a step, over the last 3 seconds"],
-      ["Cache hits", queried ? ((100 * m.prefix_cache_hit_tokens) / queried).toFixed(0) : "–", "%",
-        "Share of all prompt tokens since the start that were found in the cache"],
-      ["Blocks used", m.blocks_total ? ((100 * m.blocks_owned) / m.blocks_total).toFixed(0) : "–", "%",
-        "Share of the pool that requests own"],
-      ["Preempted", count(m.preemptions ?? 0), "×", "Requests that gave their blocks away to others, since the start"],
+      ["Generated", current ? `${count(rates.decode)} tok/s` : "–", "Tokens of answers a second, over the last 3 seconds"],
+      ["Prompts", current ? `${count(rates.prefill)} tok/s` : "–", "Tokens of prompts computed a second, over the last 3 seconds"],
+      ["Step", current && rates.ms !== null ? duration(rates.ms) : "–", "Median time of a step, over the last 3 seconds"],
+      ["Cache hits", share(m.prefix_cache_hit_tokens, queried), "Share of all prompt tokens since the start that were found in the cache"],
+      ["Blocks used", share(m.blocks_owned, m.blocks_total), "Share of the KV blocks that requests own"],
+      ["Preempted", m.blocks_total ? count(m.preemptions) : "–", "Requests that lost their blocks to others, since the start"],
     ];
-    byId("figures").replaceChildren(...figures.map(([name, value, unit, title]) =>
-      make("div", { title }, make("dt", {}, name), make("dd", {}, value, make("span", {}, unit)))));
+    byId("figures").replaceChildren(...figures.map(([name, words, title]) => {
+      const [value, unit = ""] = words.split(" ");
+      return make("div", { title }, make("dt", {}, name), make("dd", {}, value, make("span", {}, unit)));
+    }));
   }
 }

@@ -1,0 +1,90 @@
+// Text files that go with a message: {name, text}.
+
+import { byId, count, iconButton, make } from "./dom.js";
+
+const MOST = 2 ** 20;  // bytes of a file
+
+/** The text of a file; raises an Error in words. */
+async function read(file) {
+  if (file.size > MOST) throw new Error(`${file.name} has ${count(file.size)} bytes, and at most ${count(MOST)} can be attached.`);
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    if (!text.includes("\0")) return text;
+  } catch { /* no UTF-8 */ }
+  throw new Error(`${file.name} is no text in UTF-8.`);
+}
+
+/** What the model gets of a message: its files, each in a fence that the file does not hold, then its text. */
+export function contentOf({ files = [], content }) {
+  const fenced = files.map(({ name, text }) => {
+    const longest = Math.max(2, ...Array.from(text.matchAll(/`+/g), ([run]) => run.length));
+    const fence = "`".repeat(longest + 1);
+    return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
+  });
+  return [...fenced, content].filter(Boolean).join("\n\n");
+}
+
+/** A file in a message. */
+export const fileView = ({ name, text }) =>
+  make("details", { class: "attachment" },
+    make("summary", {}, `${name} · ${count(text.length)} characters`), make("pre", { tabIndex: 0 }, text));
+
+/** The files of the message that is being written. */
+export class Attachments {
+  /** problem: gets words, "" if there is none. */
+  constructor(problem) {
+    this.problem = problem;
+    this.files = [];
+    this.refused = false;  // one of the files
+    const field = byId("attach");
+    field.addEventListener("change", async () => {
+      await this.add(field.files);
+      field.value = "";
+      byId("prompt").focus();
+    });
+    const area = byId("chat");
+    area.addEventListener("dragover", (event) => event.preventDefault());
+    area.addEventListener("drop", (event) => {
+      event.preventDefault();
+      this.add(event.dataTransfer.files);
+    });
+    byId("prompt").addEventListener("paste", (event) => this.add(event.clipboardData.files));
+  }
+
+  async add(files) {
+    if (!files.length) return;
+    this.forget();
+    for (const file of Array.from(files)) {
+      try {
+        this.files.push({ name: file.name, text: await read(file) });
+      } catch (error) {
+        this.problem(error.message);
+        this.refused = true;
+      }
+    }
+    this.draw();
+  }
+
+  /** Hand the files over. */
+  take() {
+    const taken = this.files;
+    this.files = [];
+    this.forget();
+    this.draw();
+    return taken;
+  }
+
+  forget() {
+    if (this.refused) this.problem("");
+    this.refused = false;
+  }
+
+  draw() {
+    byId("attached").replaceChildren(...this.files.map((file) =>
+      make("li", {}, make("span", {}, file.name), iconButton("close", `Remove ${file.name}`, () => {
+        this.files = this.files.filter((other) => other !== file);
+        this.draw();
+        byId("prompt").focus();
+      }))));
+  }
+}
