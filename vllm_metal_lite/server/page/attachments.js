@@ -43,12 +43,17 @@ export class Attachments {
       byId("prompt").focus();
     });
     const area = byId("chat");
-    area.addEventListener("dragover", (event) => event.preventDefault());
-    area.addEventListener("drop", (event) => {
+    const withFiles = (take) => (event) => {
+      if (!event.dataTransfer.types.includes("Files")) return;  // text may be dropped anywhere
       event.preventDefault();
-      this.add(event.dataTransfer.files);
+      take(event.dataTransfer.files);
+    };
+    area.addEventListener("dragover", withFiles(() => {}));
+    area.addEventListener("drop", withFiles((files) => this.add(files)));
+    byId("prompt").addEventListener("paste", ({ clipboardData }) => {
+      // Some programs put a picture beside their text.
+      if (!clipboardData.types.includes("text/plain")) this.add(clipboardData.files);
     });
-    byId("prompt").addEventListener("paste", (event) => this.add(event.clipboardData.files));
   }
 
   async add(files) {

@@ -11,7 +11,7 @@ const NAMES = {  // of each grammar
 const GRAMMARS = new Map(
   Object.entries(NAMES).flatMap(([grammar, names]) => names.split(" ").map((name) => [name, grammar])),
 );
-const MOST = 100_000;  // characters: longer code would hold up the page
+const MOST = 50_000;  // characters: longer code would hold up the page
 const loads = new Map();
 
 function load(grammar) {

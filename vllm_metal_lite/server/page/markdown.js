@@ -45,9 +45,10 @@ purify.addHook("afterSanitizeAttributes", (node) => {
   }
 });
 
-function render(tokens) {
+/** growing: the text is rendered again soon, so long code is not coloured. */
+function render(tokens, growing = false) {
   const fragment = purify.sanitize(marked.parser(tokens), ALLOWED);
-  for (const code of fragment.querySelectorAll("pre > code")) frame(code);
+  for (const code of fragment.querySelectorAll("pre > code")) frame(code, growing);
   for (const table of fragment.querySelectorAll("table")) {
     const scroll = make("div", { class: "scroll", tabIndex: 0, role: "group", "aria-label": "Table" });
     table.replaceWith(scroll);
@@ -57,7 +58,7 @@ function render(tokens) {
 }
 
 /** Give a block of code its language and a button that copies it. */
-function frame(code) {
+function frame(code, growing) {
   const pre = code.parentElement;
   const language = code.className.replace("language-", "");
   const button = iconButton("copy", "Copy code", () => copy(code.textContent, button));
@@ -66,7 +67,7 @@ function frame(code) {
   pre.replaceWith(block);
   pre.tabIndex = 0;
   block.append(pre);
-  colour(code, language);
+  if (!growing || code.textContent.length < 4000) colour(code, language);
 }
 
 /**
@@ -95,7 +96,7 @@ export class Growing {
       this.parent.append(render(keepLinks(tokens.slice(0, whole), tokens)));
       for (const token of tokens.slice(0, whole)) this.done += token.raw.length;
     }
-    const fragment = render(keepLinks(tokens.slice(Math.max(whole, 0)), tokens));
+    const fragment = render(keepLinks(tokens.slice(Math.max(whole, 0)), tokens), true);
     this.tail = [...fragment.childNodes];
     this.parent.append(fragment);
   }
