@@ -45,6 +45,7 @@ def take(path: Path, dark: bool) -> None:
             shown.answered(len(QUESTIONS))
             page.locator("#requests li").nth(12).wait_for()
             page.wait_for_timeout(1500)  # the steps move in
+            page.locator("#engine-state").wait_for(state="hidden")  # no long step is under way
             page.screenshot(path=path)
         if shown.complaints:
             raise SystemExit(f"page_picture: {'; '.join(shown.complaints)}")

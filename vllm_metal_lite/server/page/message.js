@@ -23,7 +23,8 @@ export function cost(message) {
     shown.push(`${count(usage.completion_tokens)} out`);
   }
   if (firstAt) shown.push(`first after ${duration(firstAt - startedAt)}`);
-  if (usage && endedAt > firstAt && usage.completion_tokens > 1) {
+  // Not of tokens that came at once.
+  if (usage && endedAt - firstAt > 20 && usage.completion_tokens > 1) {
     const rate = (1000 * (usage.completion_tokens - 1)) / (endedAt - firstAt);
     shown.push(`${rate < 100 ? rate.toFixed(1) : count(rate)} tokens/s`);
   }
