@@ -51,8 +51,10 @@ class MetalLitePlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         from vllm_metal_lite.vllm_plugin.quantization import register_mlx_quantization
+        from vllm_metal_lite.vllm_plugin.text_models import register_text_models
 
         register_mlx_quantization()
+        register_text_models()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

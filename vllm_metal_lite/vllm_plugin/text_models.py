@@ -1,0 +1,59 @@
+"""Lets vLLM take the text part of multimodal models, without their classes.
+
+vLLM inspects the class of a model before any other part of it.  The classes of multimodal models
+import torchvision and more, and ask for images that this engine cannot read.
+"""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsPP
+
+
+class TextModel(nn.Module, SupportsPP):
+    """Only inspected: mlx-lm runs the model.  The signatures tell vLLM that it makes text."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        raise NotImplementedError
+
+    def embed_input_ids(self, input_ids: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any = None) -> Any:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: Any) -> Any:
+        raise NotImplementedError
+
+
+class HybridTextModel(TextModel, HasInnerState, IsHybrid):
+    """Recurrent layers beside attention."""
+
+
+def register_text_models() -> None:
+    """Replace vLLM's multimodal classes, and others of their files; repeated calls change nothing.
+
+    A text model in the same file (Qwen3.5) needs the same imports.
+    """
+    from vllm.model_executor.models import registry
+
+    names = registry._MULTIMODAL_MODELS
+    modules = {registry.ModelRegistry.models[name].module_name for name in names}
+    for name, model in list(registry.ModelRegistry.models.items()):
+        if (module := getattr(model, "module_name", None)) in modules - {__name__}:
+            kind = HybridTextModel if _names_hybrids(module) else TextModel
+            registry.ModelRegistry.register_model(name, f"{__name__}:{kind.__name__}")
+
+
+@cache
+def _names_hybrids(module: str) -> bool:
+    """Whether the source of a module of vLLM, which is not imported, has recurrent models."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return False
+    path = Path(spec.origin)
+    files = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+    return any("IsHybrid" in file.read_text() for file in files)
