@@ -1,13 +1,14 @@
 """How ranks are connected: hostfiles of MLX, and the ring over several addresses."""
 
 import json
+import socket
 
 import numpy as np
 import pytest
 
 from tests.support import rank_processes
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.distributed import Links, links
+from vllm_metal_lite.distributed import Links, links, reserve
 from vllm_metal_lite.errors import ConfigError
 
 
@@ -29,6 +30,14 @@ def two(backend, **keys):
 
 def test_without_a_hostfile_the_ring_chooses_its_addresses():
     assert links(2, None) == Links("ring", [[], []], [])
+
+
+def test_a_reserved_port_is_free_for_nccl():
+    """MLX's NCCL listens at all addresses with SO_REUSEADDR only."""
+    with reserve("127.0.0.1") as reserved, socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("0.0.0.0", reserved.getsockname()[1]))
+        s.listen()
 
 
 def test_addresses_of_the_ring(hostfile):

@@ -6,6 +6,7 @@ built, and could come out otherwise on another rank, is taken from one of them (
 
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,6 +127,18 @@ def links(size: int, hostfile: str | None) -> Links:
     if any(len(row) != size for row in devices):
         raise ConfigError(f"METAL_LITE_HOSTFILE {hostfile}: each host needs {size} rdma devices")
     return Links(how, [some[:1] for some in ips], devices)
+
+
+def reserve(ip: str) -> socket.socket:
+    """A socket at a free port of this host's `ip`, kept from other processes; MLX may listen there.
+
+    Raises OSError if the host has no such address.
+    """
+    s = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # NCCL's
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the ring's, JACCL's
+    s.bind((ip, 0))
+    return s
 
 
 def join(rank: int, addresses: Sequence[Sequence[str]], how: Links) -> RankGroup:

@@ -8,12 +8,14 @@ JSON.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from vllm_metal_lite.distributed import join, reserve
+from vllm_metal_lite.distributed import links as links_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,10 +25,7 @@ def run(task: str, size: int, *args: Any, links: int = 1, timeout: float = 120) 
 
     links: connections between neighbours.
     """
-    with_sockets = [socket.socket() for _ in range(size * links)]
-    for s in with_sockets:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as MLX does
-        s.bind(("127.0.0.1", 0))
+    with_sockets = [reserve("127.0.0.1") for _ in range(size * links)]
     ports = [f"127.0.0.1:{s.getsockname()[1]}" for s in with_sockets]
     addresses = [ports[rank * links : (rank + 1) * links] for rank in range(size)]
     env = os.environ | {"METAL_LITE_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
@@ -51,12 +50,10 @@ def run(task: str, size: int, *args: Any, links: int = 1, timeout: float = 120) 
 
 
 def main() -> None:
-    from vllm_metal_lite.distributed import join, links
-
     task, rank, rest = sys.argv[1:]
     addresses, args = json.loads(rest)
     module, _, name = task.partition(":")
-    ranks = join(int(rank), addresses, links(len(addresses), None))
+    ranks = join(int(rank), addresses, links_of(len(addresses), None))
     print(json.dumps(getattr(import_module(module), name)(ranks, *args)), flush=True)
 
 

@@ -19,7 +19,6 @@ weights have near ties, so tokens may part; "equal" counts those before.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from tools.bench.lib.models import random_weights
 from tools.dev.run_main import run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams, backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.distributed import ALONE, RankGroup, join, links
+from vllm_metal_lite.distributed import ALONE, RankGroup, join, links, reserve
 from vllm_metal_lite.model.loader import from_model
 from vllm_metal_lite.model.shards import shard
 
@@ -137,10 +136,7 @@ def _ms(seconds: list[float]) -> float:
 def ranks_of(args: argparse.Namespace, size: int) -> dict[str, Any]:
     """Run `size` processes; rank 0's findings.  Raises MetalLiteError if one fails; all print what
     went wrong to stderr."""
-    sockets = [socket.socket() for _ in range(size)]
-    for s in sockets:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as MLX does
-        s.bind(("127.0.0.1", 0))
+    sockets = [reserve("127.0.0.1") for _ in range(size)]
     addresses = [[f"127.0.0.1:{s.getsockname()[1]}"] for s in sockets]
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(size)))).split(",")
     on_cuda = backend.name() == "cuda"

@@ -8,7 +8,6 @@ Each sum waits for the one before, in one evaluation.  Prints Markdown; the leas
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -44,10 +43,7 @@ def measure(rank: int, addresses: Sequence[str], sizes: Sequence[int]) -> None:
 
 def start(size: int, values: Sequence[int]) -> int:
     """Run `measure` in so many processes of this host; the first exit code that is not 0."""
-    sockets = [socket.socket() for _ in range(size)]
-    for s in sockets:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # MLX listens there too
-        s.bind(("127.0.0.1", 0))
+    sockets = [distributed.reserve("127.0.0.1") for _ in range(size)]
     addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
     command = [
         sys.executable, "-m", "tools.bench.sums", "--addresses", *addresses,

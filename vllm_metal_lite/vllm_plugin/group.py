@@ -20,7 +20,7 @@ from vllm.utils.network_utils import get_ip, get_loopback_ip
 
 import vllm_metal_lite
 from vllm_metal_lite import backend, envs
-from vllm_metal_lite.distributed import Links, RankGroup, join, links
+from vllm_metal_lite.distributed import Links, RankGroup, join, links, reserve
 from vllm_metal_lite.errors import ConfigError, one_line
 from vllm_metal_lite.vllm_plugin.hosts import meet
 from vllm_metal_lite.vllm_plugin.peers import Listener, Peer, PeerError, Peers
@@ -89,20 +89,16 @@ def _links_of_rank_0(store: dist.Store, rank: int, size: int) -> Links:
 
 
 def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
-    """Sockets at a free port of each IP, kept from other processes; MLX may listen there too."""
+    """Sockets at a free port of each IP; raises ConfigError if this host lacks one."""
     reserved = []
     for ip in ips:
-        s = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # NCCL's
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the ring's, JACCL's
         try:
-            s.bind((ip, 0))
+            reserved.append(reserve(ip))
         except OSError as e:
             raise ConfigError(
                 f"rank {rank} on {socket.gethostname()} has no address {ip}: the hosts of "
                 f"METAL_LITE_HOSTFILE must be in the order of --node-rank: {one_line(e)}"
             ) from e
-        reserved.append(s)
     return reserved
 
 
