@@ -23,10 +23,14 @@ from vllm_metal_lite.sampling_params import SamplingParams
 # Logprobs
 
 
-def check_logprobs(arrays, raw, chosen, k):
+def log_softmax(raw):
     raw = raw.astype(np.float64)
-    expected = raw - np.log(np.exp(raw - raw.max(1, keepdims=True)).sum(1, keepdims=True))
-    expected -= raw.max(1, keepdims=True)
+    raw = raw - raw.max(1, keepdims=True)
+    return raw - np.log(np.exp(raw).sum(1, keepdims=True))
+
+
+def check_logprobs(arrays, raw, chosen, k):
+    expected = log_softmax(raw)
     order = np.argsort(-raw, axis=1, kind="stable")[:, :k]
     ids = np.concatenate([chosen[:, None], order], 1)
     assert (arrays.token_ids.dtype, arrays.logprobs.dtype) == (mx.int32, mx.float32)
@@ -72,7 +76,6 @@ def test_logprobs_are_of_the_raw_logits_and_as_many_as_the_most_demanding_row_wa
     ):
         sampler.add(row, params, row, np.array([1, 2]), 2, EOS)
     rows = np.array([2, 0, 1, 3])
-    assert sampler.num_logprobs(rows).tolist() == [-1, 2, 5, 0]
     out = sampler(mx.array(x[rows]), rows)
     chosen = np.array(out.token_ids)
     check_logprobs(out.logprobs, x[rows], chosen, 5)
@@ -80,6 +83,28 @@ def test_logprobs_are_of_the_raw_logits_and_as_many_as_the_most_demanding_row_wa
     only = np.array([3])
     check_logprobs(sampler(mx.array(x[only]), only).logprobs, x[only], x[only].argmax(1), 0)
     assert sampler(mx.array(x[[2]]), np.array([2])).logprobs is None
+
+
+def test_a_row_may_name_the_tokens_to_score():
+    size, named = 3000, {0: [7, 2999, 0], 2: [5]}
+    x = random_logits(3, 3, size)
+    sampler, rows = Sampler(3, size), np.arange(3)
+    for row in range(3):
+        params = SamplingParams(temperature=0.0, logprobs=2 if row == 1 else None)
+        sampler.add(
+            row, params, row, np.array([1, 2]), 2, EOS, logprob_token_ids=named.get(row, ())
+        )
+    found = sampler(mx.array(x), rows).logprobs
+    best = prompt_logprobs(mx.array(x), mx.array(x.argmax(1)), 3)
+    scores = log_softmax(x)
+    for row in range(3):
+        expected = [int(x[row].argmax()), *named.get(row, best.token_ids[row, 1:3].tolist())]
+        ids, values = (np.array(a)[row, : len(expected)] for a in (found.token_ids, found.logprobs))
+        assert ids.tolist() == expected
+        np.testing.assert_allclose(values, scores[row, expected], atol=4e-6)
+    sampler.remove(0)
+    sampler.remove(2)
+    assert sampler(mx.array(x[[1]]), rows[[1]]).logprobs.token_ids.shape == (1, 3)
 
 
 def test_logprobs_of_masked_tokens_are_minus_infinity():

@@ -135,6 +135,30 @@ def test_requests_with_and_without_logprobs_mix(llm):
     assert sizes == [None, 1, 5, None, 2, 1]  # greedy: the chosen token is among the best
 
 
+def test_logprobs_of_named_tokens(llm):
+    """Beside requests that want the most likely ones, over chunks and more than one step."""
+    named = [[5, 0, 9], [3], None, [1, 2], None, [4]]
+    params = [
+        SamplingParams(temperature=0, ignore_eos=True, max_tokens=3, logprob_token_ids=ids)
+        if ids
+        else SamplingParams(temperature=0, ignore_eos=True, max_tokens=3, logprobs=2)
+        for ids in named
+    ]
+    for out, ids in zip(kit.generate(llm, PROMPTS, params), named, strict=True):
+        generated = list(out.outputs[0].token_ids)
+        expected = log_softmax(
+            tiny.logits_alone(tiny.native("llama"), [*out.prompt_token_ids, *generated])
+        )
+        for at, entry in enumerate(out.outputs[0].logprobs, len(out.prompt_token_ids) - 1):
+            chosen = generated[at - len(out.prompt_token_ids) + 1]
+            if ids is None:
+                assert_logprobs(entry, expected[at], chosen, 2)
+                continue
+            assert list(entry) == list(dict.fromkeys([chosen, *ids]))
+            for token, logprob in entry.items():
+                assert logprob.logprob == pytest.approx(expected[at][token], abs=1e-3)
+
+
 def test_min_tokens_holds_back_the_end(llm):
     eos_soon = {"logit_bias": {tiny.EOS: 100.0}}
     short = kit.generate(llm, PROMPTS, ignore_eos=False, max_tokens=20, **eos_soon)
@@ -251,7 +275,10 @@ def test_structured_output_beside_plain_requests(llm):
 
 @pytest.mark.parametrize(
     ("kwargs", "named"),
-    [({"logit_bias": {1: float("-inf")}}, "logit_bias"), ({"logprob_token_ids": [1]}, "logprob")],
+    [
+        ({"logit_bias": {1: float("-inf")}}, "logit_bias"),
+        ({"prompt_logprob_token_ids": [[1]]}, "prompt_logprob_token_ids"),
+    ],
 )
 def test_what_the_sampler_cannot_do_is_a_bad_request(llm, kwargs, named):
     with pytest.raises(VLLMValidationError, match=named):

@@ -155,14 +155,23 @@ def test_seeds_and_n(client):
 
 
 def test_a_bad_request_is_refused_and_the_server_lives(client):
-    with pytest.raises(BadRequestError, match="logprob_token_ids is not supported"):
-        client.completions.create(
-            model="demo", prompt="x", max_tokens=2, logprobs=1,
-            extra_body={"logprob_token_ids": [1]},
-        )  # fmt: skip
     with pytest.raises(BadRequestError, match="512"):
         client.completions.create(model="demo", prompt=[5] * 600, max_tokens=2)
     assert client.completions.create(model="demo", prompt="x", max_tokens=2).choices
+
+
+def test_labels_are_scored(url):
+    """By `logprob_token_ids`; the probabilities are of the labels alone."""
+    labels = [5, 6, 7]
+    body = {
+        "model": "demo", "query": "The goat", "items": [" is", " was"], "label_token_ids": labels,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"{url}/generative_scoring", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    found = json.load(urllib.request.urlopen(request))["data"]
+    assert len(found) == 2, found
+    assert all(0 < item["score"] < 1 for item in found), found
 
 
 def test_64_clients_that_come_and_go_leave_nothing_behind(url):

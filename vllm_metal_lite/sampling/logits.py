@@ -275,8 +275,8 @@ class LogprobArrays:
     """Log-probabilities under the raw logits.
 
     token_ids: (T, 1+k) int32, the chosen (or target) token, then the k most likely in order (ties:
-    lowest id first).  logprobs: (T, 1+k) float32.  ranks: (T,) int32, the chosen token's rank: 1 +
-    the number of more likely tokens.
+    lowest id first), or the tokens that the row names.  logprobs: (T, 1+k) float32.  ranks: (T,)
+    int32, the chosen token's rank: 1 + the number of more likely tokens.
     """
 
     token_ids: mx.array
@@ -284,17 +284,24 @@ class LogprobArrays:
     ranks: mx.array
 
 
-def gather_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArrays:
-    """Score targets (T,) int and the k most likely tokens under logits (T, V) of any float type."""
+def gather_logprobs(
+    logits: mx.array, targets: mx.array, k: int, named: mx.array | None = None
+) -> LogprobArrays:
+    """Score targets (T,) int and the k most likely tokens under logits (T, V) of any float type.
+
+    named: (T, k) int32, tokens to score instead of the most likely, or -1.
+    """
     x = logits.astype(mx.float32)
     token_ids = targets.astype(mx.int32)[:, None]
-    chosen = values = mx.take_along_axis(x, token_ids, -1)
+    chosen = mx.take_along_axis(x, token_ids, -1)
     if k:
         top, ids = candidates(x, k)
         order = mx.argsort(-top, -1)[:, :k]
-        values = mx.concatenate([chosen, mx.take_along_axis(top, order, -1)], -1)
-        top_ids = mx.take_along_axis(ids.astype(mx.int32), order, -1)
-        token_ids = mx.concatenate([token_ids, top_ids], -1)
+        others = mx.take_along_axis(ids.astype(mx.int32), order, -1)
+        if named is not None:
+            others = mx.where(named < 0, others, named)
+        token_ids = mx.concatenate([token_ids, others], -1)
+    values = mx.take_along_axis(x, token_ids, -1)
     # Two levels: MLX sums a row sequentially on a CPU, an error of 2e-4 at V = 152,000.
     total = mx.logsumexp(mx.logsumexp(_blocks(x), -1), -1, keepdims=True)
     return LogprobArrays(

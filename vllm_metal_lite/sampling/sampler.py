@@ -83,6 +83,7 @@ class _Plan:
     key: tuple[int, bytes]
     calls_left: int  # until a request reaches its min_tokens
     num_logprobs: int  # -1: none
+    named: mx.array | None  # see gather_logprobs
     allowed: DeviceMasks | None
     bad_words: BadWordsPlan | None
     bias: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
@@ -165,6 +166,7 @@ class Sampler:
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # token ids, addends
         self._ends: dict[int, tuple[np.ndarray, int]] = {}  # stop token ids, min_tokens
         self._allowed: dict[int, np.ndarray] = {}  # req_index -> bits, see TokenMasks
+        self._named: dict[int, Sequence[int]] = {}  # req_index -> tokens to score
         self._bad_words = BadWords(max_num_seqs, vocab_size)
         self._no_slots = mx.array(np.zeros((0, vocab_size), np.uint32))
         self._seen = self._no_slots
@@ -180,18 +182,23 @@ class Sampler:
         num_prompt_tokens: int,
         eos_token_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]] = (),
+        logprob_token_ids: Sequence[int] = (),
     ) -> None:
         """Set up the row of a request that gets a seat, new or resumed after preemption.
 
         token_ids: (n,) int, all tokens known so far.  params should have passed `validate`; ids
         outside the vocabulary have no effect.  seed: any integer; only the low 64 bits count.
-        bad_words: the token ids of params.bad_words, see `bad_word_ids`.
+        bad_words: the token ids of params.bad_words, see `bad_word_ids`.  logprob_token_ids: tokens
+        to score instead of the most likely, all in the vocabulary.
         """
         self.remove(req_index)
         row = self._rows[req_index]
         row["seed"] = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _STEP)[0]
         row["num_generated"] = len(token_ids) - num_prompt_tokens
         row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+        if logprob_token_ids:
+            row["num_logprobs"] = len(logprob_token_ids)
+            self._named[req_index] = logprob_token_ids
         if not params.greedy:
             row["temperature"] = temperature = min(params.temperature, _LARGE)
             if params.min_p > 0:
@@ -234,6 +241,7 @@ class Sampler:
         self._bias.pop(req_index, None)
         self._ends.pop(req_index, None)
         self._allowed.pop(req_index, None)
+        self._named.pop(req_index, None)
         self._bad_words.remove(req_index)
         if len(self._seen) and (self._rows["slot"] < 0).all():
             self._seen = self._no_slots
@@ -265,10 +273,6 @@ class Sampler:
         self._rows["num_generated"] = state.num_generated
         self._seen, self._bad_words.recent = state.seen, state.recent
         self._plan = None
-
-    def num_logprobs(self, req_indices: np.ndarray) -> np.ndarray:
-        """Top logprobs that each request wants beside its chosen token; -1: no logprobs."""
-        return self._rows["num_logprobs"][req_indices]
 
     def __call__(
         self, logits: mx.array, req_indices: np.ndarray, grammar: TokenMasks | None = None
@@ -323,7 +327,7 @@ class Sampler:
         plan.calls_left -= 1
         if plan.num_logprobs < 0:
             return SamplerOutput(token_ids, None, for_host)
-        logprobs = ops.gather_logprobs(logits, token_ids, plan.num_logprobs)
+        logprobs = ops.gather_logprobs(logits, token_ids, plan.num_logprobs, plan.named)
         return SamplerOutput(token_ids, logprobs, for_host)
 
     def _penalize(self, x: mx.array, plan: _Plan) -> mx.array:
@@ -358,10 +362,11 @@ class Sampler:
                 repetition = ops.column(wants["repetition"])
             if wants["frequency"].any() or wants["presence"].any():
                 frequency, presence = ops.column(wants["frequency"]), ops.column(wants["presence"])
-        is_random = table["temperature"].any()
+        is_random, k = table["temperature"].any(), int(table["num_logprobs"].max())
         return _Plan(
-            key, calls_left, int(table["num_logprobs"].max()), self._select_allowed(req_indices),
-            self._bad_words.plan(req_indices), self._select_bias(req_indices), ends,
+            key, calls_left, k, self._select_named(req_indices, k),
+            self._select_allowed(req_indices), self._bad_words.plan(req_indices),
+            self._select_bias(req_indices), ends,
             slots, all_slots, penalty_rows, repetition, frequency, presence,
             ops.column(table["temperature"]) if is_random else None,
             ops.make_filters(
@@ -376,6 +381,12 @@ class Sampler:
             return None
         bits = np.stack([self._allowed[r] for r in req_indices[rows].tolist()])
         return DeviceMasks(TokenMasks(np.array(rows), bits), len(req_indices))
+
+    def _select_named(self, req_indices: np.ndarray, k: int) -> mx.array | None:
+        rows = [self._named.get(r, ()) for r in req_indices.tolist()]
+        if not any(rows):
+            return None
+        return mx.array([[*row, *[-1] * (k - len(row))] for row in rows], mx.int32)
 
     def _select_bias(self, req_indices: np.ndarray) -> tuple[mx.array, mx.array, mx.array] | None:
         mine = [(i, *self._bias[r]) for i, r in enumerate(req_indices.tolist()) if r in self._bias]

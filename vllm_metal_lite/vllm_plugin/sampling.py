@@ -9,7 +9,6 @@ from vllm_metal_lite.vllm_plugin.compat import get
 # Fields that change sampling or reporting, and that our sampler lacks.
 _UNSUPPORTED = (
     "thinking_token_budget",
-    "logprob_token_ids",
     "prompt_logprob_token_ids",
     "trace_decode_token_ids",
     "prompt_logprob_start",

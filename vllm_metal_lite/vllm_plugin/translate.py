@@ -16,6 +16,7 @@ from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.vllm_plugin.compat import get
 from vllm_metal_lite.vllm_plugin.prompt_logprobs import PromptLogprobs
 from vllm_metal_lite.vllm_plugin.sampling import translate_params
 
@@ -37,6 +38,7 @@ class Request:
     seed: int
     stop_token_ids: tuple[int, ...]
     bad_words: list[list[int]]
+    logprob_token_ids: list[int]
     num_prompt_tokens: int
     num_prompt_logprobs: int | None
     has_grammar: bool
@@ -132,6 +134,7 @@ class StepTranslator:
             seed,
             tuple(vllm_params.all_stop_token_ids),
             vllm_params.bad_words_token_ids or [],
+            get(vllm_params, "logprob_token_ids") or [],
             prompt,
             None if is_next_turn else params.prompt_logprobs,
             vllm_params.structured_outputs is not None,
@@ -170,7 +173,7 @@ class StepTranslator:
             self._append_blocks(request, block_ids)
         self.sampler.add(
             row, request.params, request.seed, tokens, prompt, request.stop_token_ids,
-            request.bad_words,
+            request.bad_words, request.logprob_token_ids,
         )  # fmt: skip
 
     def _append_blocks(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
