@@ -11,7 +11,7 @@ from tests.support.arch_configs import config_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 
 from tests.vllm_plugin import kit
 from vllm_metal_lite.errors import ConfigError
@@ -129,6 +129,11 @@ def test_a_long_answer_ends_at_the_context_length():
         ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"load_format": "dummy"}, "--load-format dummy"),
         ({"runner": "pooling"}, "--runner pooling"),
+        ({"convert": "embed"}, "--convert embed"),
+        ({"model_impl": "transformers"}, "--model-impl transformers"),
+        ({"attention_backend": "TRITON_ATTN"}, "--attention-backend"),
+        ({"mamba_block_size": 24}, "--mamba-block-size 24: states have blocks of 8 tokens"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
                                  "prompt_lookup_max": 3}}, "--speculative-config"),
     ],
@@ -137,6 +142,12 @@ def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
     with pytest.raises(Exception, match="vllm-metal-lite does not support") as e:
         kit.engine(**options).__enter__()
     assert named in str(e.value)
+
+
+def test_a_model_for_embeddings_is_refused_without_an_option(tmp_path):
+    folder = tiny.write_folder(tmp_path, "llama", architectures=["LlamaModel"])
+    with pytest.raises(Exception, match="does not support a model for pooling"):
+        LLM(str(folder), **kit.SMALL)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_sum():

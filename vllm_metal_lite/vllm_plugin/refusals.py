@@ -32,6 +32,8 @@ _OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("ec_transfer_config", "--ec-transfer-config", _is_set),
     ("watermark_config", "--watermark-config", _is_set),
     ("diffusion_config", "--diffusion-config", _is_set),
+    ("weight_transfer_config", "--weight-transfer-config", _is_set),
+    ("attention_config.backend", "--attention-backend", _is_set),
     ("parallel_config.data_parallel_external_lb", "--data-parallel-rank", _is_set),
     ("parallel_config.data_parallel_backend", "--data-parallel-backend", _not("mp")),
     ("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size",
@@ -51,6 +53,8 @@ _OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("model_config.quantization", "--quantization", _not("mlx")),
     ("model_config.revision", "--revision", _is_set),
     ("model_config.hf_overrides", "--hf-overrides", _is_set),
+    ("model_config.model_impl", "--model-impl", _not("auto", "vllm")),
+    ("model_config.convert", "--convert", _not("auto", "none")),
     ("model_config.logits_processors", "--logits-processors", _is_set),
     ("model_config.logprobs_mode", "--logprobs-mode", _not("raw_logprobs")),
     ("model_config.enable_prompt_embeds", "--enable-prompt-embeds", _is_set),
@@ -66,7 +70,7 @@ _OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 _HINTS = {
     "--data-parallel-rank": "start a server for each rank, behind a balancer (docs/scale.md)",
     "--block-size": f"take one of {list(BLOCK_SIZES)}",
-    "multimodal input": "try --language-model-only, for the text part",
+    "--attention-backend": "METAL_LITE_ATTENTION chooses between kernels and reference",
     "--quantization": "MLX's own checkpoints need no flag",
 }
 
@@ -87,9 +91,13 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     if model is None:  # vLLM's own tools make configs without a model
         return
     if model.runner_type != "generate":
-        _refuse("--runner", model.runner_type)
+        given = model.runner != "auto"
+        _refuse("--runner" if given else "a model for", model.runner_type)
+    cache = vllm_config.cache_config
+    if (size := cache.mamba_block_size) not in (None, cache.block_size, model.max_model_len):
+        _refuse("--mamba-block-size", size, f"states have blocks of {cache.block_size} tokens")
     dtype = str(model.dtype).removeprefix("torch.")
-    kv_dtype = str(vllm_config.cache_config.cache_dtype)
+    kv_dtype = str(cache.cache_dtype)
     if kv_dtype not in ("auto", dtype):
         _refuse(
             "--kv-cache-dtype", kv_dtype, f"K and V are kept in {dtype}, or in METAL_LITE_KV_BITS"
