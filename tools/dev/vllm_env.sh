@@ -38,9 +38,10 @@ if [ -z "$wheel" ]; then
   trap 'rm -rf "$scratch"' EXIT
   pip download -q --no-deps --no-build-isolation --no-binary vllm -d "$scratch" "vllm==$version"
   tar xzf "$scratch"/vllm-"$version".tar.gz -C "$scratch"
-  # On macOS its setup.py would take the CPU target whatever is asked, and compile for minutes.
-  sed -i.bak 's/^if sys.platform.startswith("darwin") and .*/if False:/' \
-    "$scratch/vllm-$version/setup.py"
+  # On macOS its setup.py would take the CPU target whatever is asked, and compile for minutes; with
+  # cargo, it would compile a front end that nothing here uses.
+  sed -i.bak -e 's/^if sys.platform.startswith("darwin") and .*/if False:/' \
+    -e 's/^    rust_extensions=.*/    rust_extensions=[],/' "$scratch/vllm-$version/setup.py"
   pip wheel -q --no-deps --no-build-isolation -w "$wheels" "$scratch/vllm-$version"
   wheel=$(ls "$wheels"/vllm-"$version"-"$tag"-*.whl)
 fi
