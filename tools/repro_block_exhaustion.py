@@ -127,6 +127,7 @@ def run_vllm(
     """The same under vLLM, in this process: its scheduler, its block pool, our plugin's worker."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout has the report
     from vllm import LLM
     from vllm import SamplingParams as VllmParams
 
