@@ -37,9 +37,16 @@ RECURRENT = {"qwen3_next": "Qwen3NextForCausalLM", "mamba2": "Mamba2ForCausalLM"
 SHARED = {
     "gpt_oss": "GptOssForCausalLM",  # windows, sinks, experts
     "deepseek_v3": "DeepseekV3ForCausalLM",  # latents
-    # Recurrent layers.  vLLM asks the architecture only what kind of layers it has, and that of
-    # Qwen3.5 needs torchvision.
-    "qwen3_5/tied": "Qwen3NextForCausalLM",
+    "qwen3_5/tied": "Qwen3_5ForConditionalGeneration",  # recurrent layers
+}
+# Multimodal models, of which mlx-lm runs the text part.
+TEXT_PARTS = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
 
 SMALL = {
@@ -54,7 +61,7 @@ def folder(name: str) -> Path:
     if name == "demo":
         return DEMO_PATH
     path = Path(tempfile.mkdtemp(prefix="tiny-"))
-    architecture = (ARCHITECTURES | RECURRENT | SHARED)[name]
+    architecture = (ARCHITECTURES | RECURRENT | SHARED | TEXT_PARTS)[name]
     return tiny.write_folder(path, name, architectures=[architecture])
 
 

@@ -144,8 +144,8 @@ def test_what_is_not_supported_is_refused_at_start_by_name(options, named):
     assert named in str(e.value)
 
 
-def test_a_model_for_embeddings_is_refused_without_an_option(tmp_path):
-    folder = tiny.write_folder(tmp_path, "llama", architectures=["LlamaModel"])
+def test_a_classifier_is_refused_without_an_option(tmp_path):
+    folder = tiny.write_folder(tmp_path, "llama", architectures=["LlamaForSequenceClassification"])
     with pytest.raises(Exception, match="does not support a model for pooling"):
         LLM(str(folder), **kit.SMALL)
 

@@ -50,6 +50,24 @@ def test_every_way_of_scheduling(name):
         check(llm, name, SHARED, min_hits=4 * len(PREFIX), min_preemptions=3)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("qwen3_5", "gemma3") else pytest.mark.thorough)
+        for name in kit.TEXT_PARTS
+    ],
+)
+def test_the_text_part_of_a_multimodal_model(name):
+    """Under its own name, without torchvision; a hybrid one caches prefixes."""
+    kit.skip_if_vllm_cannot_read(name)
+    with kit.engine(name, **CHUNKS) as llm:
+        model_config = llm.llm_engine.vllm_config.model_config
+        assert model_config.architectures == [kit.TEXT_PARTS[name]]
+        assert model_config.is_hybrid == name.startswith("qwen3_5")
+        check(llm, name, SHARED[:4])
+        check(llm, name, SHARED[:4], min_hits=2 * len(PREFIX))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_store_of_fewer_bits(monkeypatch, bits):
     """The tokens are those of the embedded engine, and vLLM counts the bytes as they are."""

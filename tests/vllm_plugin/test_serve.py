@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.vllm_plugin import kit
+from vllm_metal_lite import __version__
 
 pytestmark = pytest.mark.xdist_group("server")  # of one worker: they share a server
 VLLM = Path(sys.executable).with_name("vllm")
@@ -58,6 +59,7 @@ def url(tmp_path_factory):
                 break
             except OSError:
                 time.sleep(0.5)
+        assert f"vllm-metal-lite {__version__} is active" in log.read_text()
         yield address
         assert server.poll() is None, log.read_text()[-3000:]
     finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms import Platform, PlatformEnum
 
-from vllm_metal_lite import envs
+from vllm_metal_lite import __version__, envs
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.data_parallel import separate_engines
@@ -60,7 +60,10 @@ class MetalLitePlatform(Platform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Refuse unsupported options by name.  Called in every process that makes a config."""
         from vllm.config import CompilationMode
+        from vllm.logger import init_logger
 
+        # vLLM names the platform before it configures its loggers, so no log has that line.
+        init_logger("vllm.metal_lite").info_once("vllm-metal-lite %s is active", __version__)
         refuse_unsupported(vllm_config)
         separate_engines(vllm_config)
         if vllm_config.parallel_config.nnodes > 1:
