@@ -18,6 +18,7 @@ import pytest
 import vllm.config.vllm
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from tests.support import tiny_models as tiny
@@ -67,6 +68,7 @@ def folder(name: str) -> Path:
 
 def skip_if_vllm_cannot_read(name: str) -> None:
     """Some pairs of vLLM and transformers cannot read the configuration of a model (Gemma 4)."""
+    current_platform.pre_register_and_update()  # as vLLM does first
     try:
         EngineArgs(str(folder(name))).create_model_config()
     except Exception as e:
