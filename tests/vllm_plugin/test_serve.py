@@ -28,8 +28,8 @@ NUM_BLOCKS = 120
 
 
 def environment():
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    return env
+    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    return {**os.environ, **ours, "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 @pytest.fixture(scope="module")
