@@ -133,7 +133,6 @@ def test_bad_forms_are_refused_with_a_reason(tokenizer, form, words):
         constraint(tokenizer, **form)
 
 
-LIMITS = "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"
 NUMBERS = st.one_of(
     st.integers(-(2**70), 2**70),
     st.integers(2**53 - 3, 2**53 + 3),
@@ -159,7 +158,9 @@ def test_a_number_is_written_exactly_or_refused(tokenizer, number, within):
 @pytest.mark.parametrize(
     "form",
     [
-        *({"json": {"items": {"type": "integer", limit: 2**53 + 1}}} for limit in LIMITS),
+        {"json": {"items": {"type": "integer", "multipleOf": 2**53 + 1}}},
+        {"json": {"items": {"type": "integer", "minimum": 2**53 + 1}}},
+        {"json": {"items": {"type": "integer", "exclusiveMaximum": -(2**53) - 1}}},
         {"json": {"items": {"enum": ["a", -(2**53) - 1]}}},
         {"json": '{"items": {"const": 1e400}}'},
         {"json": '{"items": {"const": 1e-99999999999999999999}}'},
@@ -171,6 +172,20 @@ def test_a_number_is_written_exactly_or_refused(tokenizer, number, within):
 def test_numbers_that_would_change_are_refused_with_their_place(form):
     with pytest.raises(SamplingError, match=r"\.items\.\w+(\.1)?: [-\d.e]+ cannot be kept exactly"):
         check(StructuredOutputsParams(**form))
+
+
+@pytest.mark.parametrize("end", [2**63 - 1, 2**64, 1.7976931348623157e308])
+def test_limits_beyond_floats_are_narrowed(tokenizer, end):
+    """Schemas of many tools hold the limits of int64 or double."""
+    narrow = {"type": "integer", "minimum": 1 - 2**53, "maximum": 2**53 - 1}
+    for wide in (
+        {"minimum": -end, "maximum": end},
+        {"exclusiveMinimum": -end, "exclusiveMaximum": end},
+        {"exclusiveMinimum": -end, "exclusiveMaximum": end, **narrow},
+    ):
+        assert draw(tokenizer, 1, json={"type": "integer", **wide}) == draw(
+            tokenizer, 1, json=narrow
+        )
 
 
 def test_numbers_are_the_same_in_other_spellings(tokenizer):

@@ -97,10 +97,22 @@ def closed(schema: Any) -> Any:
 
 def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
     kept = {k: v for k, v in part.items() if k not in ("default", "examples")}
+    for name, most in (("maximum", _MOST_INTEGER), ("minimum", -_MOST_INTEGER)):
+        _narrow(kept, name, most)
     new = {k: _carried(v, f"{place}.{k}") if k in _NUMBERS else v for k, v in kept.items()}
     if isinstance(name := new.get("format"), str) and name not in _FORMATS:
         del new["format"]
     return new
+
+
+def _narrow(part: dict[str, Any], name: str, most: int) -> None:
+    """Replace a limit beyond `most`, such as that of int64, by `most`: all answers stay valid."""
+    sign = 1 if most > 0 else -1
+    for limit in (name, f"exclusive{name.capitalize()}"):
+        value = part.get(limit)
+        if isinstance(value, int | float) and value * sign > most * sign:
+            del part[limit]
+            part.setdefault(name, most)
 
 
 def _carried(value: Any, place: str) -> Any:
