@@ -100,7 +100,7 @@ def _prepare(part: dict[str, Any], place: str) -> dict[str, Any]:
     for name, most in (("maximum", _MOST_INTEGER), ("minimum", -_MOST_INTEGER)):
         _narrow(kept, name, most)
     new = {k: _carried(v, f"{place}.{k}") if k in _NUMBERS else v for k, v in kept.items()}
-    if isinstance(name := new.get("format"), str) and name not in _FORMATS:
+    if isinstance(form := new.get("format"), str) and form not in _FORMATS:
         del new["format"]
     return new
 
