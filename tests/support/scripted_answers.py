@@ -50,7 +50,15 @@ def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
 
     @asynccontextmanager
     async def generate(
-        engine, request_id, prompt_token_ids, params, *, priority=0, checkpoints=(), on_update=None
+        engine,
+        request_id,
+        prompt_token_ids,
+        params,
+        *,
+        priority=0,
+        checkpoints=(),
+        on_update=None,
+        **_,
     ):
         # Only of a request with stop strings does the text come from the engine.
         add = Add(request_id, prompt_token_ids, replace(params, stop=["\0"]), priority, checkpoints)
