@@ -6,13 +6,22 @@ from functools import cache
 import pytest
 
 from metal.host import compiler_available, installed
-from tools.bench.tuning import TUNABLE
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.devices import profile, using
 
 # Alike for three blocks; long enough for splits where those are short; more rows than one decodes.
 PREFIX = [1 + i % 50 for i in range(90)]
 PROMPTS = [[*PREFIX, 7, 8, 9], [*PREFIX, *range(10, 30)], [*PREFIX, 3], [5, 6, 7], [9] * 70]
+# The least and the largest value of each constant that a measurement may change.
+LIMITS = {
+    "decode_fill": (8, 4096), "min_split_context": (64, 1 << 20), "min_split_keys": (32, 1 << 14),
+    "few_keys": (0, 1 << 20), "prefix_fill": (8, 4096), "min_prefix_split_keys": (32, 1 << 14),
+    "rope_many_rows": (1, 1 << 30), "gemm_fill": (1, 4096), "max_lane_rows": (0, 4),
+    "max_normed_rows": (0, 64), "max_normed_weights": (0, 1 << 30), "argmax_fill": (1, 4096),
+    "argmax_long": (1 << 10, 1 << 30), "min_saved_tokens": (256, 1 << 22),
+    "prefix_row_cost": (0, 1), "rows_as_decodes": (0, 512), "sdpa_call_cost": (1, 1 << 28),
+    "key_cost": (1, 1 << 14),
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
@@ -33,8 +42,8 @@ def expected():
 
 
 def extreme(end):
-    """Every constant that can be tuned at its least (0) or largest (1) value."""
-    return replace(profile(), **{name: limits[end] for name, limits in TUNABLE.items()})
+    """Every constant of LIMITS at its least (0) or largest (1) value."""
+    return replace(profile(), **{name: limits[end] for name, limits in LIMITS.items()})
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["least", "largest"])

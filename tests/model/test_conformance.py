@@ -12,7 +12,7 @@ import pytest
 from tests.support import arch_configs, conformance
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import CANNOT_RUN, CONFIGS, HELPERS, REFUSED
-from tools import models_table
+from tools.dev import models_table
 
 TABLE = models_table.without_errors(models_table.PATH.read_text(encoding="utf-8")).splitlines()
 MODULES = {p.stem for p in Path(mlx_lm.models.__path__[0]).glob("*.py")} - {"__init__"}

@@ -123,8 +123,7 @@ def test_small_talk_and_skills(loaded, said, expected):
     assert expected in tokenizer.decode(reply_ids(loaded, prompt))
 
 
-def test_recall_at_256_tokens(loaded, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+def test_recall_at_256_tokens(loaded):
     from tokenizers import Tokenizer
 
     from tools.demo_model import data as demo_data
@@ -142,7 +141,6 @@ def test_recall_at_256_tokens(loaded, monkeypatch):
 @pytest.mark.thorough
 def test_training_smoke(tmp_path, monkeypatch):
     """A few steps on a tiny batch: the folder that comes out loads."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from mlx_lm import load
 
     from tools.demo_model import train as train_demo_model

@@ -1,15 +1,17 @@
 """Where the time of a step goes: on the host, by parts, and on an NVIDIA GPU, by kernels.
 
-    python -m tools.bench.profile_step --only qwen3-30b-a3b-4 glm-4.7-flash-4    batches of 1 and 32
+    python -m tools.bench.profile_step --only qwen3-30b-a3b-4 --batch 1 32 --context 512 8192
     python -m tools.bench.profile_step --model qwen3-0.6b --bits 4 --batch 1 --context 512
     python -m tools.bench.profile_step --only gpt-oss-20b-mxfp4 --kernels     CUDA only; needs torch
     python -m tools.bench.profile_step --model qwen3.5-4b --context 16000 --prompt 2048    prompts
 
---only: rows of the table of shapes (bench/lib/parts.py).  Greedy, random weights; contexts are not
-computed (step_growth.py), so attention reads zeros.  Steps are decodes, or, with --prompt, each is
-the next chunk of one prompt, so that the context grows.  "execute" is the runner's part of a step:
-"forward" builds the graph, "submit" hands it to MLX, which launches it.  In steps that are not one
-ahead of each other ("alone") the host waits for the device, so nothing overlaps.
+--only: rows of the table of shapes (bench/lib/shapes.json).  Greedy, random weights.  Contexts are
+not computed: requests are taken for prompts whose K and V the store has, and the store holds zeros.
+Steps are decodes, or, with --prompt, each is the next chunk of one prompt, so that the context
+grows.  "execute" is the runner's part of a step: "forward" builds the graph, "submit" hands it to
+MLX, which launches it.  In steps that are not one ahead of each other ("alone") the host waits for
+the device, so nothing overlaps.  "of roofline": the share of a step that its bytes, at the speed of
+a copy, and its operations need.
 """
 
 import argparse
@@ -18,10 +20,10 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,11 +31,16 @@ from tools.bench.lib.alone import Alone
 from tools.bench.lib.host import timed
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.parts import BY_NAME
+from tools.bench.lib.roofline import Rates, measured_rates, roofline
+from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted
-from tools.bench.step_growth import engine_of, fill, skipped
 from tools.dev.run_main import run_main
-from vllm_metal_lite import LLMEngine, MetalLiteError, SamplingParams
+from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.runner.result import StepResult
+
+_BLOCK = 16
 
 
 class Counts(NamedTuple):
@@ -60,9 +67,38 @@ _KINDS = {
 }
 
 
+class _Skipped:
+    """In the place of the runner: prompts cost nothing, and their first tokens are random."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._rng, self._vocab_size = np.random.default_rng(0), vocab_size
+
+    def execute(self, batch: Any, req_indices: np.ndarray, *rest: Any) -> StepResult:
+        tokens = self._rng.integers(0, self._vocab_size, len(req_indices), np.int32)
+        return StepResult(req_indices, mx.array(tokens), None, None)
+
+
+@contextmanager
+def skipped(engine: LLMEngine) -> Iterator[None]:
+    """Steps of prompts are not computed."""
+    runner = engine.pipeline.runner
+    engine.pipeline.runner = _Skipped(engine.model.vocab_size)
+    yield
+    engine.pipeline.runner = runner
+
+
 def decoding(engine: LLMEngine, batch: int, context: int) -> list[str]:
     """Requests that all decode, at `context` tokens and a few more; returns their names."""
-    names = fill(engine, batch, context, _DECODES.all)
+    rng = np.random.default_rng(1)
+    vocab_size = engine.model.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=_DECODES.all, ignore_eos=True)
+    names = [f"{batch} {context} {i}" for i in range(batch)]
+    for name in names:
+        engine.add_request(name, rng.integers(0, vocab_size, context).tolist(), params)
+    waiting = set(names)
+    with skipped(engine):
+        while waiting:
+            waiting -= {output.request_id for output in engine.step()}
     for _ in range(_DECODES.warm_up):
         engine.step()
     return names
@@ -85,15 +121,15 @@ def prefilling(engine: LLMEngine, rows: int, context: int) -> list[str]:
     return ["prompt"]
 
 
-def host(engine: LLMEngine, counts: Counts, tokens: int) -> None:
-    """Print the medians of a step and of its parts, in milliseconds.  tokens: of a step."""
+def measure(engine: LLMEngine, counts: Counts) -> dict[str, float]:
+    """The medians of a step and of its parts, in milliseconds."""
     runner = engine.runner
-    parts: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {"step": []}
     originals = {name: getattr(runner, name) for name in ("execute", "_forward", "_submit")}
     for name, call in originals.items():
         times = parts[name.strip("_")] = []
         setattr(runner, name, timed(call, times, time.perf_counter))
-    step = timed(engine.step, parts.setdefault("step", []), time.perf_counter)
+    step = timed(engine.step, parts["step"], time.perf_counter)
     for _ in range(counts.steps):
         step()
     for name, call in originals.items():
@@ -103,12 +139,12 @@ def host(engine: LLMEngine, counts: Counts, tokens: int) -> None:
     step = timed(engine.step, alone, time.perf_counter)
     for _ in range(counts.alone):
         step()
-    parts["alone"] = alone[2:]  # the first ends what was one ahead
-    medians = {name: 1e3 * statistics.median(times) for name, times in parts.items()}
     engine.async_scheduling = True
-    print("| ms: " + " | ".join(medians) + " | tokens/s |\n" + "| --- " * (len(medians) + 1) + "|")
-    rate = 1e3 * tokens / medians["step"]
-    print("| " + " | ".join(f"{m:.2f}" for m in medians.values()) + f" | {rate:,.0f} |", flush=True)
+    parts["alone"] = alone[2:]  # the first ends what was one ahead
+    return {name: 1e3 * statistics.median(times) for name, times in parts.items()}
+
+
+_PARTS = ("step", "execute", "forward", "submit", "alone")
 
 
 def kernels(step: Callable[[], object], num_steps: int) -> None:
@@ -156,6 +192,49 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, words in _KINDS.items() if re.search(words, kernel)), "other")
 
 
+def report(engine: LLMEngine, rates: Rates | None, args: argparse.Namespace) -> None:
+    """A row for each batch and context that fits; what ran on the GPU goes behind the table."""
+    model, counts = engine.model, _CHUNKS if args.prompt else _DECODES
+    what = f"chunk of {args.prompt}" if args.prompt else "requests"
+    table_head([what, "context", *(f"{part}, ms" for part in _PARTS), "tokens/s", "of roofline"])
+    for batch, context in cells_of(args, model):
+        if args.prompt:
+            names = prefilling(engine, args.prompt, context)
+        else:
+            names = decoding(engine, batch, context)
+        with args.alone():
+            ms = measure(engine, counts)
+            share = ""
+            if rates:
+                least = roofline(model, batch, context + counts.all / 2, rates)
+                share = f"{1e3 * least / ms['step']:.0%}"
+            cells = " | ".join(f"{ms[part]:.2f}" for part in _PARTS)
+            rate = 1e3 * (args.prompt or batch) / ms["step"]
+            print(f"| {batch} | {context:,} | {cells} | {rate:,.0f} | {share} |", flush=True)
+            if args.kernels:
+                kernels(engine.step, counts.profiled)
+        engine.abort(names)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
+def cells_of(args: argparse.Namespace, model: LoadedModel) -> list[tuple[int, int]]:
+    """(batch, context) that the model can have, and whose K and V fit into --gib."""
+    most = args.gib * 2**30 / max(model.kv_bytes_per_token, 1)
+    return [
+        (batch, context)
+        for context in args.context for batch in args.batch
+        if length(args, context) <= min(model.max_position, most / batch)
+    ]  # fmt: skip
+
+
+def length(args: argparse.Namespace, context: int) -> int:
+    """Tokens of a request in the end."""
+    if args.prompt:
+        return context + (_CHUNKS.all + 1) * args.prompt
+    return context + _DECODES.all
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -166,49 +245,41 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--bits", choices=BITS)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--context", type=int, default=700)
+    parser.add_argument("--context", nargs="+", type=int, default=[700])
     parser.add_argument("--prompt", type=int, metavar="ROWS", help="chunks of so many rows")
-    parser.add_argument("--num-blocks", type=int, help="of the store (default: what is needed)")
+    parser.add_argument("--gib", type=float, default=30.0, help="most of K and V (default 30)")
     parser.add_argument("--trusted", action="store_true", help="as bench/serving.py has it")
     parser.add_argument("--prefill", choices=("varlen", "gather"), help="of --trusted's prompts")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench/serving.py has it")
     parser.add_argument("--kernels", action="store_true", help="what ran on an NVIDIA GPU")
     args = parser.parse_args()
-    alone = Alone(args.beside)
-    if min(*args.batch, args.context, args.prompt or 1) < 1:
+    if min(*args.batch, *args.context, args.prompt or 1) < 1:
         parser.error("--batch, --context and --prompt must be at least 1")
-    counts = _CHUNKS if args.prompt else _DECODES
-    # Of the longest request.
-    length = args.context + counts.all * (args.prompt or 1) + (args.prompt or 0)
-    batches = [1] if args.prompt else args.batch
+    args.alone, args.batch = Alone(args.beside), [1] if args.prompt else args.batch
+    with args.alone():
+        rates = None if args.prompt else measured_rates()
     for part in [BY_NAME[name] for name in args.only] if args.only else [None]:
         if part is None:
             model, options = get_model(args.model, args.dtype, args.bits), {}
         else:
             shape = part.tiny if args.tiny else part.shape
             model, options = get_model(shape, args.dtype, part.bits), part.options
-        if args.prompt:
-            options = {**options, "max_num_batched_tokens": args.prompt}
-        if args.num_blocks:
-            options = {**options, "num_blocks": args.num_blocks}
+        cells = cells_of(args, model)
+        if not cells:
+            raise MetalLiteError(f"no batch and context fits the model and --gib {args.gib:g}")
+        config = EngineConfig(
+            block_size=_BLOCK, max_num_seqs=max(batch for batch, _ in cells),
+            num_blocks=max(b * (-(-length(args, c) // _BLOCK)) for b, c in cells) + 8,
+            max_model_len=max(length(args, context) for _, context in cells),
+            enable_prefix_caching=False, max_num_batched_tokens=args.prompt or 8192, **options,
+        )  # fmt: skip
         with trusted(args.prefill) if args.trusted else nullcontext():
-            engine = engine_of(model, [(max(batches), length)], options)
-        print(f"\n## {part.name if part else model.name}: {engine.attention_reason}", flush=True)
-        for batch in batches:
-            print(f"\n{args.prompt or batch} {'behind' if args.prompt else 'x'} {args.context}\n")
-            if args.prompt:
-                names = prefilling(engine, args.prompt, args.context)
-            else:
-                names = decoding(engine, batch, args.context)
-            with alone():
-                host(engine, counts, args.prompt or batch)
-                if args.kernels:
-                    kernels(engine.step, counts.profiled)
-            engine.abort(names)
-            while engine.has_unfinished_requests():
-                engine.step()
+            engine = LLMEngine(model, config)
+        print(f"\n## {part.name if part else model.name}: {engine.attention_reason}\n", flush=True)
+        report(engine, rates, args)
         del engine, model
         gc.collect()
+        mx.clear_cache()
     return 0
 
 

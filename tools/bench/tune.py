@@ -1,127 +1,159 @@
-"""Measure constants of devices.py on this machine's GPU, and print the values to commit.
+"""Time launches under several values of a constant of devices.py, on this machine's GPU.
 
-    python -m tools.bench.tune
+    python -m tools.bench.tune                           all constants below
+    python -m tools.bench.tune decode_fill few_keys      some
 
-The heads are those of Qwen3's small models, in bfloat16; a profile belongs to the device, not to a
-model.  Check the kernels first: `vllm-metal-lite doctor`.
+Prints a table a constant: microseconds of a call, a row a value, a column a load; a star marks the
+present value.  The reader chooses the value to commit.  The heads are those of Qwen3's small
+models, in bfloat16.  Check the kernels first: `vllm-metal-lite doctor`.
 """
 
-import sys
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from tools.bench import tune_loads as loads
-from tools.bench.tuning import Choice, Constant, Formula, tune
-from vllm_metal_lite import backend
-from vllm_metal_lite.attention.paged.attention import PREFILLS
+from tools.bench.lib.tables import table_head
+from tools.dev.run_main import run_main
+from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.devices import profile
-from vllm_metal_lite.specs import AttentionShape
+from vllm_metal_lite.checks.measure import Workload, seconds_per_call
+from vllm_metal_lite.devices import profile, using
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
+from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
+from vllm_metal_lite.kernels.skinny_gemm import RowNorm, skinny_gemm
+from vllm_metal_lite.kernels.weights import quantised
+from vllm_metal_lite.sampling.logits import argmax_in_parts, num_parts
+from vllm_metal_lite.specs import AttentionShape, Quantisation
 
-# Decodes and their context.
-_DECODES = ((1, 4096), (1, 16384), (2, 4096), (2, 16384), (8, 4096))
-_FILLS = (16, 32, 64, 128, 256, 512, 1024)
-SIZES = loads.Sizes(AttentionShape(16, 8, 128, 128, mx.bfloat16))
+_BLOCK, _OWN = 16, 128  # of a store; keys of a row behind a shared prefix
+_FILLS = (16, 64, 128, 256, 512)
+
+Load = Callable[..., float]  # seconds of a call, of the form that the profile in use selects
 
 
-def constants(sizes: loads.Sizes = SIZES) -> list[Constant]:
-    """In the order in which they are measured: an earlier one affects the loads of later ones."""
-    return [
-        Choice(
-            "decode_fill", "1 to 8 decodes at contexts of 4,096 and 16,384, in 1 to 64 splits",
-            _FILLS, lambda: (loads.decode(sizes, *load) for load in _DECODES),
-        ),
-        Choice(
-            "few_keys", "4 decodes in splits of 256 to 2,048 keys, by 4 or 8 simdgroups",
-            (128, 256, 512, 1024, 2048),
-            lambda: (loads.decode(sizes, 4, c) for c in (1024, 2048, 4096, 8192)),
-        ),
-        Choice(
-            "min_split_keys", "one decode at contexts of 1,024 to 4,096, in short or long splits",
-            (64, 128, 256, 512, 1024),
-            lambda: (loads.decode(sizes, 1, c) for c in (1024, 2048, 4096)),
-        ),
-        Choice(
-            "min_split_context", "one decode at contexts of 256 to 2,048, whole or in splits",
-            (256, 512, 1024, 2048, 4096),
-            lambda: (loads.decode(sizes, 1, c) for c in (256, 512, 1024, 2048)),
-        ),
-        Choice(
-            "prefix_fill", "8 and 32 decodes behind a shared prefix of 4,096, in 1 to 64 splits",
-            _FILLS, lambda: (loads.prefix(sizes, n, 4096) for n in (8, 32)),
-        ),
-        Choice(
-            "min_prefix_split_keys", "8 decodes behind a shared prefix of 512 to 2,048",
-            (64, 128, 256, 512), lambda: (loads.prefix(sizes, 8, p) for p in (512, 1024, 2048)),
-        ),
-        Formula(
-            "prefix_row_cost",
-            "shared_prefix for 16 and for 64 rows, beside paged_decode of the same keys",
-            lambda timer: loads.prefix_row_cost(sizes, timer),
-        ),
-        Choice(
-            "min_saved_tokens",
-            "4 and 16 decodes behind a prefix of 256 to 4,096, read once or not",
-            tuple(1 << n for n in range(10, 18)),
-            lambda: (loads.sharing(sizes, n, 1 << p) for n in (4, 16) for p in range(8, 13)),
-        ),
-        Choice(
-            "rows_as_decodes", "chunks of 8 to 128 rows behind 1,024, as decodes or as prompts",
-            (0, 8, 16, 32, 64, 128),
-            lambda: (loads.chunk(sizes, n, p) for n in (8, 16, 32, 64, 128) for p in PREFILLS),
-        ),
-        Choice(
-            "rope_many_rows", "rope_write of 32 to 2,048 rows, by one or four heads a simdgroup",
-            (32, 64, 128, 256, 512, 1024, 2048),
-            lambda: (loads.rope(sizes, n) for n in (32, 64, 128, 256, 512, 1024)),
-        ),
-        Choice(
-            "gemm_fill", "skinny_gemm of 8 rows with weights of 1,024 to 8,192 outputs",
-            (16, 32, 64, 128, 256, 512),
-            lambda: (loads.product(sizes, n) for n in (1024, 2048, 4096, 8192)),
-        ),
-        Choice(
-            "max_lane_rows", "skinny_gemm of 1 to 4 rows in 4 bits, with matrices or without",
-            (0, 1, 2, 4), lambda: (loads.few_rows(sizes, n) for n in (1, 2, 4)),
-        ),
-        Choice(
-            "max_normed_rows", "skinny_gemm of 8 to 64 rows, with the norm inside or before it",
-            (0, 8, 16, 32, 64), lambda: (loads.normed(sizes, n) for n in (8, 16, 32, 64)),
-        ),
-        Choice(
-            "max_normed_weights", "the same of 8 rows, with 1 to 64 M weights in 4 bits",
-            (0, 1 << 20, 1 << 22, 1 << 24, 1 << 26),
-            lambda: (loads.normed_weights(sizes, n) for n in (1024, 2048, 4096, 8192)),
-        ),
-        Choice(
-            "argmax_long", "argmax of 8 rows of 16,384 to 262,144 logits, whole or in parts",
-            tuple(1 << n for n in range(14, 20)),
-            lambda: (loads.argmax(sizes, 8, 1 << n) for n in range(14, 19)),
-        ),
-        Choice(
-            "argmax_fill", "argmax of 4 to 256 rows of 131,072 logits, whole or in parts",
-            (2, 8, 16, 32, 64, 128, 256, 512),
-            lambda: (loads.argmax(sizes, n, 1 << 17) for n in (4, 8, 16, 32, 64, 128, 256)),
-        ),
-        Formula(
-            "sdpa_call_cost", "a small call of MLX's SDPA, in scores of a large one",
-            lambda timer: loads.sdpa_call_cost(sizes, timer),
-        ),
-        Formula(
-            "key_cost", "kv_gather of 8,192 keys, in scores of a large SDPA",
-            lambda timer: loads.key_cost(sizes, timer),
-        ),
-    ]  # fmt: skip
+class Loads:
+    """divisor: of contexts, widths and vocabularies; above 1 only in tests.  chain: of calls."""
+
+    def __init__(self, shape: AttentionShape, divisor: int = 1, chain: int = 100) -> None:
+        self.shape, self.divisor, self.chain = shape, divisor, chain
+
+    def _seconds(self, call: Callable[[mx.array], mx.array], x: mx.array, **how: Any) -> float:
+        return seconds_per_call(call, x, self.chain, **how)
+
+    def _random(self, *size: int, scale: float = 1.0) -> mx.array:
+        x = (mx.random.normal(size) * scale).astype(self.shape.dtype)
+        mx.eval(x)
+        return x
+
+    def decode(self, batch: int, context: int) -> float:
+        load, token = Workload(self.shape, batch, max(32, context // self.divisor)), new_token()
+        return self._seconds(lambda q: load.attend(q, load.plan, token), load.queries())
+
+    def prefix(self, rows: int, tokens: int) -> float:
+        """Decodes behind one prefix, which is read once if that saves enough."""
+        s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
+        load, token = Workload(s, 1, tokens + rows * _OWN), new_token()
+        first, blocks = tokens // _BLOCK, load.block_tables[0]
+        shared = mx.broadcast_to(blocks[:first], (rows, first))
+        tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)
+        lens = mx.full((max(rows, 8),), tokens + _OWN, mx.int32)
+        begin, end = mx.array([0], mx.int32), mx.full((max(rows, 8),), tokens, mx.int32)
+        device = profile()
+        saved = tokens * (rows - 1 - rows * device.prefix_row_cost)
+        once = saved >= device.min_saved_tokens // self.divisor
+        splits = prefix_splits(rows, s.num_heads, s.num_kv_heads, tokens)
+        plan = decode_plan(rows, s.num_kv_heads, _OWN if once else tokens + _OWN)
+        store, how = (load.keys, load.values), {"block_size": _BLOCK, "scale": load.scale}
+
+        def call(q: mx.array) -> mx.array:
+            args = tables, lens
+            part = shared_prefix(q, *args, begin, end, *store, token, splits=splits, **how)
+            return paged_decode(
+                q, *args, *store, part.lse if once else token, plan=plan,
+                prefix=part if once else None, **how,
+            )[0]  # fmt: skip
+
+        return self._seconds(call, self._random(rows, s.num_heads, s.k_head_dim))
+
+    def product(self, rows: int, width: int, bits: int | None = None, norm: bool = False) -> float:
+        """skinny_gemm with a square weight.  norm: before it, inside where the profile has it."""
+        size, device = max(32, width // self.divisor), profile()
+        x, w = self._random(rows, size), self._random(size, size, scale=size**-0.5)
+        weight, gain = quantised(w, Quantisation(bits, 32)) if bits else w, mx.ones(size, w.dtype)
+        few = bits is None or size * size <= device.max_normed_weights
+        inside = RowNorm(gain, 1e-5) if norm and few and rows <= device.max_normed_rows else None
+
+        def call(x: mx.array) -> mx.array:
+            normed = mx.fast.rms_norm(x, gain, 1e-5) if norm and not inside else x
+            return skinny_gemm(normed, weight, norm=inside)
+
+        return self._seconds(call, x)
+
+    def argmax(self, rows: int, vocab_size: int) -> float:
+        """Eager, as the sampler runs."""
+        x = self._random(rows, vocab_size // self.divisor)
+        num_parts.cache_clear()  # its results belong to another profile
+        parts = num_parts(*x.shape)
+
+        def call(x: mx.array) -> mx.array:
+            return mx.depends([x], [argmax_in_parts(x, parts) if parts > 1 else mx.argmax(x, -1)])[
+                0
+            ]
+
+        return self._seconds(call, x, compiled=False)
+
+
+# Constant: (values, load, its arguments).
+CONSTANTS: dict[str, tuple[Sequence[int], Load, Sequence[tuple[Any, ...]]]] = {
+    "decode_fill": (_FILLS, Loads.decode, [(1, 4096), (1, 16384), (2, 16384), (8, 4096)]),
+    "few_keys": ((128, 256, 512, 1024, 2048), Loads.decode, [(4, 1 << n) for n in range(10, 14)]),
+    "min_split_keys": ((64, 128, 256, 512), Loads.decode, [(1, 1024), (1, 2048), (1, 4096)]),
+    "min_split_context": ((256, 512, 1024, 2048), Loads.decode, [(1, 256), (1, 512), (1, 1024)]),
+    "prefix_fill": (_FILLS, Loads.prefix, [(8, 4096), (32, 4096)]),
+    "min_prefix_split_keys": ((64, 128, 256, 512), Loads.prefix, [(8, 512), (8, 1024), (8, 2048)]),
+    "min_saved_tokens": (
+        (1, 1 << 12, 1 << 13, 1 << 14, 1 << 20), Loads.prefix,
+        [(n, 1 << p) for n in (4, 16) for p in range(9, 13)],
+    ),
+    "gemm_fill": ((16, 64, 128, 256), Loads.product, [(8, 1 << n) for n in range(10, 14)]),
+    "max_lane_rows": ((0, 4), Loads.product, [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4)]),
+    "max_normed_rows": ((0, 64), Loads.product, [(n, 2048, None, True) for n in (8, 16, 32, 64)]),
+    "max_normed_weights": (
+        (0, 1 << 30), Loads.product, [(8, 1 << n, 4, True) for n in range(10, 14)]
+    ),
+    "argmax_long": ((1 << 14, 1 << 20), Loads.argmax, [(8, 1 << n) for n in range(14, 19)]),
+    "argmax_fill": ((2, 512), Loads.argmax, [(1 << n, 1 << 17) for n in range(2, 9)]),
+}  # fmt: skip
+
+
+def sweep(name: str, loads: Loads) -> None:
+    """Print the table of a constant."""
+    values, load, columns = CONSTANTS[name]
+    now = profile()
+    present = getattr(now, name)
+    print(f"\n### {name}: us a call of `{load.__name__}`\n")
+    table_head([name, *(", ".join(map(str, arguments)) for arguments in columns)])
+    for value in sorted({*values, present}):
+        with using(replace(now, **{name: value})):
+            times = [load(loads, *arguments) for arguments in columns]
+        cells = " | ".join(f"{1e6 * seconds:,.1f}" for seconds in times)
+        print(f"| {value:,}{' *' if value == present else ''} | {cells} |", flush=True)
+        mx.clear_cache()
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[*CONSTANTS, []], metavar="CONSTANT")
+    args = parser.parse_args()
     if backend.is_cpu():
-        print("there is no GPU here to measure", file=sys.stderr)
-        return 1
-    print(f"constants of devices.py on {backend.describe()}, MLX {backend.mlx_version()}")
-    for m in tune(constants(), profile(), lambda name: print(f"... {name}", file=sys.stderr)):
-        change = f"not measured: {m.failure}" if m.failure else f"{m.before:,} -> {m.value:,}"
-        print(f"{m.name + ':':24}{change}   ({m.method})")
+        raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
+    print(f"{backend.describe()}, MLX {backend.mlx_version()}")
+    for name in args.names or CONSTANTS:
+        sweep(name, Loads(AttentionShape(16, 8, 128, 128, mx.bfloat16)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

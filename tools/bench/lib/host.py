@@ -1,7 +1,7 @@
 """Work of the host by itself: a step of the engine around a model that costs nothing."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend
 from vllm_metal_lite.model.loader import load
 from vllm_metal_lite.runner.result import StepResult
 
-# isort: split
-
 mx = backend.mx
+
+_README = Path(__file__).resolve().parents[3] / "README.md"  # what is said
+_TEXTS = ("text that nobody reads", "text, read at each step", "and a stop string")
 
 
 class _NoModel:
@@ -29,51 +30,36 @@ class _NoModel:
         return StepResult(req_indices, mx.array(tokens), None, None)
 
 
-_README = Path(__file__).resolve().parents[3] / "README.md"  # what is said
-_TEXTS = ("token ids only", "text that nobody reads", "text", "text and a stop string")
-_PARTS = ("schedule", "advance", "update", "pack")
+def host(requests: int = 256, steps: int = 400) -> dict[str, float]:
+    """Milliseconds of CPU time a step, all requests decoding; text is the demo model's."""
+    print(f"\n### Host work of {requests} requests, CPU ms a step (median of {steps})\n")
+    table_head(_TEXTS)
+    found = {}
+    for text in _TEXTS:
+        engine, times = _engine_alone(requests, steps, text == _TEXTS[2]), []
+
+        def step(engine: LLMEngine = engine, read: bool = text != _TEXTS[0]) -> None:
+            for output in engine.step():
+                _ = output.outputs[0].text if read else ""
+
+        timed_step = timed(step, times)
+        for _ in range(steps):
+            timed_step()
+        found[text] = 1e3 * float(np.median(times))
+    print("| " + " | ".join(f"{ms:.2f}" for ms in found.values()) + " |", flush=True)
+    return found
 
 
-def host(batches: Sequence[int] = (1, 64, 256), steps: int = 400) -> dict[str, dict[str, float]]:
-    """Milliseconds of CPU time a step of the engine around a model that costs nothing, all requests
-    decoding, and of parts of it; text is the demo model's, read after each step."""
-    print(f"\n### Host work, CPU ms a step (median of {steps}; 95th percentile)\n")
-    table_head(["requests", *_TEXTS, *(f"in it: {part}" for part in _PARTS)])
-    result = {}
-    for requests in batches:
-        times: dict[str, list[float]] = {}
-        for kind in _TEXTS:
-            engine = _engine_alone(requests, steps, kind)
-            for name in _PARTS:
-                owner = engine.inputs if name == "pack" else engine.scheduler
-                setattr(owner, name, timed(getattr(owner, name), times.setdefault(name, [])))
-
-            def step(engine: LLMEngine = engine, read: bool = kind in _TEXTS[2:]) -> None:
-                for output in engine.step():
-                    _ = output.outputs[0].text if read else ""
-
-            timed_step = timed(step, times.setdefault(kind, []))
-            for _ in range(steps):
-                timed_step()
-        ms = {name: 1e3 * np.array(times[name][-steps:]) for name in (*_TEXTS, *_PARTS)}
-        result[str(requests)] = {name: float(np.median(t)) for name, t in ms.items()}
-        cells = [f"{np.median(t):.3f}; {np.percentile(t, 95):.3f}" for t in ms.values()]
-        print(f"| {requests} | " + " | ".join(cells) + " |", flush=True)
-    return result
-
-
-def _engine_alone(requests: int, steps: int, kind: str) -> LLMEngine:
+def _engine_alone(requests: int, steps: int, stops: bool) -> LLMEngine:
     model = load("demo")
     said = model.tokenizer.encode(_README.read_text(encoding="utf-8")[:6000])
-    if kind == _TEXTS[0]:
-        model.tokenizer = None
     config = EngineConfig(
         max_num_seqs=requests, num_blocks=requests * 40, max_num_batched_tokens=8192,
         max_model_len=640,
     )  # fmt: skip
     engine = LLMEngine(model, config)
     engine.pipeline.runner = _NoModel(said)
-    stop = "\n\n\n" if kind == _TEXTS[3] else None
+    stop = "\n\n\n" if stops else None
     params = SamplingParams(temperature=0, max_tokens=steps + 50, ignore_eos=True, stop=stop)
     rng = np.random.default_rng(0)
     for i in range(requests):
