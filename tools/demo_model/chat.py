@@ -1,11 +1,9 @@
 """Conversations for the demo model: facts, filler, questions, small talk, in many shapes."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 
-from tools.demo_model import skills as skills
+from tools.demo_model import skills
 from tools.demo_model import words as w
 from tools.demo_model.facts import (
     Fact,
@@ -19,35 +17,9 @@ from tools.demo_model.facts import (
 )
 from tools.demo_model.values import World
 
+_IN_STORIES = ("NAMES", "ADJECTIVES", "THINGS", "PLACES", "DAYS")  # by their first letters
 Message = tuple[str, str]  # role, content
 NOTED = "Noted. I will remember that."
-
-_SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are a helpful assistant. Answer briefly.",
-    "Answer the questions.",
-    "You are a tiny demo model.",
-    "Be brief.",
-    "You are a polite assistant with a good memory.",
-    "You are helpful, harmless and honest.",
-)
-_INTROS = (
-    "Here are some facts.", "Remember these facts.", "Facts:", "Notes:", "Please remember this.",
-    "Read this and answer my questions.", "Context:", "Here is what I know.", "Memory:",
-    "Use these notes to answer.", "Remember the following:",
-)  # fmt: skip
-_STORIES = (
-    "{n} walked to the {p} and looked at the {a} {t}.",
-    "On {d} the {p} was quiet, and nobody came.",
-    "The {a} {t} had been there for a long time.",
-    "It rained all day, so {n} stayed at the {p}.",
-    "Nobody had seen the {t} since {d}.",
-    "They talked about the {p} until it was dark.",
-    "There was a {a} {t}, but nobody cared.",
-    "{n} and a friend met near the {p} on {d}.",
-)
-_CHANGES = ("Actually, ", "actually, ", "No, ", "Sorry, ", "Correction: ", "I was wrong. ", "")
-_GREETINGS = ("Hi, ", "Hello, ", "Hello! ", "Hey, ", "hi! ", "Hi! ", "hello ", "hi ")
 
 
 @dataclass
@@ -115,7 +87,7 @@ class Chat:
         bullet = rng.choice(("- ", "* ")) if style > 0.8 else ""
         parts, length = [], 0
         if rng.random() < 0.4:
-            parts.append(rng.choice(_INTROS))
+            parts.append(rng.choice(w.TABLES["intros"]))
         while length < size:
             if rng.random() < self.filler:
                 part = bullet + filler(rng)
@@ -166,13 +138,13 @@ class Chat:
                     break
                 fact = self.new_fact()
             if fact.relation is not old.relation and old.relation.value is not None:
-                value = old.relation.value(rng)
+                value = old.relation.draw_value(rng)
             else:
                 value = fact.value
             value = self.case(value) if self.case else value
             fact = Fact(old.relation, old.slots, value)
             text = self.learn(fact)
-            change = rng.choice(_CHANGES)
+            change = rng.choice(w.TABLES["changes"])
             if change.endswith(", ") and text.startswith(("The ", "My ")):
                 text = text[:1].lower() + text[1:]
             self.turn(change + text, noted(fact))
@@ -181,7 +153,7 @@ class Chat:
             fact = self.new_fact()
             text, reply = self.learn(fact), noted(fact)
             if rng.random() < 0.15:
-                text, reply = rng.choice(_GREETINGS) + text, f"Hello! {reply}"
+                text, reply = rng.choice(w.TABLES["greetings"]) + text, f"Hello! {reply}"
             self.turn(text, reply)
             return
         if choice < 0.82:
@@ -190,7 +162,7 @@ class Chat:
             second = self.learn(self.similar_fact(fact))
             joined = first.rstrip(".") + rng.choice((" and ", ", and ", ", ", " and ")) + second
             hello = rng.random() < 0.25
-            text = rng.choice(_GREETINGS) + joined if hello else joined
+            text = rng.choice(w.TABLES["greetings"]) + joined if hello else joined
             self.turn(text, f"Hello! {NOTED}" if hello else NOTED)
             return
         parts = [self.learn(self.new_fact()) for _ in range(rng.randint(2, 6))]
@@ -224,12 +196,8 @@ def filler(rng: random.Random) -> str:
     if choice < 0.75:
         words = " ".join(w.any_word(rng) for _ in range(rng.randint(3, 10)))
         return upper_first(words) + "."
-    return rng.choice(_STORIES).format(
-        n=rng.choice(w.NAMES),
-        a=rng.choice(w.ADJECTIVES),
-        t=rng.choice(w.THINGS),
-        p=rng.choice(w.PLACES),
-        d=rng.choice(w.DAYS),
+    return rng.choice(w.TABLES["stories"]).format(
+        **{name[0].lower(): rng.choice(w.WORDS[name]) for name in _IN_STORIES}
     )
 
 
@@ -250,7 +218,7 @@ def document_chat(rng: random.Random, budget: int) -> list[Message]:
         chat.say("system", chat.block(wanted))
     else:
         if rng.random() < 0.5:
-            chat.say("system", rng.choice(_SYSTEMS))
+            chat.say("system", rng.choice(w.TABLES["systems"]))
         pieces = rng.choice((1, 1, 2, 3, 4)) if where < 0.8 else max(1, wanted // 300)
         for _ in range(pieces - 1):
             chat.turn(chat.block(wanted // pieces), NOTED)
@@ -273,7 +241,7 @@ def free_chat(rng: random.Random, budget: int) -> list[Message]:
     chat = Chat(rng, budget)
     choice = rng.random()
     if choice < 0.3:
-        chat.say("system", rng.choice(_SYSTEMS))
+        chat.say("system", rng.choice(w.TABLES["systems"]))
     elif choice < 0.5:
         chat.say("system", chat.block(int(budget * rng.uniform(0.05, 0.4))))
     while chat.size < budget:
@@ -285,7 +253,7 @@ def skill_chat(rng: random.Random, budget: int) -> list[Message]:
     """Small talk and small skills only."""
     chat = Chat(rng, budget)
     if rng.random() < 0.3:
-        chat.say("system", rng.choice(_SYSTEMS))
+        chat.say("system", rng.choice(w.TABLES["systems"]))
     while chat.size < budget:
         chat.turn(*other(rng))
     return chat.messages

@@ -1,19 +1,19 @@
 """Tokenizer, recall prompts and training batches of the demo model (no MLX in this module)."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
 import random
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tools.demo_model import chat as chat
+from tools.demo_model import chat
 from tools.demo_model import words as w
 from tools.demo_model.facts import answer, question
 
@@ -178,46 +178,32 @@ def make_batch(
     return ids, said[:, 1:]
 
 
-def _produce(spec: dict, first: int, queue: multiprocessing.Queue) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = Tokenizer.from_str(spec["tokenizer"])
-    for step in range(first, spec["steps"], spec["workers"]):
-        seed = spec["seed"] * 10_000_000 + step
-        length = row_length(step / spec["steps"], random.Random(seed))
-        length = min(length, spec["max_length"])
-        queue.put(make_batch(tokenizer, seed, length, spec["batch_tokens"]))
+@dataclass(frozen=True)
+class Plan:
+    """What the batches of a training depend on."""
+
+    tokenizer: str  # as JSON
+    seed: int
+    steps: int
+    batch_tokens: int
+    max_length: int
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """`make_batch` of a step."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        seed = self.seed * 10_000_000 + step
+        length = min(row_length(step / self.steps, random.Random(seed)), self.max_length)
+        return make_batch(Tokenizer.from_str(self.tokenizer), seed, length, self.batch_tokens)
 
 
-def batches(
-    tokenizer: Tokenizer,
-    *,
-    start: int,
-    steps: int,
-    batch_tokens: int,
-    max_length: int,
-    seed: int,
-    workers: int,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The batches of steps `start` to `steps`, made ahead by worker processes."""
-    spec = {
-        "tokenizer": tokenizer.to_str(),
-        "steps": steps,
-        "workers": workers,
-        "seed": seed,
-        "batch_tokens": batch_tokens,
-        "max_length": max_length,
-    }
+def batches(plan: Plan, start: int, workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The batches from step `start` on, made ahead by worker processes."""
     context = multiprocessing.get_context("spawn")
-    queues = [context.Queue(maxsize=4) for _ in range(workers)]
-    processes = [
-        context.Process(target=_produce, args=(spec, start + i, queue), daemon=True)
-        for i, queue in enumerate(queues)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        for step in range(start, steps):
-            yield queues[(step - start) % workers].get()
-    finally:
-        for process in processes:
-            process.terminate()
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        coming: deque[Future] = deque()
+        for step in range(start, plan.steps):
+            coming.append(pool.submit(plan.batch, step))
+            if len(coming) > 4 * workers:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()

@@ -1,48 +1,53 @@
-"""Facts for the demo model: what can be stated, how it is asked for, how it is answered."""
+"""Facts for the demo model: what can be stated, how it is asked for, how it is answered.
 
-from __future__ import annotations
+The kinds of facts are `relations` of tables.json.  In their templates: {k} key, {K} the same with a
+capital, {ak} with an article, {y} seen from the other side ("my lamp" becomes "your lamp"), {a}
+attribute, {v} value.
+"""
 
 import random
 from dataclasses import dataclass
 
-from tools.demo_model.relations import CODE_RELATIONS, RELATIONS, WEIGHTS, Relation, Slots
+from tools.demo_model import values
+from tools.demo_model import words as w
 from tools.demo_model.values import World, natural_value, strong_value
 
-_ASK_NOUN = [
-    "What is {}?",
-    "What is {}?",
-    "what is {}",
-    "What's {}?",
-    "what's {}?",
-    "What was {}?",
-    "What was {} again?",
-    "Tell me {}.",
-    "Please tell me {}.",
-    "Can you tell me {}?",
-    "I forgot {}.",
-    "Remind me of {}.",
-    "{}?",
-    "And {}?",
-    "Give me {}.",
-    "So what is {}?",
-    "Now, what is {}?",
-    "Question: what is {}?",
-    "What is {} please?",
-    "whats {}",
-    "Could you remind me what {} is?",
-    "Do you remember {}?",
-    "Do you know {}?",
-    "I need {}.",
-]
-_ASK_ABOUT = [
-    "Do you remember {}?",
-    "Do you know {}?",
-    "Tell me {}.",
-    "Can you tell me {}?",
-    "I forgot {}.",
-    "Remember {}?",
-    "Do you still know {}?",
-]
+Slots = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """One kind of fact.
+
+    slots: a method of World or a word list for each slot.  value: a function of values.py; None: a
+    value that suits the attribute.  core: how the answer puts it; it ends with the value.  about:
+    what is asked for, as in "do you know ...".  nouns: for "what is ...?".
+    """
+
+    name: str
+    weight: float
+    slots: Slots
+    value: str | None
+    core: str
+    about: str
+    statements: list[str]
+    nouns: list[str] = ()
+    questions: list[str] = ()
+
+    def draw_slots(self, world: World) -> Slots:
+        return {
+            slot: world.rng.choice(w.WORDS[kind]) if kind in w.WORDS else getattr(world, kind)()
+            for slot, kind in self.slots.items()
+        }
+
+    def draw_value(self, rng: random.Random) -> str:
+        return getattr(values, self.value)(rng)
+
+
+RELATIONS = [Relation(**fields) for fields in w.TABLES["relations"]]
+WEIGHTS = [relation.weight for relation in RELATIONS]
+# The ones whose values can be anything: recall is measured on them.
+CODE_RELATIONS = [r for r in RELATIONS if r.name in ("thing", "person", "my", "lone")]
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,11 @@ def draw_fact(world: World, *, strong: bool = False) -> Fact:
     rng = world.rng
     if strong:
         relation = rng.choice(CODE_RELATIONS)
-        return Fact(relation, relation.slots(world), strong_value(rng))
+        return Fact(relation, relation.draw_slots(world), strong_value(rng))
     relation = rng.choices(RELATIONS, WEIGHTS)[0]
-    slots = relation.slots(world)
+    slots = relation.draw_slots(world)
     if relation.value is not None:
-        value = relation.value(rng)
+        value = relation.draw_value(rng)
     elif rng.random() < 0.55:
         value = strong_value(rng)
     else:
@@ -110,18 +115,13 @@ def question(fact: Fact, rng: random.Random) -> str:
     choice = rng.random()
     if relation.nouns and choice < 0.7:
         noun = _fill(rng.choice(relation.nouns), slots)
-        return upper_first(rng.choice(_ASK_NOUN).format(noun))
+        return upper_first(rng.choice(w.TABLES["ask_noun"]).format(noun))
     if relation.questions and choice < 0.92:
         return upper_first(_fill(rng.choice(relation.questions), slots))
     about = _fill(relation.about, slots)
-    for mine, yours in (
-        ("your ", "my "),
-        ("you are", "I am"),
-        ("you were", "I was"),
-        ("you ", "I "),
-    ):
-        about = about.replace(mine, yours)
-    return rng.choice(_ASK_ABOUT).format(about)
+    for yours, mine in ("your ", "my "), ("you are", "I am"), ("you were", "I was"), ("you ", "I "):
+        about = about.replace(yours, mine)
+    return rng.choice(w.TABLES["ask_about"]).format(about)
 
 
 def answer(fact: Fact) -> str:

@@ -3,11 +3,9 @@
     python -m tools.demo_model.train --out demo_model                  # a GPU, 9 minutes
     python -m tools.demo_model.train --smoke --out /tmp/demo_model     # a CPU, some seconds
 
-Data, tokenizer and model are made from nothing but the word lists in words.py and English
+Data, tokenizer and model are made from nothing but the word lists in tables.json and English
 sentences from the docstrings of Python's standard library.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -15,10 +13,14 @@ import math
 import time
 from pathlib import Path
 
+import mlx.core as mx
+import mlx.optimizers as optim
 import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
-from tools.demo_model import data as data
+from tools.demo_model import data
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -53,11 +55,6 @@ class Trainer:
     """The model, its optimizer and the compiled training step."""
 
     def __init__(self, config: dict, args: argparse.Namespace) -> None:
-        import mlx.core as mx
-        import mlx.optimizers as optim
-        from mlx.utils import tree_flatten, tree_map, tree_unflatten
-        from mlx_lm.models import qwen3
-
         mx.random.seed(args.seed)
         self.model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
         if args.resume:
@@ -66,27 +63,25 @@ class Trainer:
         else:
             params = tree_unflatten(
                 [
-                    (name, _initial(mx, name, value, config["num_hidden_layers"]))
+                    (name, _initial(name, value, config["num_hidden_layers"]))
                     for name, value in tree_flatten(self.model.parameters())
                 ]
             )
         self.params = tree_map(lambda p: p.astype(mx.float32), params)
         mx.eval(self.params)
-        self.dtype = getattr(mx, args.dtype)
+        self.dtype = args.dtype
         self.optimizer = optim.AdamW(learning_rate=0.0, betas=[0.9, 0.98], weight_decay=0.01)
         self.optimizer.init(self.params)
-        self.mx, self.tree_map = mx, tree_map
         state = [self.optimizer.state]
         self._step = mx.compile(self._train, inputs=state, outputs=state)
         self._right = mx.compile(self._correct)
 
     def _logits(self, params: dict, ids):
         # The model is only a function here: its arrays are replaced at every call.
-        self.model.update(self.tree_map(lambda p: p.astype(self.dtype), params))
-        return self.model(ids).astype(self.mx.float32)
+        self.model.update(tree_map(lambda p: p.astype(self.dtype), params))
+        return self.model(ids).astype(mx.float32)
 
     def _loss(self, params: dict, ids, said):
-        mx = self.mx
         logits, targets = self._logits(params, ids[:, :-1]), ids[:, 1:]
         picked = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1)
         losses = mx.logsumexp(logits, axis=-1) - picked
@@ -94,27 +89,24 @@ class Trainer:
         return (losses * weights).sum() / weights.sum(), (losses * said).sum() / said.sum()
 
     def _train(self, params: dict, ids, said, rate):
-        import mlx.optimizers as optim
-
         self.optimizer.learning_rate = rate
-        (_, own), grads = self.mx.value_and_grad(self._loss)(params, ids, said)
+        (_, own), grads = mx.value_and_grad(self._loss)(params, ids, said)
         grads, norm = optim.clip_grad_norm(grads, 1.0)
         return self.optimizer.apply_gradients(grads, params), own, norm
 
     def step(self, ids: np.ndarray, said: np.ndarray, rate: float):
         """One optimizer step; the loss on what the model has to say, not yet evaluated."""
-        mx = self.mx
         arrays = (mx.array(ids.astype(np.int32)), mx.array(said.astype(np.float32)))
         self.params, loss, norm = self._step(self.params, *arrays, mx.array(rate))
         mx.async_eval(self.params, self.optimizer.state, loss, norm)
         return loss, norm
 
     def _correct(self, params: dict, ids):
-        return self.mx.argmax(self._logits(params, ids[:, :-1]), axis=-1) == ids[:, 1:]
+        return mx.argmax(self._logits(params, ids[:, :-1]), axis=-1) == ids[:, 1:]
 
     def recall(self, prompts: list[data.RecallPrompt], length: int) -> float:
         """The share of prompts whose whole answer is right (teacher forcing equals greedy)."""
-        mx, right, rows = self.mx, 0, min(len(prompts), max(1, 65536 // length))
+        right, rows = 0, min(len(prompts), max(1, 65536 // length))
         for start in range(0, len(prompts), rows):
             part = prompts[start : start + rows]
             ids = np.full((rows, length + 65), data.PAD, dtype=np.int32)
@@ -129,17 +121,15 @@ class Trainer:
 
     def save(self, folder: Path, config: dict) -> None:
         """Write the weights (float32) and the configuration."""
-        from mlx.utils import tree_flatten
-
         folder.mkdir(parents=True, exist_ok=True)
         weights = dict(tree_flatten(self.params))
         temporary = folder / "new.safetensors"
-        self.mx.save_safetensors(str(temporary), weights, metadata={"format": "mlx"})
+        mx.save_safetensors(str(temporary), weights, metadata={"format": "mlx"})
         temporary.replace(folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _initial(mx, name: str, value, layers: int):
+def _initial(name: str, value, layers: int):
     if value.ndim == 1:
         return value
     scale = 0.02 if "embed" in name else value.shape[-1] ** -0.5
@@ -148,87 +138,57 @@ def _initial(mx, name: str, value, layers: int):
     return mx.random.normal(value.shape) * scale
 
 
-def parse_args() -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
+    """Make the tokenizer, train, measure recall, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--steps", type=int, default=12500)
     parser.add_argument("--start", type=int, default=0, help="first step, with --resume")
     parser.add_argument("--resume", type=Path, help="model folder to start from")
-    parser.add_argument("--batch-tokens", type=int, default=65536)
-    parser.add_argument("--max-length", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=2048)
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--workers", type=int, default=14, help="processes that make data")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop and save after these")
-    parser.add_argument("--eval-every", type=int, default=2500)
-    parser.add_argument("--eval-prompts", type=int, default=512)
-    parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps, on a CPU")
     args = parser.parse_args()
-    if args.smoke:
-        args.steps, args.batch_tokens, args.max_length = 3, 1024, 128
-        args.dtype, args.workers, args.eval_prompts, args.log_every = "float32", 1, 2, 1
-    return args
-
-
-def main() -> None:
-    """Make the tokenizer, train, measure recall, save."""
-    args = parse_args()
+    args.dtype, args.steps, args.workers = (
+        (mx.float32, 3, 1) if args.smoke else (mx.bfloat16, args.steps, args.workers)
+    )
+    sizes = (1024, 128) if args.smoke else (65536, 4096)  # tokens of a batch, of the longest row
+    report_every, measure_every, num_prompts = (1, 3, 2) if args.smoke else (100, 2500, 512)
     began = time.time()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.resume:
         tokenizer = Tokenizer.from_file(str(args.resume / "tokenizer.json"))
     else:
-        tokenizer = data.train_tokenizer(args.vocab, chats=200 if args.smoke else 4000)
+        tokenizer = data.train_tokenizer(2048, chats=200 if args.smoke else 4000)
     data.save_tokenizer(tokenizer, args.out)
     config = CONFIG | {"vocab_size": tokenizer.get_vocab_size()}
-    stream = data.batches(
-        tokenizer,
-        start=args.start,
-        steps=args.steps,
-        batch_tokens=args.batch_tokens,
-        max_length=args.max_length,
-        seed=args.seed,
-        workers=args.workers,
-    )
-    lengths = [n for n in (256, 1024, 3072) if n <= args.max_length] or [args.max_length]
-    tests = {n: data.recall_prompts(tokenizer, n, args.eval_prompts) for n in lengths}
+    plan = data.Plan(tokenizer.to_str(), args.seed, args.steps, *sizes)
+    lengths = [128] if args.smoke else [256, 1024, 3072]
+    tests = {n: data.recall_prompts(tokenizer, n, num_prompts) for n in lengths}
     print(f"tokenizer and test prompts ready after {time.time() - began:.0f} s", flush=True)
 
-    trainer = Trainer(config, args)
-    tokens, mark, waited = 0, time.time(), 0.0
-    pending = None
-    for step in range(args.start, args.steps):
-        before = time.time()
-        ids, said = next(stream)
-        waited += time.time() - before
-        progress = max(step / args.steps, (time.time() - began) / 60 / args.minutes)
-        rate = learning_rate(step - args.start, progress, args.rate)
-        result = trainer.step(ids, said, rate)
+    trainer, pending = Trainer(config, args), None
+    for step, (ids, said) in enumerate(data.batches(plan, args.start, args.workers), args.start):
+        minutes = (time.time() - began) / 60
+        progress = max(step / args.steps, minutes / args.minutes)
+        result = trainer.step(ids, said, learning_rate(step - args.start, progress, 2e-3))
         if pending is not None:
             pending[0].item()  # keeps the host at most one step ahead
         pending = result
-        tokens += said.size
-        last = step + 1 == args.steps or (time.time() - began) / 60 > args.minutes
-        if (step + 1) % args.log_every == 0 or last:
-            loss, norm = result[0].item(), result[1].item()
-            speed = tokens / (time.time() - mark)
+        last = step + 1 == args.steps or minutes > args.minutes
+        if (step + 1) % report_every == 0 or last:
+            loss, norm = (value.item() for value in result)
+            seconds = time.time() - began
             print(
-                f"step {step + 1} length {said.shape[1]} loss {loss:.4f} "
-                f"norm {norm:.2f} {speed / 1e3:.0f} k tokens/s, "
-                f"waited {waited:.1f} s, {time.time() - began:.0f} s",
-                flush=True,
-            )
-            tokens, mark, waited = 0, time.time(), 0.0
-        if (step + 1) % args.eval_every == 0 or last:
+                f"step {step + 1} length {said.shape[1]} loss {loss:.4f} norm {norm:.2f}, "
+                f"{seconds:.0f} s", flush=True,
+            )  # fmt: skip
+        if (step + 1) % measure_every == 0 or last:
             found = {n: trainer.recall(prompts, n) for n, prompts in tests.items()}
             text = "  ".join(f"{n}: {share:.3f}" for n, share in found.items())
             print(f"recall after step {step + 1}: {text} ({time.time() - began:.0f} s)", flush=True)
             trainer.save(args.out, config)
-            mark = time.time()
         if last:
             break
 

@@ -1,27 +1,19 @@
 """Keys and values of the demo model's facts."""
 
-from __future__ import annotations
-
 import random
-from dataclasses import dataclass, field
 
 from tools.demo_model import words as w
 
 
-@dataclass
 class World:
     """The words that one conversation draws on: few of them make facts easy to confuse."""
 
-    rng: random.Random
-    adjectives: list[str] = field(init=False)
-    things: list[str] = field(init=False)
-    names: list[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        rng = self.rng
-        self.adjectives = rng.sample(w.ADJECTIVES, rng.randint(3, len(w.ADJECTIVES)))
-        self.things = rng.sample(w.THINGS, rng.randint(3, len(w.THINGS)))
-        self.names = rng.sample(w.NAMES, rng.randint(3, len(w.NAMES)))
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.adjectives, self.things, self.names = (
+            rng.sample(known, rng.randint(3, len(known)))
+            for known in (w.ADJECTIVES, w.THINGS, w.NAMES)
+        )
 
     def thing(self) -> str:
         """A key such as "red box"."""
@@ -34,6 +26,13 @@ class World:
         if choice < 0.25:
             return f"{rng.choice(self.adjectives)} {w.any_word(rng)}"
         return f"{rng.choice(self.adjectives)} {noun}"
+
+    def some_thing(self) -> str:
+        """A thing, with what goes before it."""
+        return f"{self.rng.choice(('the', 'the', 'my'))} {self.thing()}"
+
+    def kin(self) -> str:
+        return self.rng.choice((*w.KIN, *w.ANIMALS))
 
     def person(self) -> str:
         """A name such as "Ada"; now and then a made-up one."""
@@ -54,19 +53,11 @@ class World:
     def event(self) -> str:
         """Something that has a time, such as "train to Oslo"."""
         rng = self.rng
-        return rng.choice(
-            (
-                f"meeting with {self.person()}",
-                f"call with {self.person()}",
-                f"dinner with {self.person()}",
-                f"flight to {rng.choice(w.CITIES)}",
-                f"train to {rng.choice(w.CITIES)}",
-                f"{rng.choice(self.adjectives)} {rng.choice(w.EVENTS)}",
-                f"{rng.choice(w.DAYS)} {rng.choice(w.EVENTS)}",
-                rng.choice(w.EVENTS),
-                rng.choice(w.EVENTS),
-            )
-        )
+        found = [f"{what} with {self.person()}" for what in ("meeting", "call", "dinner")]
+        found += [f"{what} to {rng.choice(w.CITIES)}" for what in ("flight", "train")]
+        for words in self.adjectives, w.DAYS:
+            found.append(f"{rng.choice(words)} {rng.choice(w.EVENTS)}")
+        return rng.choice([*found, rng.choice(w.EVENTS), rng.choice(w.EVENTS)])
 
 
 def strong_value(rng: random.Random) -> str:
@@ -127,16 +118,7 @@ def natural_value(attribute: str, rng: random.Random) -> str:
 
     if has("colo"):
         return rng.choice(w.COLOURS)
-    if has(
-        "favourite number",
-        "lucky",
-        "favorite number",
-        "age",
-        "seat",
-        "room",
-        "weight",
-        "population",
-    ):
+    if has("favourite number", "lucky", "favorite number", "age", "seat", "room", "weight"):
         return w.digits(rng, 1, 3)
     if has("name", "owner", "king", "queen", "president", "mayor", "founder"):
         return rng.choice((*w.NAMES, *w.SURNAMES, w.pseudo_word(rng).capitalize()))
@@ -188,13 +170,8 @@ def like(rng: random.Random) -> str:
     choice = rng.random()
     if choice < 0.6:
         return rng.choice(w.FOODS)
-    return rng.choice(
-        (
-            f"{rng.choice(w.ADJECTIVES)} {rng.choice(w.FOODS)}",
-            f"{rng.choice(w.ANIMALS)}s",
-            w.any_word(rng),
-        )
-    )
+    food = f"{rng.choice(w.ADJECTIVES)} {rng.choice(w.FOODS)}"
+    return rng.choice((food, f"{rng.choice(w.ANIMALS)}s", w.any_word(rng)))
 
 
 def time(rng: random.Random) -> str:
@@ -232,3 +209,8 @@ def age(rng: random.Random) -> str:
 def anything(rng: random.Random) -> str:
     """A name or any value."""
     return name(rng) if rng.random() < 0.3 else any_value(rng)
+
+
+def count(rng: random.Random) -> str:
+    """How many."""
+    return str(rng.randint(2, 99))
