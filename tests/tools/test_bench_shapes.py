@@ -47,9 +47,8 @@ def test_counted_turns_come_before_warm_ups():
 
 
 def test_the_row_of_a_part_that_was_cut_off():
-    part, report = PARTS[0], {"runs": RUNS}
-    assert cells(part, report, "H") == ["125", "30 *", f"**4.17** of {part.bars['H']:g}"]
-    assert cells(part, report, "D") == ["9 *", "", f" of {part.bars['D']:g}"]
+    assert cells({"runs": RUNS}, "H") == ["125", "30 *", "**4.17**"]
+    assert cells({"runs": RUNS}, "D") == ["9 *", "", ""]
 
 
 def test_every_part_has_a_shape_and_a_tiny_one():
@@ -64,7 +63,7 @@ def test_a_part_is_measured_and_a_finished_one_is_not_run_again(tmp_path, monkey
     report = read(tmp_path / "qwen3-0.6b-4.json")
     assert report["finished"]
     assert {r["note"] for r in report["runs"]} == {"warm-up", "sweep", "turn 1"}
-    monkeypatch.setattr(bench_shapes, "Running", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr(bench_shapes, "command", lambda *_: pytest.fail("again"))
     assert bench_shapes.main() == 0
     assert "| qwen3-0.6b-4 |" in capfd.readouterr().out
 
@@ -100,9 +99,9 @@ def test_a_counted_run_waits_for_who_warms_up_and_runs_alone(tmp_path):
 
 
 def test_no_part_starts_when_the_time_is_over(tmp_path, monkeypatch, capfd):
-    arguments = f"--results {tmp_path} --tiny --minutes 0.5"
+    arguments = f"--results {tmp_path} --tiny --minutes 0"
     monkeypatch.setattr(sys, "argv", ["bench/shapes.py", *arguments.split()])
-    monkeypatch.setattr(bench_shapes, "Running", lambda *_: pytest.fail("it starts"))
+    monkeypatch.setattr(bench_shapes, "command", lambda *_: pytest.fail("it starts"))
     assert bench_shapes.main() == 0
     assert capfd.readouterr().out.count("not run") == len(PARTS)
 
@@ -112,18 +111,14 @@ def test_a_file_that_was_cut_off_is_nothing(tmp_path):
     assert read(tmp_path / "a.json") == {} == read(tmp_path / "b.json")
 
 
-def test_a_part_that_is_cut_off_again_loses_nothing(tmp_path, monkeypatch, capfd):
-    (tmp_path / "qwen3-0.6b-4.json").write_text(json.dumps({"runs": RUNS}))
-    arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 --minutes 2 --deadline 2"
+def test_a_part_that_does_not_end_prints_its_stacks(tmp_path, monkeypatch, capfd):
+    arguments = f"--results {tmp_path} --tiny --only qwen3-0.6b-4 --minutes 0.03"
     monkeypatch.setattr(sys, "argv", ["bench/shapes.py", *arguments.split()])
     hangs = [sys.executable, "-X", "faulthandler", "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(bench_shapes, "command", lambda *_: hangs)
     assert bench_shapes.main() == 0
-    out, err = capfd.readouterr()
-    assert "| 125 | 30 * |" in out
-    assert "cut off" in out
-    assert "most recent call first" in out  # the stacks
-    assert "did not end in time" in err
+    assert "| qwen3-0.6b-4 |" in capfd.readouterr().out
+    assert "most recent call first" in (tmp_path / "qwen3-0.6b-4.log").read_text()
 
 
 def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_path, monkeypatch):

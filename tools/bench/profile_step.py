@@ -263,7 +263,7 @@ def main() -> int:
             model, options = get_model(args.model, args.dtype, args.bits), {}
         else:
             shape = part.tiny if args.tiny else part.shape
-            model, options = get_model(shape, args.dtype, part.bits), part.options
+            model, options = get_model(shape, args.dtype, part.bits), part.options or {}
         cells = cells_of(args, model)
         if not cells:
             raise MetalLiteError(f"no batch and context fits the model and --gib {args.gib:g}")

@@ -197,7 +197,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="qwen3-4b", help="of tools/bench/lib/configs.py")
+    parser.add_argument("--shape", default="qwen3-4b", help="of tools/bench/lib/shapes.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--bits", choices=("4", "8"))

@@ -1,320 +1,283 @@
 #!/usr/bin/env python3
 """Our HTTP server beside the embedded engine and other servers: same weights, same load.
 
-    python -m tools.bench.server --model qwen3-0.6b           a GPU
-    python -m tools.bench.server --model demo --scale 0.3     a CPU
-    python -m tools.bench.server --model 512x4 --scale 0.3 --vllm .venv-vllm-0.33.0/bin/vllm
+    python -m tools.bench.server --model qwen3-0.6b                   a GPU
+    python -m tools.bench.server --model demo --scale 0.3             a CPU
+    python -m tools.bench.server --model qwen3-4b --load agents --systems ours,mlx-lm
+    python -m tools.bench.server --model 512x4 --systems ours,vllm --vllm .venv-vllm-0.33.0/bin/vllm
 
---model: "demo", or random weights: a key of SHAPES in bench/lib/configs.py, or HIDDENxLAYERS.
-Loads: "mixed", 32 clients, each sends 2 requests, one behind the other; prompts lognormal around
-500 tokens, 40 to 220 tokens out.  "decodes", 32 clients, 32 tokens in, 512 out: the most tokens a
-second that there can be, so the most work for the server.  Every turn has prompts of its own, so no
-cache helps.  Each system runs in its own process, one after the other; the first two turns warm up.
-Over HTTP: streamed /v1/completions, prompts as text; with --chat /v1/chat/completions.
-Server CPU: user and system time of the HTTP process; of mlx-lm and vLLM, all of it in one process
-is not comparable and left out.
-/health: beside 64 streams and one prompt of 30,000 tokens (less, if the context is shorter).
+--model: "demo", or random weights: a key of bench/lib/shapes.json, or HIDDENxLAYERS.  Loads:
+
+- mixed: 32 clients, each sends 2 requests, one behind the other; prompts lognormal around 500
+  tokens, 40 to 220 tokens out.
+- decodes: 32 clients, 32 tokens in, 512 out: the most tokens a second that there can be.
+- health: 64 streams and one prompt of 30,000 tokens (less, if the context is shorter), beside which
+  our /health is asked every 20 ms.
+- agents: sessions as recorded ones: a start of 25,000 tokens, of which all share 20,000 (system
+  prompt and tools); 12 turns, each with 200 to 2,000 new tokens (lognormal) and 150 out.  Recorded
+  answers go into the next prompt, so all servers see the same prompts.  A system that is not done
+  within --seconds is reported by the turns it did.
+
+Every run has prompts of its own, so no cache helps but within sessions.  Each system has its own
+process, one after the other.  Two runs warm up (agents: --warm sessions of two turns).  Prompts are
+text, over streamed /v1/completions; with --chat, and of agents, /v1/chat/completions.  CPU: user
+and system time of our HTTP process; others compute in theirs, too.
 """
 
 import argparse
-import faulthandler
 import json
-import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tools.bench.lib.alone import Alone
+from tools.bench.lib.models import write_model
+from tools.bench.lib.servers import (
+    ROOT,
+    RUNNING,
+    Memory,
+    cpu_seconds,
+    free_port,
+    give_up_after,
+    mlx_lm,
+    ours,
+    say,
+    server,
+)  # fmt: skip
+from tools.bench.lib.tables import table_head
 from tools.dev.run_main import run_main
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from vllm_metal_lite.model.loader import load_tokenizer_only
 
-ROOT = Path(__file__).resolve().parents[2]
-CLIENTS, PER_CLIENT, WARM_UPS = 32, 2, 2
-CHAT = "/v1/chat/completions"
+CLIENTS, WARM_UPS = 32, 2
+START, SHARED, OUT = 25_000, 20_000, 150  # tokens of agents: of the first prompt, of all, generated
 
-
-@dataclass(frozen=True)
-class Turn:
-    """Prompts as text and as token ids, and how many tokens to generate behind each.
-
-    Client number i sends i, i + CLIENTS, ..., each when the one before has its answer.
-    """
-
-    texts: list[str]
-    token_ids: list[list[int]]
-    max_tokens: list[int]
+Clients = list[list[dict[str, Any]]]  # bodies, by client
 
 
-def words_of(tokenizer: Any) -> list[int]:
-    """Tokens whose text, one behind the other, is split into the same tokens again."""
-    ids = [i for i in range(len(tokenizer)) if i < 2048]
-    return [
-        i for i in ids
-        if (text := tokenizer.decode([i])).startswith(" ") and text[1:].isalpha()
-        and tokenizer.encode(" a" + text + " a")[1:-1] == [i]
-    ]  # fmt: skip
+class Prompts:
+    """Draws the loads."""
 
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self.args, self.rng = args, np.random.default_rng(0)
+        self.tokenizer = load_tokenizer_only(str(folder))
+        config = json.loads((folder / "config.json").read_text())
+        self.longest = args.max_model_len or config["max_position_embeddings"]
+        # Tokens whose text, one behind the other, is split into the same tokens again.
+        self.words = [
+            i for i in range(min(len(self.tokenizer), 2048))
+            if (text := self.tokenizer.decode([i])).startswith(" ") and text[1:].isalpha()
+            and self.tokenizer.encode(" a" + text + " a")[1:-1] == [i]
+        ]  # fmt: skip
 
-def make_turns(tokenizer: Any, scale: float, longest: int, turns: int) -> dict[str, list[Turn]]:
-    """By the name of the load."""
-    rng, words = np.random.default_rng(0), words_of(tokenizer)
+    def text(self, num_tokens: float) -> str:
+        ids = self.rng.choice(self.words, max(int(num_tokens), 4)).tolist()
+        text: str = self.tokenizer.decode(ids)
+        return text
 
-    def turn(sizes: Any, limits: Any) -> Turn:
-        ids = [rng.choice(words, int(n)).tolist() for n in sizes]
-        return Turn([tokenizer.decode(one) for one in ids], ids, [int(n) for n in limits])
-
-    made: dict[str, list[Turn]] = {"mixed": [], "decodes": []}
-    for _ in range(turns):
-        count = CLIENTS * PER_CLIENT
-        sizes = np.clip(rng.lognormal(np.log(500), 0.8, count) * scale, 16, 0.6 * longest)
-        limits = np.maximum(rng.integers(40, 221, count) * scale, 8)
-        made["mixed"].append(turn(sizes, limits))
-        limit = max(int(512 * scale), 8)
-        made["decodes"].append(turn([32] * CLIENTS, [limit] * CLIENTS))
-    return made
-
-
-def body(path: str, model: str, text: str, max_tokens: int) -> dict[str, Any]:
-    prompt = {"prompt": text}
-    if path == CHAT:
+    def body(self, num_tokens: float, max_tokens: float) -> dict[str, Any]:
+        text = self.text(num_tokens)
         prompt = {"messages": [{"role": "user", "content": text}]}
-    return {
-        "model": model, **prompt, "max_tokens": max_tokens, "temperature": 0,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        limit = {"max_tokens": max(int(max_tokens), 4)}
+        return {**(prompt if self.args.chat else {"prompt": text}), **limit}
+
+    def mixed(self) -> Clients:
+        count, scale = 2 * CLIENTS, self.args.scale
+        sizes = self.rng.lognormal(np.log(500), 0.8, count) * scale
+        limits = self.rng.integers(40, 221, count) * scale
+        pairs = zip(np.clip(sizes, 16, 0.6 * self.longest), limits, strict=True)
+        bodies = [self.body(*pair) for pair in pairs]
+        return [bodies[i::CLIENTS] for i in range(CLIENTS)]
+
+    def decodes(self) -> Clients:
+        return [[self.body(32, 512 * self.args.scale)] for _ in range(CLIENTS)]
+
+    def health(self) -> Clients:
+        bodies = [self.body(100, 200 * self.args.scale) for _ in range(2 * CLIENTS)]
+        return [[body] for body in [*bodies, self.body(min(0.9 * self.longest, 30_000), 8)]]
+
+    def agents(self, count: int, turns: int) -> Clients:
+        scale = self.args.scale
+        system = {"role": "system", "content": self.text(SHARED * scale)}
+
+        def session() -> list[dict[str, Any]]:
+            new = np.clip(self.rng.lognormal(np.log(600), 0.7, turns), 200, 2000)
+            new[0] = START - SHARED
+            messages, bodies = [system], []
+            for size in new:
+                messages.append({"role": "user", "content": self.text(size * scale)})
+                bodies.append({"messages": [*messages], "max_tokens": max(int(OUT * scale), 4)})
+                messages.append({"role": "assistant", "content": self.text(OUT * scale)})
+            return bodies
+
+        return [session() for _ in range(count)]
+
+    def runs(self, load: str) -> list[Clients]:
+        """Of a load; the last `counted` of them are counted."""
+        args = self.args
+        if load == "agents":
+            return [self.agents(args.warm, 2), self.agents(args.sessions, args.turns)]
+        draw: Callable[[], Clients] = getattr(self, load)
+        return [draw() for _ in range(1 if load == "health" else WARM_UPS + args.repeats)]
+
+    def counted(self, load: str) -> int:
+        return 1 if load in ("health", "agents") else self.args.repeats
 
 
-# Systems
+Run = Callable[[Clients, bool], dict[str, Any]]  # clients, whether /health is asked
 
 
 def embedded(folder: str, config: dict[str, Any]) -> None:
-    """Reads turns from stdin, one a line; prints seconds and times to the first token."""
-    from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
-
+    """Reads clients from stdin, a run a line; prints what http_load prints."""
     engine = LLMEngine.from_name(folder, EngineConfig(**config))
-    print("ready", flush=True)
     for line in sys.stdin:
-        turn = json.loads(line)
-        ids, limits = turn["token_ids"], turn["max_tokens"]
-        started, arrived, firsts = time.perf_counter(), {}, {}
+        clients = [list(enumerate(bodies)) for bodies in json.loads(line)]
+        started, arrived, first, done = time.perf_counter(), {}, {}, []
 
-        def add(i: int, ids: Any = ids, limits: Any = limits, arrived: Any = arrived) -> None:
-            params = SamplingParams(temperature=0, max_tokens=limits[i], ignore_eos=True)
-            arrived[str(i)] = time.perf_counter()
-            engine.add_request(str(i), ids[i], params)
+        def ask(name: str, clients: Any = clients, arrived: Any = arrived) -> None:
+            turn, body = clients[int(name.split()[0])].pop(0)
+            name = f"{name.split()[0]} {turn}"
+            params = SamplingParams(temperature=0, max_tokens=body["max_tokens"], ignore_eos=True)
+            arrived[name] = time.perf_counter()
+            engine.add_request(name, body["prompt"], params)
 
-        for i in range(CLIENTS):
-            add(i)
+        for i in range(len(clients)):
+            ask(str(i))
         while engine.has_unfinished_requests():
             for output in engine.step():
-                name = output.request_id
-                firsts.setdefault(name, time.perf_counter() - arrived[name])
-                if output.finished and int(name) + CLIENTS < len(ids):
-                    add(int(name) + CLIENTS)
+                name, now = output.request_id, time.perf_counter()
+                first.setdefault(name, now - arrived[name])
+                if output.finished:
+                    tokens = len(output.outputs[0].token_ids)
+                    done.append({
+                        "turn": int(name.split()[1]), "first": first[name], "gaps": [],
+                        "end": now - started, "tokens": tokens, "prompt": 0, "cached": 0,
+                    })  # fmt: skip
+                    if clients[int(name.split()[0])]:
+                        ask(name)
         seconds = time.perf_counter() - started
-        print(json.dumps([seconds, sum(limits), list(firsts.values())]), flush=True)
+        print(json.dumps({"requests": done, "seconds": seconds, "health": []}), flush=True)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-@contextmanager
-def server(command: list[str], port: int, seconds: float, log: Path) -> Iterator[int]:
-    """A server that answers; yields its process's id."""
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
-        RUNNING.append(process)
-        try:
-            end = time.monotonic() + seconds
-            while not answers(port):
-                if process.poll() is not None or time.monotonic() > end:
-                    tail = "\n".join(log.read_text().splitlines()[-15:])
-                    raise RuntimeError(f"{command[1:4]} does not start:\n{tail}")
-                time.sleep(0.2)
-            yield process.pid
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def answers(port: int) -> bool:
-    for path in "/health", "/v1/models":
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2):
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, of all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def clients(url: str, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.bench.lib.server_client", url],
-        input=json.dumps(job), capture_output=True, text=True, timeout=seconds,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(done.stderr[-500:])
-    return json.loads(done.stdout)
+def row_of(done: dict[str, Any], turns: int) -> dict[str, float]:
+    """The numbers of a run.  turns: of a session."""
+    requests = done["requests"]
+    firsts = [r["first"] for r in requests if r["first"] is not None]
+    later = [r["first"] for r in requests if r["turn"] and r["first"] is not None]
+    gaps = [1e3 * gap for r in requests for gap in r["gaps"]]
+    tokens = sum(r["tokens"] or 0 for r in requests)
+    prompt = sum(r["prompt"] or 0 for r in requests)
+    row = {
+        "done": len(requests), "tokens/s": tokens / done["seconds"],
+        "sessions a minute": 60 * len(requests) / turns / done["seconds"],
+        "TTFT, ms": 1e3 * statistics.median(firsts),
+        "p90": 1e3 * float(np.quantile(firsts, 0.9)),
+    }  # fmt: skip
+    if later:
+        row["of later turns"] = 1e3 * statistics.median(later)
+    if gaps:
+        row |= {"gap, ms": statistics.median(gaps), "gap p99": float(np.quantile(gaps, 0.99))}
+    if prompt:
+        row["cached %"] = 100 * sum(r["cached"] for r in requests) / prompt
+    if done.get("server_cpu"):
+        row["CPU ms a token"] = 1e3 * done["server_cpu"] / tokens
+    if health := done["health"]:
+        row |= {"/health, ms": 1e3 * statistics.median(health), "longest": 1e3 * max(health)}
+    return row
 
 
 class Bench:
-    def __init__(
-        self, args: argparse.Namespace, folder: Path, turns: dict[str, list[Turn]]
-    ) -> None:
-        self.args, self.folder, self.turns = args, folder, turns
-        self.path = CHAT if args.chat else "/v1/completions"
-        self.config = {"max_num_seqs": CLIENTS, "max_model_len": args.max_model_len}
-        self.rows: dict[str, dict[str, dict[str, float]]] = {load: {} for load in turns}
-        self.health: list[float] = []
+    def __init__(self, args: argparse.Namespace, folder: Path, scratch: Path) -> None:
+        self.args, self.folder, self.log, self.alone = args, folder, scratch / "log", args.alone
+        prompts = Prompts(folder, args)
+        self.runs = {load: prompts.runs(load) for load in args.load}
+        self.counted = {load: prompts.counted(load) for load in args.load}
+        self.rows: list[dict[str, Any]] = []
 
-    def say(self, text: str) -> None:
-        print(f"[{time.perf_counter() - STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
+    def measure(self, name: str, run: Run, memory: Callable[[], float]) -> None:
+        for load, runs in self.runs.items():
+            if (load == "health" and name != "ours") or (load, name) == ("agents", "embedded"):
+                continue
+            rows = []
+            for number, clients in enumerate(runs, self.counted[load] - len(runs)):
+                turns = len(clients[0]) if load == "agents" else 1
+                if number < 0:
+                    run(clients, False)
+                    continue
+                with self.alone():
+                    rows.append(row_of(run(clients, load == "health"), turns))
+                say(f"{name}, {load}: {rows[-1]['tokens/s']:,.0f} tokens/s")
+            keys = [key for key in rows[0] if all(key in row for row in rows)]
+            median = {key: statistics.median(row[key] for row in rows) for key in keys}
+            of = sum(map(len, runs[-1]))
+            self.rows.append(
+                {"load": load, "system": name, **median, "of": of, "peak GB": memory()}
+            )
 
     def run_embedded(self) -> None:
-        given = json.dumps({k: v for k, v in self.config.items() if v is not None})
+        limits = {"max_num_seqs": CLIENTS, "max_model_len": self.args.max_model_len}
+        given = json.dumps({k: v for k, v in limits.items() if v is not None})
         process = subprocess.Popen(
             [sys.executable, "-m", "tools.bench.server", "--embedded", str(self.folder), given],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
         RUNNING.append(process)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        for load, turns in self.turns.items():
-            speeds, firsts = [], []
-            for number, turn in enumerate(turns):
-                job = {"token_ids": turn.token_ids, "max_tokens": turn.max_tokens}
-                process.stdin.write(json.dumps(job) + "\n")
-                process.stdin.flush()
-                seconds, tokens, first = json.loads(process.stdout.readline())
-                self.say(f"embedded, {load}, turn {number}: {tokens / seconds:,.0f} tokens/s")
-                if number >= WARM_UPS:
-                    speeds.append(tokens / seconds)
-                    firsts.append(statistics.median(first))
-            self.rows[load]["embedded engine"] = _row(speeds, firsts)
+
+        def run(clients: Clients, health: bool) -> dict[str, Any]:
+            process.stdin.write(json.dumps(clients) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        with Memory(process.pid) as memory:
+            self.measure("embedded", run, memory.peak_gb)
         process.stdin.close()
         process.wait(30)
 
-    def run_server(self, name: str, command: list[str], model: str, count_cpu: bool) -> None:
+    def run_server(self, name: str, command: list[str], model: str) -> None:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        command = [part.replace("PORT", str(port)) for part in command]
-        with server(command, port, self.args.deadline, self.scratch / "log.txt") as pid:
-            for load, turns in self.turns.items():
-                speeds, firsts, costs = [], [], []
-                for number, turn in enumerate(turns):
-                    speed, first, cost = self.run_turn(
-                        f"{name}, {load}, {number}", turn, url, model, pid
-                    )
-                    if number >= WARM_UPS:
-                        speeds.append(speed)
-                        firsts.append(first)
-                        costs.append(cost)
-                self.rows[load][name] = _row(speeds, firsts)
-                if count_cpu:
-                    self.rows[load][name]["cpu"] = statistics.median(costs)
-            if count_cpu:
-                self.run_health(url, model)
+        with server(command, port, self.args.deadline, self.log) as pid, Memory(pid) as memory:
 
-    def run_turn(
-        self, label: str, turn: Turn, url: str, model: str, pid: int
-    ) -> tuple[float, float, float]:
-        """(tokens/s, median seconds to the first token, milliseconds of the server a token)."""
-        asked = zip(turn.texts, turn.max_tokens, strict=True)
-        bodies = [body(self.path, model, *one) for one in asked]
-        clients_bodies = [bodies[i::CLIENTS] for i in range(CLIENTS)]
-        before = cpu_seconds(pid)
-        job = {"path": self.path, "clients": clients_bodies}
-        done = clients(url, job, self.args.deadline)
-        cpu, requests = cpu_seconds(pid) - before, done["requests"]
-        tokens = sum(r["tokens"] for r in requests)
-        seconds = max(r["end"] for r in requests)
-        chunks = sum(r["chunks"] for r in requests)
-        if tokens != sum(turn.max_tokens):
-            self.say(f"{label}: {tokens} tokens instead of {sum(turn.max_tokens)}")
-        self.say(
-            f"{label}: {tokens / seconds:,.0f} tokens/s, {chunks} chunks, "
-            f"server {1e3 * cpu / tokens:.3f} ms a token, clients' CPU "
-            f"{done['client_cpu']:.2f} s of {seconds:.2f} s"
-        )
-        return tokens / seconds, statistics.median(r["first"] for r in requests), 1e3 * cpu / tokens
+            def run(clients: Clients, health: bool) -> dict[str, Any]:
+                seconds, before = self.args.seconds, cpu_seconds(pid)
+                job = {"model": model, "clients": clients, "health": health, "seconds": seconds}
+                done = subprocess.run(
+                    [sys.executable, "-m", "tools.bench.lib.http_load", url], cwd=ROOT,
+                    input=json.dumps(job), capture_output=True, text=True, timeout=seconds + 60,
+                )  # fmt: skip
+                if done.returncode:
+                    raise RuntimeError(done.stderr[-800:])
+                cpu = cpu_seconds(pid) - before if name == "ours" else 0
+                return {**json.loads(done.stdout), "server_cpu": cpu}
 
-    def run_health(self, url: str, model: str) -> None:
-        """64 streams, and a long prompt among them."""
-        turn, longest = self.turns["mixed"][-1], int(0.9 * self.longest)
-        streams = [(text, 200) for text in turn.texts[:64]]
-        long = " ".join(turn.texts)
-        while len(long) < 8 * longest:
-            long += long
-        long_ids = self.tokenizer.encode(long)[: min(longest, 30_000)]
-        self.say(f"/health beside 64 streams and a prompt of {len(long_ids):,} tokens")
-        streams.append((self.tokenizer.decode(long_ids), 8))
-        bodies = [[body(self.path, model, *one)] for one in streams]
-        job = {"path": self.path, "clients": bodies, "health": True}
-        self.health = clients(url, job, self.args.deadline)["health"]
-
-    tokenizer: Any
-    longest: int
-    scratch: Path
+            self.measure(name, run, memory.peak_gb)
 
     def report(self) -> None:
-        print(f"Model: {self.args.model}; {CLIENTS} clients, {self.args.repeats} counted turns")
-        print(
-            "| load | system | output tokens/s | ratio | median TTFT, ms | server CPU, ms a token |"
-        )
-        print("| --- | --- | --- | --- | --- | --- |")
-        for load, rows in self.rows.items():
-            base = rows.get("embedded engine")
-            for name, row in rows.items():
-                ratio = f"{row['speed'] / base['speed']:.2f}" if base else ""
-                cpu = f"{row['cpu']:.3f}" if "cpu" in row else ""
-                ttft = f"{1e3 * row['ttft']:.0f}"
-                print(f"| {load} | {name} | {row['speed']:,.0f} | {ratio} | {ttft} | {cpu} |")
-        if self.health:
-            worst = sorted(self.health)
-            print(
-                f"/health: {len(worst)} asked, median {1e3 * statistics.median(worst):.1f} ms, "
-                f"99 % {1e3 * worst[int(0.99 * (len(worst) - 1))]:.1f} ms, "
-                f"longest {1e3 * worst[-1]:.1f} ms"
-            )
+        args = self.args
+        print(f"Model: {args.model}, scale {args.scale}; medians of counted runs")
+        names = list(dict.fromkeys(key for row in self.rows for key in row if key != "of"))
+        table_head([*names, "ratio of tokens/s"])
+        for row in self.rows:
+            cells = [_cell(row, name) for name in names]
+            first = next(r for r in self.rows if r["load"] == row["load"])
+            print("| " + " | ".join(cells) + f" | {row['tokens/s'] / first['tokens/s']:.2f} |")
 
 
-def _row(speeds: list[float], firsts: list[float]) -> dict[str, float]:
-    return {"speed": statistics.median(speeds), "ttft": statistics.median(firsts)}
-
-
-STARTED = time.perf_counter()
-RUNNING: list[subprocess.Popen[Any]] = []  # ended at the deadline
-
-
-def give_up() -> None:
-    """The deadline: print all stacks, and leave nothing behind."""
-    faulthandler.dump_traceback()
-    for process in RUNNING:
-        process.kill()
-    os._exit(1)
+def _cell(row: dict[str, Any], name: str) -> str:
+    value = row.get(name, "")
+    if name == "done":
+        return f"{value:g} of {row['of']}"
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def main() -> int:
@@ -326,68 +289,59 @@ def main() -> int:
     )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--bits", help="of random weights: 4, 6, 8 or mxfp4")
+    loads = ("mixed", "decodes", "health", "agents")
+    parser.add_argument("--load", nargs="+", choices=loads, default=list(loads[:3]))
     parser.add_argument("--scale", type=float, default=1.0, help="of prompt and answer lengths")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--chat", action="store_true")
-    parser.add_argument("--systems", default="embedded,ours,mlx-lm", help="in this order")
+    parser.add_argument("--systems", default="embedded,ours,mlx-lm", help="in this order; and vllm")
     parser.add_argument("--vllm", metavar="FILE", help="vLLM's command, with our plugin installed")
-    parser.add_argument("--deadline", type=float, default=600, help="seconds; then stacks and exit")
+    parser.add_argument("--sessions", type=int, default=16, help="of agents")
+    parser.add_argument("--turns", type=int, default=12, help="of a session")
+    parser.add_argument("--warm", type=int, default=1, help="sessions that warm up")
+    parser.add_argument("--ours", default="", help="flags of our server")
+    parser.add_argument("--trusted", action="store_true", help="ours without checks and timings")
+    parser.add_argument("--mlx-lm", help="flags of mlx-lm's server, in place of the load's")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench/serving.py has it")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--seconds", type=float, default=200, help="the most of a run")
+    parser.add_argument("--deadline", type=float, default=590, help="then stacks and exit")
     args = parser.parse_args()
-    deadline = threading.Timer(args.deadline, give_up)
-    deadline.daemon = True
-    deadline.start()
+    give_up_after(args.deadline)
+    args.alone, of_agents = Alone(args.beside), "agents" in args.load
     with tempfile.TemporaryDirectory() as scratch:
-        folder = prepare(args, Path(scratch))
-        from vllm_metal_lite.model.loader import load_tokenizer_only
-
-        tokenizer = load_tokenizer_only(str(folder))
-        config = json.loads((folder / "config.json").read_text())
-        longest = args.max_model_len or config["max_position_embeddings"]
-        turns = make_turns(tokenizer, args.scale, longest, args.repeats + WARM_UPS)
-        bench = Bench(args, folder, turns)
-        bench.tokenizer, bench.longest, bench.scratch = tokenizer, longest, Path(scratch)
-        limits = ["--max-model-len", str(args.max_model_len)] if args.max_model_len else []
-        ours = [
-            sys.executable, "-m", "vllm_metal_lite", "serve", str(folder), "--port", "PORT",
-            "--served-model-name", "m", "--max-num-seqs", str(CLIENTS), *limits,
-        ]  # fmt: skip
-        theirs = [
-            sys.executable, "-m", "mlx_lm", "server", "--model", str(folder), "--port", "PORT",
-            "--decode-concurrency", str(CLIENTS), "--prompt-concurrency", "8",
-            "--prompt-cache-size", "4", "--log-level", "WARNING",
-        ]  # fmt: skip
+        folder = write_model(args.model, Path(scratch) / "model", args.bits)
+        bench = Bench(args, folder, Path(scratch))
+        seats = str(max(args.sessions, CLIENTS) if of_agents else CLIENTS)
+        flags = ["--served-model-name", "m", "--max-num-seqs", seats]
+        if args.max_model_len:
+            flags += ["--max-model-len", str(args.max_model_len)]
+        theirs = "--decode-concurrency 32 --prompt-concurrency 8 --prompt-cache-size 4"
+        if of_agents:
+            theirs = "--decode-concurrency 8 --prompt-concurrency 2 --prompt-cache-size 32 "
+            theirs += "--prompt-cache-bytes 45GB"
+        commands = {
+            "ours": (ours(folder, *flags, *args.ours.split(), trusted=args.trusted), "m"),
+            "mlx-lm": (mlx_lm(folder, *(args.mlx_lm or theirs).split()), str(folder)),
+            "vllm": ([args.vllm, "serve", str(folder), "--port", "PORT", *flags], "m"),
+        }
         for system in args.systems.split(","):
-            bench.say(f"{system} starts")
+            say(f"{system} starts")
             try:
                 if system == "embedded":
                     bench.run_embedded()
-                elif system == "ours":
-                    bench.run_server("our server", ours, "m", True)
-                elif system == "mlx-lm":
-                    bench.run_server("mlx_lm.server", theirs, str(folder), False)
+                else:
+                    bench.run_server(system, *commands[system])
             except (RuntimeError, subprocess.TimeoutExpired) as e:
-                bench.say(f"{system}: not measured: {e}")
-        if args.vllm:
-            command = [
-                args.vllm, "serve", str(folder), "--port", "PORT", "--served-model-name", "m",
-                "--max-num-seqs", str(CLIENTS), *limits,
-            ]  # fmt: skip
-            bench.run_server("vLLM with our plugin", command, "m", False)
+                say(f"{system}: not measured: {e}")
+                with suppress(OSError):
+                    lines = bench.log.read_text().splitlines()
+                    say("\n".join(([ln for ln in lines if "rror" in ln] or lines)[-5:]))
         bench.report()
-    return 0
-
-
-def prepare(args: argparse.Namespace, scratch: Path) -> Path:
-    from tools.bench.lib.folder import write_model
-    from vllm_metal_lite import backend
-    from vllm_metal_lite.model.files import DEMO_PATH
-
-    if args.model == "demo":
-        return DEMO_PATH
-    (scratch / "model").mkdir()
-    dtype = "float32" if backend.is_cpu() else "bfloat16"
-    return write_model(args.model, scratch / "model", dtype, args.bits)
+    if args.json:
+        args.json.write_text(json.dumps({"model": args.model, "rows": bench.rows}, indent=1))
+    return 0 if bench.rows else 1
 
 
 if __name__ == "__main__":

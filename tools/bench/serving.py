@@ -7,7 +7,7 @@
     python -m tools.bench.serving --load H U C N --model qwen3.5-4b --fair
     python -m tools.bench.serving --host
 
---model: a key of SHAPES in bench/lib/configs.py or HIDDENxLAYERS, with random weights; or what the
+--model: a key of bench/lib/shapes.json or HIDDENxLAYERS, with random weights; or what the
 engine can load.
 --json is written anew after each run, so a run that is cut off keeps what it has measured.
 

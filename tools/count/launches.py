@@ -146,7 +146,7 @@ def ours(part: Part, contexts: list[int], chip: Chip) -> Cost:
         by_gather = any(unsupported(shape) for shape in model.attention_shapes)
         runs = []
         for tokens in _TOKENS:
-            engine = _engine(model, len(contexts), part.options, with_kernels=not by_gather)
+            engine = _engine(model, len(contexts), part.options or {}, with_kernels=not by_gather)
             drive = partial(_drive, batch=len(contexts), tokens=tokens)
             with launched_on_metal():
                 graph = record(engine, drive, weights=True)

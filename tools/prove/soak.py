@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from tests.support.crowd import Crowd, get, questions, send, text_of, unclean, until
-from tools.bench.server import free_port, server
+from tools.bench.lib.servers import free_port, ours, server
 from tools.dev.run_main import run_main
 
 EVERY = 10  # seconds
@@ -142,10 +142,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=24)
     args = parser.parse_args()
     port = free_port()
-    command = [
-        sys.executable, "-m", "vllm_metal_lite", "serve", "demo", "--port", str(port),
-        "--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512",
-    ]  # fmt: skip
+    command = ours("demo", "--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512")
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"
         with server(command, port, 120, log) as pid:

@@ -5,13 +5,16 @@ array is larger than the largest parameter of the model.
 """
 
 import io
+import json
 import math
 from contextlib import redirect_stdout
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from tools.bench.lib.configs import SHAPES, random_config
 from vllm_metal_lite import MetalLiteError, backend
+from vllm_metal_lite.model.files import DEMO_PATH
 from vllm_metal_lite.model.loader import LoadedModel, from_model, load
 
 # isort: split
@@ -142,3 +145,23 @@ def get_model(name: str, dtype: str = "auto", bits: str | None = None) -> Loaded
     if dtype == "auto":
         dtype = "float32" if backend.is_cpu() else "bfloat16"
     return random_model(name, getattr(mx, dtype), bits)
+
+
+def write_model(shape: str, path: Path, bits: str | None = None) -> Path:
+    """A folder for servers that load by name: a key of SHAPES or HIDDENxLAYERS, with a tokenizer
+    that has text for every token id; or the demo model's folder."""
+    if shape == "demo":
+        return DEMO_PATH
+    dtype = mx.float32 if backend.is_cpu() else mx.bfloat16
+    model, config = random_weights(shape, dtype, bits)
+    path.mkdir()
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (path / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((DEMO_PATH / "tokenizer.json").read_text())
+    vocabulary: dict[str, Any] = tokenizer["model"]["vocab"]
+    demo = list(vocabulary)
+    for i in range(len(vocabulary), config["vocab_size"]):
+        vocabulary[f"{demo[i % len(demo)]}{i}"] = i  # made by no merge, so no prompt holds it
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer_config.json").write_text((DEMO_PATH / "tokenizer_config.json").read_text())
+    return path

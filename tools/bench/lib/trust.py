@@ -1,9 +1,12 @@
 """Engines that start at once: every kernel is used, for all the rows that it takes.
 
+    python -m tools.bench.lib.trust serve MODEL --port 8000      our server, with its flags
+
 On MLX CUDA a start compiles for minutes, and keeps nothing of that: checks, trials and timings of
 an engine's start take longer there than what a short loan of a machine is for.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -36,3 +39,13 @@ def trusted(prefill: str | None = None) -> Iterator[None]:
         ),
     ):
         yield
+
+
+if __name__ in ("__main__", "__mp_main__"):  # the server, and the process of its engine
+    _until_the_end = trusted()
+    _until_the_end.__enter__()
+
+if __name__ == "__main__":
+    from vllm_metal_lite.cli.main import main
+
+    sys.exit(main())

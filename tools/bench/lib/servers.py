@@ -1,0 +1,141 @@
+"""Start servers, ours and others', and look at what they take."""
+
+import faulthandler
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+STARTED = time.perf_counter()
+RUNNING: list[subprocess.Popen[Any]] = []  # ended at the deadline
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def give_up_after(seconds: float) -> None:
+    """At this deadline print all stacks, leave no process behind, and exit with 1."""
+
+    def give_up() -> None:
+        faulthandler.dump_traceback()
+        for process in RUNNING:
+            process.kill()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+
+
+def ours(model: Path | str, *flags: str, trusted: bool = False) -> list[str]:
+    """The command of our server.  trusted: without the checks and timings of a first start."""
+    module = "tools.bench.lib.trust" if trusted else "vllm_metal_lite"
+    return [sys.executable, "-m", module, "serve", str(model), "--port", "PORT", *flags]
+
+
+def mlx_lm(model: Path, *flags: str) -> list[str]:
+    command = [sys.executable, "-m", "tools.bench.lib.mlx_lm_server", "--model", str(model)]
+    return [*command, "--port", "PORT", "--log-level", "WARNING", *flags]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextmanager
+def server(command: Sequence[str], port: int, seconds: float, log: Path) -> Iterator[int]:
+    """A server that answers; yields its process's id.  PORT in the command is replaced."""
+    command = [part.replace("PORT", str(port)) for part in command]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
+        RUNNING.append(process)
+        try:
+            end = time.monotonic() + seconds
+            while not _answers(port):
+                if process.poll() is not None or time.monotonic() > end:
+                    tail = "\n".join(log.read_text().splitlines()[-15:])
+                    raise RuntimeError(f"{command[1:4]} does not start:\n{tail}")
+                time.sleep(0.2)
+            yield process.pid
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _answers(port: int) -> bool:
+    for path in "/health", "/v1/models":
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, of all its threads; 0 where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_gb(pid: int) -> float:
+    """Of the GPU if nvidia-smi knows one, else resident in a server's processes."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if shutil.which(command[0]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        if done.returncode == 0:
+            return float(done.stdout.split()[0]) * 2**20 / 1e9
+    kilobytes, pids = 0, [pid]
+    while pids:
+        one = Path("/proc", str(pids.pop()))
+        try:
+            found = re.search(r"VmRSS:\s+(\d+)", (one / "status").read_text())
+            children = [file.read_text().split() for file in one.glob("task/*/children")]
+        except OSError:
+            continue
+        pids += [int(n) for of_thread in children for n in of_thread]
+        kilobytes += int(found[1]) if found else 0
+    return kilobytes * 1024 / 1e9
+
+
+class Memory(threading.Thread):
+    """The peak of a server's memory, by one look a second."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid, self._peak, self._ended = pid, 0.0, threading.Event()
+
+    def __enter__(self) -> "Memory":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._ended.wait(1):
+            self.peak_gb()
+
+    def peak_gb(self) -> float:
+        self._peak = max(self._peak, memory_gb(self._pid))
+        return self._peak
