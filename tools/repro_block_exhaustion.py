@@ -19,7 +19,6 @@ import dataclasses
 import json
 import os
 import sys
-import time
 
 import numpy as np
 
@@ -70,10 +69,7 @@ def make_crowd(args: argparse.Namespace, vocab_size: int) -> list[tuple[list[int
         prompt = rng.integers(0, vocab_size, rng.integers(1, 3 * args.block_size + 1))
         max_tokens = int(rng.integers(6 * args.block_size, 8 * args.block_size + 1))
         params = SamplingParams(
-            temperature=0.0 if i % 2 == 0 else 0.8,
-            seed=args.seed + i,
-            max_tokens=max_tokens,
-            ignore_eos=True,
+            temperature=0.8 * (i % 2), seed=args.seed + i, max_tokens=max_tokens, ignore_eos=True
         )
         crowd.append((prompt.tolist(), params))
     return crowd
@@ -84,21 +80,6 @@ def blocks_of(prompt: list[int], params: SamplingParams, block_size: int) -> int
     return -(-(len(prompt) + params.max_tokens - 1) // block_size)
 
 
-def show(engine: LLMEngine, label: str, started: float) -> None:
-    """Draw the pool on one line of the terminal."""
-    m = engine.metrics()
-    width = 40
-    owned = round(width * m["blocks_owned"] / m["blocks_total"])
-    cached = round(width * m["blocks_cached"] / m["blocks_total"])
-    bar = "#" * owned + "-" * min(cached, width - owned)
-    line = (
-        f"\r{label} [{bar:<{width}}] {m['blocks_owned']:4d}/{m['blocks_total']} blocks  "
-        f"running {m['requests_running']:3d}  waiting {m['requests_waiting']:3d}  "
-        f"preemptions {m['preemptions']:4d}  {time.perf_counter() - started:5.1f} s "
-    )
-    print(line, end="", file=sys.stderr, flush=True)
-
-
 def run(
     model: LoadedModel, config: EngineConfig, crowd: list, label: str
 ) -> tuple[list[list[int]], dict[str, int]]:
@@ -107,16 +88,16 @@ def run(
     for i, (prompt, params) in enumerate(crowd):
         engine.add_request(str(i), prompt, params)
     tokens: list[list[int]] = [[] for _ in crowd]
-    started = time.perf_counter()
-    shown = 0.0
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
                 tokens[int(output.request_id)] = output.outputs[0].token_ids
-        if (now := time.perf_counter()) - shown > 0.1:
-            show(engine, label, started)
-            shown = now
-    show(engine, label, started)
+        m = engine.metrics()
+        print(
+            f"\r{label}: {m['blocks_owned']:4d} of {m['blocks_total']} blocks, running "
+            f"{m['requests_running']:3d}, waiting {m['requests_waiting']:3d}, preemptions "
+            f"{m['preemptions']:4d} ", end="", file=sys.stderr, flush=True,
+        )  # fmt: skip
     print(file=sys.stderr)
     return tokens, engine.metrics()
 
@@ -132,22 +113,17 @@ def run_vllm(
     from vllm import SamplingParams as VllmParams
 
     llm = LLM(
-        str(find(args.model)),
-        block_size=args.block_size,
+        str(find(args.model)), block_size=args.block_size, max_model_len=max_model_len,
         num_gpu_blocks_override=num_blocks + 1,  # vLLM keeps one as its null block
-        max_model_len=max_model_len,
-        max_num_seqs=args.num_requests,
+        max_num_seqs=args.num_requests, enable_prefix_caching=not args.no_prefix_caching,
         max_num_batched_tokens=max(args.max_num_batched_tokens, args.num_requests),
-        enable_prefix_caching=not args.no_prefix_caching,
-        disable_log_stats=False,
-        tensor_parallel_size=args.tensor_parallel_size,
-    )
+        disable_log_stats=False, tensor_parallel_size=args.tensor_parallel_size,
+    )  # fmt: skip
     engine = llm.llm_engine
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     for i, (prompt, p) in enumerate(crowd):
-        params = VllmParams(
-            temperature=p.temperature, seed=p.seed, max_tokens=p.max_tokens, ignore_eos=True
-        )
+        how = {name: getattr(p, name) for name in ("temperature", "seed", "max_tokens")}
+        params = VllmParams(**how, ignore_eos=True)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     tokens: list[list[int]] = [[] for _ in crowd]
     peak = hits = 0
@@ -159,11 +135,9 @@ def run_vllm(
         peak = max(peak, num_blocks - pool.get_num_free_blocks())
     counters = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
     return tokens, {
-        "blocks_peak_owned": peak,
-        "preemptions": counters["vllm:num_preemptions"],
-        "recomputed_tokens": None,  # vLLM does not count them
+        "blocks_peak_owned": peak, "preemptions": counters["vllm:num_preemptions"],
         "prefix_cache_hit_tokens": hits,
-    }
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -174,13 +148,10 @@ def main() -> int:
     demand = sum(needs)
     pool = max(int(demand / args.oversubscribe), max(needs))
     roomy = EngineConfig(
-        block_size=args.block_size,
-        num_blocks=demand,
-        max_num_seqs=args.num_requests,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        prefill_policy=args.prefill_policy,
+        block_size=args.block_size, num_blocks=demand, max_num_seqs=args.num_requests,
+        max_num_batched_tokens=args.max_num_batched_tokens, prefill_policy=args.prefill_policy,
         enable_prefix_caching=not args.no_prefix_caching,
-    )
+    )  # fmt: skip
     tight = dataclasses.replace(roomy, num_blocks=pool)
     print(
         f"{args.num_requests} requests want {demand} blocks of {args.block_size} tokens; "
@@ -204,7 +175,7 @@ def main() -> int:
         "blocks_in_pool": pool,
         "blocks_peak": metrics["blocks_peak_owned"],
         "preemptions": metrics["preemptions"],
-        "recomputed_tokens": metrics["recomputed_tokens"],
+        "recomputed_tokens": metrics.get("recomputed_tokens"),  # vLLM does not count them
         "prefix_cache_hit_tokens": metrics["prefix_cache_hit_tokens"],
         "requests_that_differ": different,
         "passed": metrics["preemptions"] > 0 and not different,
@@ -215,10 +186,8 @@ def main() -> int:
         for name, value in report.items():
             print(f"{name.replace('_', ' '):<24} {value}")
     for i in different[:3]:
-        at = next(
-            (k for k, (a, b) in enumerate(zip(tokens[i], expected[i], strict=False)) if a != b),
-            min(len(tokens[i]), len(expected[i])),
-        )
+        pairs = zip(tokens[i], expected[i], strict=False)
+        at = next((k for k, (a, b) in enumerate(pairs) if a != b), "end")
         print(f"request {i} differs first at its token {at}", file=sys.stderr)
     if not metrics["preemptions"]:
         print("nothing was preempted: the pool was not exhausted", file=sys.stderr)

@@ -5,7 +5,7 @@ import pytest
 from tests.support.mlx_graph import Eval, Graph, Node, Shape
 from tools.bench.lib.parts import BY_NAME, PARTS
 from tools.count import launches as count_launches
-from tools.count.launches import lengths, ours, theirs, where_more
+from tools.count.launches import lengths, ours, theirs
 from tools.count.reads import CHIPS, gathered, plain, quantised, used_experts
 
 M4 = CHIPS["m4"]
@@ -67,14 +67,6 @@ def test_experts_windows_and_latents_are_counted(name):
     if counted.shape.startswith("glm"):  # latents: a norm, two rotations and the write
         assert mine.launches["metal_lite_latent_write"] == 1
         assert mine.launches.keys().isdisjoint(("metal_lite_kv_write", "rope"))
-
-
-def test_what_is_more_is_listed():
-    cost = count_launches.Cost
-    less, more = (cost({"a": n}, dict.fromkeys(count_launches.KINDS, n << 20), 0) for n in (1, 2))
-    less, more = (c._replace(launches=count_launches.Counter(c.launches)) for c in (less, more))
-    assert list(where_more(PARTS[0], 1, less, more)) == []
-    assert len(list(where_more(PARTS[0], 1, more, less))) == 4
 
 
 def test_elementwise_operations_of_a_compiled_step_are_one_launch():

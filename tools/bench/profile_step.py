@@ -10,8 +10,8 @@ not computed: requests are taken for prompts whose K and V the store has, and th
 Steps are decodes, or, with --prompt, each is the next chunk of one prompt, so that the context
 grows.  "execute" is the runner's part of a step: "forward" builds the graph, "submit" hands it to
 MLX, which launches it.  In steps that are not one ahead of each other ("alone") the host waits for
-the device, so nothing overlaps.  "of roofline": the share of a step that its bytes, at the speed of
-a copy, and its operations need.
+the device, so nothing overlaps.  "of roofline": the share of a step that its bytes take at the
+speed of a copy.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tools.bench.lib.alone import Alone
 from tools.bench.lib.host import timed
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.parts import BY_NAME
-from tools.bench.lib.roofline import Rates, measured_rates, roofline
+from tools.bench.lib.roofline import measured_bandwidth, step_bytes
 from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted
 from tools.dev.run_main import run_main
@@ -192,7 +192,7 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, words in _KINDS.items() if re.search(words, kernel)), "other")
 
 
-def report(engine: LLMEngine, rates: Rates | None, args: argparse.Namespace) -> None:
+def report(engine: LLMEngine, bandwidth: float, args: argparse.Namespace) -> None:
     """A row for each batch and context that fits; what ran on the GPU goes behind the table."""
     model, counts = engine.model, _CHUNKS if args.prompt else _DECODES
     what = f"chunk of {args.prompt}" if args.prompt else "requests"
@@ -204,10 +204,8 @@ def report(engine: LLMEngine, rates: Rates | None, args: argparse.Namespace) -> 
             names = decoding(engine, batch, context)
         with args.alone():
             ms = measure(engine, counts)
-            share = ""
-            if rates:
-                least = roofline(model, batch, context + counts.all / 2, rates)
-                share = f"{1e3 * least / ms['step']:.0%}"
+            least = step_bytes(model, batch, context + counts.all / 2) / bandwidth
+            share = "" if args.prompt else f"{1e3 * least / ms['step']:.0%}"
             cells = " | ".join(f"{ms[part]:.2f}" for part in _PARTS)
             rate = 1e3 * (args.prompt or batch) / ms["step"]
             print(f"| {batch} | {context:,} | {cells} | {rate:,.0f} | {share} |", flush=True)
@@ -257,7 +255,7 @@ def main() -> int:
         parser.error("--batch, --context and --prompt must be at least 1")
     args.alone, args.batch = Alone(args.beside), [1] if args.prompt else args.batch
     with args.alone():
-        rates = None if args.prompt else measured_rates()
+        bandwidth = measured_bandwidth()
     for part in [BY_NAME[name] for name in args.only] if args.only else [None]:
         if part is None:
             model, options = get_model(args.model, args.dtype, args.bits), {}
@@ -276,7 +274,7 @@ def main() -> int:
         with trusted(args.prefill) if args.trusted else nullcontext():
             engine = LLMEngine(model, config)
         print(f"\n## {part.name if part else model.name}: {engine.attention_reason}\n", flush=True)
-        report(engine, rates, args)
+        report(engine, bandwidth, args)
         del engine, model
         gc.collect()
         mx.clear_cache()

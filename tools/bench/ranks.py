@@ -11,9 +11,8 @@ the ranks are joined by NCCL, otherwise by the ring.  Prints a JSON line a run, 
 compares them.
 
 "step_ms": a step, one ahead.  "alone_ms": a step for whose end the host waits.  "without_sums_ms":
-the same, with nothing summed over the ranks.  "sums_ms": as many sums of a step's shape, alone, one
-behind the other.  In 16 bits a sum of shards rounds otherwise than a whole product, and random
-weights have near ties, so tokens may part; "equal" counts those before.
+the same, with nothing summed over the ranks.  In 16 bits a sum of shards rounds otherwise than a
+whole product, and random weights have near ties, so tokens may part; "equal" counts those before.
 """
 
 import argparse
@@ -51,7 +50,6 @@ class Run:
             mx.eval(model.parameters())
             mx.clear_cache()
         self.tokens: dict[str, list[int]] = {}
-        self.layers, self.width = config["num_hidden_layers"], config["hidden_size"]
         self.tokens_each = _WARM_UP + args.steps + 2 * _ALONE + 8
         length = args.prompt + self.tokens_each
         loaded = from_model(model, None, config, args.shape, ranks=ranks)
@@ -99,23 +97,8 @@ class Run:
         self.engine.async_scheduling = False
         found["alone_ms"] = _ms(self.seconds(_ALONE)[2:])
         if self.ranks.size > 1:
-            found |= {"sums_ms": self.sums(), "without_sums_ms": self.without_sums()}
+            found["without_sums_ms"] = self.without_sums()
         return found
-
-    def sums(self) -> float:
-        """Milliseconds of two sums a layer, each of which needs the one before."""
-
-        def chain(x: mx.array) -> mx.array:
-            for _ in range(2 * self.layers):
-                x = mx.distributed.all_sum(x, group=self.ranks.group) * 0.5
-            return x
-
-        times, rows = [], mx.ones((self.args.batch, self.width), getattr(mx, self.args.dtype))
-        for _ in range(_ALONE):
-            started = time.perf_counter()
-            mx.eval(chain(rows))
-            times.append(time.perf_counter() - started)
-        return _ms(times[2:])
 
     def without_sums(self) -> float:
         """Milliseconds of a step whose ranks do not wait for each other.  Its tokens are wrong."""
@@ -142,13 +125,13 @@ def ranks_of(args: argparse.Namespace, size: int) -> dict[str, Any]:
     on_cuda = backend.name() == "cuda"
     if on_cuda and len(visible) < size:
         raise MetalLiteError(f"{size} ranks need as many GPUs, CUDA_VISIBLE_DEVICES has {visible}")
-    processes, outputs = [], [tempfile.TemporaryFile("w+") for _ in range(size)]  # noqa: SIM115
+    processes, output = [], tempfile.TemporaryFile("w+")  # noqa: SIM115
     for rank in range(size):
         device = {"CUDA_VISIBLE_DEVICES": visible[rank]} if on_cuda else {}
+        given = json.dumps([rank, addresses, vars(args)])
         processes.append(subprocess.Popen(
-            [sys.executable, "-m", "tools.bench.ranks", "--as-rank",
-             json.dumps([rank, addresses, vars(args)])],
-            stdout=outputs[rank], env=os.environ | device,
+            [sys.executable, "-m", "tools.bench.ranks", "--as-rank", given],
+            stdout=subprocess.DEVNULL if rank else output, env=os.environ | device,
         ))  # fmt: skip
     limit = time.monotonic() + _LIMIT
     try:
@@ -164,8 +147,8 @@ def ranks_of(args: argparse.Namespace, size: int) -> dict[str, Any]:
             s.close()
     if any(code != 0 for code in codes):
         raise MetalLiteError(f"exit codes by rank (None: no end within {_LIMIT} s): {codes}")
-    outputs[0].seek(0)
-    found: dict[str, Any] = json.loads(outputs[0].read().splitlines()[-1])
+    output.seek(0)
+    found: dict[str, Any] = json.loads(output.read().splitlines()[-1])
     return found
 
 

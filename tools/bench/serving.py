@@ -4,7 +4,7 @@
     python -m tools.bench.serving --load A --model qwen3-0.6b          a GPU
     python -m tools.bench.serving --load B --model qwen3-4b --bits 4
     python -m tools.bench.serving --load G --model demo                a CPU
-    python -m tools.bench.serving --load H U C N --model qwen3.5-4b --fair
+    python -m tools.bench.serving --load H U C --model qwen3.5-4b --fair
     python -m tools.bench.serving --host
 
 --model: a key of bench/lib/shapes.json or HIDDENxLAYERS, with random weights; or what the
@@ -28,7 +28,7 @@ from typing import Any
 
 from tools.bench.lib.alone import Alone
 from tools.bench.lib.engines import Engine, Ours, Run, drive
-from tools.bench.lib.fair import Fair, fair_kernels, loops_over_tokens
+from tools.bench.lib.fair import fair_kernels, loops_over_tokens
 from tools.bench.lib.host import host
 from tools.bench.lib.loads import LOADS, Load, Sizes
 from tools.bench.lib.metrics import Agreement, Metrics, agree, measure, median_of
@@ -88,10 +88,12 @@ class Bench:
 
     def __init__(self, letter: str, load: Load, args: argparse.Namespace) -> None:
         self.letter, self.load, self.report, self.alone = letter, load, args.report, args.alone
+        self.theirs = args.theirs  # what is open while mlx-lm runs
         self.label = f"{letter} {load.name}"
 
     def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
-        run = drive(engine, self.load)
+        with nullcontext() if engine.way == "ours" else self.theirs():
+            run = drive(engine, self.load)
         values = measure(self.load, run)
         self.report.note(load=self.letter, note=note, engine=engine.name, metrics=values)
         speed = values["output_tokens_per_s"]
@@ -129,14 +131,11 @@ class Bench:
 
 def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
     """One load on ours and on mlx-lm at its best."""
-    bench, more = Bench(letter, load, args), {}
+    bench = Bench(letter, load, args)
     ours = Ours(model, load, args.ours)
     candidates = peers(letter, load, model)
     if args.settings and letter != "D":
         candidates = [MlxLm(model, s) for s in args.settings]
-    fair = args.fair and loops_over_tokens(model)
-    if fair:
-        candidates = [Fair(e) for e in candidates]
     for _ in range(2):  # what comes a second time is compiled
         bench.run(ours, "warm-up")
     sweep: dict[str, Metrics] = {}
@@ -149,18 +148,12 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
     finalists = best_of([e for e in candidates if e.name in sweep], sweep)
     values, last = bench.turns([ours, *finalists], args.repeats)
     medians = {name: median_of(v) for name, v in values.items()}
-    found = ratios(medians)
     if letter == "C":
         add_roofline(model, load, medians)
     agreement = Agreement(0, 0, 0.0, 0.0, 0.0, 0)
     if finalists:
-        with fair_kernels() if fair else nullcontext():
+        with args.theirs():
             agreement = agree(model, last["ours"], last[finalists[0].name])
-    if fair and args.fair == "both":  # a single run: it can take minutes on CUDA
-        as_it_is = peers(letter, load, model)[0]
-        slow, _ = bench.run(as_it_is, "once")
-        more["as it is"] = ratios({"ours": medians["ours"], "": slow})
-        medians[f"{as_it_is.name}, as it is"] = slow
     return {
         "load": letter,
         "name": load.name,
@@ -168,7 +161,7 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
         "tokens_in": sum(map(len, last["ours"].prompts)),
         "tokens_out": sum(load.max_tokens),
         "engines": medians,
-        "ratios": {"": found, **more},
+        "ratios": ratios(medians),
         "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
         "summary": str(agreement) if finalists else "mlx-lm failed in all settings",
         "sweep": sweep,
@@ -230,34 +223,6 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
     }
 
 
-def cache_cost(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
-    """Ours with the prefix cache beside ours without, where nothing is ever shared."""
-    ways = {"ours": True, "ours, no prefix cache": False}
-    engines = [
-        Ours(model, load, {**args.ours, "enable_prefix_caching": on}, name=name)
-        for name, on in ways.items()
-    ]
-    bench = Bench(letter, load, args)
-    for engine in [*engines, *engines]:
-        bench.run(engine, "warm-up")
-    values, last = bench.turns(engines, max(args.repeats, 5))  # the cost is a few percent
-    medians = {name: median_of(v) for name, v in values.items()}
-    agreement = agree(model, *last.values())
-    return {
-        "load": letter,
-        "name": load.name,
-        "engines": medians,
-        "ratios": {"": ratios(medians)},
-        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
-        "summary": str(agreement),
-        "turns": values,
-    }
-
-
-# Loads that are not run on ours and on mlx-lm at its best.
-_OTHERS = {"F": (newcomer, NEWCOMER), "N": (cache_cost, COLUMNS)}
-
-
 def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
     results = []
     for letter in args.load:
@@ -267,9 +232,9 @@ def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:
                     f"load {letter} has requests of {load.longest} tokens, and {model.name} a "
                     f"context of {model.max_position}: lower --scale"
                 )
-            how, columns = _OTHERS.get(letter, (compare, COLUMNS))
+            how, columns = (newcomer, NEWCOMER) if letter == "F" else (compare, COLUMNS)
             results.append(how(letter, load, model, args))
-            print_load(results[-1], columns, digits=3 if letter == "N" else 2)
+            print_load(results[-1], columns)
     return results
 
 
@@ -310,9 +275,8 @@ def main() -> int:
         help="fields of EngineConfig",
     )  # fmt: skip
     parser.add_argument(
-        "--fair", nargs="?", const="both", choices=("both", "only"),
-        help="mlx-lm gets our kernels of recurrent layers; both: one run of it as it is beside",
-    )  # fmt: skip
+        "--fair", action="store_true", help="mlx-lm gets our kernels of recurrent layers"
+    )
     parser.add_argument(
         "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
     )
@@ -344,6 +308,7 @@ def main() -> int:
         )  # fmt: skip
         if model.packed.by_segment is not None:
             print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
+        args.theirs = fair_kernels if args.fair and loops_over_tokens(model) else nullcontext
         with trusted() if args.trusted else nullcontext():
             report["loads"] = run_loads(model, args)
     if args.host:

@@ -22,7 +22,6 @@ mlx-lm: as its generator runs, `generate_step` for one request and its batch cac
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -207,14 +206,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     heads = ["shape", "requests", "launches a layer", "besides", *(f"MiB: {k}" for k in KINDS)]
     print("Ours, mlx-lm.\n\n| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
-    more: list[str] = []
     for part in PARTS:
         for batch in args.batch if not args.only or part.name in args.only else ():
             contexts = lengths(batch)
             both = [count(part, contexts, CHIPS[args.chip]) for count in (ours, theirs)]
             print_row(part, batch, both, args.ops)
-            more += where_more(part, batch, *both)
-    print("\nWhere ours is more:\n\n" + ("\n".join(f"- {line}" for line in more) or "nowhere"))
     return 0
 
 
@@ -231,19 +227,6 @@ def _mib(nbytes: float) -> str:
     """Three digits or more."""
     mib = nbytes / 2**20
     return f"{mib:,.0f}" if mib >= 100 else f"{mib:.1f}" if mib >= 10 else f"{mib:.2f}"
-
-
-def where_more(part: Part, batch: int, mine: Cost, theirs_: Cost) -> Iterator[str]:
-    """Launches, and bytes by more than one percent."""
-    counts = {"launches a layer": tuple(c.launches.total() for c in (mine, theirs_))}
-    counts["launches besides"] = mine.besides, theirs_.besides
-    for what, (a, b) in counts.items():
-        if a > b:
-            yield f"{part.name}, {batch}: {what} {a:g} beside {b:g}"
-    for kind in KINDS:
-        a, b = mine.nbytes[kind], theirs_.nbytes[kind]
-        if a > 1.01 * b:
-            yield f"{part.name}, {batch}: MiB of {kind} {_mib(a)} beside {_mib(b)}"
 
 
 if __name__ == "__main__":

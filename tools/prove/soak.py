@@ -43,12 +43,11 @@ def num_fds(pid: int) -> int:
 
 
 class Soak:
-    """rows: seconds, visits so far, MiB of the server, of the engine and of the buffers that MLX
-    keeps there, open files of both."""
+    """rows: MiB of the server, of the engine, and of the buffers that MLX keeps there."""
 
     def __init__(self, url: str, pids: tuple[int, int], crowd: Crowd) -> None:
         self.url, self.pids, self.crowd = url, pids, crowd
-        self.rows: list[tuple[float, int, float, float, float, int, int]] = []
+        self.rows: list[tuple[float, float, float]] = []
 
     async def run(self, seconds: float, num_clients: int) -> None:
         started = time.monotonic()
@@ -72,15 +71,12 @@ class Soak:
 
     def _measure(self, now: float, kept: float) -> None:
         server, engine = self.pids
-        row = (
-            now, self.crowd.counts.total(), rss_mib(server), rss_mib(engine), kept,
-            num_fds(server), num_fds(engine),
-        )  # fmt: skip
+        row = rss_mib(server), rss_mib(engine), kept
         self.rows.append(row)
+        files = f"{num_fds(server)} and {num_fds(engine)} files"
         print(
-            f"[{now:5.0f} s] {row[1]:6,} visits, server {row[2]:.1f} MiB, engine {row[3]:.1f} MiB, "
-            f"{row[4]:.1f} kept by MLX, {row[5]} and {row[6]} files, "
-            f"{len(self.crowd.faults)} faults",
+            f"[{now:5.0f} s] {self.crowd.counts.total():6,} visits, server {row[0]:.1f} MiB, engine "
+            f"{row[1]:.1f}, {row[2]:.1f} kept by MLX, {files}, {len(self.crowd.faults)} faults",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
@@ -90,8 +86,8 @@ class Soak:
         grown = []
         print("| process | MiB, second quarter | MiB, last quarter | limit |")
         print("| --- | --- | --- | --- |")
-        server = [row[2] for row in self.rows]
-        engine = [row[3] - row[4] for row in self.rows]
+        server = [row[0] for row in self.rows]
+        engine = [row[1] - row[2] for row in self.rows]
         for name, mib in (("server", server), ("engine, but for kept buffers", engine)):
             before = statistics.median(mib[quarter : 2 * quarter])
             after = statistics.median(mib[-quarter:])

@@ -16,8 +16,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tools.bench.lib.engines import Engine, Tokens
-from tools.bench.lib.loads import Load
 from tools.bench.lib.mlx_lm import native
 from vllm_metal_lite import backend
 from vllm_metal_lite.kernels.common import new_token
@@ -199,29 +197,3 @@ def fair_kernels() -> Iterator[None]:
                 if name.startswith("mlx_lm.models.") and vars(module).get(function) is original:
                     stack.enter_context(patch.object(module, function, mine))
         yield
-
-
-class Fair:
-    """An engine of mlx-lm's with `fair_kernels` while it runs."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.name, self.way = f"{engine.name}, fair kernel", f"{engine.way}, fair kernel"
-        self.resident_bytes = engine.resident_bytes
-        self._open = ExitStack()
-
-    def begin(self, load: Load) -> None:
-        self._open.enter_context(fair_kernels())
-        self.engine.begin(load)
-
-    def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
-        self.engine.add(first, prompts, max_tokens)
-
-    def step(self) -> Tokens:
-        return self.engine.step()
-
-    def end(self) -> int:
-        try:
-            return self.engine.end()
-        finally:
-            self._open.close()

@@ -148,13 +148,6 @@ def many(s: Sizes) -> list[Load]:
     return [_at_once("lognormal lengths", prompts, s.between(s(40, 9), s(220, 12), count))]
 
 
-def strangers(s: Sizes) -> list[Load]:
-    """N: the requests of H and four of 5,000 tokens, 64 out; nothing is shared."""
-    (load,) = many(s)
-    prompts = load.prompts + [s.tokens(s(5000, 40)) for _ in range(4)]
-    return [_at_once("nothing shared", prompts, load.max_tokens + [s(64, 9)] * 4)]
-
-
 def users(s: Sizes, count: int = 6, turns: int = 3) -> list[Load]:
     """U: 6 users behind 3,000 shared tokens; each asks 3 times 100 tokens and gets 120.
 
@@ -180,6 +173,5 @@ LOADS: dict[str, Callable[[Sizes], list[Load]]] = {
     "F": newcomer,
     "G": three_kinds,
     "H": many,
-    "N": strangers,
     "U": users,
 }

@@ -54,7 +54,7 @@ def table_head(cells: Sequence[str]) -> None:
     print("| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
 
 
-def print_load(result: dict, columns: Columns, digits: int = 2) -> None:
+def print_load(result: dict, columns: Columns) -> None:
     medians = result["engines"]
     shown = [c for c in columns if any(c[0] in m for m in medians.values())]
     title = f"\n### {result['load']}: {result['name']}"
@@ -66,28 +66,21 @@ def print_load(result: dict, columns: Columns, digits: int = 2) -> None:
     for name, m in medians.items():
         cells = [f"{m[c[0]] * c[2]:{c[3]}}" if c[0] in m else "" for c in shown]
         print(f"| {name} | " + " | ".join(cells) + " |")
-    for to, found in result.get("ratios", {}).items():
-        cells = [f"**{found[c[0]]:.{digits}f}**" if c[0] in found else "" for c in shown]
-        print(f"| ratio{to and f', {to}'} | " + " | ".join(cells) + " |")
+    if found := result.get("ratios"):
+        cells = [f"**{found[c[0]]:.2f}**" if c[0] in found else "" for c in shown]
+        print("| ratio | " + " | ".join(cells) + " |")
     sys.stdout.flush()
 
 
 def print_summary(results: list[dict[str, Any]]) -> None:
     """Ours of every load, and behind each number its ratio to the others at their best."""
     columns = [c for c in COLUMNS if c[0] in FIRST]
-    print("\n### Ours, in brackets the ratios to mlx-lm: at its best, as it is\n")
+    print("\n### Ours, in brackets the ratios to mlx-lm at its best\n")
     table_head(["load", *(c[1] for c in columns), "tokens"])
     for result in results:
-        mine = result["engines"].get("ours", {})
-        cells = [_with_ratios(c, mine, result.get("ratios", {})) for c in columns]
+        mine, found = result["engines"].get("ours", {}), result.get("ratios", {})
+        cells = []
+        for key, _, factor, form, _ in columns:
+            ratio = f" ({found[key]:.3g})" if key in found else ""
+            cells.append(f"{mine[key] * factor:{form}}{ratio}" if key in mine else "")
         print(f"| {result['load']} | " + " | ".join(cells) + f" | {result['summary']} |")
-    if any(result["load"] == "N" for result in results):
-        print("\nN: the ratio to ours without the prefix cache.")
-
-
-def _with_ratios(column: Any, mine: Metrics, found: dict[str, Metrics]) -> str:
-    key, _, factor, form, _ = column
-    if key not in mine:
-        return ""
-    of = [f"{r[key]:.3g}" for r in found.values() if key in r]
-    return f"{mine[key] * factor:{form}}" + (f" ({', '.join(of)})" if of else "")

@@ -1,0 +1,77 @@
+"""What the tools of a shared GPU need: runs alone, reports of runs that are cut off, trust."""
+
+import argparse
+import json
+import threading
+import time
+from contextlib import nullcontext
+
+import pytest
+
+from tests.support import tiny_models as tiny
+from tools.bench import serving as bench_serving
+from tools.bench.lib.alone import Alone
+from tools.bench.lib.configs import SHAPES
+from tools.bench.lib.engines import Run
+from tools.bench.lib.loads import Load, Wave
+from tools.bench.lib.parts import PARTS
+from tools.bench.lib.trust import trusted
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks import verdicts
+from vllm_metal_lite.fusion import decide
+from vllm_metal_lite.kv.store import PagedStore
+
+
+def test_every_part_has_a_shape_and_a_tiny_one():
+    for part in PARTS:
+        assert {part.shape, part.tiny} <= {*SHAPES, "128x2"}
+
+
+def test_a_counted_run_waits_for_who_warms_up_and_runs_alone(tmp_path):
+    one, events, entered = Alone(tmp_path / "lock"), [], threading.Event()
+
+    def count(name: str, alone: Alone) -> None:
+        with alone():
+            events.append(name)
+            entered.set()
+            time.sleep(0.02)
+            events.append(name)
+
+    # The lock goes with its object, as with its process.
+    thread = threading.Thread(target=lambda: count("two", Alone(tmp_path / "lock")))
+    thread.start()
+    assert not entered.wait(0.1)  # `one` warms up
+    count("one", one)
+    del one
+    thread.join(60)
+    assert events in (["one", "one", "two", "two"], ["two", "two", "one", "one"])
+
+
+def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_path, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("cuGraphAddKernelNode: invalid argument")
+
+    report = bench_serving.Report(str(tmp_path / "a.json"))
+    args = argparse.Namespace(report=report, alone=Alone(None), theirs=nullcontext)
+    bench = bench_serving.Bench("D", Load("one", [Wave([[1]], [2])]), args)
+    engine = argparse.Namespace(name="mlx-lm 16/32", way="none")
+    done = Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)
+    monkeypatch.setattr(bench_serving, "drive", lambda *_: done)
+    assert bench.tried(engine)["output_tokens_per_s"] == 10
+    monkeypatch.setattr(bench_serving, "drive", fails)
+    assert bench.tried(engine) is None
+    runs = json.loads((tmp_path / "a.json").read_text())["runs"]
+    assert [r["note"] for r in runs] == ["sweep", "failed"]
+    assert runs[1]["why"].endswith("invalid argument")
+
+
+def test_a_trusted_engine_uses_every_kernel_for_all_rows(monkeypatch):
+    model = tiny.packed("qwen3", mx.bfloat16)
+    store = PagedStore(model.packed.attention_specs, 4, 8)
+    monkeypatch.setattr(decide.Trial, "problem", lambda *_: pytest.fail("a trial"))
+    with trusted("varlen"):
+        verdict = verdicts.verify(None)
+        fusion, _ = decide.decide(model.packed, KernelAttention(store, verdict.prefill, ()))
+    assert not verdict.failures
+    assert fusion.skinny_rows == range(1, 65)
