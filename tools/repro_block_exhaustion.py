@@ -22,16 +22,14 @@ import sys
 
 import numpy as np
 
-from tools.dev.run_main import run_main
+from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import LoadedModel, load
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The benchmark of servers, as a user runs it: loads over HTTP, and a model that keeps states."""
+"""The benchmark of servers, as a user runs it."""
 
 import json
 import subprocess
@@ -23,16 +23,16 @@ def rows_of(tmp_path, *words: str) -> list[dict]:
 @pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
 def test_both_systems_serve_all_turns_and_find_what_came_before(tmp_path):
     words = ["--model", "qwen3.5-tiny", "--scale", "0.02", "--sessions", "2", "--turns", "2"]
-    rows = rows_of(tmp_path, *words, "--load", "agents", "--systems", "ours,mlx-lm", "--trusted")
+    rows = rows_of(tmp_path, *words, "--load", "agents", "--trusted")
     assert [row["system"] for row in rows] == ["ours", "mlx-lm"]
     for row in rows:
         assert row["done"] == row["of"] == 4
         assert row["cached %"] > 0
 
 
-def test_the_embedded_engine_and_our_server_make_the_same_tokens(tmp_path):
+def test_our_server_answers_all_clients(tmp_path):
     words = ["--load", "decodes", "--scale", "0.01", "--repeats", "1", "--max-model-len", "128"]
-    rows = rows_of(tmp_path, *words, "--systems", "embedded,ours")
-    assert [row["system"] for row in rows] == ["embedded", "ours"]
-    assert [row["done"] for row in rows] == [32, 32]
-    assert all(row["tokens/s"] > 0 for row in rows)
+    (row,) = rows_of(tmp_path, *words, "--systems", "ours")
+    assert row["done"] == row["of"] == 32
+    assert row["tokens/s"] > 0
+    assert row["TTFT, ms"] > 0

@@ -23,22 +23,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tools.bench.lib.alone import Alone
-from tools.bench.lib.host import timed
+from tools.bench.lib.host import NoModel, timed
 from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.parts import BY_NAME
 from tools.bench.lib.roofline import measured_bandwidth, step_bytes
 from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted
-from tools.dev.run_main import run_main
+from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.model.loader import LoadedModel
-from vllm_metal_lite.runner.result import StepResult
 
 _BLOCK = 16
 
@@ -67,22 +66,12 @@ _KINDS = {
 }
 
 
-class _Skipped:
-    """In the place of the runner: prompts cost nothing, and their first tokens are random."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._rng, self._vocab_size = np.random.default_rng(0), vocab_size
-
-    def execute(self, batch: Any, req_indices: np.ndarray, *rest: Any) -> StepResult:
-        tokens = self._rng.integers(0, self._vocab_size, len(req_indices), np.int32)
-        return StepResult(req_indices, mx.array(tokens), None, None)
-
-
 @contextmanager
 def skipped(engine: LLMEngine) -> Iterator[None]:
     """Steps of prompts are not computed."""
     runner = engine.pipeline.runner
-    engine.pipeline.runner = _Skipped(engine.model.vocab_size)
+    tokens = np.random.default_rng(0).integers(0, engine.model.vocab_size, 1 << 12)
+    engine.pipeline.runner = NoModel(tokens.tolist())
     yield
     engine.pipeline.runner = runner
 
@@ -234,9 +223,7 @@ def length(args: argparse.Namespace, context: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(BY_NAME), metavar="PART")
     parser.add_argument("--tiny", action="store_true", help="tiny models in place of --only's")
     parser.add_argument("--model", default="demo", help="in place of --only")

@@ -26,7 +26,7 @@ import time
 from typing import Any
 
 from tools.bench.lib.models import random_weights
-from tools.dev.run_main import run_main
+from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams, backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup, join, links, reserve
@@ -177,9 +177,7 @@ def compare(one: dict[str, Any], several: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen3-4b", help="of tools/bench/lib/shapes.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Our HTTP server beside the embedded engine and other servers: same weights, same load.
+"""Our HTTP server beside others: same weights, same load.
 
     python -m tools.bench.server --model qwen3-0.6b                   a GPU
     python -m tools.bench.server --model demo --scale 0.3             a CPU
-    python -m tools.bench.server --model qwen3-4b --load agents --systems ours,mlx-lm
+    python -m tools.bench.server --model qwen3-4b --load agents
     python -m tools.bench.server --model 512x4 --systems ours,vllm --vllm .venv-vllm-0.33.0/bin/vllm
 
 --model: "demo", or random weights: a key of bench/lib/shapes.json, or HIDDENxLAYERS.  Loads:
@@ -30,7 +30,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +41,6 @@ from tools.bench.lib.alone import Alone
 from tools.bench.lib.models import write_model
 from tools.bench.lib.servers import (
     ROOT,
-    RUNNING,
     Memory,
     cpu_seconds,
     free_port,
@@ -53,8 +51,7 @@ from tools.bench.lib.servers import (
     server,
 )  # fmt: skip
 from tools.bench.lib.tables import table_head
-from tools.dev.run_main import run_main
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite.model.loader import load_tokenizer_only
 
 CLIENTS, WARM_UPS = 32, 2
@@ -120,51 +117,15 @@ class Prompts:
 
         return [session() for _ in range(count)]
 
-    def runs(self, load: str) -> list[Clients]:
-        """Of a load; the last `counted` of them are counted."""
+    def runs(self, load: str) -> tuple[list[Clients], list[Clients]]:
+        """Of a load: those that warm up, and those that are counted."""
         args = self.args
         if load == "agents":
-            return [self.agents(args.warm, 2), self.agents(args.sessions, args.turns)]
+            return [self.agents(args.warm, 2)], [self.agents(args.sessions, args.turns)]
         draw: Callable[[], Clients] = getattr(self, load)
-        return [draw() for _ in range(1 if load == "health" else WARM_UPS + args.repeats)]
-
-    def counted(self, load: str) -> int:
-        return 1 if load in ("health", "agents") else self.args.repeats
-
-
-Run = Callable[[Clients, bool], dict[str, Any]]  # clients, whether /health is asked
-
-
-def embedded(folder: str, config: dict[str, Any]) -> None:
-    """Reads clients from stdin, a run a line; prints what http_load prints."""
-    engine = LLMEngine.from_name(folder, EngineConfig(**config))
-    for line in sys.stdin:
-        clients = [list(enumerate(bodies)) for bodies in json.loads(line)]
-        started, arrived, first, done = time.perf_counter(), {}, {}, []
-
-        def ask(name: str, clients: Any = clients, arrived: Any = arrived) -> None:
-            turn, body = clients[int(name.split()[0])].pop(0)
-            name = f"{name.split()[0]} {turn}"
-            params = SamplingParams(temperature=0, max_tokens=body["max_tokens"], ignore_eos=True)
-            arrived[name] = time.perf_counter()
-            engine.add_request(name, body["prompt"], params)
-
-        for i in range(len(clients)):
-            ask(str(i))
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                name, now = output.request_id, time.perf_counter()
-                first.setdefault(name, now - arrived[name])
-                if output.finished:
-                    tokens = len(output.outputs[0].token_ids)
-                    done.append({
-                        "turn": int(name.split()[1]), "first": first[name], "gaps": [],
-                        "end": now - started, "tokens": tokens, "prompt": 0, "cached": 0,
-                    })  # fmt: skip
-                    if clients[int(name.split()[0])]:
-                        ask(name)
-        seconds = time.perf_counter() - started
-        print(json.dumps({"requests": done, "seconds": seconds, "health": []}), flush=True)
+        if load == "health":
+            return [], [draw()]
+        return [draw() for _ in range(WARM_UPS)], [draw() for _ in range(args.repeats)]
 
 
 def row_of(done: dict[str, Any], turns: int) -> dict[str, float]:
@@ -172,6 +133,8 @@ def row_of(done: dict[str, Any], turns: int) -> dict[str, float]:
     requests = done["requests"]
     firsts = [r["first"] for r in requests if r["first"] is not None]
     later = [r["first"] for r in requests if r["turn"] and r["first"] is not None]
+    if not firsts:
+        raise RuntimeError(f"no request ended within {done['seconds']:.0f} s")
     gaps = [1e3 * gap for r in requests for gap in r["gaps"]]
     tokens = sum(r["tokens"] or 0 for r in requests)
     prompt = sum(r["prompt"] or 0 for r in requests)
@@ -196,69 +159,43 @@ def row_of(done: dict[str, Any], turns: int) -> dict[str, float]:
 
 class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path, scratch: Path) -> None:
-        self.args, self.folder, self.log, self.alone = args, folder, scratch / "log", args.alone
-        prompts = Prompts(folder, args)
+        self.args, self.log, prompts = args, scratch / "log", Prompts(folder, args)
         self.runs = {load: prompts.runs(load) for load in args.load}
-        self.counted = {load: prompts.counted(load) for load in args.load}
         self.rows: list[dict[str, Any]] = []
 
-    def measure(self, name: str, run: Run, memory: Callable[[], float]) -> None:
-        for load, runs in self.runs.items():
-            if (load == "health" and name != "ours") or (load, name) == ("agents", "embedded"):
-                continue
-            rows = []
-            for number, clients in enumerate(runs, self.counted[load] - len(runs)):
-                turns = len(clients[0]) if load == "agents" else 1
-                if number < 0:
-                    run(clients, False)
-                    continue
-                with self.alone():
-                    rows.append(row_of(run(clients, load == "health"), turns))
-                say(f"{name}, {load}: {rows[-1]['tokens/s']:,.0f} tokens/s")
-            keys = [key for key in rows[0] if all(key in row for row in rows)]
-            median = {key: statistics.median(row[key] for row in rows) for key in keys}
-            of = sum(map(len, runs[-1]))
-            self.rows.append(
-                {"load": load, "system": name, **median, "of": of, "peak GB": memory()}
-            )
-
-    def run_embedded(self) -> None:
-        limits = {"max_num_seqs": CLIENTS, "max_model_len": self.args.max_model_len}
-        given = json.dumps({k: v for k, v in limits.items() if v is not None})
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tools.bench.server", "--embedded", str(self.folder), given],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-        RUNNING.append(process)
-
-        def run(clients: Clients, health: bool) -> dict[str, Any]:
-            process.stdin.write(json.dumps(clients) + "\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
-
-        with Memory(process.pid) as memory:
-            self.measure("embedded", run, memory.peak_gb)
-        process.stdin.close()
-        process.wait(30)
-
-    def run_server(self, name: str, command: list[str], model: str) -> None:
+    def run(self, name: str, command: list[str], model: str) -> None:
         port = free_port()
-        url = f"http://127.0.0.1:{port}"
         with server(command, port, self.args.deadline, self.log) as pid, Memory(pid) as memory:
 
-            def run(clients: Clients, health: bool) -> dict[str, Any]:
+            def send(clients: Clients, health: bool = False) -> dict[str, Any]:
                 seconds, before = self.args.seconds, cpu_seconds(pid)
                 job = {"model": model, "clients": clients, "health": health, "seconds": seconds}
+                words = ["-m", "tools.bench.lib.http_load", f"http://127.0.0.1:{port}"]
                 done = subprocess.run(
-                    [sys.executable, "-m", "tools.bench.lib.http_load", url], cwd=ROOT,
-                    input=json.dumps(job), capture_output=True, text=True, timeout=seconds + 60,
+                    [sys.executable, *words], cwd=ROOT, input=json.dumps(job),
+                    capture_output=True, text=True, timeout=seconds + 60,
                 )  # fmt: skip
                 if done.returncode:
                     raise RuntimeError(done.stderr[-800:])
                 cpu = cpu_seconds(pid) - before if name == "ours" else 0
                 return {**json.loads(done.stdout), "server_cpu": cpu}
 
-            self.measure(name, run, memory.peak_gb)
+            for load, (warm, counted) in self.runs.items():
+                if load == "health" and name != "ours":
+                    continue
+                for clients in warm:
+                    send(clients)
+                turns, rows = len(counted[0][0]) if load == "agents" else 1, []
+                for clients in counted:
+                    with self.args.alone():
+                        rows.append(row_of(send(clients, load == "health"), turns))
+                    say(f"{name}, {load}: {rows[-1]['tokens/s']:,.0f} tokens/s")
+                keys = [key for key in rows[0] if all(key in row for row in rows)]
+                median = {key: statistics.median(row[key] for row in rows) for key in keys}
+                of, peak = sum(map(len, counted[0])), memory.peak_gb()
+                self.rows.append(
+                    {"load": load, "system": name, **median, "of": of, "peak GB": peak}
+                )
 
     def report(self) -> None:
         args = self.args
@@ -281,12 +218,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--embedded"]:
-        embedded(sys.argv[2], json.loads(sys.argv[3]))
-        return 0
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--bits", help="of random weights: 4, 6, 8 or mxfp4")
     loads = ("mixed", "decodes", "health", "agents")
@@ -295,7 +227,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--chat", action="store_true")
-    parser.add_argument("--systems", default="embedded,ours,mlx-lm", help="in this order; and vllm")
+    parser.add_argument("--systems", default="ours,mlx-lm", help="in this order; and vllm")
     parser.add_argument("--vllm", metavar="FILE", help="vLLM's command, with our plugin installed")
     parser.add_argument("--sessions", type=int, default=16, help="of agents")
     parser.add_argument("--turns", type=int, default=12, help="of a session")
@@ -329,10 +261,7 @@ def main() -> int:
         for system in args.systems.split(","):
             say(f"{system} starts")
             try:
-                if system == "embedded":
-                    bench.run_embedded()
-                else:
-                    bench.run_server(system, *commands[system])
+                bench.run(system, *commands[system])
             except (RuntimeError, subprocess.TimeoutExpired) as e:
                 say(f"{system}: not measured: {e}")
                 with suppress(OSError):

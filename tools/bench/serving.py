@@ -37,7 +37,7 @@ from tools.bench.lib.models import BITS, get_model
 from tools.bench.lib.roofline import measured_bandwidth, step_bytes
 from tools.bench.lib.tables import COLUMNS, NEWCOMER, print_load, print_summary, ratios
 from tools.bench.lib.trust import trusted
-from tools.dev.run_main import run_main
+from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite import EngineConfig, MetalLiteError, backend
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.loader import LoadedModel
@@ -256,9 +256,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--load", nargs="+", choices=list(LOADS), default=[])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")

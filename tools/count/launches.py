@@ -20,7 +20,6 @@ mlx-lm: as its generator runs, `generate_step` for one request and its batch cac
 - Activations: all other arrays that launches read and write.
 """
 
-import argparse
 from collections import Counter
 from dataclasses import fields, replace
 from functools import partial
@@ -37,6 +36,7 @@ from tools.bench.lib.parts import BY_NAME, PARTS, Part
 from tools.count.mlx_lm_step import decode_graph, launched_on_metal
 from tools.count.reads import CHIPS, Chip
 from tools.count.replay import Experts, StepReplay
+from tools.dev.run_main import parser_of
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
@@ -196,9 +196,7 @@ def _drive(engine: LLMEngine, batch: int, tokens: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(BY_NAME), metavar="PART")
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--chip", choices=list(CHIPS), default="m4")

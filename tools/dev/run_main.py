@@ -1,10 +1,17 @@
-"""How a tool ends: an error of ours in one line, Ctrl-C without a trace."""
+"""How a tool begins and ends: its header as help, an error of ours in one line."""
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from vllm_metal_lite import MetalLiteError
+
+
+def parser_of(header: str | None) -> argparse.ArgumentParser:
+    """Its help is the header as it is."""
+    how = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=header, formatter_class=how)
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:

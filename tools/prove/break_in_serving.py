@@ -10,7 +10,6 @@ those of tiny models.  Prints a row a kernel; exit status 0 only if all are righ
     METAL_LITE_DEVICE=cpu python -m tools.prove.break_in_serving --host --kernels kv_write
 """
 
-import argparse
 import faulthandler
 import logging
 import pkgutil
@@ -23,7 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tools.dev.run_main import run_main
+from tools.dev.run_main import parser_of, run_main
 from tools.prove.cpu_host import on_host
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams, backend, devices, kernels
 from vllm_metal_lite.attention.select import Verdict
@@ -51,8 +50,8 @@ class Case:
     without: a kernel that the device does without from the start, so that this one is launched.
     """
 
-    prefill: str
-    fused: bool
+    prefill: str = "varlen"
+    fused: bool = True
     kv_bits: int | None = None
     dtype: str = "float32"
     tiny: str | None = None
@@ -60,45 +59,24 @@ class Case:
     without: str | None = None
 
 
+_PLAIN = Case("gather", fused=False)
+_QUANTISED = Case("gather", fused=False, kv_bits=8)
+_EXPERTS = Case(dtype="float16", tiny="qwen3_moe")
+_LATENTS, _RECURRENT = Case(tiny="deepseek_v3"), Case(tiny="qwen3_next")
 CASES = {
-    "kv_write": Case("gather", fused=False),
-    "kv_gather": Case("gather", fused=False),
-    "gather_rows": Case("gather", fused=False),
-    "paged_decode": Case("gather", fused=False, wrong="!FUSED"),
-    "merge_partitions": Case("gather", fused=False),
-    "kv_write_quantised": Case("gather", fused=False, kv_bits=8),
-    "kv_gather_quantised": Case("gather", fused=False, kv_bits=8),
-    "varlen_prefill": Case("varlen", fused=True),
-    "shared_prefix": Case("varlen", fused=True),
-    "rope_write": Case("varlen", fused=True),
-    "fused_decode": Case("varlen", fused=True, wrong="FUSED"),
-    "add_rms_norm": Case("varlen", fused=True),
-    "skinny_gemm": Case("varlen", fused=True, dtype="bfloat16"),
-    **{
-        name: Case("varlen", fused=True, dtype="float16", tiny="qwen3_moe")
-        for name in ("expert_topk", "expert_plan", "expert_gemm", "expert_sum")
-    },
-    "latent_attention": Case("varlen", fused=True, tiny="deepseek_v3"),
-    "latent_write": Case("varlen", fused=True, tiny="deepseek_v3"),
-    "causal_conv": Case("varlen", fused=True, tiny="qwen3_next"),
-    "gated_delta": Case(
-        "varlen", fused=True, tiny="qwen3_next", wrong="!(GATE || NORM)", without="fused_recurrence"
-    ),
-    "fused_recurrence": Case("varlen", fused=True, tiny="qwen3_next", wrong="GATE || NORM"),
-    "gated_rms_norm": Case("varlen", fused=True, tiny="qwen3_next"),
+    **dict.fromkeys(("kv_write", "kv_gather", "gather_rows", "merge_partitions"), _PLAIN),
+    "paged_decode": replace(_PLAIN, wrong="!FUSED"),
+    **dict.fromkeys(("kv_write_quantised", "kv_gather_quantised"), _QUANTISED),
+    **dict.fromkeys(("varlen_prefill", "shared_prefix", "rope_write", "add_rms_norm"), Case()),
+    "fused_decode": Case(wrong="FUSED"),
+    "skinny_gemm": Case(dtype="bfloat16"),
+    **dict.fromkeys(("expert_topk", "expert_plan", "expert_gemm", "expert_sum"), _EXPERTS),
+    **dict.fromkeys(("latent_attention", "latent_write"), _LATENTS),
+    **dict.fromkeys(("causal_conv", "gated_rms_norm"), _RECURRENT),
+    "gated_delta": replace(_RECURRENT, wrong="!(GATE || NORM)", without="fused_recurrence"),
+    "fused_recurrence": replace(_RECURRENT, wrong="GATE || NORM"),
 }
 FILES = {"fused_decode": "paged_decode", "fused_recurrence": "gated_delta"}
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
-    parser.add_argument("--kernels", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--deadline", type=float, default=540, help="seconds for all kernels")
-    parser.add_argument("--host", action="store_true", help="run the kernels on the CPU host")
-    return parser.parse_args()
 
 
 def short_contexts() -> AbstractContextManager[None]:
@@ -153,19 +131,19 @@ def _tiny(name: str, dtype: str) -> LoadedModel:
 
 
 class Serving:
-    """Requests in waves; `step` runs one step of the waves' schedule."""
+    """Requests in waves; `run` follows the waves' schedule, up to a number of steps."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine, self.tokens, self.number = engine, {}, 0
-        rng = np.random.default_rng(0)
-        vocab_size = engine.model.vocab_size
-        shared = rng.integers(2, vocab_size, SHARED).tolist()
+        rng, size = np.random.default_rng(0), engine.model.vocab_size
+        shared = rng.integers(2, size, SHARED).tolist()
         self.waves = [
-            [shared + rng.integers(2, vocab_size, n - SHARED).tolist() for n in lengths]
+            [shared + rng.integers(2, size, n - SHARED).tolist() for n in lengths]
             for lengths in WAVES
         ]
 
-    def run(self, until: int = 10_000) -> None:
+    def run(self, until: int = 10_000) -> dict[str, list[int]]:
+        """Tokens of all requests so far."""
         params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
         while self.number < until:
             wave, rest = divmod(self.number, WAVE_STEPS)
@@ -173,16 +151,11 @@ class Serving:
                 for i, prompt in enumerate(self.waves[wave]):
                     self.engine.add_request(f"{wave}.{i}", prompt, params)
             if wave >= len(self.waves) and not self.engine.has_unfinished_requests():
-                return
+                break
             for output in self.engine.step():
                 self.tokens[output.request_id] = list(output.outputs[0].token_ids)
             self.number += 1
-
-
-def serve(engine: LLMEngine) -> dict[str, list[int]]:
-    serving = Serving(engine)
-    serving.run()
-    return serving.tokens
+        return self.tokens
 
 
 class Warnings(logging.Handler):
@@ -198,8 +171,8 @@ def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
     """Tokens of the reference.  In 16 bits, where ways round differently: of the kernel's engine
     with the kernel and without."""
     if case.dtype == "float32":
-        return [serve(make_engine(model, case, "reference"))]
-    return [serve(make_engine(model, case, "auto", few)) for few in (True, False)]
+        return [Serving(make_engine(model, case, "reference")).run()]
+    return [Serving(make_engine(model, case, "auto", few)).run() for few in (True, False)]
 
 
 def try_kernel(name: str, model: str, expected: list[dict[str, list[int]]]) -> bool:
@@ -234,7 +207,12 @@ def try_kernel(name: str, model: str, expected: list[dict[str, list[int]]]) -> b
 
 
 def main() -> int:
-    args = parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", default="demo", help="demo, a folder, or a Hugging Face name")
+    parser.add_argument("--kernels", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--deadline", type=float, default=540, help="seconds for all kernels")
+    parser.add_argument("--host", action="store_true", help="run the kernels on the CPU host")
+    args = parser.parse_args()
     faulthandler.dump_traceback_later(args.deadline, exit=True)
     logging.getLogger("vllm_metal_lite").propagate = False
     with ExitStack() as stack:

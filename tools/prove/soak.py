@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tests.support.crowd import Crowd, get, questions, send, text_of, unclean, until
 from tools.bench.lib.servers import free_port, ours, server
-from tools.dev.run_main import run_main
+from tools.dev.run_main import parser_of, run_main
 
 EVERY = 10  # seconds
 ALLOWED_SHARE, ALLOWED_MIB = 0.03, 4
@@ -75,8 +75,9 @@ class Soak:
         self.rows.append(row)
         files = f"{num_fds(server)} and {num_fds(engine)} files"
         print(
-            f"[{now:5.0f} s] {self.crowd.counts.total():6,} visits, server {row[0]:.1f} MiB, engine "
-            f"{row[1]:.1f}, {row[2]:.1f} kept by MLX, {files}, {len(self.crowd.faults)} faults",
+            f"[{now:5.0f} s] {self.crowd.counts.total():6,} visits, server {row[0]:.1f} MiB, "
+            f"engine {row[1]:.1f}, {row[2]:.1f} kept by MLX, {files}, "
+            f"{len(self.crowd.faults)} faults",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
@@ -131,9 +132,7 @@ async def soak(url: str, pid: int, args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=24)
     args = parser.parse_args()

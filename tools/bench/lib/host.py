@@ -18,8 +18,8 @@ _README = Path(__file__).resolve().parents[3] / "README.md"  # what is said
 _TEXTS = ("text that nobody reads", "text, read at each step", "and a stop string")
 
 
-class _NoModel:
-    """In the place of the runner: tokens at no cost, those of a text over and over."""
+class NoModel:
+    """In the place of the runner: tokens at no cost, the given ones over and over."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self._tokens, self._at = np.array(token_ids, np.int32), 0
@@ -58,7 +58,7 @@ def _engine_alone(requests: int, steps: int, stops: bool) -> LLMEngine:
         max_model_len=640,
     )  # fmt: skip
     engine = LLMEngine(model, config)
-    engine.pipeline.runner = _NoModel(said)
+    engine.pipeline.runner = NoModel(said)
     stop = "\n\n\n" if stops else None
     params = SamplingParams(temperature=0, max_tokens=steps + 50, ignore_eos=True, stop=stop)
     rng = np.random.default_rng(0)
