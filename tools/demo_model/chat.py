@@ -39,7 +39,6 @@ class Chat:
         self.case = self.rng.choices((None, str.lower, str.upper), (0.83, 0.12, 0.05))[0]
 
     def say(self, role: str, text: str) -> None:
-        """Append a message."""
         if self.case and role != "assistant":
             text = self.case(text)
         self.messages.append((role, text))
@@ -70,7 +69,6 @@ class Chat:
         return new
 
     def learn(self, fact: Fact) -> str:
-        """State a fact."""
         self.facts[fact.key] = fact
         text = statement(fact, self.rng)
         if self.rng.random() < 0.02:
@@ -127,7 +125,6 @@ class Chat:
         self.say("assistant", reply)
 
     def tell(self) -> None:
-        """A user turn that states facts."""
         rng = self.rng
         choice = rng.random()
         if choice < 0.08 and self.facts:  # a fact changes: the latest value counts
@@ -202,7 +199,6 @@ def filler(rng: random.Random) -> str:
 
 
 def other(rng: random.Random) -> tuple[str, str]:
-    """A turn that needs no memory."""
     choice = rng.random()
     if choice < 0.35:
         return skills.small_talk(rng)
@@ -250,7 +246,6 @@ def free_chat(rng: random.Random, budget: int) -> list[Message]:
 
 
 def skill_chat(rng: random.Random, budget: int) -> list[Message]:
-    """Small talk and small skills only."""
     chat = Chat(rng, budget)
     if rng.random() < 0.3:
         chat.say("system", rng.choice(w.TABLES["systems"]))

@@ -67,7 +67,6 @@ def _tokenizer_texts(chats: int) -> Iterator[str]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -189,7 +188,6 @@ class Plan:
     max_length: int
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """`make_batch` of a step."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         seed = self.seed * 10_000_000 + step
         length = min(row_length(step / self.steps, random.Random(seed)), self.max_length)

@@ -70,7 +70,6 @@ def _article(phrase: str) -> str:
 
 
 def upper_first(text: str) -> str:
-    """`text` with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
@@ -100,7 +99,6 @@ def draw_fact(world: World, *, strong: bool = False) -> Fact:
 
 
 def statement(fact: Fact, rng: random.Random) -> str:
-    """A sentence that states the fact."""
     return _fill(rng.choice(fact.relation.statements), fact.slots, fact.value)
 
 
@@ -125,7 +123,6 @@ def question(fact: Fact, rng: random.Random) -> str:
 
 
 def answer(fact: Fact) -> str:
-    """The one right answer."""
     return upper_first(_fill(fact.relation.core, fact.slots, fact.value)) + "."
 
 

@@ -125,5 +125,4 @@ _SKILLS = (_copy, _reverse, _sort, _pick, _arithmetic, _arithmetic, _arithmetic,
 
 
 def skill(rng: random.Random) -> tuple[str, str]:
-    """A small task and its result."""
     return rng.choice(_SKILLS)(rng)

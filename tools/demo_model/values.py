@@ -71,7 +71,6 @@ def strong_value(rng: random.Random) -> str:
 
 
 def _odd(rng: random.Random) -> str:
-    """Something like qx-77-alpha, sunny_day9 or hKq3z."""
     if rng.random() < 0.3:
         letters = "abcdefghijklmnopqrstuvwxyz"
         pool = letters * 3 + letters.upper() + "0123456789" * 2
@@ -89,7 +88,6 @@ def _odd(rng: random.Random) -> str:
 
 
 def any_value(rng: random.Random) -> str:
-    """A value of any kind."""
     choice = rng.random()
     if choice < 0.5:
         return strong_value(rng)
@@ -141,7 +139,6 @@ def natural_value(attribute: str, rng: random.Random) -> str:
 
 
 def place(rng: random.Random) -> str:
-    """Where something is."""
     where = rng.choice(("in", "in", "under", "behind", "on", "near", "at", "next to"))
     choice = rng.random()
     if choice < 0.12:
@@ -155,18 +152,15 @@ def place(rng: random.Random) -> str:
 
 
 def job(rng: random.Random) -> str:
-    """A job, with its article."""
     job = rng.choice(w.JOBS)
     return f"{'an' if job[0] in 'aeiou' else 'a'} {job}"
 
 
 def city(rng: random.Random) -> str:
-    """A city."""
     return rng.choice(w.CITIES) if rng.random() < 0.8 else w.pseudo_word(rng).capitalize()
 
 
 def like(rng: random.Random) -> str:
-    """Something to like."""
     choice = rng.random()
     if choice < 0.6:
         return rng.choice(w.FOODS)
@@ -175,7 +169,6 @@ def like(rng: random.Random) -> str:
 
 
 def time(rng: random.Random) -> str:
-    """When something is."""
     hour = f"at {rng.randint(0, 23)}:{rng.randint(0, 59):02d}"
     choice = rng.random()
     if choice < 0.5:
@@ -189,12 +182,10 @@ def time(rng: random.Random) -> str:
 
 
 def price(rng: random.Random) -> str:
-    """A price."""
     return f"{rng.randint(2, 9999)} {rng.choice(('coins', 'dollars', 'euros'))}"
 
 
 def name(rng: random.Random) -> str:
-    """The name of a person."""
     choice = rng.random()
     if choice < 0.2:
         return w.pseudo_word(rng).capitalize()
@@ -202,15 +193,12 @@ def name(rng: random.Random) -> str:
 
 
 def age(rng: random.Random) -> str:
-    """An age."""
     return f"{rng.randint(1, 99)} years old"
 
 
 def anything(rng: random.Random) -> str:
-    """A name or any value."""
     return name(rng) if rng.random() < 0.3 else any_value(rng)
 
 
 def count(rng: random.Random) -> str:
-    """How many."""
     return str(rng.randint(2, 99))

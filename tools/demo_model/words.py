@@ -30,7 +30,6 @@ THINGS = WORDS["THINGS"]
 
 
 def pseudo_word(rng: random.Random) -> str:
-    """A made-up, pronounceable word."""
     return "".join(
         "".join(rng.choice(WORDS[part]) for part in ("ONSETS", "VOWELS", "CODAS"))
         for _ in range(rng.choice((1, 2, 2, 2, 3)))
