@@ -11,8 +11,9 @@ the ranks are joined by NCCL, otherwise by the ring.  Prints a JSON line a run, 
 compares them.
 
 "step_ms": a step, one ahead.  "alone_ms": a step for whose end the host waits.  "without_sums_ms":
-the same, with nothing summed over the ranks.  In 16 bits a sum of shards rounds otherwise than a
-whole product, and random weights have near ties, so tokens may part; "equal" counts those before.
+the same, with nothing summed over the ranks.  "sums_ms": as many sums of a step's shape, alone, one
+behind the other.  In 16 bits a sum of shards rounds otherwise than a whole product, and random
+weights have near ties, so tokens may part; "equal" counts those before.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import tempfile
 import time
 from typing import Any
 
+from tools.bench.lib.configs import random_config
 from tools.bench.lib.models import random_weights
 from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite import EngineConfig, LLMEngine, MetalLiteError, SamplingParams, backend
@@ -97,8 +99,20 @@ class Run:
         self.engine.async_scheduling = False
         found["alone_ms"] = _ms(self.seconds(_ALONE)[2:])
         if self.ranks.size > 1:
-            found["without_sums_ms"] = self.without_sums()
+            found |= {"sums_ms": self.sums(), "without_sums_ms": self.without_sums()}
         return found
+
+    def sums(self) -> float:
+        """Milliseconds of two sums a layer, each of which needs the one before."""
+        times, config = [], random_config(self.args.shape)
+        rows = mx.ones((self.args.batch, config["hidden_size"]), getattr(mx, self.args.dtype))
+        for _ in range(_ALONE):
+            started, x = time.perf_counter(), rows
+            for _ in range(2 * config["num_hidden_layers"]):
+                x = mx.distributed.all_sum(x, group=self.ranks.group) * 0.5
+            mx.eval(x)
+            times.append(time.perf_counter() - started)
+        return _ms(times[2:])
 
     def without_sums(self) -> float:
         """Milliseconds of a step whose ranks do not wait for each other.  Its tokens are wrong."""
