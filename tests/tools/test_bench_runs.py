@@ -11,10 +11,9 @@ import pytest
 from tests.support import tiny_models as tiny
 from tools.bench import serving as bench_serving
 from tools.bench.lib.alone import Alone
-from tools.bench.lib.configs import SHAPES
+from tools.bench.lib.configs import PARTS, SHAPES
 from tools.bench.lib.engines import Run
 from tools.bench.lib.loads import Load, Wave
-from tools.bench.lib.parts import PARTS
 from tools.bench.lib.trust import trusted
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx

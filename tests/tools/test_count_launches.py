@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.mlx_graph import Eval, Graph, Node, Shape
-from tools.bench.lib.parts import BY_NAME, PARTS
+from tools.bench.lib.configs import BY_NAME, PARTS
 from tools.count import launches as count_launches
 from tools.count.launches import lengths, ours, theirs
 from tools.count.reads import CHIPS, gathered, plain, quantised, used_experts

@@ -28,9 +28,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tools.bench.lib.alone import Alone
+from tools.bench.lib.configs import BY_NAME
 from tools.bench.lib.host import NoModel, timed
 from tools.bench.lib.models import BITS, get_model
-from tools.bench.lib.parts import BY_NAME
 from tools.bench.lib.roofline import measured_bandwidth, step_bytes
 from tools.bench.lib.tables import table_head
 from tools.bench.lib.trust import trusted

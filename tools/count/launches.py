@@ -29,10 +29,9 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from tests.support.recorded_steps import kernel_engine, record
-from tools.bench.lib.configs import SHAPES
+from tools.bench.lib.configs import BY_NAME, PARTS, SHAPES, Part
 from tools.bench.lib.loads import Sizes, many
 from tools.bench.lib.models import unmade
-from tools.bench.lib.parts import BY_NAME, PARTS, Part
 from tools.count.mlx_lm_step import decode_graph, launched_on_metal
 from tools.count.reads import CHIPS, Chip
 from tools.count.replay import Experts, StepReplay

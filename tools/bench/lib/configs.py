@@ -1,8 +1,8 @@
-"""Configurations of real models, and of tiny ones of the same form, by name."""
+"""Shapes of real models, of tiny ones of the same form, and the parts of several tools' tables."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _READ = json.loads(Path(__file__).with_name("shapes.json").read_text("utf-8"))
 
@@ -27,3 +27,37 @@ def random_config(name: str) -> dict[str, Any]:
         "num_key_value_heads": max(hidden // 128, 1), "head_dim": 64, "vocab_size": 8192,
         "max_position_embeddings": 8192,
     }  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A shape that people run, in one format.
+
+    bits: of random weights, None for bfloat16.  tiny: the shape of a dry run.
+
+    settings: of mlx-lm's batches, where MLX's CUDA backend fails in larger ones.
+    options: fields of EngineConfig.
+    """
+
+    shape: str
+    bits: str | None
+    tiny: str
+    settings: str = ""
+    options: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}-{self.bits or 'bf16'}"
+
+
+_SMALL = "4/32"
+PARTS = (
+    Part("qwen3-0.6b", "4", "128x2"),
+    Part("qwen3-30b-a3b", "4", "qwen3-moe-tiny", _SMALL),
+    Part("glm-4.7-flash", "4", "glm-tiny", _SMALL),
+    Part("gpt-oss-20b", "mxfp4", "gpt-oss-tiny", _SMALL),
+    Part("gemma3-4b", "4", "gemma3-tiny", options={"kv_bits": 8}),
+    Part("qwen3-4b", "4", "128x2"),
+    Part("qwen3-30b-a3b", None, "qwen3-moe-tiny"),
+    Part("glm-4.7-flash", None, "glm-tiny"),
+)
+BY_NAME = {part.name: part for part in PARTS}
