@@ -245,7 +245,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(args.model, Path(scratch) / "model", args.bits)
         bench = Bench(args, folder, Path(scratch))
-        seats = str(max(args.sessions, CLIENTS) if of_agents else CLIENTS)
+        seats = str(args.sessions if args.load == ["agents"] else CLIENTS)
         flags = ["--served-model-name", "m", "--max-num-seqs", seats]
         if args.max_model_len:
             flags += ["--max-model-len", str(args.max_model_len)]
