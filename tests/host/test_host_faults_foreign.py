@@ -5,6 +5,7 @@ here, and removing them must not be reported, for the checker is exact in both d
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +15,7 @@ from metal.host import HostOptions, KernelFault, compiler_available
 from tests.support import foreign_kernels as foreign
 from tests.support.foreign_attention import sdpa_vector, steel_attention, two_pass_second
 from tests.support.foreign_runs import Dispatch, random
+from tests.support.seeded_faults import read_faults
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -83,50 +85,15 @@ def test_barrier_removed(case, number):
         assert raised.value.kind in ("race", "uninitialised"), raised.value
 
 
-# What is replaced, by what, and what has to be reported.
-FAULTS = {
-    "flags_of_no_memory": ("softmax", "mem_threadgroup", "mem_none", ("race", "uninitialised")),
-    "flags_of_device_memory": ("sort", "mem_threadgroup", "mem_device", ("race", "uninitialised")),
-    "row_one_longer": (
-        "softmax",
-        "if ((lid * N_READS + i) < axis_size) {",
-        "if ((lid * N_READS + i) <= axis_size) {",
-        ("race", "out of bounds"),
-    ),
-    "one_key_more": ("sdpa_vector", "i < N; i += BN", "i <= N; i += BN", ("out of bounds",)),
-    "no_lane_writes": (
-        "sdpa_vector",
-        "if (simd_lid == 0) {\n    max_scores",
-        "if (simd_lid == 32) {\n    max_scores",
-        ("uninitialised",),
-    ),
-    "a_simdgroup_does_not_write": (
-        "sdpa_vector",
-        "if (simd_lid == 0) {\n    for",
-        "if (simd_lid == 0 && simd_gid != 3) {\n    for",
-        ("unwritten",),
-    ),
-    "ragged_keys_read_whole": (
-        "steel_attention",
-        "if (!align_K && kb == (params->NK_aligned)) {\n      loader_k",
-        "if (false) {\n      loader_k",
-        ("out of bounds",),
-    ),
-    "ragged_queries_written_whole": (
-        "steel_attention",
-        "if (!align_Q && int(tid.x) == (params->NQ_aligned)) {\n    auto",
-        "if (false) {\n    auto",
-        ("out of bounds",),
-    ),
-}
+FAULTS = read_faults(Path(__file__))
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_reported(name):
-    case, old, new, kinds = FAULTS[name]
-    dispatch = CASES[case][0]()
-    assert old in dispatch.source, f"{case} has no {old!r}: the fault is not seeded"
-    mutant = replace(dispatch, source=dispatch.source.replace(old, new))
+    fault = FAULTS[name]
+    dispatch = CASES[fault.kernel][0]()
+    assert fault.text in dispatch.source, f"no {fault.text!r}: the fault is not seeded"
+    mutant = replace(dispatch, source=dispatch.source.replace(fault.text, fault.put_there))
     with pytest.raises(KernelFault) as raised:
         mutant.run(HostOptions(checked=True))
-    assert raised.value.kind in kinds, raised.value
+    assert raised.value.kind in fault.kinds, raised.value

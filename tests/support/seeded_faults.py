@@ -1,4 +1,4 @@
-"""Faults to be seeded into kernels, from seeded_faults.txt."""
+"""Faults to be seeded into kernels, from text files written as seeded_faults.txt says."""
 
 import re
 from pathlib import Path
@@ -17,10 +17,18 @@ class Fault(NamedTuple):
     put_there: str
     kinds: tuple[str, ...]
 
+    def seeded(self, source: str) -> str:
+        """The source with the fault."""
+        parts = source.split(self.text)
+        n = self.number + 1
+        assert n < len(parts), f"{self.kernel} has no {self.text!r}: the fault is not seeded"
+        return self.text.join(parts[:n]) + self.put_there + self.text.join(parts[n:])
 
-def _faults() -> dict[str, Fault]:
+
+def read_faults(file: Path) -> dict[str, Fault]:
+    """Faults by name, of a text file or of the one beside a module."""
     faults = {}
-    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+    for line in file.with_suffix(".txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             found = _LINE.fullmatch(line)
             assert found, f"no fault: {line}"
@@ -34,4 +42,4 @@ def _faults() -> dict[str, Fault]:
     return faults
 
 
-FAULTS = _faults()
+FAULTS = read_faults(Path(__file__))
