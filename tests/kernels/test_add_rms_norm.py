@@ -5,28 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
+from tests.support.kernel_cases import floats, normal
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import add_rms_norm as module
 from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("host")
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host():
-    with installed(checked=True, schedule=3):
-        yield
-
-
-def draw(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-
-
-def floats(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32))
 
 
 def check(
@@ -39,11 +25,11 @@ def check(
     element of 16 bits to the neighbouring number.  Rounding elsewhere would move a quarter.
     """
     rng = np.random.default_rng(seed)
-    x, y = (draw(rng, rows, dim, dtype=dtype) for _ in range(2))
-    weight = None if weight_dtype is None else draw(rng, dim, dtype=weight_dtype)
+    x, y = (normal(rng, rows, dim, dtype=dtype) for _ in range(2))
+    weight = None if weight_dtype is None else normal(rng, dim, dtype=weight_dtype)
     norm = None
     if post_norm:
-        norm = PostNorm(draw(rng, dim, dtype=dtype) if seed % 2 else None, 1e-2)
+        norm = PostNorm(normal(rng, dim, dtype=dtype) if seed % 2 else None, 1e-2)
     added, normed = add_rms_norm(x, y, weight, 1e-5, norm)
     if norm is None:
         np.testing.assert_array_equal(floats(added), floats(x + y))
@@ -66,7 +52,7 @@ def check(
 
 
 def _normed(x: mx.array, weight: mx.array | None, eps: float) -> np.ndarray:
-    exact = floats(x).astype(np.float64)
+    exact = floats(x)
     exact /= np.sqrt((exact**2).mean(-1, keepdims=True) + eps)
     return exact * (1 if weight is None else floats(weight))
 
@@ -111,7 +97,7 @@ def test_a_long_row_has_fewer_threads(dim, threads, monkeypatch):
 
 def test_a_sequence_axis_is_kept():
     rng = np.random.default_rng(0)
-    x, y = draw(rng, 3, 1, 64), draw(rng, 3, 1, 64)
+    x, y = normal(rng, 3, 1, 64), normal(rng, 3, 1, 64)
     for together, alone in zip(add_rms_norm(x, y, None, 0.1),
                                add_rms_norm(x[:, 0], y[:, 0], None, 0.1), strict=True):  # fmt: skip
         assert together.shape == (3, 1, 64)
@@ -126,17 +112,6 @@ def test_rows_do_not_touch_each_other():
     assert mx.isnan(normed[0]).all()
     np.testing.assert_allclose(floats(normed[1]), 2 / np.sqrt(4.0025), 1e-6)
     assert not floats(normed[2]).any()
-
-
-@pytest.mark.parametrize("schedule", ["reverse", 1])
-def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    rng = np.random.default_rng(0)
-    x, y, weight = draw(rng, 2, 400), draw(rng, 2, 400), draw(rng, 400)
-    how = x, y, weight, 1e-6, PostNorm(weight, 1e-5)
-    expected = add_rms_norm(*how)
-    with installed(schedule=schedule):
-        for got, wanted in zip(add_rms_norm(*how), expected, strict=True):
-            np.testing.assert_array_equal(floats(got), floats(wanted))
 
 
 @pytest.mark.parametrize("other", [mx.ones((2, 7)), mx.ones((2, 16), mx.float16)])

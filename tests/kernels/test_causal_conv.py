@@ -15,23 +15,15 @@ from tests.support.recurrent_cases import (
     TOLERANCE,
     Segments,
     conv_by_definition,
-    host,
-    needs_device,
     rounded,
 )
-from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.new_rows import Columns
 
-pytestmark = needs_device
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_host():
-    with host():
-        yield
+pytestmark = pytest.mark.usefixtures("host_or_gpu")
+WRITTEN = ("states",)
 
 
 class Case:
@@ -126,16 +118,6 @@ def test_a_prompt_in_two_chunks_is_the_whole_prompt(cut):
     np.testing.assert_array_equal(
         tail_states[tail.segments.final[0]], states[whole.segments.final[0]]
     )
-
-
-@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
-@pytest.mark.parametrize("schedule", ["reverse", 1])
-def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    case = Case(Segments(**RAGGED), channels=300)
-    expected = case.run()
-    with host(schedule):
-        for got, wanted in zip(case.run(), expected, strict=True):
-            np.testing.assert_array_equal(got, wanted)
 
 
 def test_columns_of_a_wider_array():

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.expert_topk import (
     MAX_EXPERTS,
@@ -15,15 +14,9 @@ from vllm_metal_lite.kernels.expert_topk import (
     fits,
 )
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("host")
 
 SCORINGS, WEIGHTS = ["logits", "softmax", "sigmoid"], ["scores", "renormalized", "softmax"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host():
-    with installed(checked=True, schedule=3):
-        yield
 
 
 def logits_of(rows, experts, dtype=mx.float32, seed=0):

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
 from tests.support.expert_cases import (
     GEGLU,
     OAI,
@@ -16,10 +15,10 @@ from tests.support.expert_cases import (
     SWIGLU,
     allowed_and_expected,
     draw_experts,
-    floats,
     indices_of,
     plan_of,
 )
+from tests.support.kernel_cases import floats
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import (
     MAX_ROWS,
@@ -36,15 +35,9 @@ from vllm_metal_lite.kernels.skinny_gemm import GemmPlan
 from vllm_metal_lite.kernels.weights import READABLE
 from vllm_metal_lite.specs import Quantisation
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("host")
 
 DTYPES = [mx.float16, mx.bfloat16]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host():
-    with installed(checked=True, schedule=3):
-        yield
 
 
 def rows_of(count: int, hidden: int, dtype: mx.Dtype, seed: int = 0) -> mx.array:
@@ -159,16 +152,6 @@ def test_all_rows_have_one_expert(rows):
 def test_plans(plan):
     experts = draw_experts(4, 1120, 32, mx.bfloat16)
     check(rows_of(33, 1120, mx.bfloat16), indices_of(33, 1, 4, 0), experts, (plan, plan))
-
-
-@pytest.mark.parametrize("schedule", ["reverse", 1])
-def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    experts = draw_experts(4, 160, 64, mx.bfloat16)
-    x, indices = rows_of(40, 160, mx.bfloat16), mx.array(indices_of(40, 3, 4, 0))
-    expected = floats(expert_mlp(x, indices, experts))
-    with installed(schedule=schedule):
-        got = floats(expert_mlp(x, indices, experts))
-    np.testing.assert_array_equal(got, expected)
 
 
 def test_a_row_does_not_depend_on_the_others():

@@ -13,8 +13,6 @@ from tests.support.recurrent_cases import (
     RAGGED,
     TOLERANCE,
     Segments,
-    host,
-    needs_device,
     recurrence_by_definition,
     rounded,
 )
@@ -25,7 +23,8 @@ from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import Norm, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.ssm import fused_ssm_update
 
-pytestmark = needs_device
+pytestmark = pytest.mark.usefixtures("host_or_gpu")
+WRITTEN = ("states",)
 
 K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 4, 48, 24
 NORM, LIMITS = Norm(1e-6, K_DIM**-0.5), (0.1, 1.5)
@@ -35,12 +34,6 @@ KINDS = {
 }  # fmt: skip
 # Gates are exponentials of float32 exponents of some units.
 GATES = (2e-5, 1e-5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_host():
-    with host():
-        yield
 
 
 def sigmoid(x):

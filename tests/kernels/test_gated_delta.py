@@ -15,8 +15,6 @@ from tests.support.recurrent_cases import (
     RAGGED,
     TOLERANCE,
     Segments,
-    host,
-    needs_device,
     recurrence_by_definition,
     rounded,
 )
@@ -26,13 +24,8 @@ from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
 
-pytestmark = needs_device
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_host():
-    with host():
-        yield
+pytestmark = pytest.mark.usefixtures("host_or_gpu")
+WRITTEN = ("states",)
 
 
 class Case:
@@ -221,16 +214,6 @@ def test_gates_of_zero_forget_everything():
     case.k[:] = case.k[:1]
     case.beta[:] = 2
     case.check()
-
-
-@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
-@pytest.mark.parametrize("schedule", ["reverse", 1])
-def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    case = Case(Segments(**RAGGED), (1, 2), (48, 72))
-    expected = case.run()
-    with host(schedule):
-        for got, wanted in zip(case.run(), expected, strict=True):
-            np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
 """
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,41 +10,24 @@ from hypothesis import strategies as st
 from mlx_lm.models.nemotron_h import MambaRMSNormGated
 from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
-from metal.host import compiler_available, installed
-from vllm_metal_lite import backend
+from tests.support.kernel_cases import floats, normal
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
 
-pytestmark = pytest.mark.skipif(
-    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
-)
+pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
 # Half a step of the type.
 STEP = {mx.float32: 2**-21, mx.float16: 2**-11, mx.bfloat16: 2**-8}
 EPS = 1e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_host():
-    with installed(checked=True, schedule=3) if backend.is_cpu() else nullcontext():
-        yield
-
-
-def draw(rng, *shape, dtype):
-    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-
-
-def floats(array):
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
 def check(rows, groups, dim, dtype, *, wide=False, gate_first=False, sigmoid=False, seed=0):
     """The error is at most three roundings to the type, and those of float32 sums."""
     rng, width = np.random.default_rng(seed), groups * dim
-    x = draw(rng, rows, groups, dim, dtype=dtype)
-    joined = draw(rng, rows, width + 12, dtype=dtype)
-    weight = draw(rng, width if wide else dim, dtype=dtype)
+    x = normal(rng, rows, groups, dim, dtype=dtype)
+    joined = normal(rng, rows, width + 12, dtype=dtype)
+    weight = normal(rng, width if wide else dim, dtype=dtype)
     y = gated_rms_norm(
         x, Columns(joined, 8), weight, EPS, dim=dim, gate_first=gate_first, sigmoid=sigmoid
     )
@@ -89,8 +70,8 @@ def test_the_same_as_qwen3_next_s_layer(dtype):
     """The bits of mlx-lm, except for rare elements: squares are added up in another order."""
     rng = np.random.default_rng(1)
     layer = Qwen3NextRMSNormGated(64, EPS)
-    layer.weight = draw(rng, 64, dtype=dtype)
-    x, z = (draw(rng, 5, 4, 64, dtype=dtype) for _ in "xz")
+    layer.weight = normal(rng, 64, dtype=dtype)
+    x, z = (normal(rng, 5, 4, 64, dtype=dtype) for _ in "xz")
     y = gated_rms_norm(x, Columns(z.reshape(5, -1), 0), layer.weight, EPS, dim=64)
     theirs = layer(x, z)
     assert y.dtype == theirs.dtype
@@ -104,8 +85,8 @@ def test_nearly_the_same_as_nemotron_h_s_layer(dtype):
     """mlx-lm rounds SiLU too."""
     rng = np.random.default_rng(1)
     layer = MambaRMSNormGated(256, EPS, group_size=64)
-    layer.weight = draw(rng, 256, dtype=dtype)
-    x, z = (draw(rng, 5, 256, dtype=dtype) for _ in "xz")
+    layer.weight = normal(rng, 256, dtype=dtype)
+    x, z = (normal(rng, 5, 256, dtype=dtype) for _ in "xz")
     y = gated_rms_norm(x, Columns(z, 0), layer.weight, EPS, dim=64, gate_first=True)
     np.testing.assert_allclose(floats(y), floats(layer(x, z)), 5 * STEP[dtype], 1e-6)
 

@@ -92,15 +92,6 @@ def test_scores_far_apart_do_not_overflow():
     assert np.isfinite(case.run()).all()
 
 
-@pytest.mark.parametrize("schedule", ["reverse", 1])
-def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    expected = PagedSequences(RAGGED, window=20, plan=(2, 4)).run()
-    with installed(schedule=schedule):
-        np.testing.assert_array_equal(
-            PagedSequences(RAGGED, window=20, plan=(2, 4)).run(), expected
-        )
-
-
 @pytest.mark.parametrize("how", [{}, {"window": 9, "softcap": 2.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2)])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)

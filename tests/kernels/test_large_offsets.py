@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed, memory
+from tests.support.kernel_cases import floats
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
@@ -45,10 +46,6 @@ def huge(*shape: int, dtype: mx.Dtype = mx.float16) -> Iterator[tuple[mx.array, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "elements", lambda a: of_all[1] if a is array else elements(a))
         yield array, of_all[1]
-
-
-def floats(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32))
 
 
 def ones(*shape: int, dtype: mx.Dtype = mx.float16) -> mx.array:

@@ -6,34 +6,22 @@ of the step may read holds NaN, as do the rows of padding.
 With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
 """
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
 from tests.support.attention_oracle import paged_attention
-from vllm_metal_lite import backend
+from tests.support.kernel_cases import TOLERANCE
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import latent_problem
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
 from vllm_metal_lite.kernels.prefill import TILE_ROWS, plan_tiles
 from vllm_metal_lite.kv.store import LayerSpec
 
-needs_compiler = pytest.mark.skipif(
-    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
-)
+pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
-TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
 DTYPES = list(TOLERANCE)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host():
-    with installed(checked=True) if backend.is_cpu() else nullcontext():
-        yield
 
 
 class Case:
@@ -112,14 +100,12 @@ def check(*args, splits=1, **kwargs) -> None:
 RAGGED = [(1, 1), (1, 40), (5, 18), (13, 13), (16, 64), (20, 37)]
 
 
-@needs_compiler
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ragged_segments(dtype, splits):
     check(RAGGED, dtype=dtype, splits=splits)
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("heads", "rank", "rope", "dtype"),
     [(20, 512, 64, mx.bfloat16), (16, 512, 64, mx.float16), (40, 256, 32, mx.bfloat16),
@@ -131,7 +117,6 @@ def test_the_sizes_of_models(heads, rank, rope, dtype):
     check([(1, 40), (3, 27)], heads=heads, rank=rank, rope=rope, dtype=dtype, padding=1)
 
 
-@needs_compiler
 @pytest.mark.parametrize("simdgroups", [1, 4, 16])
 def test_the_number_of_simdgroups_changes_only_the_order_of_sums(simdgroups):
     case = Case(RAGGED, rank=128, dtype=mx.float16)
@@ -139,13 +124,11 @@ def test_the_number_of_simdgroups_changes_only_the_order_of_sums(simdgroups):
     np.testing.assert_allclose(got, case.expected(), rtol, atol)
 
 
-@needs_compiler
 @pytest.mark.parametrize("heads", [1, 8, 9, 31, 33, 71])
 def test_any_number_of_heads(heads):
     check([(1, 9), (3, 12)], heads=heads)
 
 
-@needs_compiler
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (64, 16), (40, 24)])
@@ -153,7 +136,6 @@ def test_quantised_latents(rank, rope, dtype, bits):
     check([(1, 19), (4, 9)], rank=rank, rope=rope, dtype=dtype, bits=bits)
 
 
-@needs_compiler
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_block_sizes(block_size):
     check(RAGGED, block_size=block_size)
@@ -164,7 +146,6 @@ segment = st.tuples(st.integers(1, 20), st.integers(0, 60) | st.just(0)).map(
 )
 
 
-@needs_compiler
 @given(
     st.lists(segment, min_size=1, max_size=4),
     st.sampled_from([1, 2, 8]),
@@ -176,17 +157,6 @@ def test_random_segments(segments, splits, padding, seed):
     check(segments, splits=splits, padding=padding, seed=seed)
 
 
-@needs_compiler
-@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
-@pytest.mark.parametrize("schedule", ["reverse", 1, 2])
-def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    case = Case(RAGGED)
-    expected = case.run(2)
-    with installed(checked=True, schedule=schedule):
-        np.testing.assert_array_equal(case.run(2), expected)
-
-
-@needs_compiler
 @pytest.mark.parametrize("split", [1, 7, 32])
 def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split):
     whole = Case([(45, 45)], padding=0)
@@ -198,7 +168,6 @@ def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split):
         np.testing.assert_array_equal(chunk.run(), expected[rows])
 
 
-@needs_compiler
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("heads", [2, 40])
 def test_decodes(heads, splits):
@@ -213,14 +182,12 @@ def test_decodes(heads, splits):
     assert expected[4].any()
 
 
-@needs_compiler
 def test_scores_far_apart_do_not_overflow():
     case = Case(RAGGED)
     case.q *= 1e4
     assert np.isfinite(case.run()).all()
 
 
-@needs_compiler
 def test_padded_segments_and_a_batch_of_nothing_but_padding():
     """A step's arrays are padded to buckets: segments without rows, rows without a segment."""
     case = Case([(5, 18), (13, 13)], padding=30)

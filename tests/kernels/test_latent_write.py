@@ -3,23 +3,17 @@
 import numpy as np
 import pytest
 
-from metal.host import compiler_available, installed
-from tests.support.kernel_cases import TOLERANCE, draw, rounded
+from tests.support.kernel_cases import STORE, TOLERANCE, draw, rounded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
 from vllm_metal_lite.kv.store import LayerSpec
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("host")
+WRITTEN = STORE
 
 SLOTS, EPS = 24, 1e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host():
-    with installed(checked=True, schedule=3, writable_inputs=("keys", "values")):
-        yield
 
 
 def turned(x: np.ndarray, positions: np.ndarray, rope: Rope, dtype: mx.Dtype) -> np.ndarray:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
 from tests.support.device import change_device
 from tests.support.kernel_cases import (
     STORE,
@@ -23,13 +22,8 @@ from vllm_metal_lite.kernels import rope_write as rope
 from vllm_metal_lite.kernels.new_rows import Rope
 from vllm_metal_lite.specs import AttentionShape
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host():
-    with installed(checked=True, schedule=3, writable_inputs=STORE):
-        yield
+pytestmark = pytest.mark.usefixtures("host")
+WRITTEN = STORE
 
 
 def check(*args, **kwargs) -> None:
@@ -165,14 +159,6 @@ def test_what_is_not_rotated_may_be_infinite():
     assert q[0, 0, 20] == np.inf
     assert np.isfinite(q[0, 0, 21])
     assert np.isneginf(keys[case.slots[case.slots >= 0], 1, 31]).all()
-
-
-@pytest.mark.parametrize("schedule", ["reverse", 1])
-def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    expected = NewRowsCase(FEW).run()
-    with installed(schedule=schedule):
-        for got, wanted in zip(NewRowsCase(FEW).run(), expected, strict=True):
-            np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,13 @@ The host watches for races and for accesses out of bounds, and each slot that no
 NaN.  With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
 """
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
 from tests.support.attention_oracle import paged_attention
-from tests.support.kernel_cases import from_store, in_store
+from tests.support.kernel_cases import TOLERANCE, from_store, in_store
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import shared_prefix
@@ -22,21 +19,7 @@ from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kv.store import LayerSpec
 
-pytestmark = pytest.mark.skipif(
-    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
-)
-
-TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
-
-
-def host(schedule="forward"):
-    return installed(checked=True, schedule=schedule) if backend.is_cpu() else nullcontext()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_host():
-    with host():
-        yield
+pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
 
 class Case:
@@ -182,16 +165,6 @@ def test_more_splits_of_the_prefix_than_splits_of_own_keys_see_at_once(own):
 @settings(max_examples=15)
 def test_random_rows(own, prefix_len, block_size, splits, plan, seed):
     check(own, prefix_len, block_size=block_size, splits=splits, plan=plan, seed=seed, sinks=True)
-
-
-@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
-@pytest.mark.parametrize("schedule", ["reverse", 1])
-@pytest.mark.parametrize("bits", [None, 8])
-def test_the_order_in_which_threads_run_changes_nothing(schedule, bits):
-    case = Case(ROWS, 100, plan=(2, 4), bits=bits)
-    expected = case.run()
-    with host(schedule):
-        np.testing.assert_array_equal(case.run(), expected)
 
 
 def test_scores_far_apart_do_not_overflow():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
+from tests.support.kernel_cases import floats
 from tests.support.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.skinny_gemm import (
@@ -20,15 +20,9 @@ from vllm_metal_lite.kernels.skinny_gemm import (
 from vllm_metal_lite.kernels.weights import READABLE, QuantisedWeight, Weight, quantised, shape_of
 from vllm_metal_lite.specs import Quantisation, WeightShape
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("host")
 
 DTYPES = [mx.float16, mx.bfloat16]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host():
-    with installed(checked=True, schedule=3):
-        yield
 
 
 def draw(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) -> list[mx.array]:
@@ -36,10 +30,6 @@ def draw(rows: int, outputs: int, depth: int, dtype: mx.Dtype, seed: int = 0) ->
     rng = np.random.default_rng(seed)
     shapes = (rows, depth), (outputs, depth)
     return [mx.array(rng.standard_normal(s).astype(np.float32)).astype(dtype) for s in shapes]
-
-
-def floats(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 HALF_A_STEP = {mx.float16: 2**-11, mx.bfloat16: 2**-8}
@@ -297,16 +287,6 @@ def test_plans_for_quantised_weights(rows, bits):
 def test_a_weight_of_many_rows():
     """By the plan for it, the last threadgroup not full."""
     check(*draw(17, 4100, 64, mx.bfloat16))
-
-
-@pytest.mark.parametrize("schedule", ["reverse", 1])
-def test_the_order_in_which_threads_run_changes_nothing(schedule):
-    """With sums of some rows, then of others."""
-    x, weight = draw(60, 40, 640, mx.bfloat16)
-    expected = floats(skinny_gemm(x, weight, plan=GemmPlan(8, 1)))
-    with installed(schedule=schedule):
-        got = floats(skinny_gemm(x, weight, plan=GemmPlan(8, 1)))
-    np.testing.assert_array_equal(got, expected)
 
 
 def test_rows_do_not_touch_each_other():

@@ -15,8 +15,6 @@ from tests.support.recurrent_cases import (
     RAGGED,
     TOLERANCE,
     Segments,
-    host,
-    needs_device,
     recurrence_by_definition,
     rounded,
 )
@@ -25,14 +23,9 @@ from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.ssm import ssm_update
 
-pytestmark = needs_device
+pytestmark = pytest.mark.usefixtures("host_or_gpu")
+WRITTEN = ("states",)
 LIMITS = (0.001, 100.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_host():
-    with host():
-        yield
 
 
 class Case:

@@ -9,44 +9,20 @@ the two narrow types the result and the weights are rounded to 2^-11 and 2^-8.
 With METAL_LITE_DEVICE=gpu the same cases run on MLX's GPU instead of the host.
 """
 
-from contextlib import contextmanager, nullcontext
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal.host import compiler_available, installed
 from tests.support.attention_oracle import paged_attention
-from tests.support.kernel_cases import from_store, in_store
-from vllm_metal_lite import backend
+from tests.support.kernel_cases import TOLERANCE, from_store, in_store
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import prefill
-from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import LayerSpec
 
-needs_compiler = pytest.mark.skipif(
-    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
-)
+pytestmark = pytest.mark.usefixtures("host_or_gpu")
 
-TOLERANCE = {mx.float32: (1e-5, 1e-5), mx.float16: (2e-3, 2e-3), mx.bfloat16: (1.5e-2, 1e-2)}
 DTYPES = list(TOLERANCE)
-
-
-@contextmanager
-def on_host(schedule="forward"):
-    """What is launched is made by the host, which runs threads in this order."""
-    kernel = prefill._VARLEN_PREFILL
-    with installed(checked=True, schedule=schedule), pytest.MonkeyPatch.context() as patch:
-        fresh = Kernel(kernel.name, kernel.inputs, kernel.outputs)
-        patch.setattr(prefill, "_VARLEN_PREFILL", fresh)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host():
-    with on_host() if backend.is_cpu() else nullcontext():
-        yield
 
 
 class Case:
@@ -123,7 +99,6 @@ RAGGED = [(1, 1), (1, 40), (5, 18), (13, 13), (32, 64), (40, 57)]
 VLLM_SHAPES = [[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]]
 
 
-@needs_compiler
 @pytest.mark.parametrize("segments", VLLM_SHAPES, ids=["mixed", "decodes"])
 @pytest.mark.parametrize(
     ("dtype", "heads", "window", "softcap"),
@@ -134,7 +109,6 @@ def test_the_shapes_of_vllms_own_test(segments, dtype, heads, window, softcap):
     check(segments, dtype=dtype, heads=heads, window=window, softcap=softcap, dim=128, padding=0)
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("dim", "v_dim", "dtype"),
     [(32, 32, mx.float16), (64, 64, mx.bfloat16), (72, 72, mx.float16), (80, 80, mx.float32),
@@ -146,7 +120,6 @@ def test_head_dims(dim, v_dim, dtype):
 
 
 # Groups of 32, 64, 40, 24 and 48 values; rows of an odd and of an even number of words.
-@needs_compiler
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -156,32 +129,27 @@ def test_quantised_head_dims(dim, v_dim, dtype, bits):
     check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), bits=bits)
 
 
-@needs_compiler
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantised_window_softcap_and_sinks_together(dtype, bits):
     check(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True, bits=bits, dim=72)
 
 
-@needs_compiler
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (71, 1)])
 def test_any_number_of_query_heads_a_kv_head(heads):
     check(RAGGED, heads=heads)
 
 
-@needs_compiler
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_block_sizes(block_size):
     check(RAGGED, block_size=block_size)
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_window_softcap_and_sinks_together(dtype):
     check(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True)
 
 
-@needs_compiler
 def test_a_sink_of_minus_infinity_is_no_sink():
     case = Case(RAGGED, sinks=True, window=7)
     case.sinks[:] = -np.inf
@@ -193,7 +161,6 @@ segment = st.tuples(st.integers(1, 40), st.integers(0, 90) | st.just(0)).map(
 )
 
 
-@needs_compiler
 @given(
     st.lists(segment, min_size=1, max_size=5),
     st.sampled_from(
@@ -213,18 +180,6 @@ def test_random_segments(segments, how, padding, seed):
     check(segments, padding=padding, seed=seed, **how)
 
 
-@needs_compiler
-@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
-@pytest.mark.parametrize("schedule", ["reverse", 1, 2])
-@pytest.mark.parametrize("bits", [None, 8])
-def test_the_order_in_which_threads_run_changes_nothing(schedule, bits):
-    case = Case(RAGGED, window=7, bits=bits)
-    expected = case.run()
-    with on_host(schedule=schedule):
-        np.testing.assert_array_equal(case.run(), expected)
-
-
-@needs_compiler
 @pytest.mark.parametrize("how", [{}, {"window": 7}, {"bits": 4}], ids=str)
 @pytest.mark.parametrize("split", [1, 7, 32, 70])
 def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split, how):
@@ -237,14 +192,12 @@ def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split, how):
         np.testing.assert_array_equal(chunk.run(), expected[rows])
 
 
-@needs_compiler
 def test_scores_far_apart_do_not_overflow():
     case = Case(RAGGED, window=7)
     case.q *= 1e4
     assert np.isfinite(case.run()).all()
 
 
-@needs_compiler
 def test_padded_segments_and_a_batch_of_nothing_but_padding():
     """A step's arrays are padded to buckets: segments without rows, rows without a segment."""
     case = Case([(5, 18), (13, 13)], padding=30)
@@ -258,7 +211,6 @@ def test_padded_segments_and_a_batch_of_nothing_but_padding():
     assert not case.run().any()
 
 
-@needs_compiler
 def test_a_head_size_that_matrices_cannot_cover_is_refused():
     with pytest.raises(ValueError, match="head size 36"):
         Case([(2, 2)], dim=36).run()

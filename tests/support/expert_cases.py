@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from tests.support.kernel_cases import floats
 from tests.support.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import (
@@ -17,10 +18,6 @@ from vllm_metal_lite.specs import Quantisation
 SWIGLU, GEGLU, RELU2 = Activation(), Activation("geglu"), Activation("relu2")
 OAI = Activation("clamped_swiglu", 1.702, 7.0)
 HALF_A_STEP = {mx.float16: 2**-11, mx.bfloat16: 2**-8}
-
-
-def floats(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 def indices_of(

@@ -26,8 +26,15 @@ SLOTS = 40
 
 def draw(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) -> np.ndarray:
     """Normal floats that `dtype` holds exactly."""
-    drawn = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-    return np.array(drawn.astype(mx.float32))
+    return np.array(normal(rng, *shape, dtype=dtype).astype(mx.float32))
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def floats(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 def raw(array: mx.array) -> np.ndarray:

@@ -3,14 +3,11 @@
 Pools hold NaN in every slot that no segment starts from.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 
-from metal.host import compiler_available, installed
-from vllm_metal_lite import backend
+from tests.support.kernel_cases import rounded
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.segments import EMPTY, plan_segments
 
@@ -20,17 +17,6 @@ TOLERANCE = {mx.float32: (4e-6, 4e-6), mx.float16: (2**-11, 4e-6), mx.bfloat16: 
 
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-
-needs_device = pytest.mark.skipif(
-    backend.is_cpu() and not compiler_available(), reason="no C++ compiler"
-)
-
-
-def host(schedule: str | int = "forward") -> AbstractContextManager[None]:
-    """The CPU host under the checker; with METAL_LITE_DEVICE=gpu MLX's GPU."""
-    if not backend.is_cpu():
-        return nullcontext()
-    return installed(checked=True, schedule=schedule, writable_inputs=["states"])
 
 
 @dataclass
@@ -106,11 +92,6 @@ RAGGED = {
     "moved": {2, 3},
     "checkpoints": [(1, 8), (1, 13), (3, 16), (3, 0), (0, 1)],
 }
-
-
-def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """The values as dtype has them, in float32."""
-    return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
 
 
 def conv_by_definition(
