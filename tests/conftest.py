@@ -31,22 +31,28 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 TESTS = Path(__file__).parent
-# Of MANY and more cases of a test function, a plain run takes one in ONE_IN.
-MANY = ONE_IN = 4
+# A test with fewer cases is always run with all of them.
+MANY = 4
 
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--one-in",
+        type=int,
+        default=12,
+        metavar="N",
+        help=f"of a test in slow.txt with {MANY} and more cases, run one case in N (default: 12)",
+    )
+    parser.addoption(
         "--all-cases",
         action="store_true",
-        help="all cases of the tests in slow.txt, and the tests marked `thorough`; without it, a "
-        f"quarter of the cases of a function that has {MANY} and more",
+        help="run all cases, and the tests marked `thorough`",
     )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests of slow.txt, and leaves out what only a run of all cases takes."""
+    """Marks the tests of slow.txt, and leaves out most of their cases."""
     lines = (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines()
     paths = [TESTS / line for line in lines if not line.startswith("#")]
     if missing := [str(path) for path in paths if not path.exists()]:
@@ -56,25 +62,23 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
     result = yield  # -k and -m
     if not config.getoption("all_cases"):
-        left_out = [item for item in items if item.get_closest_marker("thorough")]
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        left_out += most_of_many([i for i in slow if not i.get_closest_marker("every_case")])
-        dropped = set(left_out)
+        dropped = {item for item in items if item.get_closest_marker("thorough")}
+        dropped.update(most_of_many(items, config.getoption("one_in")))
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]
     return result
 
 
-def most_of_many(items):
-    """Of each function with many cases all but a quarter: always the same, from all over."""
+def most_of_many(items, one_in):
+    """Of slow tests with MANY cases the ones not to run: always the same, from all over."""
     cases = defaultdict(list)
     for item in items:
-        cases[item.path, item.cls, item.originalname].append(item)
-    many = [some for some in cases.values() if len(some) >= MANY]
-    mixed = [
-        sorted(some, key=lambda item: hashlib.sha1(item.name.encode()).digest()) for some in many
-    ]
-    return [item for some in mixed for item in some[-(-len(some) // ONE_IN) :]]
+        if item.get_closest_marker("slow") and not item.get_closest_marker("every_case"):
+            cases[item.path, item.cls, item.originalname].append(item)
+    for some in cases.values():
+        if len(some) >= MANY:
+            some.sort(key=lambda item: hashlib.sha1(item.name.encode()).digest())
+            yield from some[-(-len(some) // one_in) :]
 
 
 def pytest_sessionfinish(session):
