@@ -41,7 +41,8 @@ def pytest_addoption(parser):
         type=int,
         default=12,
         metavar="N",
-        help=f"of a test in slow.txt with {MANY} and more cases, run one case in N (default: 12)",
+        help=f"of a test in slow.txt with {MANY} and more cases, run one case in N (default: 12), "
+        f"and of its random examples {MANY} in N",
     )
     parser.addoption(
         "--all-cases",
@@ -63,7 +64,9 @@ def pytest_collection_modifyitems(config, items):
     result = yield  # -k and -m
     if not config.getoption("all_cases"):
         dropped = {item for item in items if item.get_closest_marker("thorough")}
-        dropped.update(most_of_many(items, config.getoption("one_in")))
+        one_in = config.getoption("one_in")
+        dropped.update(most_of_many(items, one_in))
+        try_fewer_examples(items, one_in)
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]
     return result
@@ -79,6 +82,14 @@ def most_of_many(items, one_in):
         if len(some) >= MANY:
             some.sort(key=lambda item: hashlib.sha1(item.name.encode()).digest())
             yield from some[-(-len(some) // one_in) :]
+
+
+def try_fewer_examples(items, one_in):
+    """Of the random examples of slow tests MANY in `one_in`."""
+    for test in {item.obj for item in items if item.get_closest_marker("slow")}:
+        if how := getattr(test, "_hypothesis_internal_use_settings", None):
+            examples = max(1, min(1, MANY / one_in) * how.max_examples)
+            test._hypothesis_internal_use_settings = settings(how, max_examples=int(examples))
 
 
 def pytest_sessionfinish(session):
