@@ -25,7 +25,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except ModelLoadError as e:
-        logger.warning(f"{e}: the file is ignored")
+        logger.warning(f"{path.parent}/{e}: the file is ignored")
         return {}
     for name in _FIELDS:
         if (value := config.get(name)) is not None:
