@@ -76,7 +76,7 @@ def most_of_many(items, one_in):
     """Of slow tests with MANY cases the ones not to run: always the same, from all over."""
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("every_case"):
+        if item.get_closest_marker("slow"):
             cases[item.path, item.cls, item.originalname].append(item)
     for some in cases.values():
         if len(some) >= MANY:

@@ -1,7 +1,7 @@
 """Every format: calls, thoughts and text, under every split and every cut."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.chat_text import TOOLS, check_cuts, check_splits, cut, parse
@@ -161,6 +161,7 @@ json_values = st.recursive(
 
 
 @ALL
+@settings(max_examples=30)
 @given(
     call=st.sampled_from(CALLS) | st.builds(
         lambda cmd, env: ("run", {"cmd": cmd, "env": env}),
@@ -182,6 +183,7 @@ def test_random_arguments_and_splits(name, call, cuts, before):
 
 
 @ALL
+@settings(max_examples=30)
 @given(
     call=st.sampled_from(CALLS), start=st.integers(0, 150), length=st.integers(0, 30),
     twice=st.booleans(), cuts=CUTS,

@@ -21,6 +21,7 @@ NAMES = (
     "recurrent_gemma",
 )  # fmt: skip
 STEMS = tiny.prompts(3, 20, 45, seed=21)
+SEEDS = 35
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,7 @@ def check_output(name: str, wish: Wish, output) -> None:
         assert len(output.prompt_logprobs) == len(wish.prompt)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("seed", range(35))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_whatever_happens_every_request_gets_its_own_tokens(seed):
     rng = np.random.default_rng(seed)
     name, wishes = NAMES[seed % len(NAMES)], [make_wish(rng) for _ in range(rng.integers(1, 13))]
@@ -161,8 +161,8 @@ def test_whatever_happens_every_request_gets_its_own_tokens(seed):
 
 def test_the_runs_above_were_not_all_easy():
     """Preemption and shared prefixes really happened, in many of them."""
-    if not preemptions:
-        pytest.skip("the property test was not run")
+    if len(preemptions) < SEEDS:
+        pytest.skip("the property test was not run with every seed")
     assert np.count_nonzero(preemptions) > len(preemptions) / 8
     assert np.count_nonzero(hits) > len(hits) / 8
 

@@ -184,6 +184,7 @@ def cache_gib(name: str, checkpoints: int) -> float:
     return (checkpoints + 0.5) * tiny.packed(name).state_bytes / 2**30
 
 
+tried = set()
 happened = {"hits": 0, "preemptions": 0, "evicted": 0, "lost": 0}
 
 
@@ -193,7 +194,6 @@ def talker(stem: int, head: int = 5, **more: Any) -> Chat:
     return Chat(stem, head, [([stem], 30), ([6], 4)], **{**usual, **more})
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=8, phases=FIND)
 @example(  # more growth than blocks: the last in rank is preempted
@@ -213,6 +213,7 @@ def talker(stem: int, head: int = 5, **more: Any) -> Chat:
     checkpoints=CHECKPOINTS,
 )  # fmt: skip
 def test_tokens_with_the_cache_are_those_without(name, chats, trouble, options, checkpoints):
+    tried.add(name)
     engine = tiny.engine(name, state_cache_gib=cache_gib(name, checkpoints), **options)
     with_trouble(engine, trouble, poisoned=True)
     serve(engine, name, chats, trouble)
@@ -225,8 +226,8 @@ def test_tokens_with_the_cache_are_those_without(name, chats, trouble, options, 
 
 
 def test_the_runs_above_were_not_all_easy():
-    if not happened["hits"]:
-        pytest.skip("the property test was not run")
+    if tried != set(NAMES):
+        pytest.skip("the property test was not run for every model")
     assert min(happened.values()) >= 4, happened
 
 

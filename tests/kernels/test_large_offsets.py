@@ -128,7 +128,6 @@ def test_offsets_have_64_bits(kernel):
 
 
 @pytest.mark.parametrize(("kernel", "text", "wrong"), FAULTS)
-@pytest.mark.every_case
 def test_offsets_of_32_bits_are_noticed(kernel, text, wrong, monkeypatch):
     header, body = source.read(kernel)
     assert text in body
