@@ -29,6 +29,8 @@ from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation, WeightSha
 SHAPE = AttentionShape(4, 2, 32, 32, mx.bfloat16)
 TINY = KernelUse((SHAPE,), 16, (Rotation(32),), (64,), (WeightShape(64, 32), WeightShape(32, 64)))
 
+LONG = ("--seconds", "3600")  # enough on a busy machine
+
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
 
@@ -118,7 +120,7 @@ def a_gpu(monkeypatch, tmp_path):
 @needs_compiler
 def test_a_machine_that_is_well(a_gpu, capsys, tmp_path):
     file = tmp_path / "report.json"
-    assert run("--seconds", "600", "--report", str(file)) == 0  # enough on a busy machine
+    assert run(*LONG, "--report", str(file)) == 0
     out, _ = capsys.readouterr()
     assert "paged_decode:         right in 2 checks, worst error" in out
     assert "skinny_gemm:          right in 2 checks" in out
@@ -137,7 +139,7 @@ def test_a_machine_that_is_well(a_gpu, capsys, tmp_path):
 @needs_compiler
 def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeypatch, capsys):
     miscompile(monkeypatch, "varlen_prefill")
-    assert run() == 1
+    assert run(*LONG) == 1
     out = capsys.readouterr().out
     assert "varlen_prefill:       WRONG in 2 of 2 checks" in out
     assert "allowed" in out
@@ -151,7 +153,7 @@ def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeyp
 def test_a_kernel_that_ends_its_process_does_not_end_doctor(a_gpu, monkeypatch, capsys):
     words = broken_machine.command("gather_rows", "ends the process", "host")
     monkeypatch.setattr(isolated, "command", lambda: words)
-    assert run() == 1
+    assert run(*LONG) == 1
     out = capsys.readouterr().out
     assert re.search(r"gather_rows: +WRONG in 1 of 1 checks\n.*ends the process: SIGABRT", out)
     assert re.search(r"add_rms_norm: +right in 2 checks", out)
@@ -277,7 +279,7 @@ def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
         return CheckResult(check, 0.0, 1.0)
 
     monkeypatch.setattr(isolated, "run_here", check)
-    assert run() == 1
+    assert run(*LONG) == 1
     assert tried.count("gather_rows") == 1
     assert re.search("Attention: .*without gather_rows", capsys.readouterr().out)
 
