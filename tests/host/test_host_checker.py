@@ -116,39 +116,6 @@ def test_outputs_are_filled_unless_named():
     assert np.isnan(run(source, partial_outputs=["out"])[7])
 
 
-REVERSED = """
-    threadgroup float s[64];
-    s[t] = a[t];
-    BARRIER
-    out[t] = s[63 - t]; // here"""
-
-
-@pytest.mark.parametrize("schedule", ["forward", "reverse", 1, 2, 3])
-@pytest.mark.parametrize(
-    "barrier",
-    [
-        "",
-        "threadgroup_barrier(mem_flags::mem_none);",
-        "threadgroup_barrier(mem_flags::mem_device);",
-        "simdgroup_barrier(mem_flags::mem_threadgroup);",
-        "(void)simd_sum(1.0f);",
-    ],
-)
-def test_a_missing_or_wrong_barrier(barrier, schedule):
-    report = fault(REVERSED.replace("BARRIER", barrier), schedule=schedule)
-    # What was not written when it is read was not ordered either.
-    assert report.kind in ("race", "uninitialised")
-
-
-@pytest.mark.parametrize("schedule", ["forward", "reverse", 1])
-def test_the_right_barrier(schedule):
-    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-    assert run(REVERSED.replace("BARRIER", barrier), schedule)[0] == 63
-    within = REVERSED.replace("63 - t", "t ^ 31")
-    barrier = "simdgroup_barrier(mem_flags::mem_threadgroup);"
-    assert run(within.replace("BARRIER", barrier), schedule)[0] == 31
-
-
 @pytest.mark.parametrize("schedule", ["forward", "reverse", 1])
 def test_a_barrier_missing_at_the_end_of_a_loop(schedule):
     # Each round reads what others wrote, then writes: the second barrier keeps the rounds apart.
