@@ -61,7 +61,7 @@
 //   - m starts at LOWEST, a finite number: a difference of two maxima is never inf - inf, and a
 //     group that saw no key has l = 0 and adds nothing.
 //   - FUSED: no threadgroup reads from the store what another one writes in this launch: its own newest
-//     row it has itself, and the caller rules out rows of others (ForwardBatch.reads_new_rows).
+//     row it has itself, and the caller rules out rows of others (reads_new_rows).
 //   - Loops around shuffles and barriers have the same trip count for every lane (simdgroup).
 //
 // Cost.  Bytes: each key and value once a tile of HEADS heads.  Per key, head and lane: K_DIM / LANES

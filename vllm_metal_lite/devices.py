@@ -47,9 +47,10 @@ class DeviceProfile:
     max_own_keys: keys, the most that these rows may read beyond their shared prefix, in total.
     small_rows: rows of prompts beside decodes, the most for a step that is padded to repeating
         shapes and compiled.
-    small_mask: entries, the largest mask of such a step.
-    min_keys, min_segment_rows: the least keys of such a step and rows of a segment after padding,
-        so that a prompt's first chunks have one shape.
+    small_scores: scores of a head, the most for such a step where MLX's SDPA serves larger prompts
+        faster than `varlen_prefill`.
+    min_keys: the least keys of such a step after padding, so that a prompt's first chunks have one
+        shape.
 
     MLX's SDPA, which the reference uses:
     sdpa_tile: query rows, the most in a tile.  An unfused SDPA also computes the scores that
@@ -88,9 +89,8 @@ class DeviceProfile:
     rows_as_decodes: int
     max_own_keys: int
     small_rows: int
-    small_mask: int
+    small_scores: int
     min_keys: int
-    min_segment_rows: int
     sdpa_tile: int
     sdpa_call_cost: int
     key_cost: int
@@ -125,9 +125,8 @@ METAL = DeviceProfile(
     rows_as_decodes=64,  # guessed
     max_own_keys=1 << 14,  # guessed
     small_rows=768,  # guessed: a chunk of 512, padded
-    small_mask=768 * 8192,  # guessed: that chunk at a context of 8k
+    small_scores=768 * 8192,  # guessed: that chunk at a context of 8k
     min_keys=1024,  # guessed
-    min_segment_rows=64,  # guessed
     sdpa_tile=_ANY,  # fused: nothing to save
     sdpa_call_cost=1 << 21,  # guessed
     key_cost=64,  # guessed
@@ -159,10 +158,9 @@ CUDA = DeviceProfile(
     prefix_row_cost=1 / 8,  # guessed
     rows_as_decodes=64,  # measured with this limit only
     max_own_keys=1 << 14,  # guessed
-    small_rows=768,  # guessed: a chunk of 512, padded; larger chunks use SDPA without a mask
-    small_mask=768 * 8192,  # guessed: that chunk at a context of 8k
+    small_rows=768,  # guessed: a chunk of 512, padded
+    small_scores=768 * 8192,  # guessed: that chunk at a context of 8k
     min_keys=1024,  # guessed
-    min_segment_rows=64,  # guessed
     sdpa_tile=_ANY,  # fused: nothing to save
     sdpa_call_cost=1 << 21,  # measured: the host's time for a call, in scores of 16 heads
     key_cost=64,  # guessed
@@ -196,9 +194,8 @@ CPU = DeviceProfile(
     rows_as_decodes=64,
     max_own_keys=1 << 14,
     small_rows=768,
-    small_mask=768 * 8192,
+    small_scores=768 * 8192,
     min_keys=1024,
-    min_segment_rows=64,
     sdpa_tile=256,  # measured on 2 cores: `exp` dominates, half of a causal square is wasted
     sdpa_call_cost=1 << 13,  # measured on 2 cores
     key_cost=64,  # measured on 2 cores: 1.3 us a key, 13 ns a score

@@ -16,8 +16,9 @@ from tests.support.attention_oracle import paged_attention
 from tests.support.declared_order import recording
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
-from vllm_metal_lite.attention.paged import attention as kernels
 from vllm_metal_lite.attention.paged import common_prefix as shared
+from vllm_metal_lite.attention.paged import decodes
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.common_prefix import PrefixSearch, common_prefix
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -187,7 +188,7 @@ def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order
     q, keys, values = array_of(rng, 2, 4, 32), np.array(store.keys[0]), np.array(store.values[0])
     expected = []
     with recording() as launches:
-        attention = kernels.KernelAttention(store, "varlen", {2})
+        attention = KernelAttention(store, "varlen", {2})
         step = begin(attention, batch, 2)
         for _ in range(2):
             k, v = array_of(rng, 1, 2, 32), array_of(rng, 1, 2, 32)
@@ -228,7 +229,7 @@ def steps(monkeypatch):
             found.append(super().__call__(*args))
             return found[-1]
 
-    monkeypatch.setattr(kernels, "PrefixSearch", Recording)
+    monkeypatch.setattr(decodes, "PrefixSearch", Recording)
     return found
 
 
@@ -339,7 +340,7 @@ def test_a_step_without_its_arrays_holds_none(steps):
     engine.runner.attention.prepare = lambda *args: prepared.append(prepare(*args)) or prepared[-1]
     tokens_of(engine, [PREFIX[:20] + rest for rest in OTHERS[:2]], 4)
     step = prepared[-1]
-    assert step.plan.prefix_len == 16
-    assert step.plan.prefix_len in step.variant
+    assert step.plan.decodes.prefix.length == 16
+    assert 16 in step.variant
     assert arrays_in(step)
     assert not arrays_in(step.with_arrays(_emptied(step.arrays)))

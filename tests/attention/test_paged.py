@@ -13,9 +13,10 @@ from tests.support.attention_cases import RAGGED, Case, check
 from tests.support.declared_order import Launches, recording
 from tests.support.device import change_device
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.attention.paged import attention as paged_attention
-from vllm_metal_lite.attention.paged import prompts as prompts_of_steps
-from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention, KernelStepAttention
+from vllm_metal_lite.attention.paged import step as paged_step
+from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
+from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
+from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.attention.sdpa import run as sdpa_run
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compile
 @pytest.fixture(autouse=True)
 def host(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    change_device(monkeypatch, small_rows=0)  # or "gather" would be for large steps only
     with installed():
         yield
 
@@ -57,41 +59,47 @@ def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
 
 @pytest.mark.parametrize("how", [{}, {"window": 11}], ids=str)
 @pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("small_rows", [1, 768], ids=["calls", "one call"])
-def test_prompts_by_the_calls_that_a_gpu_fuses(monkeypatch, how, bits, small_rows):
+def test_prompts_by_the_calls_that_a_gpu_fuses(monkeypatch, how, bits):
     """MLX's SDPA takes the gathered keys as they lie; on a CPU no call is given to it."""
-    for module in (paged_attention, sdpa_run):
+    for module in (paged_step, sdpa_run):
         monkeypatch.setattr(module, "unfused", lambda *_: None)
-    change_device(monkeypatch, small_rows=small_rows)
     case = KernelCase(RAGGED, prefill="gather", sinks=True, dim=64, bits=bits)
     check(case, padding=3, **how)
 
 
-def test_a_large_step_is_cut_into_calls(monkeypatch):
-    change_device(monkeypatch, small_rows=1)
+def test_a_large_step_is_cut_into_calls():
     check(KernelCase(RAGGED, prefill="gather", sinks=True), padding=3, window=5)
 
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_chunks_whose_scores_are_bounded_are_cut_into_tiles_that_share_keys(monkeypatch, window):
     """A CPU's SDPA is unfused, as any is for heads of 256."""
-    change_device(monkeypatch, small_rows=1, max_scores=4 * 40 * 100)
+    change_device(monkeypatch, max_scores=4 * 40 * 100)
     segments = [(7, 1), (100, 70), (30, 1), (60, 90), (0, 50)]
     check(KernelCase(segments, prefill="gather", sinks=True), padding=3, window=window)
 
 
-@pytest.mark.parametrize("how", [{}, {"window": 11}, {"softcap": 2.0}], ids=str)
-def test_prompts_of_like_lengths_are_one_batch(monkeypatch, how):
-    """A step that repeats, of decodes and of chunks that end to end would see each other's keys."""
-    change_device(monkeypatch, min_segment_rows=1, min_keys=16)
-    batches = []
-    made = prompts_of_steps.in_one_batch
-    monkeypatch.setattr(
-        prompts_of_steps, "in_one_batch", lambda *a: batches.append(made(*a)) or batches[-1]
-    )
-    segments = [(5, 1), (9, 1), (20, 6), (18, 7), (22, 5)]
-    check(KernelCase(segments, prefill="gather", sinks=True), padding=3, **how)
-    assert [g.q_rows.shape for g in batches] == [(4, 7)]
+def prompts_of_step(segments, dim=32, **options):
+    case = Case(segments, dim=dim)
+    attention = KernelAttention(case.store, "gather", case.head_groups, **options)
+    return attention.prepare(case.batch, case.batch.num_tokens).plan.prompts
+
+
+def test_small_steps_read_the_store_in_place_whatever_is_faster_for_large_ones(monkeypatch):
+    """They are compiled, if a decode waits for them: MLX's calls differ from step to step."""
+    segments, scores = [(5, 1), (20, 6), (8, 25)], 6 * 26 + 25 * 33
+    assert not prompts_of_step(segments).repeats  # small_rows is 0
+    change_device(monkeypatch, small_rows=31, small_scores=scores)
+    small = prompts_of_step(segments)
+    assert isinstance(small, VarlenPrompts)
+    assert small.repeats
+    for change in ({"small_rows": 30}, {"small_scores": scores - 1}):
+        with monkeypatch.context() as patch:
+            change_device(patch, **change)
+            assert not prompts_of_step(segments).repeats
+    assert not prompts_of_step(segments[1:]).repeats, "nothing waits"
+    assert not prompts_of_step(segments, without=["varlen_prefill"]).repeats
+    assert not prompts_of_step(segments, dim=512).repeats, "too wide for varlen_prefill"
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)
@@ -169,8 +177,9 @@ class _ForgetsTheReader(KernelStepAttention):
 @pytest.mark.parametrize("step", [_NeverTakesAToken, _ForgetsTheReader])
 def test_a_dropped_token_is_noticed(step):
     class Faulty(KernelAttention):
-        def begin(self, *args):
-            return step(self, args[0], *args[1])
+        def begin(self, of, state):
+            (token,) = state
+            return step(self.store, of, token, self.without, self.shares)
 
     launches, outputs, expected = two_steps(Faulty)
     results = launches.run(max)  # the latest first: a write overtakes the read before it

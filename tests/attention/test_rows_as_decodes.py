@@ -21,6 +21,7 @@ from tests.support.attention_cases import (
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.attention.paged.decodes import as_decodes
 from vllm_metal_lite.devices import profile
 
 needs_host = pytest.mark.skipif(
@@ -34,7 +35,7 @@ SEGMENTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1
 @given(SEGMENTS)
 def test_every_row_sees_what_it_saw(segments):
     batch = make_batch(segments)
-    rows = batch.as_decodes()
+    rows = as_decodes(batch)
     rows.validate(int(batch.block_tables.max()) + 1)
     assert rows.num_decodes == rows.num_segments == batch.num_tokens
     assert expected_pairs(rows, None) == expected_pairs(batch, None)
@@ -54,7 +55,7 @@ class DecodesCase(Case):
         plan = self.attention.prepare(self.batch, self.batch.num_tokens).plan
         assert plan.prompts is None
         assert plan.num_decodes == self.batch.num_tokens
-        self.prefix_len = plan.prefix_len
+        self.prefix = plan.decodes.prefix
         return super().run(padding, **how)
 
 
@@ -69,7 +70,7 @@ def test_decodes_prompts_and_chunks(monkeypatch, segments, how):
     with installed():
         check(case, padding=3, **how)
     # Rows of a chunk share what is before it, and some their own first blocks, if layers see all.
-    assert (case.prefix_len > 0) == ("window" not in how)
+    assert (case.prefix is not None) == ("window" not in how)
 
 
 @needs_host
@@ -143,7 +144,7 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
         np.testing.assert_allclose(ours, wanted, 1e-4, 1e-4)
     assert engine.runner.compiled.reason is None
     assert all(step.plan.prompts is None for step in steps)
-    assert any(step.plan.prefix_len for step in steps)
+    assert any(step.plan.decodes.prefix for step in steps)
     assert engine.metrics()["compiled_steps"] > 0
 
 

@@ -83,7 +83,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
     results, forms = [], []
     for cost in (1 << 20, 0):
         change_device(monkeypatch, sdpa_call_cost=cost)
-        groups = case.attention.prepare(case.batch, 70).plan.sdpa[0].calls(None).groups
+        groups = case.attention.prepare(case.batch, 70).plan.calls(0, None).groups
         forms.append([g.group.segments is not None for g in groups])
         results.append(case.run())
     assert forms[0] == [True]
@@ -93,7 +93,7 @@ def test_the_packed_form_equals_the_padded_one(monkeypatch):
 
 
 def masks_of(case: Case, dtype: mx.Dtype, window: int | None) -> list[mx.array]:
-    calls = case.attention.prepare(case.batch, case.batch.num_tokens).plan.sdpa[0].calls(window)
+    calls = case.attention.prepare(case.batch, case.batch.num_tokens).plan.calls(0, window)
     return [m for g in calls.groups if isinstance(m := g.mask(dtype), mx.array)]
 
 
@@ -110,7 +110,7 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
 def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
     case = Case(RAGGED)
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    first, second = (step.plan.sdpa[0].calls(7).groups for _ in range(2))
+    first, second = (step.plan.calls(0, 7).groups for _ in range(2))
     assert first is second
     assert first[0].mask(mx.float32) is second[0].mask(mx.float32)
     assert first[0].visible is second[0].visible
@@ -119,21 +119,21 @@ def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
 def unfused_call(segment: tuple[int, int], window: int | None = None) -> DeviceGroup:
     case = Case([segment])
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    (group,) = step.plan.sdpa[0].calls(window, unfused=Unfused(heads=4)).groups
+    (group,) = step.plan.calls(0, window, unfused=Unfused(heads=4)).groups
     return group
 
 
 def test_keys_that_every_row_sees_are_not_masked():
     """Of 5 rows behind 40 keys, the first sees 41; the keys are padded to 48."""
     group = unfused_call((40, 5))
-    assert group.num_visible == 41
+    assert group.group.num_visible == 41
     np.testing.assert_array_equal(group.visible[0, 0], np.tri(5, 48 - 41, -1, bool))
 
 
 def test_all_keys_are_masked_where_the_rows_share_few():
-    assert unfused_call((40, 5), window=7).num_visible == 0
-    assert unfused_call((5, 5)).num_visible == 0
-    assert unfused_call((0, 30)).num_visible == 0
+    assert unfused_call((40, 5), window=7).group.num_visible == 0
+    assert unfused_call((5, 5)).group.num_visible == 0
+    assert unfused_call((0, 30)).group.num_visible == 0
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_a_window_that_hides_nothing_is_no_window():
     case = Case(RAGGED)
     longest = int(case.batch.seq_lens.max())
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    assert step.plan.sdpa[0].calls(longest) is step.plan.sdpa[0].calls(None)
-    assert step.plan.sdpa[0].calls(longest - 1) is not step.plan.sdpa[0].calls(None)
+    assert step.plan.calls(0, longest) is step.plan.calls(0, None)
+    assert step.plan.calls(0, longest - 1) is not step.plan.calls(0, None)
 
 
 def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_metal_lite.attention.paged.prompts import prompts_of
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 
@@ -118,9 +119,9 @@ BAD = {
     "a sequence shorter than its rows": lambda b: {"seq_lens": _with(b.seq_lens, 1, 3)},
     "a chunk among the decodes": lambda b: {"num_decodes": 2},
     "positions missing": lambda b: {"positions": b.positions[:-1]},
-    "slots missing": lambda b: {"slot_mapping": b.slot_mapping[:-1]},
-    "a slot behind the store": lambda b: {"slot_mapping": _with(b.slot_mapping, 4, 56)},
-    "a slot before the store": lambda b: {"slot_mapping": _with(b.slot_mapping, 4, -2)},
+    "a position behind the segment": lambda b: {"positions": _with(b.positions, 14, 20)},
+    "a position before the segment": lambda b: {"positions": _with(b.positions, 5, 9)},
+    "the position of another row": lambda b: {"positions": _with(b.positions, 4, 2)},
     "a block behind the store": lambda b: {"block_tables": _with(b.block_tables, (2, 1), 7)},
     "a block before the store": lambda b: {"block_tables": _with(b.block_tables, (2, 1), -1)},
     "a logits row behind the end": lambda b: {"logits_indices": np.array([15], np.int32)},
@@ -146,10 +147,8 @@ def test_each_kv_group_is_held_to_its_own_store():
 
 def test_the_prompts_of_a_step_are_those_of_every_kv_group():
     batch = good_batch()
-    other = replace(
-        batch, slot_mapping=batch.slot_mapping[::-1], block_tables=batch.block_tables + 1
-    )
-    first, second = replace(batch, others=(other,)).prefills().by_group
+    other = replace(batch, block_tables=batch.block_tables + 1)
+    first, second = prompts_of(replace(batch, others=(other,)), 1).by_group
     assert second.slot_mapping.tolist() == other.slot_mapping[1:].tolist()
     assert second.block_tables.tolist() == (first.block_tables + 1).tolist()
     assert second.cu_seqlens_q.tolist() == first.cu_seqlens_q.tolist()

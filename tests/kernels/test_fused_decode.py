@@ -18,6 +18,7 @@ from tests.support.kernel_cases import (
     PagedSequences,
     raw,
 )
+from vllm_metal_lite.attention.paged.decodes import reads_new_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.common import new_token
@@ -251,7 +252,7 @@ def pack(seq_lens, *tables, block_size=8):
     ],
 )
 def test_blocks_shared_at_once_are_seen(seq_lens, tables, reads):
-    assert pack(seq_lens, tables).reads_new_rows is reads
+    assert reads_new_rows(pack(seq_lens, tables)) is reads
     apart = [[10 * i + b for b in t] for i, t in enumerate(tables, 1)]
-    assert pack(seq_lens, apart).reads_new_rows is False
-    assert pack(seq_lens, apart, tables).reads_new_rows is reads
+    assert reads_new_rows(pack(seq_lens, apart)) is False
+    assert reads_new_rows(pack(seq_lens, apart, tables)) is reads

@@ -55,7 +55,7 @@ def ones(*shape: int, dtype: mx.Dtype = mx.float16) -> mx.array:
 def one_segment(slots: int) -> tuple[mx.array, np.ndarray]:
     """One row, whose state is in the last slot."""
     last = np.array([slots - 1], np.int32)
-    segments = plan_segments(np.array([0, 1]), last, last, 1, slots, [])
+    segments = plan_segments(np.array([0, 1]), last, last, 1)
     return mx.array(segments), segments
 
 

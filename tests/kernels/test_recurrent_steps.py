@@ -49,7 +49,7 @@ def run_steps(ordered=True):
         lengths, initial, final = (np.array(column, np.int32) for column in zip(*step, strict=True))
         rows = int(lengths.sum())
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-        plan = plan_segments(cu_seqlens, initial, final, rows, SLOTS, CHECKPOINTS.get(n, ()))
+        plan = plan_segments(cu_seqlens, initial, final, rows, CHECKPOINTS.get(n, ()))
         segments, tiles = mx.array(plan), mx.array(plan_conv_tiles(plan))
         x, gates, beta = draw(n + 1, rows, CHANNELS), draw(n + 9, rows, HEADS), draw(n, rows, HEADS)
         mx.eval(x, gates, beta, segments, tiles)

@@ -11,7 +11,7 @@ from vllm_metal_lite.kernels.segments import EMPTY, PADDING, plan_segments
 
 def plan(cu_seqlens, initial, final, num_rows, checkpoints=()):
     arrays = (np.array(a, np.int32) for a in (cu_seqlens, initial, final))
-    return plan_segments(*arrays, num_rows, 8, checkpoints)
+    return plan_segments(*arrays, num_rows, checkpoints)
 
 
 def test_a_row_has_its_slots_and_its_ends():
@@ -40,47 +40,6 @@ def test_a_few_segments_are_an_array_of_eight_elements(count):
     assert segments.size == 8
     assert (segments[count:, 1] == PADDING).all()
     assert segments[-1, 2] == 3
-
-
-def test_a_slot_may_be_read_by_several_and_written_by_its_reader():
-    plan([0, 1, 2, 3], [7, 7, 2], [0, 1, 2], 3, [(1, 2, 3)])
-
-
-@pytest.mark.parametrize(
-    ("initial", "final", "checkpoints"),
-    [([0, 1], [2, 2], ()), ([0, 2], [2, 1], ()), ([0, 1], [0, 1], [(0, 1, 1)]),
-     ([0, 1], [0, 1], [(0, 1, 0)])],
-)  # fmt: skip
-def test_a_slot_that_is_written_belongs_to_one_segment(initial, final, checkpoints):
-    with pytest.raises(ValueError, match="slots that one segment writes and another uses: "):
-        plan([0, 2, 4], initial, final, 4, checkpoints)
-
-
-@pytest.mark.parametrize("cu_seqlens", [[0, 3, 2], [1, 2, 3], [0, 2, 5]])
-def test_bad_ends_are_named(cu_seqlens):
-    with pytest.raises(ValueError, match="must ascend from 0 to at most 4"):
-        plan(cu_seqlens, [0, 1], [0, 1], 4)
-
-
-def test_slots_must_be_one_a_segment():
-    with pytest.raises(ValueError, match="2 segments have 1 initial and 2 final slots"):
-        plan([0, 1, 2], [0], [0, 1], 2)
-
-
-@pytest.mark.parametrize(("segment", "row"), [(1, 1), (1, 5), (2, 4), (-1, 4)])
-def test_a_checkpoint_outside_its_segment_is_named(segment, row):
-    with pytest.raises(ValueError, match=f"row {row} is outside segment {segment}"):
-        plan([0, 2, 4], [0, 1], [0, 1], 4, [(segment, row, 3)])
-
-
-@pytest.mark.parametrize(
-    ("initial", "final", "checkpoints"),
-    [([8, 1], [0, 1], ()), ([PADDING, 1], [0, 1], ()), ([0, 1], [0, 9], ()),
-     ([0, 1], [0, 1], [(0, 1, 8)])],
-)  # fmt: skip
-def test_a_slot_that_does_not_exist_is_named(initial, final, checkpoints):
-    with pytest.raises(ValueError, match="slots must be -1 to 7: "):
-        plan([0, 2, 4], initial, final, 4, checkpoints)
 
 
 @given(st.lists(st.integers(0, 40), max_size=6), st.integers(0, 20))

@@ -163,7 +163,7 @@ def test_kernels_give_the_tokens_of_mlx_lm(name, prefill):
 @needs_compiler
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_prompts_without_rows_as_decodes(prefill, monkeypatch):
-    change_device(monkeypatch, rows_as_decodes=0)
+    change_device(monkeypatch, rows_as_decodes=0, small_rows=0)
     prompts = tiny.prompts(4, 5, 40)
     expected = [tiny.alone(tiny.native("glm4_moe_lite"), prompt, 6) for prompt in prompts]
     with kernels("glm4_moe_lite", prefill, max_num_batched_tokens=24) as engine:

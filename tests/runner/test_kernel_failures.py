@@ -66,7 +66,7 @@ def host(tmp_path_factory):
         # Decodes are split, and a prefix is shared, at the lengths of these prompts.
         change_device(
             patch, min_split_context=8, min_split_keys=8, min_saved_tokens=8, rows_as_decodes=0,
-            min_segment_rows=1, min_keys=16,
+            min_keys=16,
         )  # fmt: skip
         yield
 

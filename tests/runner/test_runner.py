@@ -7,7 +7,7 @@ from tests.support import tiny_models as tiny
 from tests.support.runner_bench import PROMPTS, RunnerBench, check_that_decodes_copy_less_than
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import make_step
-from vllm_metal_lite.attention.sdpa.reference import ReferencePlan
+from vllm_metal_lite.attention.sdpa.calls import SdpaPlan
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
@@ -16,7 +16,7 @@ from vllm_metal_lite.runner.runner import bucket
 
 
 def step_of(batch, num_rows):
-    return make_step(batch, num_rows, ReferencePlan(()))
+    return make_step(batch, num_rows, SdpaPlan(batch, num_rows))
 
 
 @pytest.mark.parametrize("num_rows", [6, 8])

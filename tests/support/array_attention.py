@@ -52,15 +52,15 @@ class ArrayStepAttention(ReferenceStepAttention):
         assert softcap is sinks is None
         outputs, plan = [], self.step.plan
         group, prompts = self.store.group_of[layer], plan.prompts
-        if plan.num_decodes:
-            tables, count = plan.block_tables[group], plan.num_decodes
-            if plan.prefix_len and self.attention.shares[layer]:
+        if decodes := plan.decodes:
+            tables, count = decodes.block_tables[group], decodes.count
+            if decodes.prefix and self.attention.shares[layer]:
                 # As if only the leader had its blocks.
-                blocks = plan.prefix_lens[:count, None] // self.store.block_size
+                blocks = decodes.prefix.lens[:count, None] // self.store.block_size
                 shared = mx.arange(tables.shape[1]) < blocks
-                tables = mx.where(shared, tables[plan.leader], tables)
+                tables = mx.where(shared, tables[decodes.prefix.leader], tables)
             k, v = self._keys_and_values(layer, tables)
-            at, end = mx.arange(k.shape[2]), plan.seq_lens[:count, None]
+            at, end = mx.arange(k.shape[2]), decodes.seq_lens[:count, None]
             mask = self._mask(at < end, at, end - 1, window, q.dtype)[:, None, None]
             rows = q[:count, :, None]
             outputs.append(_sdpa(rows, k, v, scale=scale, mask=mask).squeeze(2))
@@ -70,7 +70,7 @@ class ArrayStepAttention(ReferenceStepAttention):
             assert q.shape[1] // self.store.specs[layer].num_kv_heads in prompts.tiles
             outputs.append(self._varlen(layer, rows, prompts, scale, window))
         elif prompts is not None:
-            calls = prompts.sdpa[group].calls(window)
+            calls = prompts.calls(group, window)
             outputs.append(run_calls(calls, rows, self._gather(layer, calls, False), scale=scale))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 

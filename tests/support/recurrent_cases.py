@@ -53,7 +53,7 @@ class Segments:
             for (s, row), slot in zip(self.checkpoints, drawn[2 * count :], strict=False)
         ]
         self.array = plan_segments(
-            self.cu_seqlens, self.initial, self.final, self.num_rows, self.slots, self.taken
+            self.cu_seqlens, self.initial, self.final, self.num_rows, self.taken
         )
         self.max_seqlen = max(self.lengths, default=0)
 

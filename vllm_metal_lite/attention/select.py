@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
-from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.attention.paged.attention import PROMPT_KERNELS, KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.devices import profile
@@ -45,8 +45,6 @@ _INSTEAD = {
 _REFERENCE = "the reference attention is used, which is slower"
 _OPERATIONS = "attention and recurrent layers use MLX operations, which is slower"
 OPTIONAL_KERNELS = frozenset(_INSTEAD)
-# Kernels without any of which prompts do not read the store in place.
-_PROMPTS = ("varlen_prefill", "latent_attention", "latent_prefill")
 _STATES = ("causal_conv", "gated_delta")
 _WRITES, _GATHERS = ("kv_write", "kv_write_quantised"), ("kv_gather", "kv_gather_quantised")
 
@@ -146,7 +144,7 @@ def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, s
     if fatal is not None:
         return verdict.prefill, fatal
     gather = next((kernel for kernel in _GATHERS if kernel in failed), None)
-    varlen = failed.isdisjoint(_PROMPTS)
+    varlen = failed.isdisjoint(PROMPT_KERNELS)
     varlen = varlen and all(unsupported(shape, prefill=True) is None for shape in shapes)
     if gather is not None:
         return "varlen", None if varlen else gather

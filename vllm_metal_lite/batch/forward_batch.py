@@ -1,6 +1,6 @@
 """Host-side description of one forward pass: its tokens, and where their K and V lie."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,8 +20,8 @@ _NO_CHECKPOINTS = np.zeros((0, 3), np.int32)
 class ForwardBatch:
     """S segments (one per request) packed into N rows, decode rows (segments of length 1) first.
 
-    token_ids, positions, slot_mapping: (N,) int32.  cu_seqlens_q: (S+1,) int32.  A decode may hold
-    UNKNOWN_TOKEN while the previous step is still sampling it.
+    token_ids, positions: (N,) int32.  cu_seqlens_q: (S+1,) int32.  A decode may hold UNKNOWN_TOKEN
+    while the previous step is still sampling it.
     seq_lens: (S,) int32, context including this step's tokens.
     block_tables: (S, max_blocks) int32; entries behind a window are meaningless.
     req_indices: (S,) int32, rows of the InputBatch (the requests' seats).  num_decodes: leading
@@ -35,13 +35,12 @@ class ForwardBatch:
     sample_segments: (T,) int32, the terminal segments, in order.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.
-    others: with several KV groups (scheduler/kv_groups.py), the same step for each group after the
-    first; only slot_mapping and block_tables differ.
+    others: with several KV groups (scheduler/kv_groups.py), one batch per group after the first;
+    only block_tables differ.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
-    slot_mapping: np.ndarray
     cu_seqlens_q: np.ndarray
     seq_lens: np.ndarray
     block_tables: np.ndarray
@@ -63,69 +62,19 @@ class ForwardBatch:
         return (self, *self.others)
 
     @property
+    def slot_mapping(self) -> np.ndarray:
+        """(N,) int32, where the K and V of each row go: its place in the block table."""
+        segments = np.repeat(np.arange(self.num_segments), np.diff(self.cu_seqlens_q))
+        block, offset = np.divmod(self.positions, self.block_size)
+        return self.block_tables[segments, block] * self.block_size + offset
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
     def num_segments(self) -> int:
         return len(self.seq_lens)
-
-    def prefills(self) -> "ForwardBatch":
-        """The segments after the decodes as a separate batch, with rows counted from 0."""
-        first, rows = self.num_decodes, slice(int(self.cu_seqlens_q[self.num_decodes]), None)
-        return replace(
-            self,
-            token_ids=self.token_ids[rows],
-            positions=self.positions[rows],
-            slot_mapping=self.slot_mapping[rows],
-            cu_seqlens_q=self.cu_seqlens_q[first:] - rows.start,
-            seq_lens=self.seq_lens[first:],
-            block_tables=self.block_tables[first:],
-            req_indices=self.req_indices[first:],
-            num_decodes=0,
-            # Sampling uses the whole step's batch.
-            logits_indices=_NONE,
-            sample_segments=_NONE,
-            prompt_targets=_NONE,
-            prompt_segments=_NONE,
-            others=tuple(other.prefills() for other in self.others),
-        )
-
-    def as_decodes(self) -> "ForwardBatch":
-        """For attention: every row as its own segment, which sees the keys up to itself.
-
-        Rows of one original segment read keys that this same step writes.
-        """
-        lengths, rows = np.diff(self.cu_seqlens_q), np.arange(self.num_tokens, dtype=np.int32)
-        return replace(
-            self,
-            cu_seqlens_q=np.arange(self.num_tokens + 1, dtype=np.int32),
-            seq_lens=np.repeat(self.seq_lens - self.cu_seqlens_q[1:], lengths) + rows + 1,
-            block_tables=np.repeat(self.block_tables, lengths, axis=0),
-            req_indices=np.repeat(self.req_indices, lengths),
-            num_decodes=self.num_tokens,
-            others=tuple(other.as_decodes() for other in self.others),
-        )
-
-    def as_prompts(self) -> "ForwardBatch":
-        """For attention: every segment as a prompt, also one of length 1."""
-        return replace(
-            self, num_decodes=0, others=tuple(other.as_prompts() for other in self.others)
-        )
-
-    @property
-    def reads_new_rows(self) -> bool:
-        """Whether a decode reads a row that another decode writes in this step: the last row of a
-        block shared in the same step (`KVCacheManager.publish`; only full blocks are shared)."""
-        decodes = slice(self.num_decodes)
-        seq_lens = self.seq_lens[decodes]
-        whole = np.flatnonzero(seq_lens % self.block_size == 0)
-        if not len(whole):
-            return False
-        last = seq_lens[whole] // self.block_size - 1
-        longer = seq_lens[:, None] > seq_lens[whole]
-        tables = [batch.block_tables[decodes] for batch in self.by_group]
-        return any((longer & (t[:, last] == t[whole, last])).any() for t in tables)
 
     def validate(self, *num_blocks: int, num_state_slots: int = 0) -> None:
         """Raise ValueError for an inconsistent batch; num_blocks: the store's, per KV group.
@@ -150,9 +99,12 @@ class ForwardBatch:
             raise ValueError(f"segment {i} has {q_lens[i]} rows, and seq_lens {self.seq_lens[i]}")
         if (q_lens[: self.num_decodes] != 1).any():
             raise ValueError(f"the first {self.num_decodes} segments must be decodes (one row)")
-        for name in ("positions", "slot_mapping"):
-            if len(getattr(self, name)) != n:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {n} rows")
+        if len(self.positions) != n:
+            raise ValueError(f"positions has {len(self.positions)} entries for {n} rows")
+        expected = np.arange(n) + np.repeat(self.seq_lens - cu[1:], q_lens)
+        if (wrong := self.positions != expected).any():
+            i = wrong.argmax()
+            raise ValueError(f"row {i} has position {self.positions[i]} in place of {expected[i]}")
         if len(num_blocks) != len(self.by_group):
             raise ValueError(f"{len(self.by_group)} KV groups, the store has {len(num_blocks)}")
         for batch, count in zip(self.by_group, num_blocks, strict=True):
@@ -208,12 +160,6 @@ class ForwardBatch:
             )
 
     def _validate_blocks(self, num_blocks: int) -> None:
-        num_slots = num_blocks * self.block_size
-        if self.slot_mapping.min() < PAD_SLOT or self.slot_mapping.max() >= num_slots:
-            raise ValueError(
-                f"slot_mapping {self.slot_mapping.min()} to {self.slot_mapping.max()} points "
-                f"outside the store of {num_slots} slots"
-            )
         blocks_used = -(-self.seq_lens // self.block_size)
         if blocks_used.max() > self.block_tables.shape[1]:
             raise ValueError(

@@ -113,7 +113,6 @@ class InputBatch:
         positions += np.arange(cu[-1], dtype=np.int32) - cu[segment]
         row = req_indices[segment]
         seq_lens = (num_computed + num_scheduled).astype(np.int32)
-        block, offset = np.divmod(positions, bs)
         terminal = np.flatnonzero(seq_lens == self.num_tokens[req_indices]).astype(np.int32)
 
         scored = prompt_targets = prompt_segments = _NONE
@@ -126,7 +125,6 @@ class InputBatch:
             prompt_targets = self.token_ids[row[scored], successor[scored]]
             prompt_segments = segment[scored]
         max_blocks = -(-int(seq_lens.max()) // bs)
-        slots, *other_slots = (t[row, block] * bs + offset for t in self.block_tables)
         tables, *other_tables = (t[req_indices, :max_blocks] for t in self.block_tables)
         if states is None:
             final = req_indices.astype(np.int32)
@@ -136,7 +134,6 @@ class InputBatch:
         batch = ForwardBatch(
             token_ids=self.token_ids[row, positions],
             positions=positions,
-            slot_mapping=slots,
             cu_seqlens_q=cu,
             seq_lens=seq_lens,
             block_tables=tables,
@@ -151,13 +148,8 @@ class InputBatch:
             final_slots=final,
             checkpoints=checkpoints,
         )
-        if not other_slots:
-            return batch
-        others = zip(other_slots, other_tables, strict=True)
-        return replace(
-            batch,
-            others=tuple(replace(batch, slot_mapping=s, block_tables=t) for s, t in others),
-        )
+        others = tuple(replace(batch, block_tables=table) for table in other_tables)
+        return replace(batch, others=others) if others else batch
 
 
 def _slots(

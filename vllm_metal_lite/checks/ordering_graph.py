@@ -221,7 +221,7 @@ class Graph:
         """A row for each state, from which it starts and which it replaces."""
         slots = np.arange(self.sizes.sequences)
         ends = np.arange(len(slots) + 1)
-        return plan_segments(ends, slots, slots, len(slots), len(slots))
+        return plan_segments(ends, slots, slots, len(slots))
 
     def _replace(self, kernel: str, number: int) -> np.ndarray:
         """The number that all states of the kernel's layer have, before they get the next."""

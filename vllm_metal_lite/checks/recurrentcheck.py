@@ -53,7 +53,7 @@ class _Step:
         initial, final = np.array(self.initial), np.array(self.final)
         starts = self.starts
         taken = [(s, int(starts[s]) + row, slot) for s, row, slot in self.checkpoints]
-        return plan_segments(starts, initial, final, self.num_rows, _SLOTS, taken)
+        return plan_segments(starts, initial, final, self.num_rows, taken)
 
 
 # A decode, a whole prompt, a chunk behind a state that stays as it is, a segment without rows.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from vllm_metal_lite.attention.heads import Heads, Latents
-from vllm_metal_lite.attention.paged.attention import KernelStepAttention
+from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.origins import Attended, Scaled
 from vllm_metal_lite.fusion.traced import Traced, heads_of, origin_of

@@ -197,6 +197,7 @@ def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
     step = attention.prepare(batch, num_rows)
     nowhere = tuple(mx.full(slots.shape, PAD_SLOT, mx.int32) for slots in step.slot_mapping)
     plan = step.plan
-    if plan.seq_lens is not None:
-        plan = replace(plan, seq_lens=mx.zeros_like(plan.seq_lens))
+    if plan.decodes is not None:
+        no_keys = mx.zeros_like(plan.decodes.seq_lens)
+        plan = replace(plan, decodes=replace(plan.decodes, seq_lens=no_keys))
     return replace(step, slot_mapping=nowhere, plan=plan)

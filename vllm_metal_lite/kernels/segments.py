@@ -27,33 +27,22 @@ def plan_segments(
     initial_slots: np.ndarray,
     final_slots: np.ndarray,
     num_rows: int,
-    num_slots: int,
     checkpoints: Iterable[tuple[int, int, int]] = (),
 ) -> np.ndarray:
     """The segments (S + 1, 2 + 2 M) int32 of a step with S segments.
 
     cu_seqlens: (S+1,), empty segments allowed.  initial_slots: (S,), the slot whose state a segment
     starts from, or EMPTY.  final_slots: (S,), the slot that takes the state after the segment, or
-    EMPTY.  num_rows: packed rows, padding included.  num_slots: slots of the pools.  checkpoints:
-    (segment, row, slot): `slot` takes the state that `segment` has before packed row `row`.
+    EMPTY.  num_rows: packed rows, padding included.  checkpoints: (segment, row, slot): `slot`
+    takes the state that `segment` has before packed row `row`.  `ForwardBatch.validate` has checked
+    these numbers: a wrong index in a kernel would corrupt memory.
 
     A row of the result is begin, initial slot, and M pairs (end, slot) in order of their ends.  The
     last pair is the segment's own end; a segment with fewer checkpoints than others has pairs
     (begin, EMPTY) first.  The last segment is the padding.  All columns are fixed by the step, so
     one array serves all layers.
-
-    Raises ValueError for a slot that does not exist, a slot that one segment writes and another
-    uses, a checkpoint outside its segment, or a cu_seqlens that does not ascend from 0 to at most
-    num_rows: a wrong index in a kernel would corrupt memory.
     """
     ends, begins = cu_seqlens[1:], cu_seqlens[:-1]
-    if cu_seqlens[0] != 0 or (begins > ends).any() or cu_seqlens[-1] > num_rows:
-        raise ValueError(f"cu_seqlens must ascend from 0 to at most {num_rows}: {cu_seqlens}")
-    if not len(begins) == len(initial_slots) == len(final_slots):
-        raise ValueError(
-            f"{len(begins)} segments have {len(initial_slots)} initial and "
-            f"{len(final_slots)} final slots"
-        )
     inside = {s: list(of) for s, of in groupby(sorted(checkpoints), key=itemgetter(0))}
     pairs = 1 + max(map(len, inside.values()), default=0)
     segments = np.full((len(begins) + 1, 2 + 2 * pairs), EMPTY, np.int32)
@@ -64,31 +53,11 @@ def plan_segments(
     segments[-1, -2] = num_rows
     for s, of in inside.items():
         for column, (_, row, slot) in enumerate(of, pairs - 1 - len(of)):
-            if not (0 <= s < len(begins) and begins[s] <= row <= ends[s]):
-                raise ValueError(f"checkpoint before row {row} is outside segment {s}")
             segments[s, 2 + 2 * column : 4 + 2 * column] = row, slot
-    slots = np.concatenate([segments[:-1, 1], segments[:, 3::2].ravel()])
-    if ((slots < EMPTY) | (slots >= num_slots)).any():
-        raise ValueError(f"slots must be {EMPTY} to {num_slots - 1}: {slots}")
-    if shared := _shared_slots(segments):
-        raise ValueError(f"slots that one segment writes and another uses: {shared}")
     missing = max(0, -(-MIN_ELEMENTS // segments.shape[1]) - len(segments))
     nothing = np.full((missing, segments.shape[1]), EMPTY, np.int32)
     nothing[:, 1], nothing[:, 0], nothing[:, 2::2] = PADDING, num_rows, num_rows
     return np.concatenate([segments, nothing])
-
-
-def _shared_slots(segments: np.ndarray) -> list[int]:
-    """Slots written by one segment and read or written by another, or twice by one."""
-    written = segments[:, 3::2]
-    slots, times = np.unique(written[written >= 0], return_counts=True)
-    owner = np.full(segments.max(initial=0) + 1, -1)
-    segment = np.broadcast_to(np.arange(len(segments))[:, None], written.shape)
-    owner[written[written >= 0]] = segment[written >= 0]
-    read = segments[:, 1]
-    of = owner[np.maximum(read, 0)]
-    foreign = read[(read >= 0) & (of >= 0) & (of != np.arange(len(segments)))]
-    return sorted({*slots[times > 1].tolist(), *foreign.tolist()})
 
 
 def check_pool(states: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> None:

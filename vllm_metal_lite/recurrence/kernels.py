@@ -49,9 +49,7 @@ class SegmentPlan(NamedTuple):
     max_seqlen: int
 
     @staticmethod
-    def plan(
-        batch: ForwardBatch, num_rows: int, num_segments: int, num_slots: int
-    ) -> "SegmentPlan":
+    def plan(batch: ForwardBatch, num_rows: int, num_segments: int) -> "SegmentPlan":
         """The plan of a step padded to num_rows rows and num_segments segments."""
         missing = num_segments - batch.num_segments
         empty = np.full(missing, EMPTY_SLOT, np.int32)
@@ -61,7 +59,6 @@ class SegmentPlan(NamedTuple):
             np.concatenate([batch.initial_slots, empty]),
             np.concatenate([batch.final_slots, empty]),
             num_rows,
-            num_slots,
             batch.checkpoints.tolist(),
         )
         longest = int(np.diff(cu).max())

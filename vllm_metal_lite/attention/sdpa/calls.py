@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,46 +20,21 @@ from vllm_metal_lite.devices import profile
 _KEY_GRAIN = 16
 
 
-class Indices(NamedTuple):
-    """The arrays of a Group on the device."""
-
-    q_rows: mx.array | None
-    kv_slots: mx.array
-    q_pos: mx.array
-    kv_pos: mx.array
-    segments: mx.array | None
-    kv_segments: mx.array | None
-
-    @classmethod
-    def of(cls, g: Group) -> "Indices":
-        return cls(
-            on_device(g.q_rows),
-            mx.array(g.kv_slots),
-            mx.array(g.q_pos),
-            mx.array(g.kv_pos),
-            on_device(g.segments),
-            on_device(g.kv_segments),
-        )
-
-
 def on_device(array: np.ndarray | None) -> mx.array | None:
     return None if array is None else mx.array(array)
 
 
 class DeviceGroup:
-    """One SDPA call: the indices, and lazily built masks.
+    """One SDPA call on the device, with masks that are built when they are needed.
 
-    mask, num_visible: see Group.
+    group: the call on the host.
     """
 
-    def __init__(
-        self,
-        indices: Indices,
-        mask: str | None,
-        window: int | None = None,
-        num_visible: int = 0,
-    ) -> None:
-        self.group, self.kind, self.window, self.num_visible = indices, mask, window, num_visible
+    def __init__(self, group: Group, window: int | None) -> None:
+        self.group, self.window = group, window
+        self._kv_slots, self._q_pos = mx.array(group.kv_slots), mx.array(group.q_pos)
+        self._kv_pos = mx.array(group.kv_pos)
+        self._segments, self._kv_segments = map(on_device, (group.segments, group.kv_segments))
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -71,15 +45,15 @@ class DeviceGroup:
         """
         heads = store.shape[1]
         if heads not in self._head_rows:
-            first = self.group.kv_slots[:, None, :] * heads
+            first = self._kv_slots[:, None, :] * heads
             self._head_rows[heads] = first + mx.arange(heads)[:, None]
         return store.reshape(-1, store.shape[2])[self._head_rows[heads]]
 
     def mask(self, dtype: mx.Dtype) -> mx.array | str | None:
         """The mask as MLX's SDPA takes it.  An array is (B, 1, Lq, Lk) of bool, or, on CUDA, which
         fuses no bool mask, additive in the queries' dtype."""
-        if self.kind != "array":
-            return self.kind
+        if self.group.mask != "array":
+            return self.group.mask
         key = dtype if backend.name() == "cuda" else mx.bool_
         if key not in self._masks:
             mask = self._visible(0)
@@ -91,16 +65,15 @@ class DeviceGroup:
     @cached_property
     def visible(self) -> mx.array:
         """Bool (B, 1, Lq, Lk - num_visible): whether a row sees a key after those that all see."""
-        return self._visible(self.num_visible)
+        return self._visible(self.group.num_visible)
 
     def _visible(self, first: int) -> mx.array:
-        at = self.group
-        q_pos, kv_pos = at.q_pos[:, :, None], at.kv_pos[:, None, first:]
+        q_pos, kv_pos = self._q_pos[:, :, None], self._kv_pos[:, None, first:]
         visible = kv_pos <= q_pos
         if self.window is not None:
             visible = visible & (kv_pos > q_pos - self.window)
-        if at.segments is not None and at.kv_segments is not None:
-            visible = visible & (at.segments[:, :, None] == at.kv_segments[:, None, first:])
+        if self._segments is not None and self._kv_segments is not None:
+            visible = visible & (self._segments[:, :, None] == self._kv_segments[:, None, first:])
         return visible[:, None]
 
 
@@ -137,53 +110,49 @@ class SdpaCalls:
 
     q_rows: (T,) rows of the packed batch in the order of the calls; None: the first T.
     place: (num_rows,) the place of each row in the calls' concatenated outputs; None: in order.
-    planned: the calls on the host; None if the step may be traced.
     """
 
-    def __init__(
-        self,
-        groups: list[DeviceGroup],
-        q_rows: mx.array | None,
-        place: mx.array | None,
-        planned: list[Group] | None = None,
-    ) -> None:
-        self.groups, self.q_rows, self.place, self._planned = groups, q_rows, place, planned
-        self.queries = Joined([g.group.q_pos.shape for g in groups])
+    def __init__(self, planned: list[Group], window: int | None, num_rows: int) -> None:
+        self.groups = [DeviceGroup(g, window) for g in planned]
+        self.q_rows, self.place = map(on_device, places(planned, num_rows))
+        self.queries = Joined([g.q_pos.shape for g in planned])
 
     @cached_property
     def gathers(self) -> list[tuple[mx.array, Joined]]:
         """The slots (K,) of each gather, and how its rows are cut into calls."""
-        shapes = [g.group.kv_slots.shape for g in self.groups]
-        if self._planned is None:
-            slots = [g.group.kv_slots.reshape(-1) for g in self.groups]
-            return [(s, Joined([shape])) for s, shape in zip(slots, shapes, strict=True)]
-        found, left = [], iter(shapes)
-        for gather in joint_gathers(self._planned, profile().max_gathered_keys):
+        planned = [g.group for g in self.groups]
+        found, left = [], iter([g.kv_slots.shape for g in planned])
+        for gather in joint_gathers(planned, profile().max_gathered_keys):
             cut = Joined([next(left) for _ in gather.begins], gather.begins)
             found.append((mx.array(gather.slots), cut))
         return found
 
 
 class SdpaPlan:
-    """A batch cut into SDPA calls, once per step for each window and chunk of a layer.
+    """A batch cut into SDPA calls, once per step for each KV group, window and chunk of a layer.
 
     A Plan without arrays: its calls differ between steps, so such a step is never compiled.
     """
 
     arrays: Arrays = None
+    repeats = False
 
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
         self.batch, self.num_rows = batch, num_rows
         self._plans: dict[tuple, SdpaCalls] = {}
 
     def calls(
-        self, window: int | None, chunk: int | None = None, unfused: Unfused | None = None
+        self,
+        group: int,
+        window: int | None,
+        chunk: int | None = None,
+        unfused: Unfused | None = None,
     ) -> SdpaCalls:
         """unfused: the layer, if MLX does not fuse it; then the scores of a call are bounded."""
         longest = int(self.batch.seq_lens.max())
         window = None if window is not None and window >= longest else window
         chunk = None if chunk is not None and chunk >= longest else chunk
-        key = window, chunk, unfused
+        key = group, window, chunk, unfused
         if key not in self._plans:
             device = profile()
             scores = {}
@@ -193,13 +162,11 @@ class SdpaPlan:
                     "key_grain": _KEY_GRAIN,
                     "fused_rows": unfused.fused_rows,
                 }
-            groups = plan_groups(
-                self.batch, window, chunk=chunk, tile=device.sdpa_tile,
+            planned = plan_groups(
+                self.batch.by_group[group], window, chunk=chunk, tile=device.sdpa_tile,
                 call_cost=device.sdpa_call_cost, **scores,
             )  # fmt: skip
-            rows, place = places(groups, self.num_rows)
-            calls = [DeviceGroup(Indices.of(g), g.mask, window, g.num_visible) for g in groups]
-            self._plans[key] = SdpaCalls(calls, on_device(rows), on_device(place), groups)
+            self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]
 
     def with_arrays(self, arrays: Arrays) -> "SdpaPlan":

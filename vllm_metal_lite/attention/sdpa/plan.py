@@ -35,7 +35,7 @@ def power_of_two(n: int) -> int:
 class Group:
     """One call of SDPA on the host: B rows of Lq queries over Lk keys.
 
-    q_rows (B, Lq): rows of the packed batch, padding repeats the last; None: all rows, in order.
+    q_rows (B, Lq): rows of the packed batch, padding repeats the last.
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
     "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
     segments of rows and keys).  num_visible: keys at the start that every row sees, or 0 if these
@@ -43,7 +43,7 @@ class Group:
     one segment in a row.
     """
 
-    q_rows: np.ndarray | None
+    q_rows: np.ndarray
     kv_slots: np.ndarray
     q_pos: np.ndarray
     kv_pos: np.ndarray
@@ -123,11 +123,7 @@ def plan_groups(
             tiles = _tiles(batch, segments, window, chunk, tile, max_scores)
             _, batches = _group_by_shape(tiles, call_cost, max_scores)
             groups += [_padded(batch, tiles[i], window, key_grain=key_grain) for i in batches]
-    return sorted(groups, key=_first_row)
-
-
-def _first_row(group: Group) -> int:
-    return 0 if group.q_rows is None else int(group.q_rows[0, 0])
+    return sorted(groups, key=lambda group: int(group.q_rows[0, 0]))
 
 
 def split_packs(
@@ -223,19 +219,12 @@ def _group_by_shape(
     return int(least[-1]), batches[::-1]
 
 
-def _padded(
-    batch: ForwardBatch,
-    tiles: Tiles,
-    window: int | None,
-    q_len: int = 0,
-    kv_len: int = 0,
-    key_grain: int = 1,
-) -> Group:
-    """Tiles as a batch, padded to the longest, at least to q_len rows and kv_len keys."""
+def _padded(batch: ForwardBatch, tiles: Tiles, window: int | None, key_grain: int = 1) -> Group:
+    """Tiles as a batch, padded to the longest."""
     q_lens, kv_lens = tiles.q_len, tiles.kv_end - tiles.kv_start
-    row = np.minimum(np.arange(max(q_lens.max(), q_len)), q_lens[:, None] - 1)
+    row = np.minimum(np.arange(q_lens.max()), q_lens[:, None] - 1)
     q_rows = tiles.row[:, None] + row
-    key = np.arange(-(-max(kv_lens.max(), kv_len) // key_grain) * key_grain)
+    key = np.arange(-(-kv_lens.max() // key_grain) * key_grain)
     real = key < kv_lens[:, None]
     position = np.where(real, tiles.kv_start[:, None] + key, tiles.kv_start[:, None])
     bs = batch.block_size
@@ -276,7 +265,7 @@ def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.nd
 
     Rows are None if they are the first T, in order.  Places are None if also T == num_rows.
     """
-    rows = np.concatenate([g.q_rows.ravel() for g in groups if g.q_rows is not None])
+    rows = np.concatenate([g.q_rows.ravel() for g in groups])
     place = np.zeros(num_rows, np.int32)
     # Reversed, so that a row's first place wins: later places are padding, which sees too many keys
     # under plain "causal".
@@ -284,66 +273,3 @@ def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.nd
     if not np.array_equal(rows, np.arange(len(rows))):
         return rows, place
     return None, None if len(rows) == num_rows else place
-
-
-def quarter_power(n: int) -> int:
-    """n rounded up to one of four sizes per octave."""
-    step = max(1, power_of_two(n) // 8)
-    return -(-n // step) * step
-
-
-def batch_shape(
-    batch: ForwardBatch, min_rows: int, min_keys: int, window: int | None = None
-) -> tuple[int, int, int]:
-    """(B, Lq, Lk) of `in_one_batch`, rounded up to repeat: Lq >= min_rows, Lk >= min_keys."""
-    q_lens, kv_lens = np.diff(batch.cu_seqlens_q), batch.seq_lens
-    if window is not None:
-        kv_lens = np.minimum(kv_lens, q_lens - 1 + window)
-    return (
-        power_of_two(batch.num_segments),
-        quarter_power(max(int(q_lens.max()), min_rows)),
-        quarter_power(max(int(kv_lens.max()), min_keys)),
-    )
-
-
-def in_one_batch(
-    batch: ForwardBatch, min_rows: int, min_keys: int, window: int | None = None
-) -> Group:
-    """One segment per row of a padded batch; padding repeats the last segment.
-
-    Keys that the window hides from all rows are not gathered.
-    """
-    count, q_len, kv_len = batch_shape(batch, min_rows, min_keys, window)
-    segments = np.minimum(np.arange(count), batch.num_segments - 1)
-    tiles = _tiles(batch, segments, window, None, q_len)
-    return replace(_padded(batch, tiles, window, q_len, kv_len), mask="array")
-
-
-def in_one_call(
-    batch: ForwardBatch, num_rows: int, min_keys: int, window: int | None = None
-) -> Group:
-    """All segments concatenated: num_rows queries, and keys padded to a power of two, at least
-    min_keys.
-
-    Keys that the window hides from all rows are not gathered: another request may own their blocks.
-    Padded rows see the same keys as the last row.
-    """
-    q_lens = np.diff(batch.cu_seqlens_q)
-    kv_start = np.zeros_like(q_lens)
-    if window is not None:
-        kv_start = np.maximum(batch.seq_lens - q_lens + 1 - window, 0)
-    ends = np.cumsum(batch.seq_lens - kv_start)
-    num_keys = int(ends[-1])
-    segment = np.repeat(np.arange(len(q_lens), dtype=np.int32), batch.seq_lens - kv_start)
-    position = np.arange(num_keys) - (ends - batch.seq_lens)[segment]
-    block, offset = np.divmod(position, batch.block_size)
-    slots = batch.block_tables[segment, block] * batch.block_size + offset
-    keys = np.zeros((3, power_of_two(max(num_keys, min_keys))), np.int32)
-    keys[0], keys[1] = slots[0], NEVER
-    keys[:, :num_keys] = slots, position, segment
-    last = np.minimum(np.arange(num_rows), batch.num_tokens - 1)
-    rows = np.repeat(np.arange(len(q_lens), dtype=np.int32), q_lens)[last]
-    kv_slots, kv_pos, kv_segments = keys[:, None]
-    return Group(
-        None, kv_slots, batch.positions[last][None], kv_pos, "array", 0, rows[None], kv_segments
-    )

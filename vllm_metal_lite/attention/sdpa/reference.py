@@ -6,9 +6,8 @@ segment may share blocks that another segment of the same step fills.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from vllm_metal_lite.attention.base import Arrays, Step, make_step
+from vllm_metal_lite.attention.base import Step, make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.attention.sdpa.run import run_calls
@@ -16,17 +15,6 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.reference import ReferenceRecurrence
-
-
-@dataclass(frozen=True)
-class ReferencePlan:
-    """A step whose rows all use SDPA; never compiled.  sdpa: one plan per KV group."""
-
-    sdpa: tuple[SdpaPlan, ...]
-    arrays: Arrays = None
-
-    def with_arrays(self, arrays: Arrays) -> "ReferencePlan":
-        return self
 
 
 class ReferenceAttention:
@@ -46,7 +34,7 @@ class ReferenceAttention:
         return self.store.arrays
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
-        plan = ReferencePlan(tuple(SdpaPlan(b, num_rows) for b in batch.by_group))
+        plan = SdpaPlan(batch, num_rows)
         return make_step(batch, num_rows, plan, padding_slots=self.store.padding_slots)
 
     def begin(self, step: Step, state: list[mx.array]) -> "ReferenceStepAttention":
@@ -58,7 +46,7 @@ class ReferenceStepAttention:
 
     def __init__(self, store: PagedStore, step: Step) -> None:
         self.store, self.step = store, step
-        self.plan: ReferencePlan = step.plan
+        self.plan: SdpaPlan = step.plan
         self.recurrence = ReferenceRecurrence(store.states, step.batch, step.num_rows)
 
     @property
@@ -82,8 +70,8 @@ class ReferenceStepAttention:
     ) -> mx.array:
         if q_pe is not None:
             q = mx.concatenate([q, q_pe], axis=-1)
-        calls = self.plan.sdpa[self.store.group_of[layer]].calls(
-            window, chunk, unfused(q.shape[1], q.shape[2], softcap)
+        calls = self.plan.calls(
+            self.store.group_of[layer], window, chunk, unfused(q.shape[1], q.shape[2], softcap)
         )
         gathered = self._gather(layer, calls, q_pe is not None)
         return run_calls(calls, q, gathered, scale=scale, softcap=softcap, sinks=sinks)

@@ -39,11 +39,11 @@ def run_calls(
     outputs = []
     parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
     limits = unfused(q.shape[1], q.shape[2], softcap)
-    for group, queries, (k, v) in zip(calls.groups, parts, gathered, strict=True):
-        if limits is None or limits.fuses(queries.shape[2], group.kind):
-            out = _sdpa(queries, k, v, scale=scale, mask=group.mask(q.dtype), sinks=sinks)
+    for call, queries, (k, v) in zip(calls.groups, parts, gathered, strict=True):
+        if limits is None or limits.fuses(queries.shape[2], call.group.mask):
+            out = _sdpa(queries, k, v, scale=scale, mask=call.mask(q.dtype), sinks=sinks)
         else:
-            out = _by_products(queries, k, v, group, scale, softcap, sinks)
+            out = _by_products(queries, k, v, call, scale, softcap, sinks)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return out if calls.place is None else take(out, calls.place)
@@ -53,7 +53,7 @@ def _by_products(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    group: DeviceGroup,
+    call: DeviceGroup,
     scale: float,
     softcap: float | None,
     sinks: mx.array | None,
@@ -72,9 +72,9 @@ def _by_products(
         return scores if softcap is None else softcap * mx.tanh(scores / softcap)
 
     def masked(scores: mx.array) -> mx.array:
-        return mx.where(group.visible, scores, mx.array(-float("inf"), scores.dtype))
+        return mx.where(call.visible, scores, mx.array(-float("inf"), scores.dtype))
 
-    scores, first = scores_of(k), group.num_visible
+    scores, first = scores_of(k), call.group.num_visible
     if first == 0:
         scores = masked(scores)
     elif first < k.shape[2]:

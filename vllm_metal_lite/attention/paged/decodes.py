@@ -1,0 +1,169 @@
+"""The rows of a step that are attended to as decodes, and the prefix that these rows share."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_metal_lite.attention.base import Arrays
+from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix, PrefixSearch
+from vllm_metal_lite.attention.paged.prompts import pad_tables, padded
+from vllm_metal_lite.attention.sdpa.plan import power_of_two
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import ForwardBatch
+from vllm_metal_lite.devices import profile
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS
+from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan
+
+# Number of KV heads -> the plan of such layers.
+Plans = Mapping[int, DecodePlan]
+
+
+class Prefix(NamedTuple):
+    """length: the largest power of two within the prefix.  leader (1,), lens (count,): see
+    CommonPrefix.  plans: for the keys after the prefix."""
+
+    length: int
+    leader: mx.array
+    lens: mx.array
+    plans: Plans
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """The first `count` rows of a step.  In a step of only decodes they include padded rows.
+
+    block_tables (count, W), one per KV group; seq_lens (count,) int32, 0 for a padded row.  W and
+    the lengths of arrays are at least MIN_ELEMENTS.  plans: for all keys.
+    """
+
+    count: int
+    block_tables: tuple[mx.array, ...]
+    seq_lens: mx.array
+    plans: Plans
+    prefix: Prefix | None
+
+    @property
+    def variant(self) -> tuple:
+        """What a compiled step depends on beside `arrays`."""
+        if self.prefix is None:
+            return self.count, *self.plans.values()
+        plans = *self.plans.values(), *self.prefix.plans.values()
+        return self.count, self.prefix.length, *plans
+
+    @property
+    def arrays(self) -> Arrays:
+        prefix = self.prefix and (self.prefix.leader, self.prefix.lens)
+        return self.block_tables, self.seq_lens, prefix
+
+    def with_arrays(self, arrays: Arrays) -> "Decodes":
+        block_tables, seq_lens, of_prefix = arrays
+        prefix = self.prefix
+        if prefix is not None:
+            leader, lens = of_prefix
+            prefix = prefix._replace(leader=leader, lens=lens)
+        return replace(self, block_tables=tuple(block_tables), seq_lens=seq_lens, prefix=prefix)
+
+
+class DecodePlanner:
+    """Plans the decodes of each step.
+
+    kv_heads: numbers of KV heads, over all layers.  splits: contexts may be cut.  sharing_groups:
+    KV groups with layers that read a shared prefix once.  rows_as_decodes: rows, the largest step
+    whose prompt rows may be decodes.
+    """
+
+    def __init__(
+        self,
+        kv_heads: Collection[int],
+        *,
+        splits: bool,
+        sharing_groups: Sequence[int],
+        rows_as_decodes: int,
+    ) -> None:
+        self._kv_heads, self._splits = sorted(kv_heads), splits
+        self._sharing_groups, self._rows_as_decodes = sharing_groups, rows_as_decodes
+        self._search = PrefixSearch()
+
+    def __call__(self, batch: ForwardBatch, num_rows: int) -> Decodes | None:
+        """The batch's decodes, or all of its rows if that pays.
+
+        The rows of a chunk can be decodes that share the chunk's context.  A small step then needs
+        no launches for its prompts, and parallel splits read the context.
+        """
+        device, prompts = profile(), batch.num_decodes < batch.num_segments
+        if prompts and num_rows <= self._rows_as_decodes:
+            rows = as_decodes(batch)
+            prefix = self._common_prefix(rows, device.min_saved_for_prompts)
+            own = rows.seq_lens - (prefix.lens if prefix else 0)
+            if own[batch.num_decodes :].sum() <= device.max_own_keys:
+                return self._plan(rows, num_rows, prefix)
+        if not batch.num_decodes:
+            return None
+        prefix = self._common_prefix(batch, device.min_saved_tokens)
+        return self._plan(batch, batch.num_decodes if prompts else num_rows, prefix)
+
+    def _common_prefix(self, batch: ForwardBatch, min_saved: int) -> CommonPrefix | None:
+        if not self._sharing_groups:
+            return None
+        decodes = slice(batch.num_decodes)
+        tables = [batch.by_group[g].block_tables[decodes] for g in self._sharing_groups]
+        return self._search(tables, batch.seq_lens[decodes], batch.block_size, min_saved)
+
+    def _plan(self, batch: ForwardBatch, count: int, prefix: CommonPrefix | None) -> Decodes:
+        decodes = slice(batch.num_decodes)
+        seq_lens = batch.seq_lens[decodes]
+        longest = int(seq_lens.max())
+        width = max(power_of_two(-(-longest // batch.block_size)), MIN_ELEMENTS)
+        tables = [pad_tables(b.block_tables[decodes], count, width) for b in batch.by_group]
+        return Decodes(
+            count,
+            tuple(map(mx.array, tables)),
+            padded(seq_lens, count),
+            self._plans(count, longest),
+            prefix and self._prefix(prefix, seq_lens, count),
+        )
+
+    def _prefix(self, prefix: CommonPrefix, seq_lens: np.ndarray, count: int) -> Prefix:
+        return Prefix(
+            1 << (int(prefix.lens.max()).bit_length() - 1),
+            mx.array([prefix.leader], mx.int32),
+            padded(prefix.lens, count),
+            self._plans(count, int((seq_lens - prefix.lens).max())),
+        )
+
+    def _plans(self, count: int, longest: int) -> Plans:
+        found = {h: decode_plan(count, h, longest) for h in self._kv_heads}
+        return found if self._splits else {h: p._replace(splits=1) for h, p in found.items()}
+
+
+def as_decodes(batch: ForwardBatch) -> ForwardBatch:
+    """Every row as its own segment, which sees the keys up to itself.
+
+    Rows of one original segment read keys that this same step writes.
+    """
+    lengths = np.diff(batch.cu_seqlens_q)
+    return replace(
+        batch,
+        cu_seqlens_q=np.arange(batch.num_tokens + 1, dtype=np.int32),
+        seq_lens=batch.positions + 1,
+        block_tables=np.repeat(batch.block_tables, lengths, axis=0),
+        req_indices=np.repeat(batch.req_indices, lengths),
+        num_decodes=batch.num_tokens,
+        others=tuple(map(as_decodes, batch.others)),
+    )
+
+
+def reads_new_rows(batch: ForwardBatch) -> bool:
+    """Whether a decode reads a row that another decode writes in this step: the last row of a block
+    shared in the same step (`KVCacheManager.publish`; only full blocks are shared)."""
+    decodes = slice(batch.num_decodes)
+    seq_lens = batch.seq_lens[decodes]
+    whole = np.flatnonzero(seq_lens % batch.block_size == 0)
+    if not len(whole):
+        return False
+    last = seq_lens[whole] // batch.block_size - 1
+    longer = seq_lens[:, None] > seq_lens[whole]
+    tables = [b.block_tables[decodes] for b in batch.by_group]
+    return any((longer & (t[:, last] == t[whole, last])).any() for t in tables)

@@ -1,0 +1,256 @@
+"""Attention and K/V writes of one step, through the kernels of metal/."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.heads import Heads, Latents, RotaryPart, same_rope
+from vllm_metal_lite.attention.paged.decodes import Decodes
+from vllm_metal_lite.attention.paged.plan import PagedPlan
+from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
+from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
+from vllm_metal_lite.attention.sdpa.fused import unfused
+from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS
+from vllm_metal_lite.kernels.decode import paged_decode
+from vllm_metal_lite.kernels.gather_rows import gather_rows
+from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
+from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
+from vllm_metal_lite.kernels.new_rows import NewRows
+from vllm_metal_lite.kernels.prefill import varlen_prefill
+from vllm_metal_lite.kernels.rope_write import rope_unsupported, rope_write
+from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, prefix_splits, shared_prefix
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.recurrence.kernels import KernelRecurrence
+from vllm_metal_lite.specs import AttentionShape
+
+
+class _Call(NamedTuple):
+    """The arguments of `attend` that the kernels support."""
+
+    layer: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: mx.array | None
+    q_pe: mx.array | None
+
+
+class KernelStepAttention:
+    """See StepAttention.
+
+    token: orders writes and reads across launches.  without: kernels that are not used.  shares:
+    which layers read a shared prefix once.
+    """
+
+    def __init__(
+        self,
+        store: PagedStore,
+        step: Step,
+        token: mx.array,
+        without: Collection[str],
+        shares: Sequence[bool],
+    ) -> None:
+        self.store, self.step, self.token = store, step, token
+        self.plan: PagedPlan = step.plan
+        self.without, self.shares = without, shares
+
+    @property
+    def recurrence(self) -> KernelRecurrence:
+        assert self.plan.recurrent is not None, "a step without recurrent states"
+        fused = "fused_recurrence" not in self.without
+        return KernelRecurrence(self.store.states, self.plan.recurrent, self, fused=fused)
+
+    @property
+    def state(self) -> list[mx.array]:
+        # One shape for every kernel: compiled steps depend on shapes.
+        return [self.token.reshape(-1)[:MIN_ELEMENTS]]
+
+    def write(self, layer: int, k: mx.array, v: mx.array) -> None:
+        spec, slot_mapping = self.store.specs[layer], self._slot_mapping(layer)
+        rows = k.astype(spec.dtype), v.astype(spec.dtype)
+        self.token = kv_write(*rows, slot_mapping, *self._kv(layer), self.token, spec)
+
+    def rope_write(self, layer: int, q: Heads, k: Heads, v: Heads) -> mx.array | NewRows | None:
+        """Norm and rotate q and k, write k and v -> q (num_rows, H, D), for `attend`.
+
+        NewRows: `attend` does all of this.  None: no kernel supports these heads.
+        """
+        spec = self.store.specs[layer]
+        kept = [(spec.num_kv_heads, spec.k_head_dim), (spec.num_kv_heads, spec.v_head_dim)]
+        if [(h.num_heads, h.head_dim) for h in (k, v)] != kept or q.head_dim != k.head_dim:
+            return None
+        if v.norm or v.rope or not q.same_rotation(k) or not (k.rope or k.norm):
+            return None
+        if any(h.columns.array.dtype != spec.dtype for h in (q, k, v)):
+            return None
+        shape = AttentionShape(q.num_heads, *kept[0], spec.v_head_dim, spec.dtype)
+        if rope_unsupported(shape, k.rope) is not None:
+            return None
+        new = NewRows(q.columns, k.columns, v.columns, q.num_heads, k.rope, q.norm, k.norm)
+        if self.plan.writes_late:
+            return new
+        if "rope_write" in self.without:
+            return None
+        assert self.plan.positions is not None
+        keys, values = self._kv(layer)
+        rows, self.token = rope_write(
+            new, positions=self.plan.positions, slot_mapping=self._slot_mapping(layer),
+            keys=keys, values=values, token=self.token, spec=spec,
+        )  # fmt: skip
+        return rows
+
+    def latent_write(
+        self, layer: int, q: RotaryPart | Heads, latents: Latents, k_pe: Heads
+    ) -> mx.array | None:
+        """Norm latents, rotate k_pe and q, write latents and k_pe -> q (num_rows, H, rope).
+
+        None: the kernel does not support these rows.
+        """
+        spec, positions = self.store.specs[layer], self.plan.positions
+        stride = q.stride if isinstance(q, RotaryPart) else q.head_dim
+        rope, norm = k_pe.rope, latents.norm
+        if "latent_write" in self.without or positions is None or rope is None:
+            return None
+        kept = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.v_head_dim
+        if (k_pe.num_heads, latents.rank, k_pe.head_dim, q.head_dim) != kept:
+            return None
+        if norm.weight is None or k_pe.norm is not None or not same_rope(q.rope, rope):
+            return None
+        if isinstance(q, Heads) and q.norm is not None:
+            return None
+        columns = q.columns, latents.columns, k_pe.columns
+        if any(c.array.dtype != spec.dtype for c in columns):
+            return None
+        shape = AttentionShape(q.num_heads, 1, spec.v_head_dim, spec.v_head_dim, spec.dtype)
+        if rope_unsupported(shape, rope) is not None:
+            return None
+        new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
+        keys, values = self._kv(layer)
+        rows, self.token = latent_write(
+            new, positions=positions, slot_mapping=self._slot_mapping(layer), keys=keys,
+            values=values, token=self.token, spec=spec,
+        )  # fmt: skip
+        return rows
+
+    def attend(
+        self,
+        layer: int,
+        q: mx.array | NewRows,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+        q_pe: mx.array | None = None,
+        chunk: int | None = None,
+    ) -> mx.array:
+        if chunk is not None:
+            raise NotImplementedError("the kernels have no chunked attention")
+        decodes, prompts = self.plan.decodes, self.plan.prompts
+        dtype, count = self.store.specs[layer].dtype, self.plan.num_decodes
+        q_pe = None if q_pe is None else q_pe.astype(dtype)
+        call = _Call(layer, scale, window, softcap, sinks, q_pe)
+        if isinstance(q, NewRows):
+            assert decodes is not None, "new rows in a step without decodes"
+            return self._decode(q, decodes, call)
+        rows, outputs = q.astype(dtype), []
+        if decodes is not None:
+            outputs.append(self._decode(rows[:count], decodes, call))
+        if isinstance(prompts, VarlenPrompts):
+            outputs.append(self._varlen(rows[count:], prompts, call))
+        elif prompts is not None:
+            outputs.append(self._sdpa(rows[count:], prompts, call))
+        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        return out.astype(q.dtype)
+
+    def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: "_Call") -> mx.array:
+        spec, seq_lens = self.store.specs[call.layer], decodes.seq_lens
+        tables = decodes.block_tables[self.store.group_of[call.layer]]
+        if call.q_pe is not None and isinstance(q, mx.array):
+            cu_seqlens_q, tiles = decode_tiles(*q.shape[:2])
+            splits = decodes.plans[spec.num_kv_heads].splits
+            where = tables, cu_seqlens_q, seq_lens, tiles
+            return self._latents(q, call.q_pe[: len(q)], where, call, splits)
+        prefix, plans = None, decodes.plans
+        if decodes.prefix and self.shares[call.layer] and call.window is None:
+            prefix, plans = self._prefix(q, tables, decodes, call), decodes.prefix.plans
+        out, self.token = paged_decode(
+            q, tables, seq_lens, *self._kv(call.layer), self.token,
+            block_size=self.store.block_size, scale=call.scale, window=call.window,
+            softcap=call.softcap, sinks=call.sinks, plan=plans[spec.num_kv_heads], spec=spec,
+            prefix=prefix,
+        )  # fmt: skip
+        return out
+
+    def _prefix(
+        self, q: mx.array | NewRows, tables: mx.array, decodes: Decodes, call: "_Call"
+    ) -> SharedPrefix:
+        spec, shared = self.store.specs[call.layer], decodes.prefix
+        assert shared is not None
+        num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
+        splits = prefix_splits(decodes.count, num_heads, spec.num_kv_heads, shared.length)
+        prefix = shared_prefix(
+            q, tables, decodes.seq_lens, shared.leader, shared.lens, *self._kv(call.layer),
+            self.token, block_size=self.store.block_size, scale=call.scale, softcap=call.softcap,
+            splits=splits, spec=spec,
+        )  # fmt: skip
+        self.token = prefix.lse
+        return prefix
+
+    def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: "_Call") -> mx.array:
+        tables = prompts.block_tables[self.store.group_of[call.layer]]
+        spec = self.store.specs[call.layer]
+        tiles = prompts.tiles[q.shape[1] // spec.num_kv_heads]
+        if call.q_pe is not None:
+            where = tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles
+            return self._latents(q, call.q_pe[-len(q) :], where, call)
+        out, self.token = varlen_prefill(
+            q, tables, prompts.cu_seqlens_q, prompts.seq_lens, tiles, *self._kv(call.layer),
+            self.token, block_size=self.store.block_size, scale=call.scale, window=call.window,
+            softcap=call.softcap, sinks=call.sinks, spec=spec,
+        )  # fmt: skip
+        return out
+
+    def _latents(
+        self, q: mx.array, q_pe: mx.array, where: Where, call: "_Call", splits: int = 1
+    ) -> mx.array:
+        """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
+        out, self.token = latent_attention(
+            q, q_pe, *where, *self._kv(call.layer), self.token,
+            block_size=self.store.block_size, scale=call.scale, splits=splits,
+            spec=self.store.specs[call.layer],
+        )  # fmt: skip
+        return out
+
+    def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: "_Call") -> mx.array:
+        if call.q_pe is not None:
+            q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
+        limits = unfused(q.shape[1], q.shape[2], call.softcap)
+        group = self.store.group_of[call.layer]
+        calls = prompts.calls(group, call.window, unfused=limits)
+        return run_calls(
+            calls,
+            q,
+            self._gather(call, calls),
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            take=take_rows if "gather_rows" in self.without else gather_rows,
+        )
+
+    def _gather(self, call: "_Call", calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
+        spec = self.store.specs[call.layer]
+        for slots, parts in calls.gathers:
+            k, v, self.token = kv_gather(slots, *self._kv(call.layer), self.token, spec)
+            if call.q_pe is not None:  # latents and rotary keys; the values are the latents
+                k, v = mx.concatenate([k, v], axis=-1), k
+            yield from zip(parts.cut(k, axis=1), parts.cut(v, axis=1), strict=True)
+
+    def _slot_mapping(self, layer: int) -> mx.array:
+        return self.step.slot_mapping[self.store.group_of[layer]]
+
+    def _kv(self, layer: int) -> tuple[mx.array, mx.array]:
+        return self.store.keys[layer], self.store.values[layer]
