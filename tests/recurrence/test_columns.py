@@ -10,7 +10,7 @@ WIDE = mx.arange(60.0).reshape(5, 12)
 
 
 def rows():
-    return ColumnsOf.make(WIDE[:, None, 4:10], Columns(WIDE, 4))
+    return ColumnsOf(WIDE[:, None, 4:10], Columns(WIDE, 4))
 
 
 def read(x):

@@ -5,9 +5,7 @@ RoPE, store write; or norm, product, sum) starts from the recorded origin, so ML
 the intermediate.  The rules name no architecture; an operation that does not fit is not fused.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 from vllm_metal_lite.attention.heads import Heads, RotaryPart
@@ -27,7 +25,7 @@ from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.skinny_gemm import Gate
 from vllm_metal_lite.model.seam.placeholders import RotaryKeys
 from vllm_metal_lite.model.seam.scaling import ScalingAt
-from vllm_metal_lite.recurrence.columns import IN_PLACE
+from vllm_metal_lite.recurrence.columns import ColumnsOf
 
 
 def heads_of(x: mx.array) -> Heads:
@@ -39,10 +37,7 @@ def heads_of(x: mx.array) -> Heads:
     return Heads(Columns(x.reshape(rows, heads * dim), 0), heads, dim)
 
 
-_assign = mx.array.__setitem__
-
-
-class Traced(mx.array):
+class Traced(ColumnsOf):
     """An array and its origin: one of origins.py, of a router (routing.py), Columns (of a product),
     Heads, RotaryPart, Latents or None.
 
@@ -52,17 +47,17 @@ class Traced(mx.array):
     """
 
     def __init__(self, value: mx.array, origin: Any, rows: mx.array | None = None) -> None:
-        super().__init__(value)
-        # The constructor copies: a graph node, and a launch if `value` has other users.
-        _assign(self, slice(None), value)
-        self.origin, self.rows = origin, rows
+        super().__init__(value, origin)
+        self.rows = rows
+
+    def forget(self) -> None:
+        self.origin = self.rows = None
 
     @property
     def columns(self) -> Columns | None:
-        """The columns of a product that the rows are, for recurrent layers (recurrence/base.py)."""
         if isinstance(self.origin, Heads) and self.origin.norm is None and self.origin.rope is None:
             return self.origin.columns
-        return self.origin if isinstance(self.origin, Columns) else None
+        return super().columns
 
     @property
     def _own_columns(self) -> Columns | None:
@@ -73,7 +68,7 @@ class Traced(mx.array):
         return Columns(rows, 0, self.origin)
 
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
-        value, origin = super().reshape(*shape, **kwargs), self.origin
+        value, origin = mx.array.reshape(self, *shape, **kwargs), self.origin
         if value.ndim == 4 and value.shape[:2] == (len(self), 1):
             columns = origin if isinstance(origin, Columns) else self._own_columns
             if columns is not None:
@@ -134,7 +129,7 @@ class Traced(mx.array):
         return self.rows is not None or hasattr(self.origin, "on_widen")
 
     def __getitem__(self, key: Any) -> mx.array:
-        return _by_rule(self, "on_getitem", super().__getitem__(key), key)
+        return _by_rule(self, "on_getitem", mx.array.__getitem__(self, key), key)
 
     @property
     def at(self) -> Any:
@@ -151,11 +146,10 @@ class Traced(mx.array):
         return _by_rule(self, "on_div", super().__truediv__(other), other)
 
     def __itruediv__(self, other: Any) -> Any:
-        quotient, self.rows = self / other, None
+        quotient = self / other
         if type(quotient) is not Traced:
-            self.origin = None
             return super().__itruediv__(other)
-        _assign(self, slice(None), quotient)
+        self.set_value(quotient)
         self.origin, self.rows = quotient.origin, quotient.rows
         return self
 
@@ -233,20 +227,3 @@ def rows_of(x: mx.array) -> mx.array:
     if rows is not None:
         return rows
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-
-
-def _forgetting(name: str) -> Callable:
-    original = getattr(mx.array, name)
-
-    @wraps(original)
-    def method(self: Traced, *args: Any) -> Any:
-        self.origin = self.rows = None
-        return original(self, *args)
-
-    return method
-
-
-# Other in-place operations invalidate the origin.
-for _name in IN_PLACE:
-    if _name not in vars(Traced):
-        setattr(Traced, _name, _forgetting(_name))

@@ -8,36 +8,44 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
 
 # Operations that change an array in place.
-IN_PLACE = tuple(
-    f"__{name}__"
-    for name in (
-        "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
-        "iand", "ior", "ixor", "ilshift", "irshift",
-    )
+_IN_PLACE = (
+    "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
+    "iand", "ior", "ixor", "ilshift", "irshift",
 )  # fmt: skip
 _assign = mx.array.__setitem__
 
 
 class ColumnsOf(mx.array):
-    """Rows (N, 1, ...) with a value like any other, and their columns.
+    """Rows (N, 1, ...) with a value like any other, and their origin: Columns, or one that fusion
+    knows (fusion/traced.py).
 
-    Views that keep the rows whole know their columns too.  columns: None after a change in place.
+    Views that keep the rows whole know their columns too.  origin: None after a change in place.
     """
 
-    columns: Columns | None
+    def __init__(self, value: mx.array, origin: Any) -> None:
+        super().__init__(value)
+        # The constructor copies: a graph node, and a launch if `value` has other users.
+        self.set_value(value)
+        self.origin = origin
 
-    @staticmethod
-    def make(value: mx.array, columns: Columns) -> "ColumnsOf":
-        rows = ColumnsOf(value)
-        _assign(rows, slice(None), value)  # the constructor copies
-        rows.columns = columns
-        return rows
+    def set_value(self, value: mx.array) -> None:
+        """Change the value; the origin stays."""
+        _assign(self, slice(None), value)
+
+    def forget(self) -> None:
+        """Drop the origin: the value is another one now."""
+        self.origin = None
+
+    @property
+    def columns(self) -> Columns | None:
+        """The columns that the rows are, if that is known."""
+        return self.origin if isinstance(self.origin, Columns) else None
 
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
         value, columns = super().reshape(*shape, **kwargs), self.columns
         if columns is None or value.shape[:2] != self.shape[:2]:
             return value
-        return ColumnsOf.make(value, columns)
+        return ColumnsOf(value, columns)
 
     def __getitem__(self, index: Any) -> mx.array:
         value, columns = super().__getitem__(index), self.columns
@@ -48,7 +56,7 @@ class ColumnsOf(mx.array):
             return value
         array, first, *rest = columns
         start, _, _ = last.indices(self.shape[-1])
-        return ColumnsOf.make(value, Columns(array, first + start, *rest))
+        return ColumnsOf(value, Columns(array, first + start, *rest))
 
 
 def _forgetting(name: str) -> Callable:
@@ -56,14 +64,14 @@ def _forgetting(name: str) -> Callable:
 
     @wraps(original)
     def method(self: ColumnsOf, *args: Any) -> Any:
-        self.columns = None
+        self.forget()
         return original(self, *args)
 
     return method
 
 
-for _name in IN_PLACE:
-    setattr(ColumnsOf, _name, _forgetting(_name))
+for _name in _IN_PLACE:
+    setattr(ColumnsOf, f"__{_name}__", _forgetting(f"__{_name}__"))
 
 
 def columns_of(rows: mx.array) -> Columns:

@@ -74,7 +74,7 @@ class ShortConv(nn.Conv1d):
             raise NotImplementedError("a convolution that is not depthwise, causal and dense")
         conv = CausalConv(x.rows, weight, self.get("bias"), self.silu)
         rows = x.state.recurrence.causal_conv(x.state.key, conv)
-        y = ColumnsOf.make(rows[:, None], Columns(rows, 0))
+        y = ColumnsOf(rows[:, None], Columns(rows, 0))
         if self.silu:
             x.activated.append(y)
         return y
@@ -152,7 +152,7 @@ def _split(original: Callable) -> Callable:
             return parts
         array, start, *rest = columns_of(x)
         for i, part in enumerate(parts):
-            parts[i] = ColumnsOf.make(part, Columns(array, start, *rest))
+            parts[i] = ColumnsOf(part, Columns(array, start, *rest))
             start += part.shape[-1]
         return parts
 
