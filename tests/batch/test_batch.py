@@ -86,7 +86,7 @@ def test_pack_equals_a_plain_loop(filled, data):
     assert all(
         getattr(batch, name).dtype == np.int32
         for name in ForwardBatch.__slots__
-        if name not in ("block_size", "num_decodes", "others")
+        if name not in ("block_size", "num_decodes", "other_tables")
     )
 
 
@@ -138,7 +138,7 @@ def test_a_bad_batch_is_refused_before_anything_is_computed(fault):
 
 def test_each_kv_group_is_held_to_its_own_store():
     batch = good_batch()
-    both = replace(batch, others=(batch,))
+    both = replace(batch, other_tables=(batch.block_tables,))
     both.validate(7, 8)
     for num_blocks in ((7,), (7, 6), (7, 7, 7)):
         with pytest.raises(ValueError, match=r"KV groups|outside the store of (6|48)"):
@@ -148,7 +148,8 @@ def test_each_kv_group_is_held_to_its_own_store():
 def test_the_prompts_of_a_step_are_those_of_every_kv_group():
     batch = good_batch()
     other = replace(batch, block_tables=batch.block_tables + 1)
-    first, second = prompts_of(replace(batch, others=(other,)), 1).by_group
+    both = replace(batch, other_tables=(other.block_tables,))
+    first, second = prompts_of(both, 1).by_group
     assert second.slot_mapping.tolist() == other.slot_mapping[1:].tolist()
     assert second.block_tables.tolist() == (first.block_tables + 1).tolist()
     assert second.cu_seqlens_q.tolist() == first.cu_seqlens_q.tolist()

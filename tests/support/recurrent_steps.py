@@ -155,7 +155,7 @@ def reference(step: PackedSpans, pool: StatePool) -> StepRecurrence:
 def kernels(step: PackedSpans, pool: StatePool) -> StepRecurrence:
     """By the kernels; hold `metal.host.installed(writable_inputs=["states"])`."""
     batch = step.batch
-    plan = SegmentPlan.plan(batch, step.num_rows, batch.num_segments + 1, pool.num_slots)
+    plan = SegmentPlan.plan(batch, step.num_rows, batch.num_segments + 1)
     return KernelRecurrence(pool, plan, _Order())
 
 

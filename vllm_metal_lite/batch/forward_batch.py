@@ -1,6 +1,6 @@
 """Host-side description of one forward pass: its tokens, and where their K and V lie."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,8 +35,8 @@ class ForwardBatch:
     sample_segments: (T,) int32, the terminal segments, in order.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.
-    others: with several KV groups (scheduler/kv_groups.py), one batch per group after the first;
-    only block_tables differ.
+    other_tables: with several KV groups (scheduler/kv_groups.py), the block tables of each group
+    after the first.
     """
 
     token_ids: np.ndarray
@@ -54,12 +54,19 @@ class ForwardBatch:
     initial_slots: np.ndarray = field(default_factory=_NONE.copy)
     final_slots: np.ndarray = field(default_factory=_NONE.copy)
     checkpoints: np.ndarray = field(default_factory=_NO_CHECKPOINTS.copy)
-    others: tuple["ForwardBatch", ...] = ()
+    other_tables: tuple[np.ndarray, ...] = ()
 
     @property
     def by_group(self) -> tuple["ForwardBatch", ...]:
         """The step as each KV group sees it."""
-        return (self, *self.others)
+        if not self.other_tables:
+            return (self,)
+        return tuple(replace(self, block_tables=t, other_tables=()) for t in self.tables)
+
+    @property
+    def tables(self) -> tuple[np.ndarray, ...]:
+        """The block tables of each KV group."""
+        return (self.block_tables, *self.other_tables)
 
     @property
     def slot_mapping(self) -> np.ndarray:
@@ -105,10 +112,10 @@ class ForwardBatch:
         if (wrong := self.positions != expected).any():
             i = wrong.argmax()
             raise ValueError(f"row {i} has position {self.positions[i]} in place of {expected[i]}")
-        if len(num_blocks) != len(self.by_group):
-            raise ValueError(f"{len(self.by_group)} KV groups, the store has {len(num_blocks)}")
-        for batch, count in zip(self.by_group, num_blocks, strict=True):
-            batch._validate_blocks(count)
+        if len(num_blocks) != len(self.tables):
+            raise ValueError(f"{len(self.tables)} KV groups, the store has {len(num_blocks)}")
+        for tables, count in zip(self.tables, num_blocks, strict=True):
+            self._validate_blocks(tables, count)
         rows = self.logits_indices
         if len(rows) and (rows.min() < 0 or rows.max() >= n):
             raise ValueError(f"logits_indices {rows.min()} to {rows.max()} for {n} rows")
@@ -159,17 +166,15 @@ class ForwardBatch:
                 f"{end[i] - 1}"
             )
 
-    def _validate_blocks(self, num_blocks: int) -> None:
+    def _validate_blocks(self, tables: np.ndarray, num_blocks: int) -> None:
         blocks_used = -(-self.seq_lens // self.block_size)
-        if blocks_used.max() > self.block_tables.shape[1]:
+        if blocks_used.max() > tables.shape[1]:
             raise ValueError(
-                f"a sequence has {blocks_used.max()} blocks, the block tables "
-                f"{self.block_tables.shape[1]}"
+                f"a sequence has {blocks_used.max()} blocks, the block tables {tables.shape[1]}"
             )
-        used = np.arange(self.block_tables.shape[1]) < blocks_used[:, None]
-        tables = self.block_tables[used]
-        if tables.min() < 0 or tables.max() >= num_blocks:
+        used = tables[np.arange(tables.shape[1]) < blocks_used[:, None]]
+        if used.min() < 0 or used.max() >= num_blocks:
             raise ValueError(
-                f"block_tables {tables.min()} to {tables.max()} points outside the store of "
+                f"block_tables {used.min()} to {used.max()} points outside the store of "
                 f"{num_blocks} blocks"
             )

@@ -1,7 +1,6 @@
 """The persistent host table of running requests; builds each step from it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -131,7 +130,7 @@ class InputBatch:
             initial, checkpoints = np.where(num_computed == 0, EMPTY_SLOT, final), _NO_CHECKPOINTS
         else:
             initial, final, checkpoints = _slots(states, cu, num_computed)
-        batch = ForwardBatch(
+        return ForwardBatch(
             token_ids=self.token_ids[row, positions],
             positions=positions,
             cu_seqlens_q=cu,
@@ -147,9 +146,8 @@ class InputBatch:
             initial_slots=initial.astype(np.int32),
             final_slots=final,
             checkpoints=checkpoints,
+            other_tables=tuple(other_tables),
         )
-        others = tuple(replace(batch, block_tables=table) for table in other_tables)
-        return replace(batch, others=others) if others else batch
 
 
 def _slots(

@@ -31,7 +31,8 @@ class KernelAttention:
     """Only kernels write and read the store.  The state is the token that orders the kernels.
 
     prefill: the path of large prompts, "varlen" or "gather".  head_groups: query heads per KV head,
-    over all layers.  without: kernels that are not used; each has a next best way (select.py).
+    over all layers; none: no prompt uses `varlen_prefill`.  without: kernels that are not used;
+    each has a next best way (select.py).
     rows_as_decodes: rows, the largest step whose prompt rows may be attended to as decodes.
     latents: some layers keep latents.
     """
@@ -63,7 +64,8 @@ class KernelAttention:
             shares and fit and spec.window is None
             for fit, spec in zip(fits, store.specs, strict=True)
         ]
-        self._varlen = self.without.isdisjoint(PROMPT_KERNELS) and (latents or all(fits))
+        in_place = self.without.isdisjoint(PROMPT_KERNELS) and (latents or all(fits))
+        self._varlen = in_place and bool(self._head_groups)
         self._plan_decodes: DecodePlanner | None = None
         if self.without.isdisjoint(("paged_decode", "latent_attention")):
             of_layers = zip(store.group_of, self.shares, strict=True)

@@ -108,7 +108,7 @@ class DecodePlanner:
         if not self._sharing_groups:
             return None
         decodes = slice(batch.num_decodes)
-        tables = [batch.by_group[g].block_tables[decodes] for g in self._sharing_groups]
+        tables = [batch.tables[g][decodes] for g in self._sharing_groups]
         return self._search(tables, batch.seq_lens[decodes], batch.block_size, min_saved)
 
     def _plan(self, batch: ForwardBatch, count: int, prefix: CommonPrefix | None) -> Decodes:
@@ -116,7 +116,7 @@ class DecodePlanner:
         seq_lens = batch.seq_lens[decodes]
         longest = int(seq_lens.max())
         width = max(power_of_two(-(-longest // batch.block_size)), MIN_ELEMENTS)
-        tables = [pad_tables(b.block_tables[decodes], count, width) for b in batch.by_group]
+        tables = [pad_tables(t[decodes], count, width) for t in batch.tables]
         return Decodes(
             count,
             tuple(map(mx.array, tables)),
@@ -144,14 +144,15 @@ def as_decodes(batch: ForwardBatch) -> ForwardBatch:
     Rows of one original segment read keys that this same step writes.
     """
     lengths = np.diff(batch.cu_seqlens_q)
+    tables, *other_tables = (np.repeat(t, lengths, axis=0) for t in batch.tables)
     return replace(
         batch,
         cu_seqlens_q=np.arange(batch.num_tokens + 1, dtype=np.int32),
         seq_lens=batch.positions + 1,
-        block_tables=np.repeat(batch.block_tables, lengths, axis=0),
+        block_tables=tables,
+        other_tables=tuple(other_tables),
         req_indices=np.repeat(batch.req_indices, lengths),
         num_decodes=batch.num_tokens,
-        others=tuple(map(as_decodes, batch.others)),
     )
 
 
@@ -165,5 +166,5 @@ def reads_new_rows(batch: ForwardBatch) -> bool:
         return False
     last = seq_lens[whole] // batch.block_size - 1
     longer = seq_lens[:, None] > seq_lens[whole]
-    tables = [b.block_tables[decodes] for b in batch.by_group]
+    tables = [of_group[decodes] for of_group in batch.tables]
     return any((longer & (t[:, last] == t[whole, last])).any() for t in tables)

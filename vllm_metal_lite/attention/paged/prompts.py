@@ -52,7 +52,7 @@ class VarlenPrompts:
         width = power_of_two(-(-longest // batch.block_size))
         cu_seqlens_q = pad_rows(batch.cu_seqlens_q, segments + 1, batch.num_tokens)
         return cls(
-            tuple(mx.array(pad_tables(b.block_tables, segments, width)) for b in batch.by_group),
+            tuple(mx.array(pad_tables(t, segments, width)) for t in batch.tables),
             mx.array(cu_seqlens_q),
             mx.array(pad_rows(batch.seq_lens, segments)),
             {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(head_groups)},
@@ -92,5 +92,5 @@ def prompts_of(batch: ForwardBatch, first: int) -> ForwardBatch:
         sample_segments=none,
         prompt_targets=none,
         prompt_segments=none,
-        others=tuple(prompts_of(other, first) for other in batch.others),
+        other_tables=tuple(tables[first:] for tables in batch.other_tables),
     )

@@ -50,7 +50,7 @@ def rebuild(template: Any, layer: int, store: PagedStore, batch: ForwardBatch, r
         count = len(positions)
         # In a full window the oldest token is out of sight, and its block may be reused.
         positions = np.maximum(positions, run.start - reach + 1)
-        table = batch.by_group[store.group_of[layer]].block_tables[run.segments[0]]
+        table = batch.tables[store.group_of[layer]][run.segments[0]]
         slots = table[positions // batch.block_size] * batch.block_size
         slots = mx.array((slots + positions % batch.block_size).astype(np.int32))
         native.keys = _gather(store.keys[layer], spec.k_row, slots)
