@@ -128,7 +128,7 @@ def test_tokens_without_a_kernel_are_the_reference_s(monkeypatch, kernel, name):
     """Prompts in chunks, decodes beside them, in splits, and behind a shared prefix."""
     change_device(
         monkeypatch, min_saved_tokens=8, min_split_context=16, min_split_keys=8, rows_as_decodes=0,
-        min_keys=8,
+        min_keys=8, small_scores=0,
     )  # fmt: skip
     prefill = "gather" if "gather" in kernel else "varlen"
     line = f"{kernel} is off by 2, 0.1 is allowed"

@@ -73,6 +73,7 @@ def measure(tiny: bool, deadline: float, **device: Any) -> Iterator[tuple[float,
     from vllm_metal_lite.runner.runner import bucket
 
     loads = [load.tiny() for load in LOADS] if tiny else LOADS
+    warm_up, steps = (1, 2) if tiny else (_WARM_UP, _STEPS)
     longest = max(max(load.rows) + load.behind for load in loads) + _DECODE
     seats = max(load.decodes + len(load.rows) for load in loads)
     blocks = 2 * longest // _BLOCK + seats * (_DECODE // _BLOCK + 40)
@@ -108,14 +109,14 @@ def measure(tiny: bool, deadline: float, **device: Any) -> Iterator[tuple[float,
             way += ", compiled" if prompts is None or prompts.repeats else ""
             sampled, times = batch.req_indices[batch.sample_segments], []
             before = runner.execute(batch, sampled)
-            for _ in range(_WARM_UP + _STEPS):
+            for _ in range(warm_up + steps):
                 start = time.perf_counter()
                 result = runner.execute(batch, sampled)
                 before.wait()
                 before = result
                 times.append(time.perf_counter() - start)
             before.wait()
-            yield 1e3 * statistics.median(times[_WARM_UP:]), way
+            yield 1e3 * statistics.median(times[warm_up:]), way
 
 
 def child(args: argparse.Namespace) -> None:

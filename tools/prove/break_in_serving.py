@@ -83,7 +83,7 @@ def short_contexts() -> AbstractContextManager[None]:
     """Contexts are split, and prefixes shared, at the lengths of these prompts."""
     return devices.using(replace(
         devices.profile(), min_split_context=64, min_split_keys=32, min_saved_tokens=8,
-        rows_as_decodes=0, min_keys=64,
+        rows_as_decodes=0, min_keys=64, small_scores=0,
     ))  # fmt: skip
 
 
