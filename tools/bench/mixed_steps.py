@@ -133,7 +133,7 @@ def column(name: str, root: Path, args: argparse.Namespace) -> list[str]:
     words = [sys.executable, "-P", __file__, "--child", name, "--seconds", str(args.seconds)]
     run = subprocess.run(
         words + ["--tiny"] * args.tiny, cwd=root, stdout=subprocess.PIPE, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        env=os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
     )  # fmt: skip
     if run.returncode:
         print(f"{name} ended with {run.returncode}", file=sys.stderr)
