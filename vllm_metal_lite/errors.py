@@ -39,6 +39,14 @@ class RequestError(MetalLiteError):
     """A request that can never be served: refused when it is added, others go on."""
 
 
+class PromptTooLong(RequestError):
+    """A prompt that does not fit.  num_tokens: how many it has; an estimate if it has very many."""
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__(f"the prompt has about {num_tokens} tokens, and at most {most} are taken")
+        self.num_tokens = num_tokens
+
+
 class ModelLoadError(MetalLiteError):
     """A model cannot be found, read, or run by this package."""
 

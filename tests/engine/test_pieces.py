@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm_metal_lite.engine import pieces
 from vllm_metal_lite.engine.pieces import PieceEncoder
+from vllm_metal_lite.errors import PromptTooLong
 
 ADDED = [
     AddedToken("<|start|>", normalized=False, special=True),
@@ -114,3 +115,20 @@ def test_a_slow_tokenizer_gets_the_whole_text():
     tokenizer.is_fast = False
     PieceEncoder(tokenizer)("<|start|>ab<|start|>ab")
     assert tokenizer.encoded == ["<|start|>ab<|start|>ab"]
+
+
+def test_a_text_of_too_many_tokens_is_refused_before_its_end(monkeypatch):
+    monkeypatch.setattr(pieces, "_SLICE", 100)
+    for text in "x " * 5000, "<|start|>x x x" * 700:
+        encode = PieceEncoder(TOKENIZERS["byte level"])
+        num_tokens = len(encode(text))
+        assert encode(text, num_tokens) == encode(text)
+        with pytest.raises(PromptTooLong) as refused:
+            PieceEncoder(TOKENIZERS["byte level"])(text, 200)
+        assert refused.value.num_tokens == pytest.approx(num_tokens, rel=0.1)
+
+
+def test_the_caller_may_end_it_between_two_pieces():
+    encode, left = PieceEncoder(TOKENIZERS["byte level"]), iter(range(3))
+    with pytest.raises(StopIteration):
+        encode("<|start|>x" * 10, check=lambda: next(left))

@@ -253,7 +253,7 @@ def test_null_is_not_given(running):
         ({"temperature": -1}, "temperature", "must be a number >= 0, got -1"),
         ({"temperature": "1"}, "temperature", "got '1'"),
         ({"temperature": True}, "temperature", "got True"),
-        ({"n": 0}, "n", "must be an integer from 1 to 1024, got 0"),
+        ({"n": 0}, "n", "must be an integer from 1 to 128, got 0"),
         ({"n": 1.5}, "n", "got 1.5"),
         ({"top_p": 2}, "top_p", "at most 1, got 2"),
         ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),

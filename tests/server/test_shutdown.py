@@ -77,6 +77,7 @@ def test_the_answers_under_way_are_finished(tmp_path, number, group, code):
                 assert refused.status_code == 503
                 assert int(refused.headers["retry-after"]) > 0
                 assert refused.json()["error"]["message"] == "the server is shutting down"
+                assert refused.json()["error"].get("code") in ("server_shutting_down", None)
         *_, last, done = data
         assert json.loads(last)["choices"][0]["finish_reason"] == "length"
         assert done == "[DONE]"
@@ -108,6 +109,7 @@ def test_answers_that_take_too_long_end_with_an_error(tmp_path, how):
                 command.signal(signal.SIGTERM)
             *_, last, done = chat
             assert json.loads(last)["error"]["message"] == "the server is shutting down"
+            assert json.loads(last)["error"]["code"] == "server_shutting_down"
             assert done == "[DONE]"
             *_, last = response
             failed = json.loads(last)
@@ -205,6 +207,8 @@ def test_an_engine_that_dies_ends_its_streams_and_no_more(tmp_path):
             *_, error = response
             assert "SIGKILL" in json.loads(error)["response"]["error"]["message"]
         assert client.post("/v1/chat/completions", json=SHORT).status_code == 200
+        log = command.err.read_text()
+        assert "ended by SIGKILL, and 3 requests are lost; the next request starts another" in log
         command.signal(signal.SIGTERM)
         assert command.leave() == 0
 

@@ -243,6 +243,7 @@ def _add_serve(commands: Any) -> None:
     )
     options.add_server_options(serve)
     options.add_engine_options(serve, max_num_seqs=32)
+    serve.set_defaults(max_num_batched_tokens=None)  # by the device
 
 
 def _add_launch(commands: Any) -> None:

@@ -2,7 +2,7 @@
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.engine.detokenizer import Detokenizer
+from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.runner.result import Logprobs
 from vllm_metal_lite.sampling import undrawn
@@ -131,4 +131,4 @@ class Answer:
         return out
 
     def _decode(self, token_id: int) -> str | None:
-        return self._tokenizer.decode([token_id]) if self._tokenizer is not None else None
+        return None if self._tokenizer is None else texts_of(self._tokenizer)[token_id]

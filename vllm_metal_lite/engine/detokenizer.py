@@ -164,6 +164,20 @@ class _Pieces(dict[int, str | None]):
 _pieces_of = lru_cache(maxsize=8)(_Pieces)  # slow to make; requests share it
 
 
+class _Texts(dict[int, str]):
+    """What each token is by itself, as log-probabilities show it."""
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = str(self._tokenizer.decode([token_id]))
+        return text
+
+
+texts_of = lru_cache(maxsize=8)(_Texts)
+
+
 def _num_shared(a: str, b: str) -> int:
     """Length of the common prefix."""
     both = zip(a, b, strict=False)

@@ -8,14 +8,17 @@ So a text can be cut before any of these tokens, and its pieces be encoded one b
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from threading import Lock
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from vllm_metal_lite.errors import PromptTooLong
+
 # Characters of the pieces that are kept: about a million tokens.
 _MAX_KEPT = 4_000_000
+_SLICE = 1 << 16  # characters of a long piece that are counted at once
 
 
 class PieceEncoder:
@@ -43,11 +46,36 @@ class PieceEncoder:
             cuts = []
         self._cuts = frozenset(t.content for t in cuts)
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(
+        self, text: str, most: int | None = None, check: Callable[[], None] = lambda: None
+    ) -> list[int]:
+        """most: tokens; a text of more raises PromptTooLong, soon.  check: may raise, to end the
+        work."""
         token_ids: list[int] = []
+        num_read = 0
         for piece in self._pieces(text):
+            check()
+            if most is not None:
+                if len(piece) > max(most, _SLICE):
+                    self._count(piece, most, check)
+                if len(token_ids) > most:
+                    raise PromptTooLong(len(token_ids) * len(text) // num_read, most)
             token_ids += self._encode(piece)
+            num_read += len(piece)
+        if most is not None and len(token_ids) > most:
+            raise PromptTooLong(len(token_ids), most)
         return token_ids
+
+    def _count(self, piece: str, most: int, check: Callable[[], None]) -> None:
+        """Raise PromptTooLong for a piece of too many tokens, without encoding all of it."""
+        count = 0
+        for at in range(0, len(piece), _SLICE):
+            check()
+            end = at + _SLICE
+            count += len(self._tokenizer.encode(piece[at:end], add_special_tokens=False))
+            # A cut may make tokens more, and tokenizers that put a space in front one more.
+            if count > 1.1 * most:
+                raise PromptTooLong(count * len(piece) // min(end, len(piece)), most)
 
     def _pieces(self, text: str) -> Iterator[str]:
         found = sorted(self._found(text, 0, len(text), self._stages))

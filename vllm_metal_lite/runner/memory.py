@@ -277,6 +277,9 @@ def _run(model: LoadedModel, attention: ReferenceAttention, batch: ForwardBatch)
     mx.eval(mx.softmax(logits.astype(mx.float32), axis=-1), attention.store.states.arrays)
 
 
+_CPU_CACHE = 64 << 20  # with 1 GiB, steps of many sizes take as much CPU time
+
+
 def set_memory_limits() -> None:
     """Limit MLX's memory and its cache of freed buffers; on Metal keep what MLX allocates resident.
 
@@ -284,12 +287,12 @@ def set_memory_limits() -> None:
     less than weights and store take (0.8 of a CUDA device), and then it waits at each operation.
 
     The cache gets a sixteenth of memory, at least 256 MiB: a step's buffers must fit, or each step
-    waits while the device frees and reallocates them.  Without a wired limit, macOS may take
-    weights and store out of the GPU's reach between steps.
+    waits while the device frees and reallocates them, which costs a CPU nothing.  Without a wired
+    limit, macOS may take weights and store out of the GPU's reach between steps.
     """
     limit = backend.memory_limit()
     mx.set_memory_limit(limit)
-    mx.set_cache_limit(max(limit // 16, 256 << 20))
+    mx.set_cache_limit(_CPU_CACHE if backend.is_cpu() else max(limit // 16, 256 << 20))
     if backend.name() == "metal":
         try:  # MLX refuses more than the system allows, and macOS before 15 has no such limit
             mx.set_wired_limit(limit)

@@ -116,7 +116,8 @@ class BadWords:
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.max_num_seqs, self.vocab_size = max_num_seqs, vocab_size
-        self._words: dict[int, list[list[int]]] = {}
+        # By request: last tokens (W,), and those before them, padded in front (W, L).
+        self._words: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         # Not lazy: a lazy array belongs to the thread that created it.
         self.recent = mx.array(np.full((max_num_seqs, 1), _NOTHING, np.int32))
 
@@ -125,8 +126,12 @@ class BadWords:
         mine = [list(w) for w in words if w and 0 <= w[-1] < self.vocab_size]
         if not mine:
             return
-        self._words[req_index] = mine
-        more = max(map(len, mine)) - 1 - self.recent.shape[1]
+        longest = max(map(len, mine)) - 1
+        prefix = np.full((len(mine), longest), _ANY, np.int32)
+        for at, word in enumerate(mine):
+            prefix[at, longest - len(word) + 1 :] = word[:-1]
+        self._words[req_index] = np.array([word[-1] for word in mine], np.int32), prefix
+        more = longest - self.recent.shape[1]
         if more > 0:
             self.recent = mx.pad(self.recent, [(0, 0), (more, 0)], constant_values=_NOTHING)
         recent = np.full(self.recent.shape[1], _NOTHING, np.int32)
@@ -142,19 +147,20 @@ class BadWords:
         members = [(row, r) for row, r in enumerate(req_indices.tolist()) if r in self._words]
         if not members:
             return None
-        length = self.recent.shape[1]
-        words = [(row, r, word) for row, r in members for word in self._words[r]]
-        prefix = np.full((len(words), length), _ANY, np.int32)
-        for at, (_, _, word) in enumerate(words):
-            prefix[at, length - len(word) + 1 :] = word[:-1]
-        as_ids = lambda values: mx.array(list(values), mx.int32)  # noqa: E731
+        words = [self._words[r] for _, r in members]
+        counts, length = [len(last) for last, _ in words], self.recent.shape[1]
+        rows, slots = np.array(members, np.int32).T
+        padded = [
+            np.pad(prefix, [(0, 0), (length - prefix.shape[1], 0)], constant_values=_ANY)
+            for _, prefix in words
+        ]
         return BadWordsPlan(
-            rows=as_ids(row for row, _, _ in words),
-            last=as_ids(word[-1] for _, _, word in words),
-            slots=as_ids(r for _, r, _ in words),
-            prefix=mx.array(prefix),
-            members=as_ids(r for _, r in members),
-            member_rows=as_ids(row for row, _ in members),
+            rows=mx.array(np.repeat(rows, counts)),
+            last=mx.array(np.concatenate([last for last, _ in words])),
+            slots=mx.array(np.repeat(slots, counts)),
+            prefix=mx.array(np.concatenate(padded)),
+            members=mx.array(slots),
+            member_rows=mx.array(rows),
         )
 
     def ban(self, x: mx.array, plan: BadWordsPlan) -> mx.array:

@@ -1,4 +1,4 @@
-"""Requests in the order of rank = (priority, arrival)."""
+"""Requests in the order of rank = (priority, turn, arrival)."""
 
 from bisect import bisect_left, insort
 from operator import attrgetter

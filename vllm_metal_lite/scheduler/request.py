@@ -22,7 +22,7 @@ class RequestStatus(Enum):
 class Request:
     """A request has no phases, only a gap, `num_tokens - num_computed_tokens`, which steps close.
 
-    priority: lower goes first, as in vLLM.  arrival: earlier goes first within a priority.
+    priority: lower goes first, as in vLLM; within it the lower turn, then the earlier arrival.
     atomic: computed in one step, never chunked; ignores `max_chunk` and the threshold.
     max_chunk: most tokens in one step (0: no limit of its own).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
@@ -35,6 +35,7 @@ class Request:
     max_tokens: int
     priority: int = 0
     arrival: int = 0
+    turn: int = 0
     atomic: bool = False
     skip_prefix_cache_read: bool = False
     max_chunk: int = 0
@@ -77,7 +78,7 @@ class Request:
     # Tokens known before the step in flight samples the first of them; `advance` appends them.
     forced_token_ids: list[int] = field(init=False, default_factory=list, repr=False)
     # Set by Scheduler.add: order among all requests, and the most tokens it can have.
-    rank: tuple[int, int, int] = field(init=False, default=(0, 0, 0))
+    rank: tuple[int, ...] = field(init=False, default=())
     max_length: int = field(init=False, default=0)
     # Set by the engine: row of the InputBatch.
     req_index: int | None = field(init=False, default=None)

@@ -4,7 +4,8 @@ A request has no phases, only a gap: `num_tokens - num_computed_tokens`.  A step
 1. decodes (requests whose prompt is computed) get one token each;
 2. partial prefills resume;
 3. waiting requests are admitted.
-Each phase follows rank = (priority, arrival), within `max_num_batched_tokens` and `max_num_seqs`.
+Each phase follows rank = (priority, turn, arrival), within `max_num_batched_tokens` and
+`max_num_seqs`.
 
 A step can be scheduled before the previous step's tokens are known: `advance` appends
 UNKNOWN_TOKEN for each, and `update` replaces it.
@@ -98,7 +99,7 @@ class Scheduler:
             raise RequestError(f"request {show(request.request_id)} is already in use")
         request.max_length = longest(request, self.config, self.max_model_len, self.kv)
         # The count orders requests of equal arrival (the n answers of one prompt).
-        request.rank = (request.priority, request.arrival, self._num_added)
+        request.rank = (request.priority, request.turn, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         self._waiting.add(request)

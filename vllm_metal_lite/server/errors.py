@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import MetalLiteError, show
-from vllm_metal_lite.server.worker.generation import Answer, EngineLost
+from vllm_metal_lite.server.worker.generation import Answer, EngineLost, ShuttingDown
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +39,21 @@ class ApiError(Exception):
 class ContextOverflow(ApiError):
     """The prompt leaves no room in the context.  Each API has words that its clients look for."""
 
-    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+    def __init__(self, num_prompt_tokens: int, max_model_len: int, why: str = "") -> None:
         super().__init__(
             400,
             f"This model's maximum context length is {max_model_len} tokens. However, your "
             f"request has {num_prompt_tokens} prompt tokens. Please reduce the length of the "
-            "prompt.",
+            f"prompt.{why}",
             param="messages",
             code="context_length_exceeded",
         )
         self.num_prompt_tokens, self.max_model_len = num_prompt_tokens, max_model_len
 
 
-def busy(message: str, retry_after: int = 1) -> ApiError:
-    """503: the request may be sent again after some seconds."""
-    headers = {"Retry-After": str(retry_after)}
-    return ApiError(503, message, code="server_busy", headers=headers)
+def busy(message: str) -> ApiError:
+    """503: the request may be sent again after a second."""
+    return ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
 
 
 def api_error(e: Exception) -> ApiError | None:
@@ -71,7 +70,7 @@ def api_error(e: Exception) -> ApiError | None:
             message += f", got {show(first['input'])}"
         return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
     if isinstance(e, EngineLost):
-        return ApiError(503, str(e), code="engine_lost", headers={"Retry-After": "5"})
+        return ApiError(503, str(e), code=e.code, headers={"Retry-After": "5"})
     return None
 
 
@@ -89,7 +88,7 @@ def check_ended(answer: Answer) -> None:
     if answer.finish_reason == "error":
         raise ApiError(400, answer.error or "no further token can be sampled")
     if answer.finish_reason == "abort":
-        raise ApiError(503, "the request was ended: the server is shutting down")
+        raise ShuttingDown
 
 
 Shape = Callable[[ApiError], dict[str, Any]]

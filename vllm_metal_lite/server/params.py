@@ -11,7 +11,9 @@ from vllm_metal_lite.errors import Option, RequestError, SamplingError
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
 from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.limits import MAX_N, check_most
 from vllm_metal_lite.server.server import Body
+from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.messages import ModelFacts
 
 _GUIDED = ("json", "regex", "choice", "grammar")
@@ -90,21 +92,26 @@ class SamplingFields(Body):
 
 
 def sampling_params(
-    facts: ModelFacts, given: Mapping[str, Any], names: Mapping[str, str] | None = None
+    config: ServerConfig,
+    facts: ModelFacts,
+    given: Mapping[str, Any],
+    names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
     """SamplingParams of a request.  Raises ApiError (400) with the name, the value and the limit.
 
     given: fields under vLLM's names; None: not given.  Without max_tokens, an answer may fill the
     context.  names: of fields that the API calls otherwise, for errors.
     """
-    own = {name: value for name, value in given.items() if value is not None}
+    own, names = {name: value for name, value in given.items() if value is not None}, names or {}
+    most = config.max_logprobs
+    for name, low, high in (("n", 1, MAX_N), ("logprobs", 0, most), ("prompt_logprobs", 0, most)):
+        check_most(names.get(name, name), own.get(name), low, high)
     if isinstance(own.get("logit_bias"), Mapping):
         own["logit_bias"] = {_token_id(key): bias for key, bias in own["logit_bias"].items()}
     try:
         params = SamplingParams(**{**facts.sampling_defaults, "max_tokens": None, **own})
         validate(params, facts.vocab_size)
     except SamplingError as e:
-        names = names or {}
         option = next((part for part in e.parts if isinstance(part, Option)), None)
         message = e.spelled(lambda name: names.get(name, name))
         raise ApiError(400, message, param=option and names.get(option, option)) from None

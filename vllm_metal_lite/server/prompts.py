@@ -1,16 +1,19 @@
 """Conversations to token ids, off the event loop."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.engine.chat_checkpoints import chat_checkpoints, num_systems
-from vllm_metal_lite.engine.prompts import check_messages, refused_by_template, render_chat
-from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.engine.prompts import check_messages, encode, refused_by_template, render_chat
+from vllm_metal_lite.errors import PromptTooLong, RequestError
+from vllm_metal_lite.server.errors import ContextOverflow
+from vllm_metal_lite.server.limits import num_characters
+from vllm_metal_lite.server.offload import check_wanted, offload
 from vllm_metal_lite.server.recent import Parted, find_parting
 from vllm_metal_lite.server.templates import (
     Template,
@@ -77,7 +80,8 @@ def join_systems(messages: Sequence[Message]) -> list[Message]:
 async def render(
     engine: EngineClient, conversation: Conversation, *, to_run: bool = True
 ) -> RenderedPrompt:
-    """A conversation under the model's chat template.  Raises RequestError in its words.
+    """A conversation under the model's chat template.  Raises RequestError in its words,
+    ContextOverflow if it is far too long.
 
     to_run: False if only the tokens are of interest.
     """
@@ -87,17 +91,40 @@ async def render(
     with_checkpoints = to_run and facts.has_states and facts.caches_prefixes
 
     def make() -> RenderedPrompt:
-        prompt = render_prompt(
-            engine.tokenizer, engine.template, facts.name, conversation, with_checkpoints,
-            engine.encode_text,
-        )  # fmt: skip
+        check_length(engine, (conversation.messages, conversation.template))
+        try:
+            prompt = render_prompt(
+                engine.tokenizer, engine.template, facts.name, conversation, with_checkpoints,
+                partial(engine.encode_text, most=engine.max_prompt_tokens, check=check_wanted),
+            )  # fmt: skip
+        except PromptTooLong as e:
+            raise ContextOverflow(e.num_tokens, facts.max_model_len) from None
         if not to_run:
             return prompt
         token_ids, decode = prompt.token_ids, engine.tokenizer.decode
         parted = find_parting(engine.recent, token_ids, conversation.messages, decode)
         return replace(prompt, parted=parted)
 
-    return await asyncio.to_thread(make)
+    return await offload(make)
+
+
+def check_length(engine: EngineClient, texts: Any) -> None:
+    """Raise ContextOverflow for texts that no tokenizer could make fit the context."""
+    if (size := num_characters(texts)) > engine.max_characters:
+        why = f" It has {size} characters, and no more than {engine.max_characters} can fit."
+        raise ContextOverflow(size // engine.longest_token, engine.facts.max_model_len, why)
+
+
+def encode_prompt(engine: EngineClient, prompt: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text that is no conversation.  Raises RequestError or ContextOverflow."""
+    check_length(engine, prompt)
+    if len(prompt) > engine.max_prompt_tokens:
+        try:
+            engine.encode_text(prompt, engine.max_prompt_tokens, check_wanted)
+        except PromptTooLong as e:
+            raise ContextOverflow(e.num_tokens, engine.facts.max_model_len) from None
+    check_wanted()
+    return encode(prompt, engine.tokenizer, add_special_tokens=add_special_tokens)
 
 
 def render_prompt(

@@ -15,7 +15,9 @@ from starlette.responses import Response
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server import limits
 from vllm_metal_lite.server.errors import (
+    ApiError,
     ContextOverflow,
     Shape,
     busy,
@@ -23,12 +25,13 @@ from vllm_metal_lite.server.errors import (
     shown_error,
 )
 from vllm_metal_lite.server.models import Models
+from vllm_metal_lite.server.offload import LARGE, ORIGIN, Origin, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.recent import Parted
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import ClientGone, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import EngineLost, Generation
+from vllm_metal_lite.server.worker.generation import Generation, ShuttingDown
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+
+_BESIDE_TEXT = 4 << 20  # bytes of a body beside the prompt's text
 
 
 class Server:
@@ -77,7 +82,7 @@ class Server:
         prefix: of the request's id.  cache_salt: prompts of one salt say nothing of others, so they
         are neither remembered nor compared.  parted: see RenderedPrompt.
 
-        Raises ApiError or MetalLiteError.
+        Raises ApiError, MetalLiteError or EngineLost.
         """
         self.check_open()
         limit = engine.facts.max_model_len
@@ -89,6 +94,8 @@ class Server:
                 f"{running} requests run or wait, and max_waiting ({self.config.max_waiting}) "
                 "allows no more"
             )
+        if params.prompt_logprobs is not None:
+            limits.check_logprobs(len(prompt_token_ids), params.prompt_logprobs)
         request_id = f"{prefix}{uuid.uuid4().hex}"
         with self.metrics.counting(engine) as count:
             async with engine.generate(
@@ -118,9 +125,23 @@ class Server:
             call()
 
     def check_open(self) -> None:
-        """Raise ApiError (503) if the server stops."""
+        """Raise ShuttingDown if the server stops."""
         if self.draining:
-            raise busy("the server is shutting down", retry_after=10)
+            raise ShuttingDown
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raise ApiError (400) for a body that fits no model's context.
+
+        JSON may write a character in six bytes.
+        """
+        models = [model.client for model in self.models.models.values()]
+        most = [client.max_characters for client in models if client is not None]
+        if len(most) == len(models) and num_bytes > (limit := 6 * max(most) + _BESIDE_TEXT):
+            raise ApiError(
+                400,
+                f"the request has {num_bytes:,} bytes, and with the context of the models here at "
+                f"most {limit:,} are allowed",
+            )
 
     def log_requests(self) -> None:
         """Print a line at the end of each request."""
@@ -135,7 +156,7 @@ class Server:
         """End all requests that run, because the server stops."""
         for generation in self.generations.values():
             if not generation.finished:
-                generation.fail(EngineLost("the server is shutting down"))
+                generation.fail(ShuttingDown())
 
     def note_unknown(self, path: str, body: BaseModel) -> None:
         """Log the fields of a body that no one reads: one line a request, once for each name."""
@@ -164,6 +185,19 @@ def summary(generation: Generation) -> str:
     return f"{generation.request_id}: {', '.join([*parts, *dict.fromkeys(reasons)])}"
 
 
+def client_of(request: Request) -> tuple[str, ...]:
+    """What tells one client from another: programs of one machine differ in their names."""
+    host = request.client.host if request.client is not None else ""
+    keys = ("user-agent", "authorization", "x-api-key")
+    return (host, *(request.headers.get(key, "") for key in keys))
+
+
+def _read(body_type: type[B], raw: bytes) -> B:
+    limits.check_json(raw)
+    limits.check_fields(raw)
+    return body_type.model_validate_json(raw)
+
+
 Handler = Callable[[Server, Request, B], Awaitable[Response]]
 
 
@@ -175,7 +209,15 @@ def endpoint(
     async def serve(request: Request) -> Response:
         try:
             server.check_open()
-            body = body_type.model_validate_json(await request.body())
+            # Perhaps before all of it is here.
+            length = request.headers.get("content-length", "")
+            server.check_size(int(length) if length.isdecimal() else 0)
+            raw = await request.body()
+            server.check_size(len(raw))
+            ORIGIN.set(Origin(client_of(request), len(raw)))
+            read = offload(_read, body_type, raw) if len(raw) >= LARGE else None
+            body = _read(body_type, raw) if read is None else await until_gone(request, read)
+            del raw
             server.note_unknown(request.url.path, body)
             return await until_gone(request, handler(server, request, body))
         except (ClientGone, ClientDisconnect):

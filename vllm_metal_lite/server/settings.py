@@ -11,6 +11,7 @@ SERVER_RULES = {
     "port": integer(0, 65535),
     "max_body_mib": number(0, above=True),
     "max_waiting": integer(0),
+    "max_logprobs": integer(0),
     "drain": number(0),
     "keep_alive": number(0, above=True),
     "memory_budget_gib": number(0, above=True, optional=True),
@@ -29,6 +30,7 @@ class ServerConfig:
     "*": any, and requests without one.  allowed_origins: of web pages that may call the server
     (CORS); "*": any.
     max_body_mib: largest request.  max_waiting: requests that may wait for a seat in an engine.
+    max_logprobs: most log-probabilities a token that a request may ask for.
     drain: seconds that running requests get after SIGTERM.  keep_alive: seconds without a token
     after which a stream gets a sign of life.  memory_budget_gib: for all models together; None:
     what is safe on the device.
@@ -41,6 +43,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     max_body_mib: float = 32
     max_waiting: int = 256
+    max_logprobs: int = 20
     drain: float = 10
     keep_alive: float = 5
     memory_budget_gib: float | None = None

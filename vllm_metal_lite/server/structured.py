@@ -1,6 +1,5 @@
 """The form that a request gives its answer, under each API's name."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.errors import SamplingError, show
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.offload import GRAMMARS, offload
 from vllm_metal_lite.server.tools import bad
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
@@ -79,7 +79,7 @@ async def check_form(structured: StructuredOutputsParams, field: str) -> None:
         why = f"{field} needs {e.name}: pip install 'vllm-metal-lite[structured]'"
         raise bad(why, field) from e
     try:
-        await asyncio.to_thread(check, structured)
+        await offload(check, structured, threads=GRAMMARS)
     except GrammarError as e:
         raise bad(f"{field}{e.place}: {e.why}", field + e.place) from None
     except SamplingError as e:

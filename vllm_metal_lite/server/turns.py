@@ -9,6 +9,7 @@ from vllm_metal_lite.chat_formats.tool import ToolChoice
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.answer_events import AnswerDelta, answer_events
 from vllm_metal_lite.server.answer_form import answer_form
+from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields
 from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
 from vllm_metal_lite.server.server import Server
@@ -60,7 +61,7 @@ async def prepare(
     tools = [tool for tool in conversation.tools if choice.allows(tool)]
     special = engine.special_tokens
     marks = engine.grammar_tokens
-    form = answer_form(chat_format, marks, tools, choice, params.structured_outputs)
+    form = await offload(answer_form, chat_format, marks, tools, choice, params.structured_outputs)
     if form is not None and form is not params.structured_outputs:
         await check_calls(form, tools)
     prompt = await render(engine, conversation)

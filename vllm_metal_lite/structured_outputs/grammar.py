@@ -1,6 +1,7 @@
 """Answers that follow a grammar, token by token."""
 
 from collections.abc import Sequence
+from threading import Lock
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -63,6 +64,7 @@ class _ModelGrammars:
         )
 
 
+_making = Lock()
 _models: "WeakKeyDictionary[TokenizerWrapper, _ModelGrammars]" = WeakKeyDictionary()
 
 
@@ -79,13 +81,14 @@ def grammar_constraint(
             f" need a token that ends an answer: this model has no eos_token_id in its vocabulary "
             f"of {vocab_size}",
         )
-    if tokenizer not in _models:
-        try:
-            _models[tokenizer] = _ModelGrammars(tokenizer, vocab_size, eos_token_ids)
-        except Exception as e:  # slow tokenizers, and those that llguidance cannot read
-            raise SamplingError(
-                Option("structured_outputs"),
-                f" cannot be used with this model's tokenizer: {one_line(e)}",
-            ) from e
+    with _making:
+        if tokenizer not in _models:
+            try:
+                _models[tokenizer] = _ModelGrammars(tokenizer, vocab_size, eos_token_ids)
+            except Exception as e:  # slow tokenizers, and those that llguidance cannot read
+                raise SamplingError(
+                    Option("structured_outputs"),
+                    f" cannot be used with this model's tokenizer: {one_line(e)}",
+                ) from e
     model = _models[tokenizer]
     return GrammarConstraint(model.compiler.compile(params), model.num_tokens)

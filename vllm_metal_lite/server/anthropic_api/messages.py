@@ -76,7 +76,7 @@ async def create_message(server: Server, request: Request, body: MessagesRequest
     async with AsyncExitStack() as stack:
         spec, engine = await stack.enter_async_context(server.models.use(body.model))
         names = {"stop": "stop_sequences"} if body.stop_sequences is not None else {}
-        params = sampling_params(engine.facts, body.sampling(), names)
+        params = sampling_params(server.config, engine.facts, body.sampling(), names)
         form, where = body.output_format, "output_format"
         if form is None:  # the newer name
             form, where = (body.output_config or {}).get("format"), "output_config.format"

@@ -22,13 +22,14 @@ def message_tools(definitions: Any, choice: Any) -> tuple[list[Tool], ToolChoice
     change what the user asked for.
     """
     tools: list[Tool] = []
+    taken: set[str] = set()
     for i, definition in enumerate(definitions or ()):
         where = f"tools.{i}"
         kind = definition.get("type") if isinstance(definition, Mapping) else None
         if kind not in (None, "custom"):
             raise bad(f"{where}: tools of type {show(kind)} are not supported", f"{where}.type")
-        taken = [tool.name for tool in tools]
         tools.append(function_tool(definition, where, schema="input_schema", taken=taken))
+        taken.add(tools[-1].name)
     return tools, _choice(tools, choice)
 
 

@@ -9,9 +9,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite.server.errors import ApiError, openai_shape
+from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
 from vllm_metal_lite.server.openai_api.chat_reply import Scores, chunks, whole_choices
-from vllm_metal_lite.server.openai_api.logprobs import TokenNames, check_most, prompt_logprobs
+from vllm_metal_lite.server.openai_api.logprobs import TokenNames, prompt_logprobs
 from vllm_metal_lite.server.openai_api.reply import Reply, StreamOptions, check_stream
 from vllm_metal_lite.server.params import (
     OnlyText,
@@ -65,12 +66,11 @@ async def chat_completions(
     server: Server, request: Request, body: ChatCompletionRequest
 ) -> Response:
     check_stream(body.stream, body.stream_options, body.prompt_logprobs)
-    check_most("top_logprobs", body.top_logprobs)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     async with AsyncExitStack() as stack:
         spec, engine = await stack.enter_async_context(server.models.use(body.model))
-        params = sampling_params(engine.facts, body.sampling(), body.names())
+        params = sampling_params(server.config, engine.facts, body.sampling(), body.names())
         params = await with_form(params, body.response_format, "response_format")
         conversation, choice = body.conversation(body.messages)
         turn = await prepare(engine, conversation, choice, params, body.thinking_token_budget)
@@ -87,9 +87,15 @@ async def chat_completions(
             events = reply.stream(chunks(reply, deltas, echoed, scores))
             return EventStream(events, COMMENT, server.config.keep_alive, stack.pop_all())
         whole = reply.whole(await whole_choices(reply, deltas, params.n, echoed, scores))
-        if generation.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs)
-        return JSONResponse(whole)
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return JSONResponse(whole)
+
+        def scored() -> dict[str, Any]:
+            if params.prompt_logprobs is not None:
+                whole["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs)
+            return whole
+
+        return await large_json(scored)
     raise AssertionError("an exit stack hides no exception")
 
 

@@ -14,13 +14,14 @@ def chat_tools(
 ) -> tuple[list[Tool], ToolChoice]:
     """The tools of a request, and what the answer may or must call.  Raises ApiError (400)."""
     tools: list[Tool] = []
+    taken: set[str] = set()
     for i, definition in enumerate(definitions or ()):
         where = f"tools.{i}"
         kind = definition.get("type") if isinstance(definition, Mapping) else None
         if kind != "function":
             raise bad(f"{where}.type must be 'function', got {show(kind)}", f"{where}.type")
-        taken = [tool.name for tool in tools]
         tools.append(function_tool(definition.get("function"), f"{where}.function", taken=taken))
+        taken.add(tools[-1].name)
     return tools, replace(_choice(tools, choice), parallel=parallel is not False)
 
 

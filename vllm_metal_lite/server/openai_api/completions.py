@@ -11,13 +11,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_metal_lite.engine.prompts import encode, tokenize
+from vllm_metal_lite.engine.prompts import tokenize
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, openai_shape
+from vllm_metal_lite.server.large_json import large_json
+from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.logprobs import (
     TextOffsets,
     TokenNames,
-    check_most,
     echoed_offsets,
     legacy_logprobs,
     prompt_logprobs,
@@ -28,6 +29,7 @@ from vllm_metal_lite.server.params import (
     Unsupported,
     sampling_params,
 )
+from vllm_metal_lite.server.prompts import encode_prompt
 from vllm_metal_lite.server.server import Server, endpoint
 from vllm_metal_lite.server.stream import COMMENT, EventStream
 from vllm_metal_lite.server.structured import with_form
@@ -73,11 +75,10 @@ class CompletionRequest(SamplingFields):
 
 async def completions(server: Server, request: Request, body: CompletionRequest) -> Response:
     check_stream(body.stream, body.stream_options, body.prompt_logprobs)
-    check_most("logprobs", body.logprobs)
     prompts = split_prompts(body.prompt)
     async with AsyncExitStack() as stack:
         spec, engine = await stack.enter_async_context(server.models.use(body.model))
-        params = sampling_params(engine.facts, body.sampling())
+        params = sampling_params(server.config, engine.facts, body.sampling())
         if body.best_of not in (None, params.n):
             raise ApiError(
                 400, f"best_of must equal n ({params.n}), got {body.best_of}", param="best_of"
@@ -92,7 +93,7 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
             )
         params = await with_form(params, body.response_format, "response_format")
         special = body.add_special_tokens is not False
-        token_ids = await asyncio.to_thread(_token_ids, prompts, engine, special)
+        token_ids = await offload(_token_ids, prompts, engine, special)
 
         async def start(ids: list[int]) -> Generation:
             generate = server.generate(engine, "cmpl-", ids, params, **body.scheduling())
@@ -113,8 +114,16 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
             stack.push_async_callback(chunks.aclose)
             events = reply.stream(chunks)
             return EventStream(events, COMMENT, server.config.keep_alive, stack.pop_all())
-        choices = [choice for writer in writers for choice in await writer.choices()]
-        return JSONResponse(reply.whole(choices))
+        for generation in generations:
+            await generation.complete()
+
+        def whole() -> dict[str, Any]:
+            choices = [choice for writer in writers for choice in writer.choices()]
+            return reply.whole(choices)
+
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return JSONResponse(whole())
+        return await large_json(whole)
     raise AssertionError("an exit stack hides no exception")
 
 
@@ -145,13 +154,16 @@ def _are_ids(value: Any) -> bool:
 def _token_ids(prompts: Sequence[Prompt], engine: EngineClient, special: bool) -> list[list[int]]:
     def ids_of(prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            prompt = encode(prompt, engine.tokenizer, add_special_tokens=special)
+            prompt = encode_prompt(engine, prompt, special)
         return tokenize(prompt, None, engine.facts.vocab_size)[1]
 
     try:
         return [ids_of(prompt) for prompt in prompts]
     except RequestError as e:
         raise ApiError(400, str(e), param="prompt") from None
+    except ContextOverflow as e:
+        e.param = "prompt"
+        raise
 
 
 async def _all(*starts: Coroutine[Any, Any, Generation]) -> list[Generation]:
@@ -183,10 +195,10 @@ class _Writer:
         self._begun: set[int] = set()  # answers that have news
         self._offsets: dict[int, TextOffsets] = {}  # by answer
 
-    async def choices(self) -> list[dict[str, Any]]:
-        """All choices, once they are finished."""
-        answers, choices = await self.generation.complete(), []
-        for answer in answers:
+    def choices(self) -> list[dict[str, Any]]:
+        """All choices, which are finished."""
+        choices = []
+        for answer in self.generation.answers:
             delta = Delta(answer, answer.text, answer.token_ids, answer.logprobs)
             text, scores = self._news(delta)
             choice = {"index": self._first + answer.index, "text": text, "logprobs": scores}
@@ -195,8 +207,13 @@ class _Writer:
             choices.append({**choice, **ending(answer, answer.finish_reason)})
         return choices
 
-    def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
+    async def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
         """The event of a Delta; None: a client could not see it."""
+        if self._body.echo and delta.answer.index not in self._begun:
+            return await offload(self._chunk, delta, reply)  # with the whole prompt
+        return self._chunk(delta, reply)
+
+    def _chunk(self, delta: Delta, reply: Reply) -> bytes | None:
         text, scores = self._news(delta)
         answer = delta.answer
         if not (text or answer.finished or reply.sends_every_delta or (delta.token_ids and scores)):
@@ -252,7 +269,7 @@ class _Writer:
 async def _chunks(reply: Reply, writers: Sequence[_Writer]) -> AsyncGenerator[bytes, None]:
     if len(writers) == 1:  # without the queue, which costs time at each token
         async for delta in writers[0].generation.deltas():
-            if chunk := writers[0].chunk(delta, reply):
+            if chunk := await writers[0].chunk(delta, reply):
                 yield chunk
         return
     queue: asyncio.Queue[tuple[_Writer, Delta] | Exception | None] = asyncio.Queue(1)
@@ -274,7 +291,7 @@ async def _chunks(reply: Reply, writers: Sequence[_Writer]) -> AsyncGenerator[by
                 raise news
             if news is None:
                 unfinished -= 1
-            elif chunk := news[0].chunk(news[1], reply):
+            elif chunk := await news[0].chunk(news[1], reply):
                 yield chunk
     finally:
         for reader in readers:

@@ -7,25 +7,14 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer
-from vllm_metal_lite.errors import show
 from vllm_metal_lite.model.byte_level import BYTES
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.errors import ApiError
 
-_MOST = 20  # as in OpenAI's API
 _LOWEST = -9999.0  # JSON has no infinity; vLLM's value
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 Position = Mapping[int, Logprob]
-
-
-def check_most(name: str, value: int | None) -> None:
-    """Raise ApiError (400) for a field that asks for too many tokens a position."""
-    if value is not None and not 0 <= value <= _MOST:
-        raise ApiError(
-            400, f"{name} must be an integer from 0 to {_MOST}, got {show(value)}", param=name
-        )
 
 
 class TokenNames:

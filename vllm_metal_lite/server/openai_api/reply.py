@@ -9,12 +9,14 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_metal_lite import __version__
 from vllm_metal_lite.server.errors import ApiError, check_ended, openai_shape, shown_error
+from vllm_metal_lite.server.large_json import encode_slowly
 from vllm_metal_lite.server.stream import sse
 from vllm_metal_lite.server.worker.generation import Answer, Generation
 
 # A chunk's JSON has no spaces: it is sent once for each token.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _DONE = sse("[DONE]")
+_MANY = 64  # tokens of a chunk that has those of an echoed prompt
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
 
 
@@ -75,7 +77,10 @@ class Reply:
         num_unshown: tokens that are there already, for the next chunk.
         The constant part of the JSON is made once, because there is a chunk for each token.
         """
-        scores = "null" if logprobs is None else _encode(logprobs)
+        scores = "null"
+        if logprobs is not None:
+            many = len(next(iter(logprobs.values())) or ()) > _MANY
+            scores = encode_slowly(logprobs) if many else _encode(logprobs)
         ended = '"finish_reason":null' if end is None else _encode(end)[1:-1]
         usage = f',"usage":{_encode(self.usage(num_unshown))}' if self._always else self._tail
         return sse(f'{self._head}{index},{content},"logprobs":{scores},{ended}}}]{usage}}}')

@@ -10,7 +10,8 @@ from starlette.routing import Route
 
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError, openai_shape
-from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs, check_most
+from vllm_metal_lite.server.large_json import large_json
+from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_items import input_messages
 from vllm_metal_lite.server.openai_api.response_tools import ResponseTools, response_tools
@@ -118,7 +119,7 @@ async def create_response(server: Server, request: Request, body: ResponsesReque
     messages = input_messages(body.input, body.instructions)
     async with AsyncExitStack() as stack:
         spec, engine = await stack.enter_async_context(server.models.use(body.model))
-        params = sampling_params(engine.facts, body.sampling(), _NAMES)
+        params = sampling_params(server.config, engine.facts, body.sampling(), _NAMES)
         params = await with_form(params, (body.text or {}).get("format"), "text.format")
         conversation = Conversation(messages, tools=tools.tools, effort=reasoning.effort)
         turn = await prepare(engine, conversation, tools.choice, params)
@@ -141,7 +142,8 @@ async def create_response(server: Server, request: Request, body: ResponsesReque
         if body.stream:
             seconds = server.config.keep_alive
             return EventStream(reply.stream(), reply.keep_alive, seconds, stack.pop_all())
-        return JSONResponse(await reply.whole())
+        whole = await reply.whole()
+        return JSONResponse(whole) if params.logprobs is None else await large_json(lambda: whole)
     raise AssertionError("an exit stack hides no exception")
 
 
@@ -154,7 +156,6 @@ def _check(body: ResponsesRequest) -> None:
             "conversation",
             param="previous_response_id",
         )
-    check_most("top_logprobs", body.top_logprobs)
 
 
 def routes(server: Server) -> list[Route]:

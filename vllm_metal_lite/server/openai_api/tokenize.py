@@ -1,16 +1,16 @@
 """`/tokenize` and `/detokenize`, as vLLM has them."""
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_metal_lite.engine.prompts import encode, tokenize
+from vllm_metal_lite.engine.prompts import tokenize
 from vllm_metal_lite.server.errors import ApiError, openai_shape
+from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
-from vllm_metal_lite.server.prompts import render
+from vllm_metal_lite.server.prompts import encode_prompt, render
 from vllm_metal_lite.server.server import Body, Server, endpoint
 
 
@@ -39,9 +39,7 @@ async def tokenize_text(server: Server, request: Request, body: TokenizeRequest)
             token_ids = prompt.token_ids
         else:
             special = body.add_special_tokens is not False
-            token_ids = await asyncio.to_thread(
-                encode, body.prompt or "", engine.tokenizer, add_special_tokens=special
-            )
+            token_ids = await offload(encode_prompt, engine, body.prompt or "", special)
         reply: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": engine.facts.max_model_len,
@@ -57,7 +55,7 @@ async def detokenize(server: Server, request: Request, body: DetokenizeRequest) 
     async with server.models.use(body.model) as (_, engine):
         if body.tokens:
             tokenize(body.tokens, None, engine.facts.vocab_size)  # refuses unknown ids
-        text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens)
+        text = await offload(engine.tokenizer.decode, body.tokens)
     return JSONResponse({"prompt": text})
 
 

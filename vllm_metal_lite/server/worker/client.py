@@ -28,9 +28,11 @@ from vllm_metal_lite.engine.pieces import PieceEncoder
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.offload import ORIGIN, offload
 from vllm_metal_lite.server.recent import RecentPrompts
 from vllm_metal_lite.server.templates import Template, probe
 from vllm_metal_lite.server.worker import process
+from vllm_metal_lite.server.worker.fair_turns import FairTurns
 from vllm_metal_lite.server.worker.generation import EngineLost, Generation
 from vllm_metal_lite.server.worker.messages import (
     Abort,
@@ -53,7 +55,8 @@ from vllm_metal_lite.server.worker.messages import (
 
 logger = logging.getLogger("vllm_metal_lite")
 
-_STOP_SECONDS = 10  # then the process is killed
+_STOP_SECONDS = 2  # then the process is killed
+_LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
 
 
 class EngineClient:
@@ -66,6 +69,7 @@ class EngineClient:
 
     facts: ModelFacts
     tokenizer: TokenizerWrapper
+    longest_token: int  # in characters
 
     def __init__(self, name: str, check: EngineConfig | None = None) -> None:
         """Start the process.  `start` also loads the model.  check: see there."""
@@ -73,8 +77,10 @@ class EngineClient:
         self.on_seen: Callable[[str], None] = lambda text: None
         self.generations: dict[str, Generation] = {}  # unfinished, by request id
         self.recent = RecentPrompts()
+        self._fair = FairTurns()
         self.ended = asyncio.Event()  # the process has ended
         self.why_ended: str | None = None
+        self._is_stopping = False
         self._loop = asyncio.get_running_loop()
         self._found: asyncio.Future[Found] = self._loop.create_future()
         self._ready: asyncio.Future[ModelFacts] = self._loop.create_future()
@@ -114,13 +120,25 @@ class EngineClient:
             found = await client._found
             config = await configure(found.weight_bytes)
             client._outbox.put(config)
-            tokenizer = asyncio.to_thread(load_tokenizer_only, found.path, config.trust_remote_code)
+            tokenizer = offload(load_tokenizer_only, found.path, config.trust_remote_code)
             client.tokenizer, client.facts = await asyncio.gather(tokenizer, client._ready)
+            client.longest_token = await offload(_longest_token, client.tokenizer)
         except BaseException:
+            client._is_stopping = True
             client._kill()  # it holds nothing yet that is worth a proper end
             await client.ended.wait()
             raise
         return client
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """A longer prompt is not counted to its end."""
+        return max(2 * self.facts.max_model_len, _LEAST_COUNTED)
+
+    @property
+    def max_characters(self) -> int:
+        """A prompt of more does not fit, whatever its text."""
+        return self.max_prompt_tokens * self.longest_token
 
     @cached_property
     def chat_format(self) -> ChatFormat:
@@ -186,9 +204,13 @@ class EngineClient:
         on_update: see Generation.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
-        add = Add(request_id, prompt_token_ids, params, priority, tuple(checkpoints), cache_salt)
-        generation = Generation(add, self.tokenizer, on_update)
+        if params.structured_outputs is not None:
+            await self.call("compile", params)
         self._check_alive()
+        turn = self._fair.turn(ORIGIN.get().client, (g.turn for g in self.generations.values()))
+        positions = tuple(checkpoints)
+        add = Add(request_id, prompt_token_ids, params, priority, turn, positions, cache_salt)
+        generation = Generation(add, self.tokenizer, on_update)
         self.generations[request_id] = generation
         self._added[request_id] = added = self._loop.create_future()
         self._outbox.put(add)
@@ -202,7 +224,10 @@ class EngineClient:
                 self._outbox.put(Abort(request_id))
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """Run one of `process.CALLS` between two steps.  Raises EngineLost."""
+        """Run one of `process.CALLS` between two steps, or one of SLOW_CALLS beside them.
+
+        Raises EngineLost.
+        """
         self._check_alive()
         call_id = next(self._call_ids)
         self._calls[call_id] = future = self._loop.create_future()
@@ -218,6 +243,7 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the process; requests that still run fail."""
+        self._is_stopping = True
         self._outbox.put(Stop())
         try:
             await asyncio.wait_for(self.ended.wait(), _STOP_SECONDS)
@@ -329,6 +355,9 @@ class EngineClient:
 
     def _end(self, why: str) -> None:
         """The process has ended, and no caller waits for it."""
+        if not self._is_stopping:
+            lost = len(self.generations)
+            logger.error(f"{why}, and {lost} requests are lost; the next request starts another")
         self.why_ended = why
         self.ended.set()
         self._fail(list(self.generations), EngineLost(why))
@@ -351,6 +380,11 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _longest_token(tokenizer: TokenizerWrapper) -> int:
+    """In characters; tokens that are bytes count as characters."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _why_ended(exit_code: int | None) -> str:

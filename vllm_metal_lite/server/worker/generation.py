@@ -5,22 +5,34 @@ Text is made here, in the server's process, so that the engine's process only ru
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.engine.detokenizer import Detokenizer
+from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.server.recent import Parted
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Update
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores, Update, unpack
 
 Positions = list[dict[int, Logprob]]
 
 
 class EngineLost(RuntimeError):
     """A step failed or the engine's process ended; the request has no further tokens."""
+
+    code = "engine_lost"
+
+
+class ShuttingDown(EngineLost):
+    """The server stops, and ends the requests that still run."""
+
+    code = "server_shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
 
 
 @dataclass(slots=True)
@@ -40,8 +52,14 @@ class Delta:
 class Answer:
     """One of a request's `n` answers: everything so far, as in `CompletionOutput`."""
 
-    def __init__(self, index: int, detokenizer: Callable[[list[int]], Detokenizer] | None) -> None:
-        self.index = index
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Callable[[list[int]], Detokenizer] | None,
+        texts: Mapping[int, str],
+    ) -> None:
+        """texts: of each token, for log-probabilities."""
+        self.index, self._texts = index, texts
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -68,7 +86,7 @@ class Answer:
         if update.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = []
-            self.logprobs += update.logprobs
+            self.logprobs += [unpack(scores, self._texts) for scores in update.logprobs]
         if update.finish_reason is not None:
             if self._detokenizer is not None and update.num_shown_tokens is not None:
                 self._detokenizer.end_at(update.num_shown_tokens)
@@ -111,9 +129,10 @@ class Generation:
         on_update: Callable[["Generation", float], None] | None = None,
     ) -> None:
         self.request_id, self.params = request.request_id, request.params
-        self.prompt_token_ids = request.prompt_token_ids
+        self.prompt_token_ids, self.turn = request.prompt_token_ids, request.turn
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._scored: list[Scores | None] | None = None  # the prompt
+        self._texts = texts_of(tokenizer)
         self.parted: Parted | None = None
         self.finished = False
         self.times = Times()
@@ -124,10 +143,18 @@ class Generation:
             return Detokenizer(tokenizer, params, token_ids, request.prompt_token_ids)
 
         make = None if params.stop_strings else detokenizer
-        self.answers = [Answer(i, make) for i in range(params.n)]
+        self.answers = [Answer(i, make, self._texts) for i in range(params.n)]
         self._changed: dict[int, None] = {}  # indexes of answers, in order
         self._news = asyncio.Event()
         self._error: Exception | None = None
+
+    @cached_property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Once the first token is there.  May take long: read it on a thread."""
+        scored, texts = self._scored, self._texts
+        if scored is None:
+            return None
+        return [None if scores is None else unpack(scores, texts) for scores in scored]
 
     @property
     def num_tokens(self) -> int:
@@ -170,7 +197,7 @@ class Generation:
         now = time.monotonic()
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
-            self.prompt_logprobs = update.prompt_logprobs
+            self._scored = update.prompt_logprobs
             self.times.scheduled = update.scheduled_at
         for answer in update.answers:
             self.answers[answer.answer_index].take(answer)

@@ -3,6 +3,7 @@
 Every time is in seconds of `time.monotonic`, which all processes of a machine share.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,12 +15,16 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request.  The engine's process answers Added or Refused."""
+    """Queue a request.  The engine's process answers Added or Refused.
+
+    turn: within a priority, see `fair_turns.py`.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
+    turn: int = 0
     checkpoints: tuple[int, ...] = ()
     cache_salt: str | None = None
 
@@ -126,6 +131,25 @@ class Refused:
     message: str
 
 
+class Scores(NamedTuple):
+    """The log-probabilities of a position, without texts: lists are pickled fast."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int | None]
+
+
+def pack(position: dict[int, Logprob]) -> Scores:
+    entries = position.values()
+    return Scores(list(position), [e.logprob for e in entries], [e.rank for e in entries])
+
+
+def unpack(scores: Scores, texts: Mapping[int, str]) -> dict[int, Logprob]:
+    """texts: of each token."""
+    entries = zip(*scores, strict=True)
+    return {token: Logprob(value, rank, texts[token]) for token, value, rank in entries}
+
+
 class AnswerUpdate(NamedTuple):
     """What is new in one of a request's answers.
 
@@ -143,7 +167,7 @@ class AnswerUpdate(NamedTuple):
     stop_reason: int | str | None = None
     num_shown_tokens: int | None = None
     error: str | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[Scores] | None = None
 
 
 class Update(NamedTuple):
@@ -158,7 +182,7 @@ class Update(NamedTuple):
     finished: bool
     scheduled_at: float | None = None
     num_cached_tokens: int | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[Scores | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

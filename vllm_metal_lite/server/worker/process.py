@@ -5,21 +5,23 @@ The process ends when the server says so, or when the server ends.
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
+from threading import Lock, Thread
 from typing import Any
 
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.describe import describe
 from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.engine.intake import constraint_of
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
     Abort,
@@ -40,6 +42,7 @@ from vllm_metal_lite.server.worker.messages import (
     Stop,
     Update,
     Watch,
+    pack,
 )
 from vllm_metal_lite.server.worker.watch import Watcher
 
@@ -55,7 +58,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None
     check: see `EngineClient.start`.
     A download is here, not in the server: it cannot be broken off but with its process.
     """
-    threading.Thread(target=_end_with_server, name="the server", daemon=True).start()
+    Thread(target=_end_with_server, name="the server", daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     package = logging.getLogger("vllm_metal_lite")
     sender = Sender(pipe)
@@ -92,7 +95,7 @@ class Sender:
     """The way to the server, for all threads."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._lock = pipe, threading.Lock()
+        self._pipe, self._lock = pipe, Lock()
 
     def send(self, message: Any) -> None:
         """Raises OSError if the server is gone."""
@@ -150,10 +153,17 @@ class Worker:
         elif isinstance(message, Watch):
             self._watcher.watch(message.seconds)
         elif isinstance(message, Call):
-            try:
-                value = CALLS[message.name](self._engine, *message.arguments)
-                self._send(Returned(message.call_id, value))
-            except Exception as e:
+            if message.name in SLOW_CALLS:
+                Thread(target=self._call, args=[message], daemon=True).start()
+            else:
+                self._call(message)
+
+    def _call(self, message: Call) -> None:
+        try:
+            value = (CALLS | SLOW_CALLS)[message.name](self._engine, *message.arguments)
+            self._send(Returned(message.call_id, value))
+        except Exception as e:
+            with suppress(OSError):  # the server is gone
                 self._send(Returned(message.call_id, None, one_line(e)))
 
     def _add(self, message: Add) -> None:
@@ -166,6 +176,7 @@ class Worker:
                 },
                 message.params,
                 priority=message.priority,
+                turn=message.turn,
                 checkpoints=message.checkpoints,
             )
         except MetalLiteError as e:
@@ -232,15 +243,16 @@ class _Progress:
                     answer.stop_reason,
                     answer.num_shown_tokens,
                     answer.error,
-                    None if answer.logprobs is None else answer.logprobs[known:],
+                    None if answer.logprobs is None else list(map(pack, answer.logprobs[known:])),
                 )
             )
         if not self._is_first:
             return Update(output.request_id, answers, output.finished)
-        self._is_first = False
+        self._is_first, scored = False, output.prompt_logprobs
         return Update(
             output.request_id, answers, output.finished,
-            self.scheduled_at, output.num_cached_tokens, output.prompt_logprobs,
+            self.scheduled_at, output.num_cached_tokens,
+            None if scored is None else [None if p is None else pack(p) for p in scored],
         )  # fmt: skip
 
 
@@ -284,3 +296,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "metrics": LLMEngine.metrics,
     "reset_prefix_cache": LLMEngine.reset_prefix_cache,
 }
+
+
+def _compile(engine: LLMEngine, params: SamplingParams) -> None:
+    """Keep the grammar of a request that is about to come; `Add` says why if it cannot be used."""
+    with suppress(MetalLiteError):
+        constraint_of(params, engine.model)
+
+
+# On a thread: they take long, and touch nothing that steps do.
+SLOW_CALLS: dict[str, Callable[..., Any]] = {"compile": _compile}

@@ -130,7 +130,7 @@ class Watcher:
 
 def number(request: Request) -> int:
     """A request's number: 1, 2, ... in order of arrival."""
-    return request.rank[2] + 1
+    return request.rank[-1] + 1
 
 
 def _preemptions(requests: Iterable[Request]) -> dict[int, int]:

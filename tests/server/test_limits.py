@@ -1,0 +1,190 @@
+"""Bounds before work: what cannot be served is refused before it costs time or memory."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.support.server_kit import Running, serving
+from vllm_metal_lite.server import limits
+from vllm_metal_lite.server.errors import ApiError
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def client(running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def unread(running, monkeypatch):
+    """Fails if a template or a tokenizer sees anything."""
+    engine = running.server.models.loaded["demo"]
+
+    def reads(*args, **kwargs):
+        raise AssertionError("read before it was refused")
+
+    monkeypatch.setattr(engine.tokenizer._tokenizer, "apply_chat_template", reads)
+    monkeypatch.setattr(engine.tokenizer._tokenizer, "encode", reads)
+    monkeypatch.setattr(engine, "encode_text", reads)
+
+
+def refused(client: httpx.Client, path: str, body: dict | bytes) -> dict:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = client.post(path, content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "entries"),
+    [
+        (CHAT, "messages", HI, 10_000),
+        (MESSAGES, "messages", HI, 10_000),
+        ("/tokenize", "messages", HI, 10_000),
+        ("/v1/responses", "input", HI, 10_000),
+        (CHAT, "tools", [TOOL], 1_024),
+        (CHAT, "stop", ["x"], 128),
+        (MESSAGES, "stop_sequences", ["x"], 128),
+        (CHAT, "bad_words", ["x"], 512),
+        (CHAT, "stop_token_ids", [1], 1_024),
+        (CHAT, "allowed_token_ids", [1], 32_768),
+        ("/v1/responses", "include", [1], 1_024),
+        (CHAT, "unknown", [1], 1_024),
+    ],
+)
+def test_lists_have_a_limit(client, unread, path, field, value, entries):
+    body = {"messages": HI, "max_tokens": 1, field: value * (entries + 1)}
+    error = refused(client, path, body)
+    assert error["message"] == f"{field} may have at most {entries:,} entries, got {entries + 1:,}"
+
+
+def test_a_bias_of_many_tokens_is_refused(client, unread):
+    bias = dict.fromkeys(map(str, range(4_097)), 1)
+    error = refused(client, CHAT, {"messages": HI, "logit_bias": bias})
+    assert error["message"] == "logit_bias may have at most 4,096 entries, got 4,097"
+    assert error["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "most"),
+    [
+        ("stop", ["x" * 8_193], 8_192),
+        ("bad_words", ["x" * 16_385], 16_384),
+        ("tools", [{"function": {"description": "x" * 1_000_000}}], 1_000_000),
+        ("structured_outputs", {"regex": "x" * 200_001}, 200_000),
+        ("response_format", {"json_schema": {"schema": {"x" * 200_001: 1}}}, 200_000),
+    ],
+)
+def test_texts_of_a_field_have_a_limit(client, unread, field, value, most):
+    error = refused(client, CHAT, {"messages": HI, field: value})
+    assert error["message"].startswith(f"{field} may hold at most {most:,} characters, got ")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 129},
+        {"logprobs": True, "top_logprobs": 21},
+        {"prompt_logprobs": 21},
+    ],
+)
+def test_numbers_have_a_limit(client, unread, body):
+    name, value = next(reversed(body.items()))
+    error = refused(client, CHAT, {"messages": HI, **body})
+    assert f"{name} must be an integer from" in error["message"]
+    assert str(value) in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses", "/tokenize", "/v1/completions"])
+def test_a_text_that_no_tokens_could_hold_is_refused_unread(client, running, unread, path):
+    engine = running.server.models.loaded["demo"]
+    text = "a" * (engine.max_characters + 1)
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    if path == "/v1/responses":
+        body = {"input": text}
+    elif path == "/v1/completions":
+        body = {"prompt": text}
+    message = refused(client, path, body)["message"]
+    if path == MESSAGES:
+        assert message.startswith("prompt is too long: ")
+    else:
+        assert f"no more than {engine.max_characters} can fit" in message
+        assert f"maximum context length is {engine.facts.max_model_len} tokens" in message
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_long_text_is_encoded_no_further_than_needed(client, running, monkeypatch, path):
+    engine = running.server.models.loaded["demo"]
+    encode, sizes = engine.tokenizer._tokenizer.encode, []
+
+    def counted(text: str, **kwargs) -> list[int]:
+        sizes.append(len(text))
+        return encode(text, **kwargs)
+
+    monkeypatch.setattr(engine.tokenizer._tokenizer, "encode", counted)
+    text = "0 1 2 3 " * (engine.max_characters // 9)
+    body = {"messages": [{"role": "user", "content": text}], "prompt": text}
+    error = refused(client, path, body)
+    assert error["code"] == "context_length_exceeded"
+    assert sum(sizes) < len(text) / 2
+    num_tokens = int(error["message"].split("request has ")[1].split()[0])  # an estimate
+    assert num_tokens == pytest.approx(len(encode(text)), rel=0.1)
+
+
+def test_many_small_messages_are_encoded_no_further_than_needed(client, running, monkeypatch):
+    engine = running.server.models.loaded["demo"]
+    encode, count = engine.tokenizer._tokenizer.encode, 0
+
+    def counted(text: str, **kwargs) -> list[int]:
+        nonlocal count
+        token_ids = encode(text, **kwargs)
+        count += len(token_ids)
+        return token_ids
+
+    monkeypatch.setattr(engine.tokenizer._tokenizer, "encode", counted)
+    many = [{"role": "user", "content": f"{i} and more words"} for i in range(10_000)]
+    error = refused(client, CHAT, {"messages": many})
+    assert error["code"] == "context_length_exceeded"
+    assert count < 1.2 * engine.max_prompt_tokens
+
+
+def test_a_body_that_fits_no_context_is_not_parsed(client):
+    error = refused(client, CHAT, b'{"messages":"' + b"a" * (9 << 20) + b'"}')
+    assert error["message"].startswith("the request has 9,437,")
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (b"[" * 200_000, "objects and lists, and at most 50,000"),
+        (b"{}," * 200_000, "objects and lists, and at most 50,000"),
+        (b"1," * 1_100_000, "commas between values, and at most 1,000,000"),
+    ],
+)
+def test_values_of_a_body_have_a_limit(client, value, what):
+    assert what in refused(client, CHAT, b'{"messages":[' + value + b"1]}")["message"]
+
+
+@pytest.mark.parametrize("inside", ["[{,", 'a "[{,', 'b\\"[', "\\\\\\"])
+def test_brackets_and_commas_within_texts_do_not_count(inside):
+    limits.check_json(json.dumps({"text": inside * 400_000}).encode())
+    with pytest.raises(ApiError, match="has 50,001 objects"):
+        limits.check_json(json.dumps([[]] * 50_000 + [inside * 400_000]).encode())
+
+
+def test_log_probabilities_of_a_prompt_have_a_limit():
+    limits.check_logprobs(9_523, 20)
+    with pytest.raises(ApiError, match=r"prompt tokens with 20 .* 210,000, and at most 200,000"):
+        limits.check_logprobs(10_000, 20)

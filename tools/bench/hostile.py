@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""Hostile but well-formed requests beside one steady stream: what do the others feel?
+
+    python -m tools.bench.hostile                        all cases, the demo model
+    python -m tools.bench.hostile --only 'tools' --only 'text'    cases whose names hold these
+
+For each case: status, seconds, the longest gap of the steady stream, that beside a plain prompt of
+as many tokens, the slowest /health, memory of both processes half a second after, and what is left
+running.  Cases whose client leaves do so after two seconds.  At the end SIGTERM, while the last
+case runs.  A case fails if the gap exceeds the plain one by more than 0.5 s, /health takes more
+than 50 ms, memory stays more than 50 MB above the start, or a request is left.  An idle machine is
+needed: everything here is time.
+"""
+
+import argparse
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.bench.server import free_port, server
+from tools.dev.run_main import run_main
+from tools.prove.soak import rss_mib
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+GAP, HEALTH, MEMORY, LEAVES, DRAIN = 0.5, 0.05, 50, 2.0, 5
+TOOL = {
+    "description": "x" * 100,
+    "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+}
+
+
+@dataclass
+class Case:
+    """leaves: the client closes the connection after a moment.  tokens: of the prompt."""
+
+    name: str
+    path: str
+    body: Any
+    leaves: bool = False
+    tokens: int = 20
+
+    @property
+    def raw(self) -> bytes:
+        return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": HI, "max_tokens": 5, **fields}
+
+
+def form(**fields: Any) -> dict[str, Any]:
+    return chat(max_tokens=20, structured_outputs=fields)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def tools(count: int) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": f"f{i}", **TOOL}} for i in range(count)]
+
+
+def said(text: str) -> dict[str, Any]:
+    return chat(messages=[{"role": "user", "content": text}])
+
+
+def cases() -> Iterator[Case]:
+    yield Case("control", CHAT, chat())
+    yield Case("regex nested repetition", CHAT, form(regex="((a{1,100}){1,100}){1,100}"))
+    yield Case("regex a{100000}", CHAT, form(regex="a{100000}"))
+    alternatives = "|".join("a" * i + ".*b" for i in range(400))
+    yield Case("regex alternatives", CHAT, form(regex=f"({alternatives})"))
+    yield Case("regex .*a.{30}b.{30}", CHAT, form(regex=".*a.{30}b.{30}"))
+    yield Case("schema nested 200", CHAT, form(json=nested(200)))
+    refs: dict[str, Any] = {"$defs": {"d40": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+    for i in range(40):
+        both = {"$ref": f"#/$defs/d{i + 1}"}
+        refs["$defs"][f"d{i}"] = {
+            "type": "object", "properties": {"a": both, "b": both}, "required": ["a", "b"],
+        }  # fmt: skip
+    yield Case("schema refs 2^40", CHAT, form(json=refs))
+    yield Case("schema minLength 1e6", CHAT, form(json={"type": "string", "minLength": 10**6}))
+    yield Case("schema enum 15000", CHAT, form(json={"enum": [f"value{i}" for i in range(15000)]}))
+    keys = [{"type": "object", "properties": {"k": {"const": f"v{i}"}}} for i in range(2000)]
+    yield Case("schema anyOf 2000", CHAT, form(json={"anyOf": keys}))
+    yield Case("choice 10000", CHAT, form(choice=[f"x{i}" for i in range(10000)]))
+    grammar = 'start: a\na: a a a | a a | "e" | " " | "o"'
+    yield Case("grammar ambiguous", CHAT, {**form(grammar=grammar), "max_tokens": 200})
+    yield Case("stop 128", CHAT, chat(stop=[f"zz{i}" for i in range(128)]))
+    yield Case("stop 10000", CHAT, chat(stop=[f"zz{i}" for i in range(10000)]))
+    yield Case("logit_bias 2048", CHAT, chat(logit_bias=dict.fromkeys(map(str, range(2048)), 1)))
+    bias = dict.fromkeys(map(str, range(100_000)), 1)
+    yield Case("logit_bias 100000", CHAT, chat(logit_bias=bias))
+    yield Case("bad_words 512", CHAT, chat(bad_words=[f"w{i} x" for i in range(512)]))
+    long_words = ["hello world " * 20 + str(i) for i in range(5000)]
+    yield Case("bad_words 5000 long", CHAT, chat(bad_words=long_words))
+    yield Case("allowed_token_ids 32768", CHAT, chat(allowed_token_ids=list(range(2000)) * 16))
+    yield Case("n 128", CHAT, chat(n=128, max_tokens=1))
+    yield Case("n 1000000", CHAT, chat(n=10**6))
+    yield Case("prompts 250", COMPLETIONS, {"prompt": ["hi"] * 250, "max_tokens": 1}, tokens=500)
+    yield Case("prompts 10000", COMPLETIONS, {"prompt": ["hi"] * 10000, "max_tokens": 1})
+    hi = "hi " * 1000
+    yield Case("plain 1000 tokens", COMPLETIONS, {"prompt": hi, "max_tokens": 1}, tokens=1000)
+    for most in 20, 2048:
+        body = {"prompt": hi, "max_tokens": 1, "prompt_logprobs": most}
+        yield Case(f"prompt_logprobs {most}", COMPLETIONS, body, tokens=1000)
+    echo = {"prompt": hi, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True}
+    yield Case("echo with logprobs, streamed", COMPLETIONS, echo, tokens=1000)
+    yield Case(
+        "logprobs 20, n 16", CHAT, chat(n=16, max_tokens=100, logprobs=True, top_logprobs=20)
+    )
+    yield Case("messages 10000", CHAT, chat(messages=HI * 10_000))
+    yield Case("messages 100000", CHAT, chat(messages=HI * 100_000))
+    parts = [{"type": "text", "text": "x"}] * 45_000
+    yield Case("parts 45000", CHAT, chat(messages=[{"role": "user", "content": parts}]))
+    yield Case("tools 1024", CHAT, chat(tools=tools(1024)))
+    yield Case("tools 5000", CHAT, chat(tools=tools(5000)))
+    yield Case("tools 200, required", CHAT, chat(tools=tools(200), tool_choice="required"))
+    yield Case("text 200 kB", CHAT, said("hello wörld " * 17_000))
+    for megabytes in 1, 8, 30:
+        words = said("hello wörld " * (megabytes << 16))
+        yield Case(f"text {megabytes} MB", CHAT, words)
+        yield Case(f"text {megabytes} MB, leaves", CHAT, words, leaves=True)
+    yield Case("a 30 MB", CHAT, said("a" * (30 << 20)))
+    yield Case("/tokenize 8 MB", "/tokenize", {"prompt": "0 1 2 " * (8 << 18)})
+    yield Case("escapes 5 MB", CHAT, b'{"messages":"' + b"\\u00e9" * 800_000 + b'"}')
+    yield Case("[ 30 MB", CHAT, b'{"messages":' + b"[" * (30 << 20))
+    yield Case("[],[], 2 MB", CHAT, b'{"messages":[' + b"[]," * (2 << 18) + b"1]}")
+    yield Case("numbers 30 MB", CHAT, b'{"messages":[' + b"1," * (15 << 20) + b"1]}")
+    yield Case("numbers 1.9 MB", CHAT, b'{"messages":[' + b"1," * 950_000 + b"1]}")
+
+
+class Others:
+    """A steady stream, and /health ten times a second."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.gaps: list[tuple[float, float]] = []  # seconds, and when they ended
+        self.health: list[tuple[float, float]] = []
+        self.last, self.stopped = time.monotonic(), False
+        for work in self._stream, self._ask:
+            threading.Thread(target=work, daemon=True).start()
+
+    def _stream(self) -> None:
+        body = {"prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        while not self.stopped:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+            connection.request("POST", COMPLETIONS, json.dumps(body), {"User-Agent": "steady"})
+            for line in connection.getresponse():
+                if line.startswith(b"data"):
+                    now = time.monotonic()
+                    self.gaps.append((now - self.last, now))
+                    self.last = now
+
+    def _ask(self) -> None:
+        while not self.stopped:
+            started = time.monotonic()
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+            now = time.monotonic()
+            self.health.append((now - started, now))
+            time.sleep(0.1)
+
+    def longest_since(self, started: float) -> tuple[float, float]:
+        """(gap, health)."""
+        gap = max((seconds for seconds, ended in self.gaps if ended > started), default=0)
+        health = max((seconds for seconds, ended in self.health if ended > started), default=0)
+        return max(gap, time.monotonic() - self.last), health
+
+
+def send(port: int, case: Case) -> str:
+    """The status, or how it ended otherwise."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    try:
+        if case.leaves:
+            connection.timeout = LEAVES
+        connection.request("POST", case.path, case.raw, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        return str(answer.status)
+    except OSError as e:
+        return "left" if case.leaves else type(e).__name__
+    finally:
+        connection.close()
+
+
+def status(port: int) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/status")
+    return json.loads(connection.getresponse().read())
+
+
+class Bench:
+    def __init__(self, port: int, pid: int) -> None:
+        self.port, self.others = port, Others(port)
+        time.sleep(4)
+        self.pids = pid, status(port)["models"][0]["pid"]
+        for case in Case("", CHAT, chat()), Case("", CHAT, form(regex="a")):
+            send(port, case)
+        self.start = self._memory()
+        self.plain: dict[int, float] = {}
+
+    def _memory(self) -> list[float]:
+        """Of the server and of the engine; without freed buffers, which MLX keeps up to a limit."""
+        kept = status(self.port)["models"][0]["metrics"]["memory_cached_bytes"] / 2**20
+        return [rss_mib(self.pids[0]), rss_mib(self.pids[1]) - kept]
+
+    def _beside_plain(self, tokens: int) -> float:
+        """The longest gap beside a plain prompt of as many tokens."""
+        if tokens not in self.plain:
+            body = {"prompt": [5 + tokens % 7] * tokens, "max_tokens": 5}
+            self.plain[tokens] = self._gap(Case("", COMPLETIONS, body))[1]
+        return self.plain[tokens]
+
+    def _gap(self, case: Case) -> tuple[str, float, float, float]:
+        started = time.monotonic()
+        how = send(self.port, case)
+        seconds = time.monotonic() - started
+        time.sleep(0.5)
+        return how, *self.others.longest_since(started), seconds
+
+    def run(self, case: Case) -> bool:
+        """Whether nobody was harmed."""
+        plain = self._beside_plain(case.tokens)
+        how, gap, health, seconds = self._gap(case)
+        memory = self._memory()
+        grown = max(now - before for now, before in zip(memory, self.start, strict=True))
+        left = status(self.port)["server"]["running"] - 1  # the steady stream
+        faults = [
+            name
+            for name, bad in (
+                ("gap", gap > plain + GAP), ("health", health > HEALTH),
+                ("memory", grown > MEMORY), ("left", left > 0),
+            ) if bad
+        ]  # fmt: skip
+        print(
+            f"{case.name:30} {how:>6} {seconds:6.1f} s  gap {gap:5.2f} (plain {plain:4.2f})  "
+            f"health {1e3 * health:5.0f} ms  {memory[0]:5.0f} and {memory[1]:5.0f} MiB  "
+            f"{', '.join(faults)}",
+            flush=True,
+        )
+        return not faults
+
+    def end(self, pid: int) -> bool:
+        """SIGTERM while requests run; whether the server ends in time."""
+        words = Case("", CHAT, said("hello wörld " * (8 << 16)))
+        threading.Thread(target=send, args=[self.port, words], daemon=True).start()
+        time.sleep(0.2)
+        started = time.monotonic()
+        self.others.stopped = True
+        subprocess.run(["kill", f"-{int(signal.SIGTERM)}", str(pid)], check=True)
+        while rss_mib_or_none(pid) is not None and time.monotonic() < started + 60:
+            time.sleep(0.1)
+        seconds = time.monotonic() - started
+        print(f"SIGTERM with --drain {DRAIN}: ended after {seconds:.1f} s")
+        return seconds < DRAIN + 5
+
+
+def rss_mib_or_none(pid: int) -> float | None:
+    """None: the process has ended."""
+    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return None if done.stdout.strip()[:1] in ("", "Z") else rss_mib(pid)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", metavar="TEXT")
+    args = parser.parse_args()
+    port = free_port()
+    command = [
+        sys.executable, "-m", "vllm_metal_lite", "serve", "demo", "--port", str(port),
+        "--drain", str(DRAIN), "--num-blocks", "640",  # else the store grows when it is first used
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log.txt"
+        with server(command, port, 120, log) as pid:
+            bench = Bench(port, pid)
+            chosen = [c for c in cases() if not args.only or any(o in c.name for o in args.only)]
+            good = [bench.run(case) for case in chosen]
+            good.append(bench.end(pid))
+        if "Traceback" in log.read_text():
+            print(f"the server's log has a trace:\n{log.read_text()[-2000:]}")
+            good.append(False)
+    print(f"{good.count(False)} of {len(good)} harmed others")
+    return 1 if False in good else 0
+
+
+if __name__ == "__main__":
+    run_main(main)

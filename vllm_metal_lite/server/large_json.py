@@ -1,0 +1,25 @@
+"""JSON of answers that hold many log-probabilities, off the event loop."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import Response
+
+from vllm_metal_lite.server.offload import offload
+
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def encode_slowly(value: Any) -> str:
+    """JSON, by Python's encoder: the one in C holds Python's lock until it is done."""
+    return "".join(_encoder.iterencode(value))
+
+
+async def large_json(make: Callable[[], Any]) -> Response:
+    """A response with the JSON of what `make` returns; both are done on a thread."""
+
+    def write() -> bytes:
+        return encode_slowly(make()).encode()
+
+    return Response(await offload(write), media_type="application/json")

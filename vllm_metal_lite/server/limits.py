@@ -1,0 +1,137 @@
+"""What a request may hold, checked before any work on it; docs/server.md has the table.
+
+A request of a few kilobytes may ask for much, and a large one costs time to parse.  Python's lock
+is held meanwhile, so neither may take long.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic_core import from_json
+
+from vllm_metal_lite.errors import shorten, show
+from vllm_metal_lite.server.errors import ApiError
+
+# Entries of a list or an object, by the field's name in any API.
+MAX_ENTRIES = {
+    "messages": 10_000,
+    "input": 10_000,
+    "prompt": 1_000_000,  # token ids
+    "tokens": 1_000_000,
+    "stop": 128,
+    "stop_sequences": 128,
+    "bad_words": 512,
+    "logit_bias": 4_096,
+    "allowed_token_ids": 32_768,
+}
+MAX_OTHER_ENTRIES = 1_024  # tools, stop_token_ids, documents, metadata, ...
+_FORM = 200_000  # as `structured_outputs.grammar_text` has it
+# Characters of all texts within a field.
+MAX_CHARACTERS = {
+    "tools": 1_000_000,
+    "stop": 8_192,
+    "stop_sequences": 8_192,
+    "bad_words": 16_384,
+    "response_format": _FORM,
+    "structured_outputs": _FORM,
+    "output_format": _FORM,
+    "output_config": _FORM,
+    "text": _FORM,
+}
+MAX_N = 128  # as in OpenAI's API
+MAX_LOGPROB_ENTRIES = 200_000  # of a prompt: tokens, times the log-probabilities of each
+# Of a body's JSON.  Commas: numbers, such as token ids, are cheap.
+MAX_CONTAINERS, MAX_COMMAS = 50_000, 1_000_000
+_FEW = 1 << 16  # bytes that cannot be expensive
+_SLICE = 1 << 18
+_IS_TEXT = bytes(set(range(256)) - set(b'",[{'))
+
+
+def check_json(raw: bytes) -> None:
+    """Raise ApiError (400) for JSON of too many values to parse at once."""
+    if len(raw) < _FEW:
+        return
+    containers, commas = _structure(raw)
+    if containers > MAX_CONTAINERS or commas > MAX_COMMAS:
+        containers = commas = 0
+        for part in _outside_strings(raw):
+            more, further = _structure(part)
+            containers, commas = containers + more, commas + further
+    for name, count, most in (
+        ("objects and lists", containers, MAX_CONTAINERS),
+        ("commas between values", commas, MAX_COMMAS),
+    ):
+        if count > most:
+            raise ApiError(400, f"the body has {count:,} {name}, and at most {most:,} are allowed")
+
+
+def _structure(text: bytes) -> tuple[int, int]:
+    return text.count(b"{") + text.count(b"["), text.count(b",")
+
+
+def _outside_strings(raw: bytes) -> Iterator[bytes]:
+    """The brackets and commas of JSON that are not within strings."""
+    kept = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _IS_TEXT)
+    inside = 0
+    for at in range(0, len(kept), _SLICE):
+        parts = kept[at : at + _SLICE].split(b'"')
+        yield b"".join(parts[inside::2])
+        inside = (inside + len(parts) - 1) % 2
+
+
+def check_fields(raw: bytes) -> None:
+    """Raise ApiError (400) for a body with a field of too many entries, or too much text.
+
+    Before pydantic looks: it makes an error of each bad entry.
+    """
+    try:
+        fields = from_json(raw)
+    except ValueError:
+        return  # pydantic says where
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        most = MAX_ENTRIES.get(name, MAX_OTHER_ENTRIES)
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise ApiError(
+                400, f"{shorten(name)} may have at most {most:,} entries, got {len(value):,}",
+                param=name,
+            )  # fmt: skip
+        if name in MAX_CHARACTERS and (size := num_characters(value)) > MAX_CHARACTERS[name]:
+            raise ApiError(
+                400,
+                f"{name} may hold at most {MAX_CHARACTERS[name]:,} characters, got {size:,}",
+                param=name,
+            )
+
+
+def num_characters(value: Any) -> int:
+    """Characters of all texts within a value of JSON."""
+    count, left = 0, [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, Mapping):
+            left += value.keys()
+            left += value.values()
+        elif isinstance(value, (list, tuple)):
+            left += value
+    return count
+
+
+def check_logprobs(num_tokens: int, num_each: int) -> None:
+    """Raise ApiError (400) for too many log-probabilities of a prompt."""
+    if (asked := num_tokens * (num_each + 1)) > MAX_LOGPROB_ENTRIES:
+        raise ApiError(
+            400,
+            f"{num_tokens:,} prompt tokens with {num_each} log-probabilities beside their own are "
+            f"{asked:,}, and at most {MAX_LOGPROB_ENTRIES:,} are allowed",
+            param="prompt_logprobs",
+        )
+
+
+def check_most(name: str, value: Any, low: int, most: int) -> None:
+    """Raise ApiError (400) for an integer out of range; other types are not looked at."""
+    if isinstance(value, int) and not low <= value <= most:
+        raise ApiError(
+            400, f"{name} must be an integer from {low} to {most}, got {show(value)}", param=name
+        )

@@ -1,0 +1,106 @@
+"""Threads for work that would hold the event loop up: parsing, templates, token ids, grammars.
+
+Work of large requests has a thread of its own, so that small requests do not wait behind it.
+Clients take turns.  A client that leaves ends its work: at once if the work has not begun, else
+when it next asks `check_wanted`.
+"""
+
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LARGE = 1 << 17  # bytes of a request
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where work comes from.  client: whom it is for.  size: bytes of the request."""
+
+    client: Hashable = None
+    size: int = 0
+
+
+# Of the request that is being served; set by `server.endpoint`.
+ORIGIN: ContextVar[Origin] = ContextVar("ORIGIN", default=Origin())  # noqa: B039, it is frozen
+
+
+class Abandoned(Exception):
+    """No caller waits for this work any longer."""
+
+
+@dataclass(eq=False)
+class _Job:
+    work: Callable[[], Any]
+    result: Future[Any] = field(default_factory=Future)
+    abandoned: bool = False
+
+
+class Threads:
+    """Daemon threads, which do not keep a process from ending.  They start when needed."""
+
+    def __init__(self, most: int) -> None:
+        self._missing, self._idle = most, 0
+        self._jobs: OrderedDict[Hashable, deque[_Job]] = OrderedDict()  # by client, next one first
+        self._changed = threading.Condition()
+
+    def submit(self, client: Hashable, job: _Job) -> None:
+        with self._changed:
+            self._jobs.setdefault(client, deque()).append(job)
+            if not self._idle and self._missing:
+                self._missing -= 1
+                threading.Thread(target=self._run, name="offloaded work", daemon=True).start()
+            self._changed.notify()
+
+    def _take(self) -> _Job:
+        with self._changed:
+            self._idle += 1
+            while not self._jobs:
+                self._changed.wait()
+            self._idle -= 1
+            client, jobs = self._jobs.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._jobs[client] = jobs  # behind the other clients
+            return job
+
+    def _run(self) -> None:
+        while True:
+            job = _here.job = self._take()
+            if job.result.set_running_or_notify_cancel():
+                try:
+                    job.result.set_result(job.work())
+                except BaseException as e:
+                    job.result.set_exception(e)
+            del job, _here.job  # they hold the request
+
+
+_here = threading.local()
+_small, _large = Threads(4), Threads(1)
+GRAMMARS = Threads(2)  # a hostile grammar takes seconds
+
+
+async def offload(work: Callable[..., T], *args: Any, threads: Threads | None = None) -> T:
+    """The result of `work`, done on a thread.  threads: None: by the size of the request."""
+    origin, job = ORIGIN.get(), _Job(partial(work, *args))
+    threads = threads or (_large if origin.size >= LARGE else _small)
+    threads.submit(origin.client, job)
+    try:
+        result: T = await asyncio.wrap_future(job.result)
+        return result
+    finally:
+        job.abandoned = True
+
+
+def check_wanted() -> None:
+    """Raise Abandoned if the caller of this thread's work has left."""
+    job: _Job | None = getattr(_here, "job", None)
+    if job is not None and job.abandoned:
+        raise Abandoned
