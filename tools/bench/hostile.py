@@ -112,7 +112,7 @@ def cases() -> Iterator[Case]:
     yield Case("n 1000000", CHAT, chat(n=10**6))
     yield Case("prompts 250", COMPLETIONS, {"prompt": ["hi"] * 250, "max_tokens": 1}, tokens=500)
     yield Case("prompts 10000", COMPLETIONS, {"prompt": ["hi"] * 10000, "max_tokens": 1})
-    hi = "hi " * 1000
+    hi = [400] * 1000
     yield Case("plain 1000 tokens", COMPLETIONS, {"prompt": hi, "max_tokens": 1}, tokens=1000)
     for most in 20, 2048:
         body = {"prompt": hi, "max_tokens": 1, "prompt_logprobs": most}

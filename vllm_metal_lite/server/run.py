@@ -1,6 +1,7 @@
 """Runs a server: binds, loads the models, serves, and stops without cutting answers off."""
 
 import asyncio
+import gc
 import signal
 import socket
 import threading
@@ -56,6 +57,10 @@ async def serve(
             )
         )  # fmt: skip
         serving = asyncio.ensure_future(http.serve(sockets=[bound]))
+        # A full collection looks at all objects, with Python's lock held: 100 ms and more for what
+        # the imports made, which stays anyway.
+        gc.collect()
+        gc.freeze()
         on_ready(server, url_of(bound))
         serving.add_done_callback(lambda _: stopping.ask())
         await stopping.asked.wait()

@@ -31,7 +31,7 @@ _MAX_THREADS = 8
 # does nothing else overflows a stack of 64 MB, and an overflow ends the process.
 _STACK_BYTES = 512 << 20
 _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbose_errors=False)
-_MAX_KEPT = 1_000_000  # characters of all grammars that are kept compiled
+_MAX_KEPT = 200_000  # characters of all grammars that are kept compiled
 _TOKEN_IDS = re.compile(r"<\[[\d,\s-]+\]>")  # in Lark: tokens by their ids
 _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
