@@ -91,6 +91,21 @@ def test_requests_that_the_description_forbids(url, described, path):
     check()
 
 
+@pytest.mark.parametrize(
+    ("field", "size", "most"),
+    [
+        ("messages", "maxItems", 2_048),
+        ("stop", "maxItems", 128),
+        ("tools", "maxItems", 1_024),
+        ("logit_bias", "maxProperties", 4_096),
+    ],
+)
+def test_limits_of_lists_are_described(described, field, size, most):
+    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    schema = body["content"]["application/json"]["schema"]
+    assert f"'{size}': {most}" in str(schema["properties"][field])
+
+
 def test_all_that_may_be_asked_is_described(described):
     found = {path: set(methods) for path, methods in described["paths"].items()}
     gets = {path: {"get"} for path in [*GETS, "/events"]}

@@ -1,5 +1,6 @@
 """The command `serve` and signals: answers end properly, and no process is left."""
 
+import http.client
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import httpx
 import pytest
@@ -122,6 +123,26 @@ def test_answers_that_take_too_long_end_with_an_error(tmp_path, how):
             assert whole.result().headers["retry-after"]
         assert command.leave() == 0
         assert "Traceback" not in command.err.read_text()
+
+
+def test_a_request_that_the_engine_has_not_seen_is_told_in_the_form_of_its_api(tmp_path):
+    with up(tmp_path, "--drain", "0.2") as (command, client), ThreadPoolExecutor() as threads:
+        half = http.client.HTTPConnection(client.base_url.host, client.base_url.port, SAFETY)
+        with stopped(engine_of(client)), closing(half):
+            paths = ["/v1/chat/completions", "/v1/messages"]
+            waits = [threads.submit(client.post, path, json=SHORT) for path in paths]
+            half.putrequest("POST", paths[0])
+            half.putheader("Content-Length", "100")
+            half.endheaders(b"{")
+            eventually(lambda: client.get("/status").json()["server"]["running"] == len(waits))
+            command.signal(signal.SIGTERM)
+            answers = [answer.result() for answer in waits]
+            cut = half.getresponse()
+            bodies = [(a.status_code, a.json()) for a in answers] + [(cut.status, json.load(cut))]
+            for status, body in bodies:
+                assert status == 503
+                assert body["error"]["message"] == "the server is shutting down"
+        assert command.leave() == 0
 
 
 def test_a_signal_while_the_model_loads(tmp_path):

@@ -259,7 +259,7 @@ async def until(check: Callable[[], Awaitable[str]], seconds: float) -> str:
 async def unclean(url: str) -> str:
     """What /status still shows of requests; "" if nothing."""
     status = await get(url, "/status")
-    metrics = [model["metrics"] for model in status["models"]]
+    metrics = [model.get("metrics", {}) for model in status["models"]]
     left = {
         name: [one.get(name) for one in metrics]
         for name in ("requests_running", "requests_waiting", "blocks_owned")

@@ -3,12 +3,15 @@
 
     python -m tools.prove.soak --minutes 20
 
-Clients of all APIs come and go, streamed and not; some leave in mid-answer, some send nonsense.
-Resident memory of the server and of the engine's process is read every 10 seconds.  The buffers
-that MLX has freed and keeps are taken off the engine's: they grow with each size that MLX meets, up
-to a limit of MLX's own, for longer than the soak.  Fails if a reply is wrong, if /status is not
-clean at the end, or if memory grows: the median of the last quarter may be at most 3 % + 4 MiB
-above that of the second quarter.  The first quarter warms up.  Prints a table.
+Clients of all APIs come and go, streamed and not; a third leave in mid-answer, some send nonsense,
+some are told to come again, because too many wait.  Beside them: readers that do not read for a
+while, heads that drip, two further models with room for one of them, and a model whose weights are
+cut.  Resident memory of the server and of the first model's process is read every 10 seconds.  The
+buffers that MLX has freed and keeps are taken off the engine's: they grow with each size that MLX
+meets, up to a limit of MLX's own, for longer than the soak.  Fails if a reply is wrong, if /status
+is not clean at the end, or if memory or open files grow: the median of the last quarter may be at
+most 3 % + 4 MiB, or 4 files, above that of the second quarter.  The first quarter warms up.  Prints
+a table.
 """
 
 import argparse
@@ -16,19 +19,38 @@ import asyncio
 import json
 import os
 import random
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from tests.support.crowd import Crowd, get, questions, send, text_of, unclean, until
-from tools.bench.lib.servers import free_port, ours, server
-from tools.dev.run_main import parser_of, run_main
+from tests.support.crowd import (
+    Crowd,
+    Question,
+    Reply,
+    Visit,
+    get,
+    questions,
+    send,
+    text_of,
+    unclean,
+    until,
+)
+from tools.bench.server import free_port, server
+from tools.dev.run_main import run_main
+from vllm_metal_lite.model.files import find
 
 EVERY = 10  # seconds
-ALLOWED_SHARE, ALLOWED_MIB = 0.03, 4
+ALLOWED_SHARE, ALLOWED_MIB, ALLOWED_FILES = 0.03, 4, 4
+PATIENCE = 240  # seconds until a reply counts as lost
+CHAT = "/v1/chat/completions"
 
 
 def rss_mib(pid: int) -> float:
@@ -42,12 +64,78 @@ def num_fds(pid: int) -> int:
     return len(os.listdir(folder)) if folder.exists() else -1
 
 
-class Soak:
-    """rows: MiB of the server, of the engine, and of the buffers that MLX keeps there."""
+class Patient(Crowd):
+    """A crowd that may be told to come again."""
 
-    def __init__(self, url: str, pids: tuple[int, int], crowd: Crowd) -> None:
+    def _judge(self, visit: Visit, number: int, reply: Reply) -> None:
+        if reply.status == 503 and b"server_busy" in reply.body:
+            self.counts["told to come again"] += 1
+        else:
+            super()._judge(visit, number, reply)
+
+    def check(self, kind: str, is_right: bool, what: object) -> None:
+        self.counts[kind] += 1
+        if not is_right:
+            self.faults.append(f"{kind}: {what!r}")
+
+    async def ask_models(self, rng: random.Random) -> None:
+        """One question to each of the other models."""
+        for model in "twin", "third", "broken":
+            number = rng.randrange(len(self.asked))
+            body = {**question_body(self.asked[number]), "model": model}
+            reply = await send(self.url, "POST", CHAT, json.dumps(body).encode())
+            assert reply is not None
+            if model == "broken":
+                self.check(model, b"model_not_loaded" in reply.body, reply)
+            elif reply.status != 200:
+                self.check(model, b"server_busy" in reply.body, reply)
+            else:
+                self.check(model, text_of(CHAT, reply.body) == self.answers[number], reply)
+
+    async def read_late(self, rng: random.Random) -> None:
+        """A long stream whose reader waits."""
+        body = {
+            "prompt": "hi", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20
+        }  # fmt: skip
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(data)}\r\n"
+        said = await self._late(head.encode() + b"Connection: close\r\n", data, rng.uniform(5, 30))
+        self.check("slow reader", b"[DONE]" in said or b"server_busy" in said, said[-200:])
+
+    async def drip(self, rng: random.Random) -> None:
+        """A head that never ends."""
+        said = await self._late(b"POST /v1/completions HTTP/1.1\r\nX-Slow: ", None, 1)
+        self.check("slow head", not said, said)
+
+    async def _late(self, head: bytes, data: bytes | None, seconds: float) -> bytes:
+        """What is said to a client that reads after a while; no data: nor does it send more."""
+        parts = urlsplit(self.url)
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((parts.hostname, parts.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
+        try:
+            if data is not None:
+                head += f"Host: {parts.netloc}\r\n\r\n".encode() + data
+            writer.write(head)
+            await asyncio.sleep(seconds)
+            return await reader.read()
+        finally:
+            writer.close()
+
+
+def question_body(question: Question) -> dict[str, Any]:
+    body = {"messages": question.messages, "max_tokens": question.max_tokens}
+    return {**body, "temperature": 0, "ignore_eos": True}
+
+
+class Soak:
+    """rows: seconds, visits so far, MiB of the server, of the engine and of the buffers that MLX
+    keeps there, open files of both."""
+
+    def __init__(self, url: str, pids: tuple[int, int], crowd: Patient) -> None:
         self.url, self.pids, self.crowd = url, pids, crowd
-        self.rows: list[tuple[float, float, float]] = []
+        self.rows: list[tuple[float, int, float, float, float, int, int]] = []
 
     async def run(self, seconds: float, num_clients: int) -> None:
         started = time.monotonic()
@@ -56,7 +144,17 @@ class Soak:
         async def client(number: int) -> None:
             rng = random.Random(number)
             while time.monotonic() < end:
-                await self.crowd.go(self.crowd.draw(rng, 3), 120)
+                await self.crowd.go(self.crowd.draw(rng, 3), PATIENCE)
+
+        async def odd(visit: Callable[[random.Random], Awaitable[None]]) -> None:
+            rng = random.Random(visit.__name__)
+            while time.monotonic() < end:
+                try:
+                    async with asyncio.timeout(PATIENCE):
+                        await visit(rng)
+                except Exception as e:
+                    self.crowd.check(visit.__name__, False, e)
+                await asyncio.sleep(rng.uniform(0, 20))
 
         async def measure() -> None:
             while True:
@@ -66,17 +164,21 @@ class Soak:
                 await asyncio.sleep(EVERY)
 
         measuring = asyncio.ensure_future(measure())
-        await asyncio.gather(*map(client, range(num_clients)))
+        crowd = self.crowd
+        odd_ones = map(odd, (crowd.ask_models, crowd.read_late, crowd.drip))
+        await asyncio.gather(*map(client, range(num_clients)), *odd_ones)
         measuring.cancel()
 
     def _measure(self, now: float, kept: float) -> None:
         server, engine = self.pids
-        row = rss_mib(server), rss_mib(engine), kept
+        row = (
+            now, self.crowd.counts.total(), rss_mib(server), rss_mib(engine), kept,
+            num_fds(server), num_fds(engine),
+        )  # fmt: skip
         self.rows.append(row)
-        files = f"{num_fds(server)} and {num_fds(engine)} files"
         print(
-            f"[{now:5.0f} s] {self.crowd.counts.total():6,} visits, server {row[0]:.1f} MiB, "
-            f"engine {row[1]:.1f}, {row[2]:.1f} kept by MLX, {files}, "
+            f"[{now:5.0f} s] {row[1]:6,} visits, server {row[2]:.1f} MiB, engine {row[3]:.1f} MiB, "
+            f"{row[4]:.1f} kept by MLX, {row[5]} and {row[6]} files, "
             f"{len(self.crowd.faults)} faults",
             file=sys.stderr, flush=True,
         )  # fmt: skip
@@ -87,8 +189,8 @@ class Soak:
         grown = []
         print("| process | MiB, second quarter | MiB, last quarter | limit |")
         print("| --- | --- | --- | --- |")
-        server = [row[0] for row in self.rows]
-        engine = [row[1] - row[2] for row in self.rows]
+        server = [row[2] for row in self.rows]
+        engine = [row[3] - row[4] for row in self.rows]
         for name, mib in (("server", server), ("engine, but for kept buffers", engine)):
             before = statistics.median(mib[quarter : 2 * quarter])
             after = statistics.median(mib[-quarter:])
@@ -96,20 +198,24 @@ class Soak:
             print(f"| {name} | {before:.1f} | {after:.1f} | {limit:.1f} |")
             if after > limit:
                 grown.append(f"{name}: {before:.1f} MiB became {after:.1f}, limit {limit:.1f}")
+        for name, column in (("server", 5), ("engine", 6)):
+            files = [row[column] for row in self.rows]
+            before, after = map(statistics.median, (files[quarter : 2 * quarter], files[-quarter:]))
+            print(f"Open files of the {name}: {before:.0f}, then {after:.0f}")
+            if after > before + ALLOWED_FILES:
+                grown.append(f"{name}: {before:.0f} open files became {after:.0f}")
         return grown
 
 
-async def prepare(url: str, count: int) -> Crowd:
+async def prepare(url: str, count: int) -> Patient:
     """A crowd that knows the answers: each question is asked once, alone."""
     asked = questions(count)
-    crowd = Crowd(url, asked, [], [])
+    crowd = Patient(url, asked, [], [])
     for question in asked:
-        body = {"messages": question.messages, "max_tokens": question.max_tokens}
-        body |= {"temperature": 0, "ignore_eos": True}
-        path = "/v1/chat/completions"
-        reply = await send(url, "POST", path, json.dumps(body).encode())
+        body = question_body(question)
+        reply = await send(url, "POST", CHAT, json.dumps(body).encode())
         assert reply is not None
-        crowd.answers.append(text_of(path, reply.body))
+        crowd.answers.append(text_of(CHAT, reply.body))
         tokens = await send(url, "POST", "/tokenize", json.dumps(body).encode())
         assert tokens is not None
         crowd.token_ids.append(json.loads(tokens.body)["tokens"])
@@ -131,14 +237,30 @@ async def soak(url: str, pid: int, args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def cut(folder: Path) -> str:
+    """A copy of the demo model whose weights are cut."""
+    shutil.copytree(find("demo"), folder)
+    for weights in folder.glob("*.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:100_000])
+    return str(folder)
+
+
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=24)
     args = parser.parse_args()
     port = free_port()
-    command = ours("demo", "--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512")
     with tempfile.TemporaryDirectory() as scratch:
+        command = [
+            sys.executable, "-m", "vllm_metal_lite", "serve", "--port", str(port),
+            "--model", "demo", "--pin", "demo", "--model", "twin=demo", "--model", "third=demo",
+            "--model", f"broken={cut(Path(scratch) / 'broken')}", "--memory-budget-gib", "2.3",
+            "--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512",
+            "--max-waiting", "9",
+        ]  # fmt: skip
         log = Path(scratch) / "log.txt"
         with server(command, port, 120, log) as pid:
             result = asyncio.run(soak(f"http://127.0.0.1:{port}", pid, args))

@@ -22,6 +22,7 @@ from vllm_metal_lite.errors import ConfigError, ModelLoadError, Option, one_line
 from vllm_metal_lite.model.context import configured_length
 from vllm_metal_lite.model.files import find, read_json
 from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.worker.client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class Models:
     async def start(self) -> None:
         """Load the first model and the pinned ones.  Raises ModelLoadError."""
         for model in self.models.values():
-            model.context = await asyncio.to_thread(self._context_of, model.spec.source)
+            model.context = await offload(self._context_of, model.spec.source)
         first = next(iter(self.models.values()))
         for model in self.models.values():
             if model is first or model.spec.pinned:
@@ -292,7 +293,8 @@ class Models:
     def _context_of(self, source: str) -> int | None:
         """The context of a model whose files are here; None: not known before it is loaded."""
         with suppress(ModelLoadError, OSError):
-            config = read_json(find(source, download=False) / "config.json")
+            file = find(source, download=False) / "config.json"
+            config = read_json(file) if file.is_file() else {}  # reading a pipe may never end
             if (length := configured_length(config)) is not None:
                 return min(length, self.config.max_model_len or length)
         return None

@@ -10,6 +10,7 @@ from starlette.routing import Route
 from vllm_metal_lite import __version__
 from vllm_metal_lite.rules import schema_of
 from vllm_metal_lite.sampling_params import SAMPLING_RULES
+from vllm_metal_lite.server import limits
 from vllm_metal_lite.server.params import SamplingFields
 from vllm_metal_lite.server.server import Body
 
@@ -20,6 +21,7 @@ _RENAMED = {
     "max_output_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
+_SIZES = {"array": "maxItems", "object": "maxProperties"}
 _ERROR = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
 
 
@@ -77,7 +79,7 @@ def _operation(route: Route, parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body(body_type: type[Body], parts: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a body.  Fields that SamplingParams checks have its rules."""
+    """The schema of a body.  Fields that SamplingParams checks have its rules, and `limits`."""
     schema = body_type.model_json_schema(ref_template=f"{_PARTS}{{model}}")
     parts |= schema.pop("$defs", {})
     if issubclass(body_type, SamplingFields):
@@ -85,4 +87,14 @@ def _body(body_type: type[Body], parts: dict[str, Any]) -> dict[str, Any]:
             rule = SAMPLING_RULES.get(_RENAMED.get(name, name))
             if rule is not None and name != "thinking" and not field.keys() - {"title", "default"}:
                 field |= schema_of(rule)
+    for name, field in schema["properties"].items():
+        _bound(field, limits.MAX_ENTRIES.get(name, limits.MAX_OTHER_ENTRIES))
     return schema
+
+
+def _bound(schema: dict[str, Any], most: int) -> None:
+    """Say how many entries a value may have."""
+    if size := _SIZES.get(schema.get("type", "")):
+        schema[size] = most
+    for kind in schema.get("anyOf", ()):
+        _bound(kind, most)

@@ -5,9 +5,8 @@ import gc
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import uvicorn
 
@@ -17,8 +16,13 @@ from vllm_metal_lite.server.http import HttpProtocol
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.server import Server
 from vllm_metal_lite.server.settings import ServerConfig
+from vllm_metal_lite.server.stream import unless
 
 _CLOSE_SECONDS = 2  # for the last bytes of ended streams
+
+
+class _Stopped(Exception):
+    """A stop is asked for."""
 
 
 class Stopping:
@@ -46,7 +50,9 @@ async def serve(
     Raises ModelLoadError if a model cannot be loaded.
     """
     try:
-        if not await _unless(stopping.asked, models.start()):
+        try:
+            await unless(stopping.asked.wait(), _Stopped, models.start())
+        except _Stopped:
             return
         server = Server(config, models)
         http = _Http(
@@ -78,26 +84,12 @@ async def _drain(server: Server, stopping: Stopping) -> None:
     server.drain()
 
     async def idle() -> None:
-        while server.generations:
+        while server.num_accepted:
             await asyncio.sleep(0.05)
 
-    with suppress(TimeoutError):
-        await asyncio.wait_for(_unless(stopping.now, idle()), server.config.drain)
+    with suppress(TimeoutError, _Stopped):
+        await asyncio.wait_for(unless(stopping.now.wait(), _Stopped, idle()), server.config.drain)
     server.end_all()
-
-
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do `work`, and return True; False if the event came first, which cancels the work."""
-    task, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
-    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if task.done():
-        task.result()
-        return True
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
-    return False
 
 
 def listen(config: ServerConfig) -> socket.socket:

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -29,7 +29,7 @@ from vllm_metal_lite.server.offload import LARGE, ORIGIN, Origin, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.recent import Parted
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.stream import ClientGone, until_gone
+from vllm_metal_lite.server.stream import ClientGone, unless, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation, ShuttingDown
 
@@ -58,6 +58,8 @@ class Server:
         self.config, self.models = config, models
         self.draining = False
         self.on_drain: list[Callable[[], None]] = []  # called when `draining` is set
+        self.ended = asyncio.Event()  # requests that are still open get an error
+        self.num_accepted = 0  # requests that drain
         self.generations: dict[str, Generation] = {}
         # Called at the end of each request, also of one that is cut short.
         self.on_end: Callable[[EngineClient, Generation], None] = lambda engine, generation: None
@@ -97,7 +99,7 @@ class Server:
         if params.prompt_logprobs is not None:
             limits.check_logprobs(len(prompt_token_ids), params.prompt_logprobs)
         request_id = f"{prefix}{uuid.uuid4().hex}"
-        with self.metrics.counting(engine) as count:
+        with self._accepted(), self.metrics.counting(engine) as count:
             async with engine.generate(
                 request_id, prompt_token_ids, params,
                 priority=priority, checkpoints=checkpoints, cache_salt=cache_salt,
@@ -117,6 +119,14 @@ class Server:
                         said = generation.answers[0].token_ids[:-1]
                         engine.recent.add([*prompt_token_ids, *said])
                     self.on_end(engine, generation)
+
+    @contextmanager
+    def _accepted(self) -> Iterator[None]:
+        self.num_accepted += 1
+        try:
+            yield
+        finally:
+            self.num_accepted -= 1
 
     def drain(self) -> None:
         """Take no further requests."""
@@ -153,7 +163,8 @@ class Server:
         self.on_end = log
 
     def end_all(self) -> None:
-        """End all requests that run, because the server stops."""
+        """End all requests, because the server stops."""
+        self.ended.set()
         for generation in self.generations.values():
             if not generation.finished:
                 generation.fail(ShuttingDown())
@@ -206,20 +217,23 @@ def endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     """A Starlette endpoint: reads the body, ends the work when the client goes, shapes errors."""
 
+    async def answer(request: Request) -> Response:
+        server.check_open()
+        # Perhaps before all of it is here.
+        length = request.headers.get("content-length", "")
+        server.check_size(int(length) if length.isdecimal() else 0)
+        raw = await request.body()
+        server.check_size(len(raw))
+        ORIGIN.set(Origin(client_of(request), len(raw)))
+        read = offload(_read, body_type, raw) if len(raw) >= LARGE else None
+        body = _read(body_type, raw) if read is None else await until_gone(request, read)
+        del raw
+        server.note_unknown(request.url.path, body)
+        return await until_gone(request, handler(server, request, body))
+
     async def serve(request: Request) -> Response:
         try:
-            server.check_open()
-            # Perhaps before all of it is here.
-            length = request.headers.get("content-length", "")
-            server.check_size(int(length) if length.isdecimal() else 0)
-            raw = await request.body()
-            server.check_size(len(raw))
-            ORIGIN.set(Origin(client_of(request), len(raw)))
-            read = offload(_read, body_type, raw) if len(raw) >= LARGE else None
-            body = _read(body_type, raw) if read is None else await until_gone(request, read)
-            del raw
-            server.note_unknown(request.url.path, body)
-            return await until_gone(request, handler(server, request, body))
+            return await unless(server.ended.wait(), ShuttingDown, answer(request))
         except (ClientGone, ClientDisconnect):
             return Response(status_code=499)
         except asyncio.CancelledError:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,24 +23,28 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
+async def unless(event: Awaitable[Any], error: type[Exception], work: Awaitable[T]) -> T:
+    """The result of `work`; cancels it and raises `error` if `event` comes first."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(event)
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            watch.result()  # raises if the watch itself has failed
+            raise error
+        return task.result()
+    finally:
+        for unfinished in task, watch:
+            unfinished.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`; cancels it and raises ClientGone when the client goes.
 
     The body of the request must have been read.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            gone.result()  # raises if the watch itself has failed
-            raise ClientGone
-        return task.result()
-    finally:
-        for unfinished in task, gone:
-            unfinished.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+    return await unless(_gone(request.receive), ClientGone, work)
 
 
 async def _gone(receive: Receive) -> None:

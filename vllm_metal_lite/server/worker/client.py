@@ -55,7 +55,7 @@ from vllm_metal_lite.server.worker.messages import (
 
 logger = logging.getLogger("vllm_metal_lite")
 
-_STOP_SECONDS = 2  # then the process is killed
+_STOP_SECONDS = 3  # then the process is killed
 _LEAST_COUNTED = 16_384  # tokens of a prompt that are counted in any case
 
 
