@@ -50,7 +50,7 @@ from vllm_metal_lite.model.files import find
 EVERY = 10  # seconds
 ALLOWED_SHARE, ALLOWED_MIB, ALLOWED_FILES = 0.03, 4, 4
 PATIENCE = 240  # seconds until a reply counts as lost
-CHAT = "/v1/chat/completions"
+CHAT, BUSY = "/v1/chat/completions", b"and max_waiting"
 
 
 def rss_mib(pid: int) -> float:
@@ -68,7 +68,7 @@ class Patient(Crowd):
     """A crowd that may be told to come again."""
 
     def _judge(self, visit: Visit, number: int, reply: Reply) -> None:
-        if reply.status == 503 and b"server_busy" in reply.body:
+        if reply.status == 503 and BUSY in reply.body:
             self.counts["told to come again"] += 1
         else:
             super()._judge(visit, number, reply)
@@ -88,7 +88,7 @@ class Patient(Crowd):
             if model == "broken":
                 self.check(model, b"model_not_loaded" in reply.body, reply)
             elif reply.status != 200:
-                self.check(model, b"server_busy" in reply.body, reply)
+                self.check(model, BUSY in reply.body, reply)
             else:
                 self.check(model, text_of(CHAT, reply.body) == self.answers[number], reply)
 
@@ -100,7 +100,7 @@ class Patient(Crowd):
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(data)}\r\n"
         said = await self._late(head.encode() + b"Connection: close\r\n", data, rng.uniform(5, 30))
-        self.check("slow reader", b"[DONE]" in said or b"server_busy" in said, said[-200:])
+        self.check("slow reader", b"[DONE]" in said or BUSY in said, said[-200:])
 
     async def drip(self, rng: random.Random) -> None:
         """A head that never ends."""
@@ -145,6 +145,7 @@ class Soak:
             rng = random.Random(number)
             while time.monotonic() < end:
                 await self.crowd.go(self.crowd.draw(rng, 3), PATIENCE)
+                await asyncio.sleep(rng.random())
 
         async def odd(visit: Callable[[random.Random], Awaitable[None]]) -> None:
             rng = random.Random(visit.__name__)
@@ -259,7 +260,7 @@ def main() -> int:
             "--model", "demo", "--pin", "demo", "--model", "twin=demo", "--model", "third=demo",
             "--model", f"broken={cut(Path(scratch) / 'broken')}", "--memory-budget-gib", "2.3",
             "--num-blocks", "36", "--max-num-seqs", "12", "--max-model-len", "512",
-            "--max-waiting", "9",
+            "--max-waiting", "11",
         ]  # fmt: skip
         log = Path(scratch) / "log.txt"
         with server(command, port, 120, log) as pid:
