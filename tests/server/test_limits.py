@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import httpx
 import pytest
 
 from tests.support.server_kit import Running, serving
+from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.server import limits
 from vllm_metal_lite.server.errors import ApiError
 
@@ -184,7 +186,21 @@ def test_brackets_and_commas_within_texts_do_not_count(inside):
         limits.check_json(json.dumps([[]] * 20_000 + [inside * 400_000]).encode())
 
 
-def test_log_probabilities_of_a_prompt_have_a_limit():
-    limits.check_logprobs(9_523, 20)
-    with pytest.raises(ApiError, match=r"prompt tokens with 20 .* 210,000, and at most 200,000"):
-        limits.check_logprobs(10_000, 20)
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "asked", "words"),
+    [
+        (9_523, {"prompt_logprobs": 20}, None),
+        (10_000, {"prompt_logprobs": 20}, "10,000 prompt tokens with 20 .* 210,000, .* 200,000"),
+        (100, {"logprobs": 20}, None),  # may fill the context
+        (100, {"logprobs": 20, "n": 128, "max_tokens": 186}, None),
+        (100, {"logprobs": 20, "n": 128, "max_tokens": 187}, "of n=128 .* 502,656, .* 500,000"),
+        (100, {"logprobs": 20, "n": 2}, "199,800 tokens of n=2 answers"),
+        (99_900, {"logprobs": 20, "n": 2}, None),
+        (100, {"n": 128}, None),
+    ],
+)
+def test_log_probabilities_of_a_request_have_a_limit(num_prompt_tokens, asked, words):
+    params = SamplingParams(**{"max_tokens": None, **asked})
+    refused = pytest.raises(ApiError, match=words) if words else nullcontext()
+    with refused:
+        limits.check_logprobs(num_prompt_tokens, 100_000, params)

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from vllm_metal_lite.errors import shorten, show
+from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError
 
 # Entries of a list or an object, by the field's name in any API.
@@ -39,7 +40,8 @@ MAX_CHARACTERS = {
     "text": _FORM,
 }
 MAX_N = 128  # as in OpenAI's API
-MAX_LOGPROB_ENTRIES = 200_000  # of a prompt: tokens, times the log-probabilities of each
+# Tokens, times the log-probabilities of each; one answer may fill the context.
+MAX_PROMPT_LOGPROBS, MAX_LOGPROBS_OF_ANSWERS = 200_000, 500_000
 # Of a body's JSON.  Parsing an object costs a microsecond, with Python's lock held; a comma stands
 # for a number, such as a token id, which costs 30 ns.
 MAX_CONTAINERS, MAX_COMMAS = 20_000, 1_000_000
@@ -119,15 +121,21 @@ def num_characters(value: Any) -> int:
     return count
 
 
-def check_logprobs(num_tokens: int, num_each: int) -> None:
-    """Raise ApiError (400) for too many log-probabilities of a prompt."""
-    if (asked := num_tokens * (num_each + 1)) > MAX_LOGPROB_ENTRIES:
-        raise ApiError(
-            400,
-            f"{num_tokens:,} prompt tokens with {num_each} log-probabilities beside their own are "
-            f"{asked:,}, and at most {MAX_LOGPROB_ENTRIES:,} are allowed",
-            param="prompt_logprobs",
-        )
+def check_logprobs(num_prompt_tokens: int, max_model_len: int, params: SamplingParams) -> None:
+    """Raise ApiError (400) for too many log-probabilities of a prompt, or of several answers."""
+    room = max_model_len - num_prompt_tokens
+    answers = params.n * min(params.max_tokens or room, room) if params.n > 1 else 0
+    of_prompt = num_prompt_tokens, "prompt tokens", MAX_PROMPT_LOGPROBS
+    of_answers = answers, f"tokens of n={params.n} answers", MAX_LOGPROBS_OF_ANSWERS
+    for name, (tokens, what, most) in (("prompt_logprobs", of_prompt), ("logprobs", of_answers)):
+        each = getattr(params, name)
+        if each is not None and (asked := tokens * (each + 1)) > most:
+            raise ApiError(
+                400,
+                f"{tokens:,} {what} with {each} log-probabilities beside their own are {asked:,}, "
+                f"and at most {most:,} are allowed",
+                param=name,
+            )
 
 
 def check_most(name: str, value: Any, low: int, most: int) -> None:

@@ -96,8 +96,7 @@ class Server:
                 f"{running} requests run or wait, and max_waiting ({self.config.max_waiting}) "
                 "allows no more"
             )
-        if params.prompt_logprobs is not None:
-            limits.check_logprobs(len(prompt_token_ids), params.prompt_logprobs)
+        limits.check_logprobs(len(prompt_token_ids), limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
         with self._accepted(), self.metrics.counting(engine) as count:
             async with engine.generate(
