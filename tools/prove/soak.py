@@ -95,7 +95,7 @@ class Patient(Crowd):
     async def read_late(self, rng: random.Random) -> None:
         """A long stream whose reader waits."""
         body = {
-            "prompt": "hi", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20
+            "prompt": "hi", "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 20
         }  # fmt: skip
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(data)}\r\n"
