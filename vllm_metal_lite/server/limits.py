@@ -12,7 +12,6 @@ from pydantic_core import from_json
 from vllm_metal_lite.errors import shorten, show
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError
-from vllm_metal_lite.structured_outputs.grammar_text import MAX_CHARACTERS as FORM
 
 # Entries of a list or an object, by the field's name in any API.
 MAX_ENTRIES = {
@@ -27,17 +26,18 @@ MAX_ENTRIES = {
     "allowed_token_ids": 32_768,
 }
 MAX_OTHER_ENTRIES = 1_024  # tools, stop_token_ids, documents, metadata, ...
+_FORM = 200_000  # as `structured_outputs.grammar_text` has it, which needs the extra
 # Characters of all texts within a field.
 MAX_CHARACTERS = {
     "tools": 1_000_000,
     "stop": 8_192,
     "stop_sequences": 8_192,
     "bad_words": 16_384,
-    "response_format": FORM,
-    "structured_outputs": FORM,
-    "output_format": FORM,
-    "output_config": FORM,
-    "text": FORM,
+    "response_format": _FORM,
+    "structured_outputs": _FORM,
+    "output_format": _FORM,
+    "output_config": _FORM,
+    "text": _FORM,
 }
 MAX_N = 128  # as in OpenAI's API
 # Tokens, times the log-probabilities of each; one answer may fill the context.
