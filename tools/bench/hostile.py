@@ -13,12 +13,10 @@ in the second round, also if memory stays more than 50 MB above that at the end 
 idle machine is needed: everything here is time.
 """
 
-import argparse
 import http.client
 import json
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.server import free_port, server
-from tools.dev.run_main import run_main
+from tools.bench.lib.servers import free_port, ours, server
+from tools.dev.run_main import parser_of, run_main
 from tools.prove.soak import rss_mib
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -298,16 +296,12 @@ def rss_mib_or_none(pid: int) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", action="append", metavar="TEXT")
     args = parser.parse_args()
     port = free_port()
-    command = [
-        sys.executable, "-m", "vllm_metal_lite", "serve", "demo", "--port", str(port),
-        "--drain", str(DRAIN), "--num-blocks", "640",  # else the store grows when it is first used
-    ]  # fmt: skip
+    # Without --num-blocks the store grows when it is first used.
+    command = ours("demo", "--drain", str(DRAIN), "--num-blocks", "640")
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"
         with server(command, port, 120, log) as pid:

@@ -43,8 +43,8 @@ from tests.support.crowd import (
     unclean,
     until,
 )
-from tools.bench.server import free_port, server
-from tools.dev.run_main import run_main
+from tools.bench.lib.servers import free_port, server
+from tools.dev.run_main import parser_of, run_main
 from vllm_metal_lite.model.files import find
 
 EVERY = 10  # seconds
@@ -247,9 +247,7 @@ def cut(folder: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=24)
     args = parser.parse_args()
