@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.select import OPTIONAL_KERNELS, Verdict, no_kernels, select
+from vllm_metal_lite.attention.select import Verdict, no_kernels, select
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.specs import AttentionShape
 
@@ -112,14 +113,14 @@ def test_recurrent_layers_without_a_kernel_take_attention_along(caplog, name):
 
 
 @pytest.mark.parametrize("option", ["auto", "kernels"])
-@pytest.mark.parametrize("name", sorted(OPTIONAL_KERNELS))
+@pytest.mark.parametrize("name", [row.name for row in REGISTRY.values() if not row.essential])
 def test_any_other_kernel_gives_way_alone(caplog, name, option):
     attention, reason = select(option, store(), [SHAPE], failing(name))
     assert re.fullmatch(
         f"a kernel .*: {name} is off .* allowed; .* Please report.*", *caplog.messages
     )
     assert (attention.name, attention.without) == ("kernels", {name})
-    assert attention.prefill == ("varlen" if name == "kv_gather" else "gather")
+    assert attention.prefill == ("varlen" if name.startswith("kv_gather") else "gather")
     alone = name in ("shared_prefix", "paged_decode")
     assert attention.shares == [not alone]
     alone |= name == "latent_attention"

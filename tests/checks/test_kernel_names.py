@@ -4,14 +4,14 @@ import pkgutil
 from importlib import import_module
 from pathlib import Path
 
-from tests.support.broken_machine import FORMS, MISCOMPILED
+from tests.support.broken_machine import MISCOMPILED
 from tests.support.kernel_runs import RUN
 from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED
 from tools.prove import break_in_serving as break_kernels_in_serving
 from vllm_metal_lite import kernels
-from vllm_metal_lite.attention.select import OPTIONAL_KERNELS
 from vllm_metal_lite.checks.run import KERNELS
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.registry import REGISTRY
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,9 +27,11 @@ def launched() -> list[Kernel]:
 
 
 def test_every_kernel_and_every_form_of_one_is_checked():
-    forms = {form for kernel in launched() for form in kernel.forms.values()}
+    forms = {row.name for row in REGISTRY.values() if row.template}
     assert {kernel.name for kernel in launched()} == FILES
-    assert forms == set(FORMS)
+    for form in forms:
+        text = (ROOT / "metal" / f"{REGISTRY[form].text}.metal").read_text()
+        assert all(value in text for value in REGISTRY[form].template)
     assert set(KERNELS) == FILES | forms
 
 
@@ -44,10 +46,7 @@ def test_every_kernel_runs_under_the_checker():
 
 def test_a_kernel_without_another_way_gives_way_to_the_reference():
     essential = {"kv_write", "kv_write_quantised", "causal_conv", "gated_delta"}
-    alone = {
-        kernel for kernel in KERNELS if kernel.removesuffix("_quantised") not in OPTIONAL_KERNELS
-    }
-    assert alone == essential
+    assert {row.name for row in REGISTRY.values() if row.essential} == essential
 
 
 def test_every_kernel_that_takes_the_token_is_known_to_the_replay():

@@ -10,12 +10,13 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
+from tests.support.expert_cases import EXPERT_KERNELS
 from tests.support.rounding import medians, of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import experts
 from vllm_metal_lite.fusion.experts import FusedSwitchGLU, fuse_experts
-from vllm_metal_lite.fusion.fused import EXPERT_KERNELS, FusedLaunches, fuse
+from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.origins import Weighted
 from vllm_metal_lite.fusion.traced import origin_of
 from vllm_metal_lite.kernels.launch import Kernel

@@ -9,13 +9,13 @@ import pytest
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.device import pad_to_powers_of_two
+from tests.support.expert_cases import EXPERT_KERNELS
 from tests.support.rounding import of_16_bits
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.fusion.fused import EXPERT_KERNELS
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.sampling_params import SamplingParams

@@ -15,6 +15,7 @@ from tests.support import rank_processes
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
 from tests.support.device import change_device, pad_to_powers_of_two
+from tests.support.expert_cases import EXPERT_KERNELS
 from tests.support.rounding import of_16_bits
 from tests.support.serve_command import eventually
 from vllm_metal_lite import backend
@@ -25,7 +26,6 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.distributed import ALONE
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.fusion import decide
-from vllm_metal_lite.fusion.fused import EXPERT_KERNELS
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.sampling_params import SamplingParams
 

@@ -17,6 +17,7 @@ from vllm_metal_lite.checks import child, isolated, speed
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.registry import REGISTRY, launched
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
@@ -67,7 +68,7 @@ MISCOMPILED = {
     "gated_rms_norm": ("Z_START + group * DIM", "Z_START + group / 2 * DIM"),
 }
 # Forms of kernels that are checked by themselves: when they are launched.
-FORMS = {"fused_decode": "FUSED", "fused_recurrence": "GATE || NORM"}
+FORMS = {row.name: " || ".join(row.template) for row in REGISTRY.values() if row.template}
 KINDS = ("does not compile", "is wrong", "raises", "hangs", "ends the process", "is slow")
 # Kernels without an alternative to compare with.
 _NOT_TIMED = (
@@ -173,26 +174,13 @@ def consequence(kernel: str, kind: str) -> dict[str, str]:
     return {} if faster else {kernel: rf"{kernel} \(.*\): .*{said[kind]}"}
 
 
-def file_of(kernel: str) -> str:
-    """The kernel's file in metal/."""
-    return {"fused_decode": "paged_decode", "fused_recurrence": "gated_delta"}.get(kernel, kernel)
-
-
-def is_launched(kernel: str, launched: Kernel, template: dict) -> bool:
-    if kernel in ("fused_decode", "paged_decode") and launched.name == "paged_decode":
-        return bool(template["FUSED"]) == (kernel == "fused_decode")
-    if kernel in ("fused_recurrence", "gated_delta") and launched.name == "gated_delta":
-        return bool(template["GATE"] or template["NORM"]) == (kernel == "fused_recurrence")
-    return launched.name == kernel
-
-
 def edit(kernel: str, change: Callable[[str], str]) -> Callable[[str], tuple[str, str]]:
     """A `source.read` that changes one kernel's body, or a header that it includes."""
     original = source.read
 
     def read(name: str) -> tuple[str, str]:
         header, body = original(name)
-        if name != file_of(kernel):
+        if name != REGISTRY[kernel].text:
             return header, body
         changed = change(header + source.MARKER + body)
         assert changed != header + source.MARKER + body
@@ -206,7 +194,7 @@ def at_launch(kernel: str, act: Callable[[], None]) -> None:
     launch = Kernel.__call__
 
     def call(self, arrays, template, *rest):
-        if is_launched(kernel, self, template):
+        if launched(self.name, template) == kernel:
             act()
         return launch(self, arrays, template, *rest)
 

@@ -15,6 +15,7 @@ from vllm_metal_lite.kernels.experts import (
 from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight
 from vllm_metal_lite.specs import Quantisation
 
+EXPERT_KERNELS = {"expert_plan", "expert_gemm", "expert_sum"}
 SWIGLU, GEGLU, RELU2 = Activation(), Activation("geglu"), Activation("relu2")
 OAI = Activation("clamped_swiglu", 1.702, 7.0)
 HALF_A_STEP = {mx.float16: 2**-11, mx.bfloat16: 2**-8}

@@ -31,6 +31,7 @@ from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.model.packed import NO_FUSION
 
@@ -76,7 +77,6 @@ CASES = {
     "gated_delta": replace(_RECURRENT, wrong="!(GATE || NORM)", without="fused_recurrence"),
     "fused_recurrence": replace(_RECURRENT, wrong="GATE || NORM"),
 }
-FILES = {"fused_decode": "paged_decode", "fused_recurrence": "gated_delta"}
 
 
 def short_contexts() -> AbstractContextManager[None]:
@@ -91,7 +91,7 @@ def short_contexts() -> AbstractContextManager[None]:
 def broken(name: str, wrong: str) -> Iterator[None]:
     """The kernel's text, from now on, does not compile where `wrong` holds."""
     original = source.read
-    file = FILES.get(name, name)
+    file = REGISTRY[name].text
 
     def read(which: str) -> tuple[str, str]:
         header, body = original(which)

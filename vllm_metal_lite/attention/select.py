@@ -6,47 +6,18 @@ from dataclasses import dataclass
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Attention
-from vllm_metal_lite.attention.paged.attention import PROMPT_KERNELS, KernelAttention
+from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.config import ATTENTION
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import ConfigError, Option
 from vllm_metal_lite.kernels.common import unsupported
+from vllm_metal_lite.kernels.registry import REFERENCE, REGISTRY, left_out
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import recurrence_unsupported
 from vllm_metal_lite.specs import AttentionShape, RecurrentShape
 
 logger = logging.getLogger(__name__)
-
-# The next best way of each kernel, as a warning words it.  The reference attention stands in for
-# kv_write, for a store that no kernel reads for prompts, and for the kernels of recurrent layers:
-# no MLX operation may touch a pool of states that kernels write.
-_INSTEAD = {
-    "paged_decode": "decodes are computed as prompts of one token",
-    "merge_partitions": "contexts are not split",
-    "shared_prefix": "a shared prefix is read by each request",
-    "varlen_prefill": "prompts use kv_gather and MLX's SDPA",
-    "latent_attention": "all rows use kv_gather and MLX's SDPA",
-    "latent_prefill": "prompts use kv_gather and MLX's SDPA",
-    "kv_gather": "prompts use varlen_prefill",
-    "gather_rows": "MLX's own operations are used",
-    "latent_write": "MLX's norm and rotation, and kv_write, are used",
-    "rope_write": "prompts use MLX's norm and rotation, and kv_write",
-    "fused_decode": "decodes use rope_write and paged_decode",
-    "add_rms_norm": "MLX's sum and norm are used",
-    "skinny_gemm": "MLX's product is used",
-    "expert_topk": "MLX's operations choose experts",
-    "expert_plan": "mlx-lm's experts are used",
-    "expert_gemm": "mlx-lm's experts are used",
-    "expert_sum": "mlx-lm's experts are used",
-    "fused_recurrence": "MLX's operations make gates and norms for gated_delta",
-    "gated_rms_norm": "MLX's norm and product are used",
-}
-_REFERENCE = "the reference attention is used, which is slower"
-_OPERATIONS = "attention and recurrent layers use MLX operations, which is slower"
-OPTIONAL_KERNELS = frozenset(_INSTEAD)
-_STATES = ("causal_conv", "gated_delta")
-_WRITES, _GATHERS = ("kv_write", "kv_write_quantised"), ("kv_gather", "kv_gather_quantised")
 
 
 @dataclass(frozen=True)
@@ -102,8 +73,8 @@ def select(
 ) -> tuple[Attention, str]:
     """The attention path for a model that the kernels can serve, and a short reason.
 
-    Each failed kernel gives way to its next best way, with one warning; `known` ones without.  If
-    that is the reference, option "kernels" raises ConfigError.
+    Each failed kernel is replaced (kernels/registry.py), with a warning unless it is `known`.  If
+    the reference replaces it, option "kernels" raises ConfigError.
     """
     failures = verdict.failures
     prefill, fatal = _prefill(shapes, verdict)
@@ -113,9 +84,8 @@ def select(
         )
     new = [kernel for kernel in failures if kernel not in known]
     for kernel in [fatal] if fatal in new else new:
-        instead = _OPERATIONS if kernel in _STATES else _REFERENCE
-        if fatal is None:
-            instead = _INSTEAD[kernel.removesuffix("_quantised")]
+        row = REGISTRY[kernel]
+        instead = row.instead if fatal is None or row.essential else REFERENCE
         logger.warning(
             f"a kernel does not suit this device: {failures[kernel]}; {instead}. Answers stay "
             "right. Please report what `vllm-metal-lite doctor` prints."
@@ -138,17 +108,15 @@ def select(
 
 
 def _prefill(shapes: Sequence[AttentionShape], verdict: Verdict) -> tuple[str, str | None]:
-    """The way of prompts; and the failed kernel, if any, that no other kernel can stand in for."""
-    failed = verdict.failures.keys()
-    fatal = next((kernel for kernel in (*_WRITES, *_STATES) if kernel in failed), None)
-    if fatal is not None:
-        return verdict.prefill, fatal
-    gather = next((kernel for kernel in _GATHERS if kernel in failed), None)
-    varlen = failed.isdisjoint(PROMPT_KERNELS)
-    varlen = varlen and all(unsupported(shape, prefill=True) is None for shape in shapes)
-    if gather is not None:
-        return "varlen", None if varlen else gather
-    return verdict.prefill if varlen else "gather", None
+    """The way of prompts; and the failed kernel, if any, that only the reference can replace."""
+    failed = [row for row in REGISTRY.values() if row.name in left_out(verdict.failures)]
+    fatal = next((row.name for row in failed if row.essential), None)
+    ways = {"varlen", "gather"} - {row.prompts for row in failed}
+    if any(unsupported(shape, prefill=True) for shape in shapes):
+        ways.discard("varlen")
+    if not ways and fatal is None:
+        fatal = next(row.name for row in failed if row.prompts == "gather")
+    return verdict.prefill if verdict.prefill in ways or not ways else ways.pop(), fatal
 
 
 def _unsupported(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.specs import (
     AttentionShape,
     ConvShape,
@@ -16,14 +17,6 @@ from vllm_metal_lite.specs import (
     Rotation,
 )
 
-# A check also runs these kernels.  After one of them fails, its own result would say nothing.
-_NEEDS = {
-    "merge_partitions": ("paged_decode",),
-    "shared_prefix": ("paged_decode",),
-    "fused_decode": ("paged_decode",),
-    "fused_recurrence": ("gated_delta",),
-    "latent_prefill": ("latent_attention",),
-}
 _RECURRENT = {kind.__name__: kind for kind in (ConvShape, RecurrenceShape, GatedNormShape)}
 
 
@@ -68,9 +61,7 @@ class Check:
     @property
     def needs(self) -> tuple[str, ...]:
         """The other kernels that must be right before this check can say something."""
-        needs = list(_NEEDS.get(self.kernel, ()))
-        if self.kernel == "merge_partitions" and self.shape.latent:
-            needs = ["latent_attention"]
+        needs = list(REGISTRY[self.kernel].needs)
         if self.rotation is not None and self.kernel in ("merge_partitions", "shared_prefix"):
             needs.append("fused_decode")
         if self.prefix:

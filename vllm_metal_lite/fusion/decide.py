@@ -13,10 +13,11 @@ from vllm_metal_lite.attention.base import Attention
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.fusion.fused import EXPERT_KERNELS, FusedLaunches, fuse
+from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.tune import faster_expert_rows, faster_rows
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.launch import one_by_one
+from vllm_metal_lite.kernels.registry import left_out
 from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kv.store import PagedStore
@@ -52,8 +53,8 @@ def decide(
         return NO_FUSION, ""
     if all(s.dtype == mx.float32 for s in packed.attention_specs):
         return fusion, ""
-    for kernels, add in (({"skinny_gemm"}, _with_skinny_gemm), (EXPERT_KERNELS, _with_experts)):
-        if kernels.isdisjoint(wrong):
+    for kernel, add in (("skinny_gemm", _with_skinny_gemm), ("expert_gemm", _with_experts)):
+        if kernel not in left_out(wrong):
             fusion = add(trials, fusion)
     return fusion, fusion.note
 

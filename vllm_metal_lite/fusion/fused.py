@@ -20,10 +20,9 @@ from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.fusion.norms import fold_norm_weights
 from vllm_metal_lite.fusion.routing import Selector, routing_functions, selectors_of
 from vllm_metal_lite.kernels.experts import MAX_ROWS
+from vllm_metal_lite.kernels.registry import left_out
 from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.seam.hooks import hooked, namespaces
-
-EXPERT_KERNELS = {"expert_plan", "expert_gemm", "expert_sum"}
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,11 @@ class FusedLaunches:
 
     def without(self, failed: Collection[str]) -> "FusedLaunches":
         """The fusion without the kernels in `failed`.  KernelAttention does without its own."""
+        failed = left_out(failed)
         return replace(
             self,
             skinny_rows=range(0) if "skinny_gemm" in failed else self.skinny_rows,
-            expert_rows=range(0) if EXPERT_KERNELS & set(failed) else self.expert_rows,
+            expert_rows=range(0) if "expert_gemm" in failed else self.expert_rows,
             adds_norms=self.adds_norms and "add_rms_norm" not in failed,
             gated_norms=() if "gated_rms_norm" in failed else self.gated_norms,
             routes=self.routes and "expert_topk" not in failed,

@@ -27,7 +27,6 @@ _PAGED_DECODE = Kernel(
     ["q", "k", "v", "q_weight", "k_weight", "freqs", "block_tables", "seq_lens", "sinks",
      "prefix", "prefix_lse", "prefix_lens", *STORE],
     ["out", "lse"],
-    {"FUSED": "fused_decode"},
 )  # fmt: skip
 _MERGE = Kernel("merge_partitions", ["partial", "lse"], ["out"])
 

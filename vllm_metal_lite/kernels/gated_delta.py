@@ -11,7 +11,6 @@ _GATED_DELTA = Kernel(
     "gated_delta",
     ["q", "k", "v", "gates", "beta", "a_log", "bias", "skip", "segments", "states", "token"],
     ["y", "next_token"],
-    forms={"GATE": "fused_recurrence", "NORM": "fused_recurrence"},
 )
 
 # The largest rows of q and k, which lie in threadgroup memory, and of v.

@@ -1,15 +1,14 @@
 """Launches the kernels of metal/ on MLX's device, Metal or CUDA."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
-from vllm_metal_lite.kernels import cuda, source
+from vllm_metal_lite.kernels import cuda, registry, source
 
 Template = dict[str, int | mx.Dtype]
 
@@ -17,7 +16,7 @@ _one_by_one: ContextVar[bool] = ContextVar("one_by_one", default=False)
 
 
 class KernelError(RuntimeError):
-    """A launch failed.  kernel: its name, as in the checks.  why: the error in one line."""
+    """A launch failed.  kernel: as in the registry.  why: the error in one line."""
 
     def __init__(self, kernel: str, error: Exception) -> None:
         self.kernel, self.why = kernel, one_line(error)
@@ -42,19 +41,10 @@ class Kernel:
     """One kernel.  MLX compiles it once per set of template values, at the first launch.
 
     inputs, outputs: names of the arrays, as metal/NAME.metal uses them.
-    forms: template value -> the name of launches in which it is set, for a form of the kernel that
-    is checked by itself.
     """
 
-    def __init__(
-        self,
-        name: str,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        forms: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         self.name, self.inputs, self.outputs = name, list(inputs), list(outputs)
-        self.forms = forms
         self._launchers: dict[Any, Any] = {}
 
     def _launcher(self) -> Any:
@@ -99,8 +89,7 @@ class Kernel:
             outputs = self._launch(arrays, template, *how)
             mx.eval(outputs)
         except Exception as e:
-            forms = (form for value, form in self.forms.items() if template.get(value))
-            raise KernelError(next(forms, self.name), e) from e
+            raise KernelError(registry.launched(self.name, template), e) from e
         return outputs
 
     def _launch(

@@ -1,0 +1,160 @@
+"""All kernels: what each one needs, what replaces it, how it is checked and timed.
+
+One row for each kernel of metal/, and one for each form of a kernel that can fail by itself.  The
+choice of an attention path, the checks, `doctor`, the fallback in a step, the table in
+docs/kernels.md and the tools read these rows.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# What replaces all kernels where no other kernel replaces one of them.
+REFERENCE = "the reference attention is used, which is slower"
+_OPERATIONS = "attention and recurrent layers use MLX operations, which is slower"
+_GATHER = "prompts use kv_gather and MLX's SDPA"
+_EXPERTS = "mlx-lm's experts are used"
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """name: in results of checks and in warnings; of a kernel, its file in metal/.
+
+    instead: what replaces it, as a warning words it.
+    check: "module.function" in checks/.
+    alternative: the function of checks/alternatives.py that times the kernel beside what replaces
+        it; "": the kernel is not timed.
+    needs: kernels without which this one is neither used nor checked.
+    form_of: the kernel that this is a form of; template: the values that the form sets.
+    essential: nothing but the reference replaces the kernel, because no MLX operation may touch
+        what kernels write.
+    prompts: the way of prompts that the kernel is a part of.
+    constants: the numbers in devices.py that its launches depend on.
+    """
+
+    name: str
+    instead: str
+    check: str
+    alternative: str = ""
+    needs: tuple[str, ...] = ()
+    form_of: str = ""
+    template: tuple[str, ...] = ()
+    essential: bool = False
+    prompts: Literal["varlen", "gather"] | None = None
+    constants: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The name of its file in metal/."""
+        return self.form_of or self.name
+
+
+_ROWS = (
+    KernelRow("kv_write", REFERENCE, "attention.write", essential=True),
+    KernelRow("kv_write_quantised", REFERENCE, "attention.write", essential=True),
+    KernelRow("kv_gather", "prompts use varlen_prefill", "attention.gather", prompts="gather"),
+    KernelRow(
+        "kv_gather_quantised", "prompts use varlen_prefill", "attention.gather", prompts="gather"
+    ),
+    KernelRow(
+        "paged_decode",
+        "decodes are computed as prompts of one token",
+        "attention.decode",
+        "decode",
+        constants=("decode_fill", "min_split_context", "min_split_keys", "few_keys"),
+    ),
+    KernelRow(
+        "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.latents", "decode"
+    ),
+    KernelRow(
+        "merge_partitions",
+        "contexts are not split",
+        "attention.merge",
+        "merge",
+        needs=("paged_decode", "latent_attention"),
+    ),
+    KernelRow(
+        "latent_prefill",
+        _GATHER,
+        "attention.latent_prompts",
+        "prompts",
+        needs=("latent_attention",),
+        form_of="latent_attention",
+        prompts="varlen",
+    ),
+    KernelRow(
+        "shared_prefix",
+        "a shared prefix is read by each request",
+        "attention.share",
+        "prefix",
+        needs=("paged_decode",),
+        constants=(
+            "prefix_fill",
+            "min_prefix_split_keys",
+            "min_saved_tokens",
+            "min_saved_for_prompts",
+            "prefix_row_cost",
+        ),
+    ),
+    KernelRow("varlen_prefill", _GATHER, "attention.prefill", "prompts", prompts="varlen"),
+    KernelRow("gather_rows", "MLX's own operations are used", "attention.rows", "rows"),
+    KernelRow(
+        "rope_write",
+        "prompts use MLX's norm and rotation, and kv_write",
+        "fused.write",
+        "write",
+        constants=("rope_many_rows",),
+    ),
+    KernelRow(
+        "fused_decode",
+        "decodes use rope_write and paged_decode",
+        "attention.decode",
+        "fused_decode",
+        needs=("paged_decode",),
+        form_of="paged_decode",
+        template=("FUSED",),
+    ),
+    KernelRow(
+        "latent_write",
+        "MLX's norm and rotation, and kv_write, are used",
+        "fused.write_latents",
+        "write_latents",
+    ),
+    KernelRow("add_rms_norm", "MLX's sum and norm are used", "fused.add_norm", "add_norm"),
+    KernelRow(
+        "skinny_gemm",
+        "MLX's product is used",
+        "fused.product",
+        constants=("gemm_fill", "max_lane_rows", "max_normed_rows", "max_normed_weights"),
+    ),
+    KernelRow("expert_topk", "MLX's operations choose experts", "experts.topk"),
+    KernelRow("expert_plan", _EXPERTS, "experts.plan"),
+    KernelRow("expert_gemm", _EXPERTS, "experts.product", needs=("expert_plan", "expert_sum")),
+    KernelRow("expert_sum", _EXPERTS, "experts.weighted_sum"),
+    KernelRow("causal_conv", _OPERATIONS, "recurrent.convolution", essential=True),
+    KernelRow("gated_delta", _OPERATIONS, "recurrent.recurrence", essential=True),
+    KernelRow(
+        "fused_recurrence",
+        "MLX's operations make gates and norms for gated_delta",
+        "recurrent.recurrence",
+        needs=("gated_delta",),
+        form_of="gated_delta",
+        template=("GATE", "NORM"),
+    ),
+    KernelRow(
+        "gated_rms_norm", "MLX's norm and product are used", "recurrent.gated_norm", "gated_norm"
+    ),
+)
+REGISTRY: dict[str, KernelRow] = {row.name: row for row in _ROWS}
+
+
+def launched(text: str, template: Mapping[str, Any]) -> str:
+    """The row of a launch: a form of the kernel if the launch sets its template values."""
+    forms = (row for row in _ROWS if row.form_of == text and any(map(template.get, row.template)))
+    return next((form.name for form in forms), text)
+
+
+def left_out(failed: Collection[str]) -> frozenset[str]:
+    """The kernels that are not used if these fail: these, and those that need one of them."""
+    needing = (row.name for row in _ROWS if not set(failed).isdisjoint(row.needs))
+    return frozenset((*failed, *needing))
