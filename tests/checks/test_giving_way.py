@@ -12,6 +12,7 @@ from metal.host import compiler_available
 from tests.support import tiny_models as tiny
 from tests.support.broken_machine import (
     EXPERTS,
+    KERNELS,
     KINDS,
     LATENT,
     MISCOMPILED,
@@ -29,7 +30,6 @@ from tests.support.device import change_device
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
-from vllm_metal_lite.checks.run import KERNELS
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.sampling_params import SamplingParams

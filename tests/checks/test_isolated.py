@@ -12,7 +12,7 @@ from tests.support.broken_machine import impatient
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.result import CheckResult, Speed
 from vllm_metal_lite.specs import AttentionShape, Rotation
 
@@ -22,7 +22,7 @@ CHECKS = [
     Check("merge_partitions", SHAPE, 16),
     Check("varlen_prefill", SHAPE, 16),
     Check("rope_write", SHAPE, 0, Rotation(32, base=None, eps=1e-6)),
-    Check("add_rms_norm", SHAPE, sizes=(64,)),
+    Check("add_rms_norm", NormShape(64, mx.float16)),
 ]
 
 # A process in which a check is right unless `acts` has something for its kernel.
@@ -103,7 +103,7 @@ def test_what_needs_a_failed_kernel_says_nothing(process):
 
 def test_a_kernel_that_hangs_is_not_tried_again(process):
     process(add_rms_norm="time.sleep(60)")
-    others = [Check("add_rms_norm", SHAPE, sizes=(size,)) for size in (64, 128, 256)]
+    others = [Check("add_rms_norm", NormShape(size, mx.float16)) for size in (64, 128, 256)]
     assert len(isolated.run(others, deadline=0.2)) == 1
 
 

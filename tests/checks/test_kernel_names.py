@@ -1,15 +1,17 @@
 """Every kernel has a check, a fault that tools seed, and a way out: none can be forgotten."""
 
 import pkgutil
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from tests.support.broken_machine import MISCOMPILED
+from tests.support.broken_machine import KERNELS, MISCOMPILED
 from tests.support.kernel_runs import RUN
 from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED
 from tools.prove import break_in_serving as break_kernels_in_serving
-from vllm_metal_lite import kernels
-from vllm_metal_lite.checks.run import KERNELS
+from vllm_metal_lite import checks, kernels
+from vllm_metal_lite.checks import alternatives
+from vllm_metal_lite.devices import DeviceProfile
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kernels.registry import REGISTRY
 
@@ -52,3 +54,13 @@ def test_a_kernel_without_another_way_gives_way_to_the_reference():
 def test_every_kernel_that_takes_the_token_is_known_to_the_replay():
     taking = {kernel.name for kernel in launched() if "token" in kernel.inputs}
     assert taking == WRITERS | WRITES_IF_FUSED | READERS
+
+
+def test_a_row_names_what_exists():
+    constants = {field.name for field in fields(DeviceProfile)}
+    for row in REGISTRY.values():
+        module, function = row.check.split(".")
+        assert callable(getattr(import_module(f"{checks.__name__}.{module}"), function))
+        assert not row.alternative or callable(getattr(alternatives, row.alternative))
+        assert {row.text, *row.needs} <= REGISTRY.keys()
+        assert constants.issuperset(row.constants)

@@ -16,7 +16,6 @@ from vllm_metal_lite.checks import (
     floors,
     generation,
     isolated,
-    measure,
     ordering,
     verdicts,
 )
@@ -107,8 +106,7 @@ def a_gpu(monkeypatch, tmp_path):
     """Small shapes; no processes; nothing is timed."""
     monkeypatch.setattr(doctor, "COMMON", {"tiny": TINY})
     monkeypatch.setattr(doctor, "FLOOR_SIZES", floors.Sizes(1024, 1, 32, 64))
-    for module in (floors, measure):
-        monkeypatch.setattr(module, "seconds_per_call", call_once)
+    monkeypatch.setattr(floors, "seconds_per_call", call_once)
     monkeypatch.setattr(ordering, "stress", lambda: [Outcome("all launches in one", 9, None)])
     monkeypatch.setattr(generation, "PROMPTS", (3, 20))
     monkeypatch.setattr(generation, "STARTS", (1, 0))

@@ -12,22 +12,22 @@ import argparse
 
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
-from vllm_metal_lite.checks import floors, fusedcheck, recurrentcheck, selfcheck
-from vllm_metal_lite.checks.common import COMMON
+from vllm_metal_lite.checks import floors
+from vllm_metal_lite.checks.common import COMMON, full_list
 from vllm_metal_lite.checks.plan import checks_for
-from vllm_metal_lite.checks.run import KERNELS, run
+from vllm_metal_lite.checks.run import run
+from vllm_metal_lite.kernels.registry import REGISTRY
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="KERNEL", choices=KERNELS)
+    parser.add_argument("--only", nargs="+", metavar="KERNEL", choices=REGISTRY)
     parser.add_argument("--full", action="store_true")
     args = parser.parse_args()
     if backend.is_cpu():
         raise MetalLiteError("kernels need a GPU, and MLX sees none")
     timed = {check: None for use in COMMON.values() for check in checks_for(use)}
-    uses = selfcheck.full_list() + fusedcheck.full_list() + recurrentcheck.full_list()
-    more = {check: None for use in uses for check in checks_for(use) if args.full}
+    more = {check: None for use in full_list() for check in checks_for(use) if args.full}
     wrong = 0
     print(f"{backend.describe()}\n")
     print("| check | error of what is allowed | us | alternative, us | ratio |")

@@ -17,7 +17,8 @@ from tools.bench.lib.tables import table_head
 from tools.dev.run_main import run_main
 from vllm_metal_lite import MetalLiteError, backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.measure import Workload, seconds_per_call
+from vllm_metal_lite.checks import load as stores
+from vllm_metal_lite.checks.floors import seconds_per_call
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
@@ -48,13 +49,13 @@ class Loads:
         return x
 
     def decode(self, batch: int, context: int) -> float:
-        load, token = Workload(self.shape, batch, max(32, context // self.divisor)), new_token()
+        load, token = stores.Load(self.shape, batch, max(32, context // self.divisor)), new_token()
         return self._seconds(lambda q: load.attend(q, load.plan, token), load.queries())
 
     def prefix(self, rows: int, tokens: int) -> float:
         """Decodes behind one prefix, which is read once if that saves enough."""
         s, tokens = self.shape, max(2 * _BLOCK, tokens // self.divisor)
-        load, token = Workload(s, 1, tokens + rows * _OWN), new_token()
+        load, token = stores.Load(s, 1, tokens + rows * _OWN), new_token()
         first, blocks = tokens // _BLOCK, load.block_tables[0]
         shared = mx.broadcast_to(blocks[:first], (rows, first))
         tables = mx.concatenate([shared, blocks[first:].reshape(rows, -1)], axis=1)
@@ -65,7 +66,7 @@ class Loads:
         once = saved >= device.min_saved_tokens // self.divisor
         splits = prefix_splits(rows, s.num_heads, s.num_kv_heads, tokens)
         plan = decode_plan(rows, s.num_kv_heads, _OWN if once else tokens + _OWN)
-        store, how = (load.keys, load.values), {"block_size": _BLOCK, "scale": load.scale}
+        store, how = load.kv, {"block_size": _BLOCK, "scale": load.scale}
 
         def call(q: mx.array) -> mx.array:
             args = tables, lens

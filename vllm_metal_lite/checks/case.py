@@ -1,5 +1,6 @@
-"""A small paged store with random sequences, and attention to it by the reference."""
+"""Random sequences in a small paged store, and attention to it by the reference."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,36 @@ CONTEXTS = np.array((1, 7, 16, 33, 65, 130, 270, 300, 540))
 _PROMPT_ROWS = np.array((1, 7, 9, 3, 20, 1, 2, 5, 40))
 
 
+class Sequences:
+    """Sequences of `contexts` tokens, whose blocks are in random order.
+
+    prefix: tokens, in blocks that all of them begin with.  spare: blocks that none of them has.
+    """
+
+    def __init__(
+        self,
+        contexts: Sequence[int] | np.ndarray,
+        block_size: int,
+        rng: np.random.Generator,
+        prefix: int = 0,
+        spare: int = 0,
+    ) -> None:
+        self._contexts = np.array(contexts)
+        self._inputs = InputBatch(len(contexts), max(contexts), block_size)
+        self._rows = np.array([self._inputs.add([0] * n, n) for n in contexts])
+        shared = prefix // block_size
+        own = -(-self._contexts // block_size) - shared
+        self.num_blocks = shared + int(own.sum()) + spare
+        free = rng.permutation(self.num_blocks).tolist()
+        first = [free.pop() for _ in range(shared)]
+        for row, count in zip(self._rows, own, strict=True):
+            self._inputs.append_blocks(row, first + [free.pop() for _ in range(count)])
+
+    def batch(self, lengths: np.ndarray) -> ForwardBatch:
+        """The last so many rows of each."""
+        return self._inputs.pack(self._rows, self._contexts - lengths, lengths)
+
+
 class Case:
     """A store with blocks in random order, and a row of padding behind the decodes.
 
@@ -32,25 +63,16 @@ class Case:
     def __init__(self, shape: AttentionShape, block_size: int) -> None:
         self.shape, self.block_size = shape, block_size
         rng = np.random.default_rng(0)
-        inputs = InputBatch(len(CONTEXTS), CONTEXTS.max(), block_size)
-        rows = np.array([inputs.add([0] * n, n) for n in CONTEXTS])
-        counts = -(-CONTEXTS // block_size)
-        self.num_blocks = int(counts.sum()) + 4
-        free = rng.permutation(self.num_blocks).tolist()
-        for row, count in zip(rows, counts, strict=True):
-            inputs.append_blocks(row, [free.pop() for _ in range(count)])
-        self.decodes, self.prompts = (
-            inputs.pack(rows, CONTEXTS - lengths, lengths)
-            for lengths in (np.ones_like(CONTEXTS), _PROMPT_ROWS)
-        )
+        sequences = Sequences(CONTEXTS, block_size, rng, spare=4)
+        self.num_blocks = sequences.num_blocks
+        self.decodes = sequences.batch(np.ones_like(CONTEXTS))
+        self.prompts = sequences.batch(_PROMPT_ROWS)
         slots = (self.num_blocks + 1) * block_size
         owned = np.zeros(slots, bool)
         for table, n in zip(self.decodes.block_tables, CONTEXTS, strict=True):
             owned[_slots(table, np.arange(n), block_size)] = True
         self.owned = np.flatnonzero(owned)
-        self.spec = LayerSpec(
-            shape.num_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.dtype, bits=shape.kv_bits
-        )
+        self.spec = spec_of(shape)
         self.formats = self.spec.k_row, self.spec.v_row
         self.drawn = [
             draw(rng, (slots, shape.num_kv_heads, row.dim), shape.dtype) for row in self.formats
@@ -136,6 +158,18 @@ class Case:
                 how["q_pe"] = mx.array(self.q_pe[: len(q)])
             bound = attention.begin(step, attention.new_state())
             return np.array(bound.attend(0, mx.array(q.astype(np.float32)), **how))
+
+
+def spec_of(shape: AttentionShape) -> LayerSpec:
+    """The layer of a store that a shape attends to."""
+    return LayerSpec(
+        shape.num_kv_heads,
+        shape.k_head_dim,
+        shape.v_head_dim,
+        shape.dtype,
+        shape.window,
+        bits=shape.kv_bits,
+    )
 
 
 @lru_cache(maxsize=2)  # the checks of one shape follow each other

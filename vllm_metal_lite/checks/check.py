@@ -1,119 +1,91 @@
 """One kernel at one shape: a value that one process makes and another one runs."""
 
-from collections.abc import Sequence
+import copyreg
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, NamedTuple, TypeVar
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.specs import (
     AttentionShape,
-    ConvShape,
     ExpertShape,
-    GatedNormShape,
-    Quantisation,
-    RecurrenceShape,
     RecurrentShape,
     Rotation,
+    WeightShape,
 )
 
-_RECURRENT = {kind.__name__: kind for kind in (ConvShape, RecurrenceShape, GatedNormShape)}
+
+def _dtype(name: str) -> mx.Dtype:
+    return getattr(mx, name)
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
+copyreg.pickle(mx.Dtype, lambda dtype: (_dtype, (_name(dtype),)))  # checks cross processes
+
+
+class NormShape(NamedTuple):
+    """Rows of `size` elements, the hidden size of a model."""
+
+    size: int
+    dtype: mx.Dtype
+
+    def __str__(self) -> str:
+        return f"{self.size} {_name(self.dtype)}"
+
+
+class ProductShape(NamedTuple):
+    """A product of so many rows with a weight."""
+
+    rows: int
+    weight: WeightShape
+    dtype: mx.Dtype
+
+    def __str__(self) -> str:
+        outputs, depth, how = self.weight
+        text = f"{self.rows} x {outputs} x {depth} {_name(self.dtype)}"
+        return f"{text}, {how}" if how else text
+
+
+class MixtureShape(NamedTuple):
+    """A mixture of experts of rows of dtype."""
+
+    experts: ExpertShape
+    dtype: mx.Dtype
+
+    def __str__(self) -> str:
+        return f"{self.experts}, {_name(self.dtype)}"
+
+
+Shape = AttentionShape | NormShape | ProductShape | MixtureShape | RecurrentShape
+S = TypeVar("S", bound=Shape)
 
 
 @dataclass(frozen=True)
-class Check:
-    """kernel: as in metal/; or "fused_decode", which is `paged_decode` with NewRows; or
-    "latent_prefill", which is `latent_attention` of prompts; or "fused_recurrence", which is
-    `gated_delta` with logits and keys as a layer's products are.
+class Check(Generic[S]):
+    """kernel: a name in the registry.
 
     block_size: 0 if blocks do not matter.  rotation: of the new rows; with `merge_partitions` and
-    `shared_prefix` it selects the fused decode.  prefix: `merge_partitions` behind a shared prefix.
-    sizes: of a kernel without attention: (hidden size,) or (rows, outputs, depth).  quantisation:
-    of the weight.  recurrence: of a kernel of recurrent layers.  experts: of a kernel of mixtures
-    of experts.  With sizes, recurrence or experts, only the type of `shape` matters.
+    `shared_prefix` it selects the fused decode.  beside: kernels that this check runs too, beside
+    those that the kernel always needs.
     """
 
     kernel: str
-    shape: AttentionShape
+    shape: S
     block_size: int = 0
     rotation: Rotation | None = None
-    prefix: bool = False
-    sizes: tuple[int, ...] = ()
-    recurrence: RecurrentShape | None = None
-    quantisation: Quantisation | None = None
-    experts: ExpertShape | None = None
+    beside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if self.recurrence is not None:
-            return f"{self.kernel} ({self.recurrence})"
-        dtype = str(self.shape.dtype).removeprefix("mlx.core.")
-        if self.experts is not None:
-            return f"{self.kernel} ({self.experts}, {dtype})"
-        if self.sizes:
-            text = f"{self.kernel} ({' x '.join(map(str, self.sizes))} {dtype}"
-            return text + (f", {self.quantisation})" if self.quantisation else ")")
         parts = [str(self.shape)]
         parts += [f"blocks of {self.block_size}"] if self.block_size else []
         parts += [str(self.rotation)] if self.rotation else []
-        parts += ["behind a shared prefix"] if self.prefix else []
+        parts += ["behind a shared prefix"] if "shared_prefix" in self.beside else []
         return f"{self.kernel} ({', '.join(parts)})"
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The other kernels that must be right before this check can say something."""
-        needs = list(REGISTRY[self.kernel].needs)
-        if self.rotation is not None and self.kernel in ("merge_partitions", "shared_prefix"):
-            needs.append("fused_decode")
-        if self.prefix:
-            needs.append("shared_prefix")
-        return tuple(needs)
-
-    def encode(self) -> dict[str, Any]:
-        """The check as JSON."""
-        return {
-            **vars(self),
-            "shape": _encode(self.shape),
-            "rotation": self.rotation and vars(self.rotation),
-            "recurrence": self.recurrence
-            and {"kind": type(self.recurrence).__name__, **_encode(self.recurrence)},
-        }
-
-    @classmethod
-    def decode(cls, fields: dict[str, Any]) -> "Check":
-        """The check that `encode` was called on."""
-        rotation, recurrence = fields["rotation"], fields["recurrence"]
-        if recurrence is not None:
-            kind = _RECURRENT[recurrence["kind"]]
-            rest = {name: value for name, value in recurrence.items() if name != "kind"}
-            recurrence = kind(**_decode(rest))
-        return cls(
-            fields["kernel"],
-            AttentionShape(**_decode(fields["shape"])),
-            fields["block_size"],
-            None if rotation is None else Rotation(**rotation),
-            fields["prefix"],
-            tuple(fields["sizes"]),
-            recurrence,
-            _quantisation(fields["quantisation"]),
-            _experts(fields["experts"]),
-        )
-
-
-def _encode(shape: AttentionShape | RecurrentShape) -> dict[str, Any]:
-    return {**vars(shape), "dtype": str(shape.dtype).removeprefix("mlx.core.")}
-
-
-def _decode(fields: dict[str, Any]) -> dict[str, Any]:
-    return {**fields, "dtype": getattr(mx, fields["dtype"])}
-
-
-def _quantisation(fields: Sequence[Any] | None) -> Quantisation | None:
-    return None if fields is None else Quantisation(*fields)
-
-
-def _experts(fields: list[Any] | None) -> ExpertShape | None:
-    if fields is None:
-        return None
-    shape = ExpertShape(*fields)
-    how = _quantisation(shape.quantisation), _quantisation(shape.down)
-    return shape._replace(quantisation=how[0], down=how[1])
+        return REGISTRY[self.kernel].needs + self.beside

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.measure import Workload, copy_bandwidth, seconds_per_call
+from vllm_metal_lite.checks.load import Load
+from vllm_metal_lite.kernels import timing
+from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
 from vllm_metal_lite.specs import AttentionShape, Quantisation
@@ -58,9 +60,7 @@ def measure(
     progress("decodes from the store")
     per_token = 2 * shape.num_kv_heads * shape.k_head_dim * shape.dtype.size
     batch = max(1, min(sizes.batch, sizes.copy // (sizes.context * per_token)))
-    load = Workload(shape, batch, sizes.context)
-    sdpa = max(load.sdpa(compiled=compiled).bandwidth for compiled in (True, False))
-    decode = load.decode().bandwidth
+    sdpa, decode = _attention(shape, batch, sizes.context)
     progress("products")
     mlx, by_words, skinny, skinny_words = _products(shape.dtype, sizes.width)
     references = {"a copy": copy, "MLX's attention": sdpa}
@@ -80,6 +80,53 @@ def measure(
         name = "products of 8 rows, weights in 4 bits"
         found.append(Floor(name, "skinny_gemm", skinny_words, references))
     return found
+
+
+def seconds_per_call(
+    call: Callable[[mx.array], mx.array], x: mx.array, chain: int = 100, compiled: bool = True
+) -> float:
+    """Seconds of x = call(x), in chains, which keep the stream busy.
+
+    Compiled, as decode steps are, the time excludes building the graph.
+    """
+
+    def run(x: mx.array) -> mx.array:
+        for _ in range(chain):
+            x = call(x)
+        return x
+
+    run = mx.compile(run) if compiled else run
+
+    def chains(count: int) -> None:
+        for _ in range(count):
+            mx.eval(run(x))
+
+    return timing.seconds_in_turns([chains])[0] / chain
+
+
+def copy_bandwidth(size: int = 1 << 30) -> float:
+    """Bytes read plus written per second by an elementwise operation on `size` bytes."""
+    x = mx.zeros(size // 4, mx.float32)
+    mx.eval(x)
+    return 2 * size / seconds_per_call(lambda a: a + 1, x, chain=5, compiled=False)
+
+
+def _attention(shape: AttentionShape, batch: int, context: int) -> tuple[float, float]:
+    """Bytes of K and V per second: MLX's own attention, on contiguous K and V, and decodes."""
+    load, token = Load(shape, batch, context), new_token()
+    q = load.queries()
+    of_sdpa = q[:, :, None]
+    dims = batch, shape.num_kv_heads, context, shape.k_head_dim
+    k, v = (mx.random.normal(dims).astype(shape.dtype) for _ in range(2))
+    mx.eval(k, v, of_sdpa, token)
+
+    def sdpa(q: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=load.scale)
+
+    size = batch * context * load.spec.bytes_per_token
+    by_mlx = min(seconds_per_call(sdpa, of_sdpa, compiled=compiled) for compiled in (True, False))
+    ours = seconds_per_call(lambda q: load.attend(q, load.plan, token), q)
+    return size / by_mlx, size / ours
 
 
 def _products(dtype: mx.Dtype, width: int) -> tuple[float, float, float, float]:

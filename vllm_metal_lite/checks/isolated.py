@@ -4,9 +4,9 @@ A kernel may hang, or end its process.  Then the process is replaced, the kernel
 the rest goes on.  If no process can be started, the checks run in this one.
 """
 
-import json
 import logging
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -19,7 +19,6 @@ from typing import IO, Any
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.child import decode
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.checks.run import run as run_here
 from vllm_metal_lite.errors import one_line
@@ -127,9 +126,8 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._errors or subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
-            text=True,
         )
-        self._replies: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._replies: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         try:
             self._expect_ready()
@@ -144,15 +142,15 @@ class _Child:
             raise OSError(f"it is not ready after {_START:g} s") from None
         if ready is None:
             raise OSError(self._why())
-        if ready["device"] != backend.describe():
-            raise OSError(f"it computes on {ready['device']}")
+        if ready != backend.describe():
+            raise OSError(f"it computes on {ready}")
 
     def ask(self, check: Check, timed: bool, deadline: float) -> CheckResult:
         """The result of one check, whatever the kernel does."""
-        request = json.dumps({"check": check.encode(), "timed": timed})
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, and no reply will come
-            print(request, file=self._process.stdin, flush=True)
+            pickle.dump((check, timed), self._process.stdin)
+            self._process.stdin.flush()
         try:
             reply = self._replies.get(timeout=deadline)
         except queue.Empty:
@@ -160,7 +158,7 @@ class _Child:
             return CheckResult(check, failure=failure, ended=True)
         if reply is None:
             return CheckResult(check, failure=f"ends the process: {self._why()}", ended=True)
-        return decode(check, reply)
+        return reply
 
     def stop(self) -> None:
         self._process.kill()
@@ -172,9 +170,9 @@ class _Child:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        with suppress(ValueError):  # closed, or not JSON: the process is no longer of use
-            for line in self._process.stdout:
-                self._replies.put(json.loads(line))
+        with suppress(Exception):  # the end, or no pickle: the process is no longer of use
+            while True:
+                self._replies.put(pickle.load(self._process.stdout))
         self._replies.put(None)
 
     def _why(self) -> str:

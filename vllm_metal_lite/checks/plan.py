@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import Check, MixtureShape, NormShape, ProductShape
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.common import MAX_PREFILL_DIM, head_size_problem, unsupported
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, MAX_ROWS, multiplies_in_lanes
@@ -38,20 +38,20 @@ def checks_for(use: KernelUse) -> list[Check]:
         checks |= dict.fromkeys(_recurrence(recurrence))
     if not use.shapes:
         return list(checks)
-    heads = heads_only(use.shapes[0])
+    dtype = use.shapes[0].dtype
     for size in use.hidden_sizes:
-        checks[Check("add_rms_norm", heads, sizes=(size,))] = None
-    if heads.dtype != mx.float32:
-        checks |= dict.fromkeys(_products(use.weights, heads))
+        checks[Check("add_rms_norm", NormShape(size, dtype))] = None
+    if dtype != mx.float32:
+        checks |= dict.fromkeys(_products(use.weights, dtype))
         for experts in use.experts:
             for kernel in ("expert_topk", "expert_plan", "expert_gemm", "expert_sum"):
-                checks[Check(kernel, heads, experts=experts)] = None
+                checks[Check(kernel, MixtureShape(experts, dtype))] = None
     return list(checks)
 
 
-def _products(weights: Sequence[WeightShape], heads: AttentionShape) -> list[Check]:
+def _products(weights: Sequence[WeightShape], dtype: mx.Dtype) -> list[Check]:
     """For each quantisation the least and the greatest depth."""
-    checks = []
+    checks: list[Check] = []
     for how in dict.fromkeys(weight.quantisation for weight in weights):
         by_depth = sorted((w for w in weights if w.quantisation == how), key=lambda w: w.depth)
         least, greatest = by_depth[0], by_depth[-1]
@@ -59,24 +59,21 @@ def _products(weights: Sequence[WeightShape], heads: AttentionShape) -> list[Che
         if multiplies_in_lanes(1, least):
             most = profile().max_lane_rows
             uses += [(min(LANE_ROWS[0], most), least), (min(LANE_ROWS[1], most), greatest)]
-        for rows, w in uses:
-            sizes = rows, w.outputs, w.depth
-            checks.append(Check("skinny_gemm", heads, sizes=sizes, quantisation=how))
+        checks += [Check("skinny_gemm", ProductShape(rows, w, dtype)) for rows, w in uses]
     return checks
 
 
 def _recurrence(shape: RecurrentShape) -> list[Check]:
     """The state space update is a form of gated_delta."""
-    of_type = AttentionShape(1, 1, 8, 8, shape.dtype)
     if isinstance(shape, ConvShape):
-        return [Check("causal_conv", of_type, recurrence=shape)]
+        return [Check("causal_conv", shape)]
     if isinstance(shape, GatedNormShape):
-        return [Check("gated_rms_norm", of_type, recurrence=shape)]
-    checks = [Check("gated_delta", of_type, recurrence=replace(shape, fused=False))]
-    return checks + [Check("fused_recurrence", of_type, recurrence=shape)] * shape.fused
+        return [Check("gated_rms_norm", shape)]
+    checks = [Check("gated_delta", replace(shape, fused=False))]
+    return checks + [Check("fused_recurrence", shape)] * shape.fused
 
 
-def heads_only(shape: AttentionShape) -> AttentionShape:
+def _heads_only(shape: AttentionShape) -> AttentionShape:
     """The parts of a shape that matter to queries: not masks, nor the format of the store."""
     return replace(_rows_only(shape), kv_bits=None)
 
@@ -98,14 +95,14 @@ def _attention(shape: AttentionShape, use: KernelUse) -> list[Check]:
         names = "latent_attention", "merge_partitions", "latent_prefill"
         checks += [Check(name, shape, size) for name in names]
         wide = replace(shape, k_head_dim=shape.k_head_dim + shape.v_head_dim)
-        return [*checks, Check("gather_rows", heads_only(wide))]
+        return [*checks, Check("gather_rows", _heads_only(wide))]
     checks += [Check("paged_decode", shape, size), Check("merge_partitions", shape, size)]
     if shares(shape, use):
         checks.append(Check("shared_prefix", shape, size))
-        checks.append(Check("merge_partitions", shape, size, prefix=True))
+        checks.append(Check("merge_partitions", shape, size, beside=("shared_prefix",)))
     if unsupported(shape, prefill=True) is None:
         checks.append(Check("varlen_prefill", shape, size))
-    checks.append(Check("gather_rows", heads_only(shape)))
+    checks.append(Check("gather_rows", _heads_only(shape)))
     return checks
 
 
@@ -136,10 +133,10 @@ def _new_rows(shape: AttentionShape, rotation: Rotation, use: KernelUse) -> list
     checks = [
         Check("rope_write", _rows_only(shape), 0, rotation),
         Check("fused_decode", shape, size, rotation),
-        Check("merge_partitions", shape, size, rotation),
+        Check("merge_partitions", shape, size, rotation, ("fused_decode",)),
     ]
     if shares(shape, use):
-        checks.append(Check("shared_prefix", shape, size, rotation))
+        checks.append(Check("shared_prefix", shape, size, rotation, ("fused_decode",)))
     return checks
 
 

@@ -1,18 +1,21 @@
 """The result of checking one kernel."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.specs import AttentionShape
 
 # Largest |kernel - reference| / (1 + |reference|).  The reference computes in float32 from the same
 # rounded inputs; a kernel rounds its result, and in prompts also the weights, to the type.
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 
+
+# The largest error and what is allowed.
+Found = tuple[float, float]
 
 # A kernel gives way if its alternative takes less than 1 / _SLOWER of its time.  Medians of short
 # launches differ by up to a third between two runs; below this factor a change gains little.
@@ -62,14 +65,6 @@ class CheckResult:
         return self.check.kernel
 
     @property
-    def shape(self) -> AttentionShape:
-        return self.check.shape
-
-    @property
-    def block_size(self) -> int:
-        return self.check.block_size
-
-    @property
     def passed(self) -> bool:
         """Whether the kernel is right, however fast."""
         return self.failure is None and self.error <= self.tolerance
@@ -92,3 +87,8 @@ def largest_error(got: mx.array, expected: np.ndarray, allowed: np.ndarray | Non
     allowed = 1 + np.abs(expected) if allowed is None else allowed
     error = np.abs(values[wanted] - expected[wanted]) / allowed[wanted]
     return float(np.nan_to_num(error, nan=np.inf).max(initial=0.0))
+
+
+def largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:
+    """The largest error of several arrays."""
+    return max(largest_error(a, wanted) for a, wanted in zip(got, expected, strict=True))

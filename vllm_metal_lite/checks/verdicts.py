@@ -14,9 +14,9 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.child import decode, encode
 from vllm_metal_lite.checks.plan import checks_for
-from vllm_metal_lite.checks.result import CheckResult
+from vllm_metal_lite.checks.result import CheckResult, Speed
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.remembered import Remembered
 from vllm_metal_lite.specs import KernelUse
 
@@ -40,7 +40,9 @@ def remember(results: Sequence[CheckResult], found: Remembered | None = None) ->
     found = found or Remembered()
     for result in results:
         if result.passed or result.ended:
-            found.add(str(result.check), json.dumps(encode(result)))
+            fields = {**vars(result), "speed": result.speed and vars(result.speed)}
+            del fields["check"]
+            found.add(str(result.check), json.dumps(fields))
 
 
 def _run(checks: Sequence[Check], known: Sequence[CheckResult]) -> list[CheckResult]:
@@ -61,11 +63,11 @@ def _report(done: int, total: int, check: Check) -> None:
 
 
 def _recall(found: Remembered, check: Check) -> CheckResult | None:
-    if str(check) not in found.known:
-        return None
     try:
-        return decode(check, json.loads(found.known[str(check)]))
-    except (ValueError, TypeError, KeyError):  # not ours, or from another version
+        fields = json.loads(found.known[str(check)])
+        speed = fields.pop("speed")
+        return CheckResult(check, **fields, speed=speed and Speed(**speed))
+    except (ValueError, TypeError, LookupError):  # unknown, or from another version
         return None
 
 
@@ -79,7 +81,7 @@ def _verdict(
         speed, remark = result.speed, remarks.get(result.check, "")
         if not result.passed:
             failures.setdefault(result.kernel, f"{result}{remark}")
-        elif result.kernel in ("varlen_prefill", "latent_prefill"):
+        elif REGISTRY[result.kernel].prompts == "varlen":
             varlen += speed is None or speed.ratio <= 1
         elif speed is not None and speed.is_slow:
             failures.setdefault(result.kernel, f"{result.check}: {speed}{remark}")

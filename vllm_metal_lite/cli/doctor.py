@@ -25,12 +25,9 @@ from vllm_metal_lite import backend, devices, envs
 from vllm_metal_lite.attention.select import no_kernels
 from vllm_metal_lite.checks import floors, generation, isolated, ordering, verdicts
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.common import COMMON
-from vllm_metal_lite.checks.fusedcheck import full_list as full_fused_list
+from vllm_metal_lite.checks.common import COMMON, full_list
 from vllm_metal_lite.checks.plan import checks_for
-from vllm_metal_lite.checks.recurrentcheck import full_list as full_recurrent_list
 from vllm_metal_lite.checks.result import CheckResult
-from vllm_metal_lite.checks.selfcheck import full_list
 from vllm_metal_lite.cli import doctor_text, log, machine
 from vllm_metal_lite.cli.doctor_time import CHECKS_SHARE, Budget, in_rounds
 from vllm_metal_lite.cli.machine import Report
@@ -198,7 +195,7 @@ def _check(
     """
     own = in_rounds(checks_for(use))
     first = dict.fromkeys(own + in_rounds([c for u in common[:1] for c in checks_for(u)], own))
-    every = full_list() + full_fused_list() + full_recurrent_list() if full else []
+    every = full_list() if full else []
     rest = [*common[1:], *every]
     more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
     total, reached = len(first) + len(more), 0

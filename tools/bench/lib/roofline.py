@@ -2,7 +2,7 @@
 
 from tools.count.reads import used_experts
 from vllm_metal_lite import backend
-from vllm_metal_lite.checks.measure import copy_bandwidth
+from vllm_metal_lite.checks.floors import copy_bandwidth
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split

@@ -14,7 +14,7 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import draw
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.result import TOLERANCE, largest_error
+from vllm_metal_lite.checks.result import TOLERANCE, Found, largest_error
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
@@ -23,9 +23,7 @@ from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import Norm, column_gates, delta_gates, time_gates
 from vllm_metal_lite.kernels.segments import EMPTY, plan_segments
 from vllm_metal_lite.kernels.ssm import fused_ssm_update, ssm_update
-from vllm_metal_lite.specs import ConvShape, GatedNormShape, KernelUse, RecurrenceShape
-
-Found = tuple[float, float]
+from vllm_metal_lite.specs import ConvShape, GatedNormShape, RecurrenceShape
 
 _SLOTS, _EPS = 8, 1e-5
 
@@ -64,32 +62,8 @@ _STEPS = (
 _GIVEN = (0, 1, 2)  # the slots that hold a state at the start; others are NaN
 
 
-def full_list() -> list[KernelUse]:
-    """Uses that vary each dimension in turn: many more than a model has."""
-    uses = []
-    for dtype in TOLERANCE:
-        uses += [
-            KernelUse((), 16, recurrences=(ConvShape(channels, size, bias, silu, dtype),))
-            for channels, size, bias, silu in (
-                (64, 2, False, False), (300, 3, True, False), (2048, 4, False, True),
-            )
-        ]  # fmt: skip
-        uses += [
-            KernelUse((), 16, recurrences=(RecurrenceShape(*heads, dtype, delta, vector, True),))
-            for heads in ((1, 3, 64, 64), (4, 8, 128, 128), (2, 2, 256, 40))
-            for delta, vector in ((True, False), (True, True), (False, False))
-        ]
-        uses += [
-            KernelUse((), 16, recurrences=(GatedNormShape(dim, groups, dtype, first, not first),))
-            for dim, groups in ((64, 5), (128, 32), (1001, 2), (8192, 1))
-            for first in (False, True)
-        ]
-    return uses
-
-
-def convolution(check: Check) -> Found:
-    shape, rng = check.recurrence, np.random.default_rng(0)
-    assert isinstance(shape, ConvShape)
+def convolution(check: Check[ConvShape]) -> Found:
+    shape, rng = check.shape, np.random.default_rng(0)
     channels, size, dtype = shape.channels, shape.kernel_size, shape.dtype
     weight = draw(rng, (channels, size), dtype)
     bias = draw(rng, (channels,), dtype) if shape.bias else None
@@ -118,9 +92,8 @@ def convolution(check: Check) -> Found:
     return _compare(launch, advance, pool, states, dtype)
 
 
-def recurrence(check: Check) -> Found:
-    shape, rng = check.recurrence, np.random.default_rng(0)
-    assert isinstance(shape, RecurrenceShape)
+def recurrence(check: Check[RecurrenceShape]) -> Found:
+    shape, rng = check.shape, np.random.default_rng(0)
     dtype, heads = shape.dtype, shape.v_heads
     layer = _Layer(shape, rng)
     pool = _pool(rng, (heads, shape.v_dim, shape.k_dim), mx.float32) * layer.size
@@ -216,10 +189,9 @@ class _Rows:
         return fused_gated_delta(q, k, v, made, *rest, norm=layer.norm, **how)
 
 
-def gated_norm(check: Check) -> Found:
+def gated_norm(check: Check[GatedNormShape]) -> Found:
     """Nine rows; the gate has columns of a wider array."""
-    shape, rng = check.recurrence, np.random.default_rng(0)
-    assert isinstance(shape, GatedNormShape)
+    shape, rng = check.shape, np.random.default_rng(0)
     dtype, width = shape.dtype, shape.groups * shape.dim
     x, gate = draw(rng, (9, width), dtype), draw(rng, (9, width + 8), dtype)
     weight = draw(rng, (width if shape.gate_first else shape.dim,), dtype)
@@ -270,11 +242,3 @@ def _compare(
         error = max(error, largest_error(y, expected))
     kept = largest_error(states, after)
     return max(error, kept * TOLERANCE[dtype] / TOLERANCE[states.dtype]), TOLERANCE[dtype]
-
-
-CHECKS: dict[str, Callable[[Check], Found]] = {
-    "causal_conv": convolution,
-    "gated_delta": recurrence,
-    "fused_recurrence": recurrence,
-    "gated_rms_norm": gated_norm,
-}

@@ -6,9 +6,8 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import draw, rounded
-from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.result import TOLERANCE
-from vllm_metal_lite.checks.selfcheck import Found, largest
+from vllm_metal_lite.checks.check import Check, MixtureShape
+from vllm_metal_lite.checks.result import TOLERANCE, Found, largest
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
     Activation,
@@ -21,7 +20,7 @@ from vllm_metal_lite.kernels.experts import (
 )
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS
 from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, dequantised, quantised
-from vllm_metal_lite.specs import ExpertShape, Quantisation
+from vllm_metal_lite.specs import Quantisation
 
 _ROWS, _MANY_ROWS, _TOP_K = 20, 300, 4
 _PADDING = 2  # rows, the last ones
@@ -38,10 +37,10 @@ _ROUTINGS = (
 )
 
 
-def plan(check: Check) -> Found:
+def plan(check: Check[MixtureShape]) -> Found:
     """To the bit; the experts of later rows are all one, which has several tiles; with padding.  Of
     few rows, and of more than threadgroup memory holds at once."""
-    count, got, expected = _shape(check).experts, [], []
+    count, got, expected = check.shape.experts.experts, [], []
     for rows in _ROWS, _MANY_ROWS:
         indices, num_live = _indices(count, rows), rows - _PADDING
         got.append(plan_experts(mx.array(indices), count, mx.array([num_live], mx.int32)).array)
@@ -49,10 +48,10 @@ def plan(check: Check) -> Found:
     return largest(got, expected), 0.0
 
 
-def product(check: Check) -> Found:
+def product(check: Check[MixtureShape]) -> Found:
     """Gate and up with the activation, and down; of many rows, and of one, which has so few pairs
     that MLX passes them to another text."""
-    shape, dtype, rng = _shape(check), check.shape.dtype, np.random.default_rng(0)
+    (shape, dtype), rng = check.shape, np.random.default_rng(0)
     indices = _indices(_EXPERTS)
     pairs, rows = indices.reshape(-1), np.arange(_ROWS).repeat(_TOP_K)
     # Or rounding errors of gate and up would add up.
@@ -89,10 +88,10 @@ def product(check: Check) -> Found:
     return largest(got, expected), TOLERANCE[dtype]
 
 
-def topk(check: Check) -> Found:
+def topk(check: Check[MixtureShape]) -> Found:
     """Each way to score and to weigh, in both orders; equal scores, and a bias for half of them.
     Half of the rows are so large that their exponentials overflow."""
-    count, dtype, rng = _shape(check).experts, check.shape.dtype, np.random.default_rng(0)
+    count, dtype, rng = check.shape.experts.experts, check.shape.dtype, np.random.default_rng(0)
     top_k = min(_TOPK, count)
     got: list[mx.array] = []
     expected: list[np.ndarray] = []
@@ -136,9 +135,9 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def weighted(check: Check) -> Found:
+def weighted_sum(check: Check[MixtureShape]) -> Found:
     dtype, rng = check.shape.dtype, np.random.default_rng(0)
-    x = draw(rng, (_ROWS * _TOP_K, _shape(check).hidden), dtype)
+    x = draw(rng, (_ROWS * _TOP_K, check.shape.experts.hidden), dtype)
     weights = rng.random((_ROWS, _TOP_K)).astype(np.float32) / _TOP_K
     expected = (x.reshape(_ROWS, _TOP_K, -1) * weights[..., None]).sum(1)
     got = [
@@ -146,11 +145,6 @@ def weighted(check: Check) -> Found:
         for rows in (_ROWS, 1)
     ]
     return largest(got, [expected, expected[:1]]), TOLERANCE[dtype]
-
-
-def _shape(check: Check) -> ExpertShape:
-    assert check.experts is not None
-    return check.experts
 
 
 def _indices(experts: int, rows: int = _ROWS) -> np.ndarray:
@@ -213,11 +207,3 @@ def _activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:
     cubic = gate + 0.044715 * gate**3
     steep = (8 / np.pi) ** 0.5 * cubic if how.kind == "geglu" else how.alpha * gate
     return gate / (1 + np.exp(-steep)) * up
-
-
-CHECKS: dict[str, Callable[[Check], Found]] = {
-    "expert_topk": topk,
-    "expert_plan": plan,
-    "expert_gemm": product,
-    "expert_sum": weighted,
-}

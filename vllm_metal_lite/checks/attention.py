@@ -3,66 +3,35 @@
 A check launches the variants that serving launches, so that its compilation is not wasted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
-from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of, draw, padded
+from vllm_metal_lite.checks.case import CONTEXTS, Case, case_of, draw, padded, rounded
 from vllm_metal_lite.checks.check import Check
-from vllm_metal_lite.checks.result import TOLERANCE, largest_error
-from vllm_metal_lite.config import BLOCK_SIZES
+from vllm_metal_lite.checks.new_rows import new_rows, tolerance
+from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import Where, decode_tiles, latent_attention
+from vllm_metal_lite.kernels.new_rows import NewRows
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
-from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation
+from vllm_metal_lite.specs import AttentionShape
 
 # Of a context in one piece, and of one in several: the plans of serving.
 WHOLE, SPLIT = DecodePlan(1, 8), DecodePlan(4, 4)
 # The longest decodes that share a prefix, and the splits of the prefix.
 SHARING, PREFIX_SPLITS = 3, 16
 
-Found = tuple[float, float]
 
-
-def full_list() -> list[KernelUse]:
-    """Uses that vary each dimension in turn: many more than a model has."""
-    heads = ((4, 4), (8, 2), (5, 1), (16, 8), (24, 2), (71, 1))
-    dims = ((32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128),
-            (192, 192), (256, 256))  # fmt: skip
-    extras = ({"window": 20}, {"softcap": 5.0}, {"sinks": True},
-              {"window": 70, "softcap": 20.0, "sinks": True})  # fmt: skip
-    cases = []
-    for dtype in TOLERANCE:
-        cases += [(AttentionShape(*h, 64, 64, dtype), 16) for h in heads]
-        cases += [(AttentionShape(4, 2, *d, dtype), 16) for d in dims]
-        cases += [(AttentionShape(8, 2, 128, 128, dtype, **e), 16) for e in extras]
-        cases += [(AttentionShape(4, 2, 128, 128, dtype), bs) for bs in BLOCK_SIZES]
-        cases += [
-            (AttentionShape(8, 2, *d, dtype, kv_bits=bits), 16)
-            for bits in (8, 4)
-            for d in ((64, 64), (80, 80), (128, 128), (192, 128))
-        ]
-        cases += [
-            (AttentionShape(heads, 1, rank, rope, dtype, latent=True, kv_bits=bits), 16)
-            for heads, rank, rope in ((20, 512, 64), (40, 256, 32), (64, 512, 64))
-            for bits in (None, 8, 4)
-        ]
-    turns = Rotation(64, traditional=True), Rotation(32, base=None)  # of rotary keys
-    return [
-        KernelUse((shape,), block_size, turns if shape.latent else ())
-        for shape, block_size in cases
-    ]
-
-
-def write(check: Check) -> Found:
+def write(check: Check[AttentionShape]) -> Found:
     """Rows written to an empty store; every third row has a negative slot."""
     case = case_of(check.shape, check.block_size)
     keys, values = map(mx.zeros_like, case.store())
@@ -78,7 +47,7 @@ def write(check: Check) -> Found:
     return error, 1.0 if case.shape.kv_bits else 0.0
 
 
-def gather(check: Check) -> Found:
+def gather(check: Check[AttentionShape]) -> Found:
     """Slots in random order."""
     case = case_of(check.shape, check.block_size)
     slots = np.random.default_rng(1).choice(case.owned, 74).astype(np.int32)
@@ -87,18 +56,77 @@ def gather(check: Check) -> Found:
     return largest(got, expected), TOLERANCE[check.shape.dtype] if check.shape.kv_bits else 0.0
 
 
-def decode(check: Check, plan: DecodePlan) -> Found:
-    """One query per sequence, and a row of padding."""
+def decode(check: Check[AttentionShape]) -> Found:
+    return _decode(check, WHOLE)
+
+
+def merge(check: Check[AttentionShape]) -> Found:
+    return latents(check, SPLIT.splits) if check.shape.latent else _decode(check, SPLIT)
+
+
+def share(check: Check[AttentionShape]) -> Found:
+    return _decode(check, WHOLE, shares=True)
+
+
+def _decode(check: Check[AttentionShape], plan: DecodePlan, shares: bool = False) -> Found:
+    """One query per sequence, and a row of padding.
+
+    With a rotation, decodes normalise, rotate and write their own rows.  shares: some sequences
+    share a prefix, in many splits.  plan: of their own keys.
+    """
     case = case_of(check.shape, check.block_size)
-    q = case.q[: len(CONTEXTS)]
-    out, _ = paged_decode(
-        case.array(padded(q)), *decode_arrays(case.decodes), *case.store(), new_token(),
-        plan=plan, spec=case.spec, **case.how(),
-    )  # fmt: skip
-    return _compare(case, case.decodes, q, out)
+    shares |= "shared_prefix" in check.beside
+    batch, lens = case.sharing(SHARING) if shares else (case.decodes, np.zeros(0, np.int32))
+    rows: mx.array | NewRows
+    if check.rotation is None:
+        q, store = case.q[: len(CONTEXTS)], case.store()
+        rows = case.array(padded(q))
+    else:
+        rows, (fresh_q, *fresh) = new_rows(check.shape, padded(CONTEXTS - 1), check.rotation)
+        q = rounded(fresh_q[:-1], check.shape.dtype)
+        store, after = _newest(case, fresh)
+        mx.eval(rows.arrays)
+    where, how, token, prefix = decode_arrays(batch), case.how(), new_token(), None
+    if shares:
+        of_prefix = {name: how[name] for name in ("block_size", "scale", "softcap")}
+        prefix = shared_prefix(
+            rows, *where, mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens)), *store,
+            token, splits=PREFIX_SPLITS, spec=case.spec, **of_prefix,
+        )  # fmt: skip
+        token = prefix.lse
+    out, token = paged_decode(
+        rows, *where, *store, token, plan=plan, prefix=prefix, spec=case.spec, **how
+    )
+    if check.rotation is None:
+        return _compare(case, batch, q, out)
+    mx.eval(out, token)
+    stored = [
+        np.array(row.unpack(kept).astype(mx.float32))
+        for row, kept in zip(case.formats, store, strict=True)
+    ]
+    error = largest_error(out, padded(case.expected(batch, q, *stored)))
+    return of_store(error, store, case.spec, after, tolerance(check, int(CONTEXTS.max())))
 
 
-def prefill(check: Check) -> Found:
+def _newest(
+    case: Case, fresh: list[np.ndarray]
+) -> tuple[tuple[mx.array, mx.array], list[np.ndarray]]:
+    """The case's store before the newest rows are written, and its values after."""
+    before, after = [], []
+    for row, kept, rows, new in zip(
+        case.formats, case.kept, (case.keys, case.values), fresh, strict=True
+    ):
+        kept, rows = kept.copy(), rows.copy()
+        kept[case.newest] = 0xFFFFFFFF if row.bits else np.nan
+        rows[case.newest] = rounded(new[:-1], case.shape.dtype)
+        before.append(mx.array(kept).astype(row.kept_dtype))
+        after.append(rows)
+    mx.eval(before)
+    keys, values = before
+    return (keys, values), after
+
+
+def prefill(check: Check[AttentionShape]) -> Found:
     """Whole prompts and chunks, with one row of padding."""
     case = case_of(check.shape, check.block_size)
     batch, q = case.prompts, padded(case.q)
@@ -113,7 +141,7 @@ def prefill(check: Check) -> Found:
     return _compare(case, batch, case.q, out)
 
 
-def latents(check: Check, splits: int) -> Found:
+def latents(check: Check[AttentionShape], splits: int = 1) -> Found:
     """One query per sequence, and a row of padding."""
     case = case_of(check.shape, check.block_size)
     tables, seq_lens = decode_arrays(case.decodes)
@@ -122,7 +150,7 @@ def latents(check: Check, splits: int) -> Found:
     return _latents(case, case.decodes, where, splits)
 
 
-def latent_prompts(check: Check) -> Found:
+def latent_prompts(check: Check[AttentionShape]) -> Found:
     """Whole prompts and chunks, with one row of padding."""
     case = case_of(check.shape, check.block_size)
     batch = case.prompts
@@ -141,31 +169,7 @@ def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> Foun
     return _compare(case, batch, q, out)
 
 
-def merged(check: Check) -> Found:
-    if check.shape.latent:
-        return latents(check, SPLIT.splits)
-    return (shared if check.prefix else decode)(check, SPLIT)
-
-
-def shared(check: Check, plan: DecodePlan) -> Found:
-    """Some sequences share a prefix, in many splits.  plan: of their own keys."""
-    case = case_of(check.shape, check.block_size)
-    batch, lens = case.sharing(SHARING)
-    q, how = case.q[: len(CONTEXTS)], case.how()
-    sinks, _ = how.pop("sinks"), how.pop("window")
-    rows, store, where = case.array(padded(q)), case.store(), decode_arrays(batch)
-    prefix = shared_prefix(
-        rows, *where, mx.array([len(CONTEXTS) - 1], mx.int32), mx.array(padded(lens)), *store,
-        new_token(), splits=PREFIX_SPLITS, spec=case.spec, **how,
-    )  # fmt: skip
-    out, _ = paged_decode(
-        rows, *where, *store, prefix.lse, plan=plan, prefix=prefix, sinks=sinks, spec=case.spec,
-        **how,
-    )  # fmt: skip
-    return _compare(case, batch, q, out)
-
-
-def rows(check: Check) -> Found:
+def rows(check: Check[AttentionShape]) -> Found:
     """Queries in random order, some of them more than once."""
     shape, rng = check.shape, np.random.default_rng(0)
     q = draw(rng, (50, shape.num_heads, shape.k_head_dim), shape.dtype)
@@ -179,13 +183,23 @@ def decode_arrays(batch: ForwardBatch) -> tuple[mx.array, mx.array]:
     return mx.array(padded(batch.block_tables)), mx.array(padded(batch.seq_lens))
 
 
-def largest(got: Sequence[mx.array], expected: Sequence[np.ndarray]) -> float:
-    return max(largest_error(a, wanted) for a, wanted in zip(got, expected, strict=True))
-
-
 def _compare(case: Case, batch: ForwardBatch, q: np.ndarray, out: mx.array) -> Found:
     expected = padded(case.expected(batch, q, case.keys, case.values))
     return largest_error(out, expected), TOLERANCE[case.shape.dtype]
+
+
+def of_store(
+    error: float,
+    store: Sequence[mx.array],
+    spec: LayerSpec,
+    expected: Sequence[np.ndarray],
+    tolerance: float,
+) -> Found:
+    """error: of rows that are not in the store.  Of a quantised store errors are fractions."""
+    stored = stored_error(store, spec, expected, tolerance)
+    if spec.bits is None:
+        return max(error, stored), tolerance
+    return max(error / tolerance, stored), 1.0
 
 
 def stored_error(
@@ -213,18 +227,3 @@ def _lost(row: RowFormat, values: np.ndarray, rounding: float) -> np.ndarray | N
     step = (groups.max(-1, keepdims=True) - groups.min(-1, keepdims=True)) / ((1 << row.bits) - 1)
     rounded = (TOLERANCE[row.dtype] + rounding) * (1 + np.abs(groups))
     return (0.5 * step + rounded).reshape(values.shape)
-
-
-CHECKS: dict[str, Callable[[Check], Found]] = {
-    "kv_write": write,
-    "kv_write_quantised": write,
-    "kv_gather": gather,
-    "kv_gather_quantised": gather,
-    "paged_decode": lambda check: decode(check, WHOLE),
-    "merge_partitions": merged,
-    "latent_attention": lambda check: latents(check, 1),
-    "latent_prefill": latent_prompts,
-    "shared_prefix": lambda check: shared(check, WHOLE),
-    "varlen_prefill": prefill,
-    "gather_rows": rows,
-}

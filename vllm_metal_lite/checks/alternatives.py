@@ -1,0 +1,199 @@
+"""The work of each kernel, and the same work by what replaces the kernel, ready to be timed.
+
+Both ways run as serving runs them: `KernelAttention` with the kernel and without it, or the MLX
+operations that a fused kernel replaces.  The loads are large enough that the device's work, not the
+host's, is timed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.case import spec_of
+from vllm_metal_lite.checks.check import Check, NormShape
+from vllm_metal_lite.checks.load import Load
+from vllm_metal_lite.checks.new_rows import new_latents, new_rows
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.cache_ops import kv_write
+from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.decode import paged_decode
+from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
+from vllm_metal_lite.kernels.gather_rows import gather_rows
+from vllm_metal_lite.kernels.latent_write import latent_write
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.rope_write import rope_write
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.specs import AttentionShape, GatedNormShape
+
+# Decodes and their context; a long context, in splits; a prefix that the decodes share.
+_DECODES, _CONTEXT, _LONG, _PREFIX = 16, 512, 4096, 2048
+# Prompts: (sequences, context, rows of each): four whole ones, and a chunk.
+_PROMPTS = ((4, 512, 512), (1, 4096, 1024))
+# Rows of launches without attention.
+_ROWS = 512
+
+Way = Callable[[], object]
+# By the kernel, and without it.
+Pair = tuple[Way, Way]
+Attend = Check[AttentionShape]
+
+
+def _attention(check: Attend, sequences: int, context: int, rows: int = 1, prefix: int = 0) -> Pair:
+    """Prompts by the store or gathered; decodes with the kernel or without."""
+    load = Load(check.shape, sequences, context, rows, prefix=prefix, block_size=check.block_size)
+    q = load.queries()
+    if rows > 1:
+        return partial(load.by("varlen"), q), partial(load.by("gather"), q)
+    return partial(load.by("gather"), q), partial(load.by("gather", check.kernel), q)
+
+
+def decode(check: Attend) -> list[Pair]:
+    return [_attention(check, _DECODES, _CONTEXT)]
+
+
+def merge(check: Attend) -> list[Pair]:
+    return [_attention(check, 1, _LONG)]
+
+
+def prefix(check: Attend) -> list[Pair]:
+    return [_attention(check, _DECODES, _PREFIX + 128, prefix=_PREFIX)]
+
+
+def prompts(check: Attend) -> list[Pair]:
+    return [_attention(check, *sizes) for sizes in _PROMPTS]
+
+
+def rows(check: Attend) -> list[Pair]:
+    shape = check.shape
+    q = mx.random.normal((_ROWS, shape.num_heads, shape.k_head_dim)).astype(shape.dtype)
+    index = mx.array(np.random.default_rng(0).permutation(_ROWS).astype(np.int32))
+    mx.eval(q, index)
+    return [(lambda: gather_rows(q, index), lambda: q[index])]
+
+
+def add_norm(check: Check[NormShape]) -> list[Pair]:
+    size, dtype = check.shape
+    x, weight = mx.random.normal((_ROWS, size)).astype(dtype), mx.ones(size, dtype)
+    mx.eval(x, weight)
+
+    def apart() -> object:
+        added = x + x
+        return added, mx.fast.rms_norm(added, weight, 1e-5)
+
+    return [(lambda: add_rms_norm(x, x, weight, 1e-5), apart)]
+
+
+def gated_norm(check: Check[GatedNormShape]) -> list[Pair]:
+    """As the layers of mlx-lm that normalise first; those that do not have as many launches."""
+    shape = check.shape
+    x = mx.random.normal((_ROWS, shape.groups, shape.dim)).astype(shape.dtype)
+    weight, z = mx.ones(shape.dim, shape.dtype), Columns(x.reshape(_ROWS, -1), 0)
+    mx.eval(x, weight, z.array)
+
+    def apart() -> mx.array:
+        return mx.fast.rms_norm(x, weight, 1e-5) * (x * mx.sigmoid(x))
+
+    together = partial(gated_rms_norm, x, z, weight, 1e-5, dim=shape.dim)
+    return [(together, mx.compile(apart))]
+
+
+def _turned(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
+    """The heads x rotated to the positions `where`, by MLX."""
+    if rope.factor != 1:
+        x = x.at[..., : rope.dims].multiply(rope.factor)
+    return mx.fast.rope(
+        x, rope.dims, traditional=rope.traditional, base=rope.base, scale=rope.scale, offset=where,
+        freqs=rope.freqs,
+    )  # fmt: skip
+
+
+def write(check: Attend) -> list[Pair]:
+    """One launch for the new rows of prompts, and norm, rotation and kv_write apart."""
+    assert check.rotation is not None
+    shape, positions = check.shape, np.arange(_ROWS)
+    new, _ = new_rows(shape, positions, check.rotation)
+    spec = spec_of(shape)
+    store = PagedStore([spec], -(-_ROWS // 16), 16)
+    keys, values = store.keys[0], store.values[0]
+    where = mx.array(positions.astype(np.int32))
+    rope, token, joined = new.rope, new_token(), new.q.array
+    assert rope is not None
+    columns = (new.k.start, new.v.start)
+    mx.eval(new.arrays, where, token)
+
+    def turned(x: mx.array, norm: HeadNorm | None) -> mx.array:
+        if norm is not None:
+            x = mx.fast.rms_norm(x, norm.weight, norm.eps)
+        return _turned(x, rope, where)
+
+    def apart() -> object:
+        q, k, v = (
+            part.reshape(_ROWS, -1, 1, dim)
+            for part, dim in zip(
+                mx.split(joined, columns, axis=1),
+                (shape.k_head_dim, shape.k_head_dim, shape.v_head_dim),
+                strict=True,
+            )
+        )
+        q, k = turned(q, new.q_norm), turned(k, new.k_norm)
+        return q, kv_write(k.squeeze(2), v.squeeze(2), where, keys, values, token, spec)
+
+    together = partial(
+        rope_write, new, positions=where, slot_mapping=where, keys=keys, values=values,
+        token=token, spec=spec,
+    )  # fmt: skip
+    return [(together, apart)]
+
+
+def write_latents(check: Attend) -> list[Pair]:
+    """One launch for the new rows of a latent layer, and norm, rotations and kv_write apart."""
+    assert check.rotation is not None
+    shape, positions = check.shape, np.arange(_ROWS)
+    rank, heads = shape.k_head_dim, shape.num_heads
+    new, _ = new_latents(shape, positions, check.rotation)
+    spec = spec_of(shape)
+    store = PagedStore([spec], -(-_ROWS // 16), 16)
+    keys, values, token = store.keys[0], store.values[0], new_token()
+    where, rope = mx.array(positions.astype(np.int32)), new.rope
+    mx.eval(new.q.array, new.latent.array, new.norm.weight, where, token)
+
+    def apart() -> object:
+        q = new.q.array.reshape(_ROWS, heads, 1, -1)[..., -shape.v_head_dim :]
+        latents, k_pe = mx.split(new.latent.array, [rank], axis=1)
+        latents = mx.fast.rms_norm(latents, new.norm.weight, new.norm.eps)[:, None]
+        rotary = _turned(k_pe[:, None, None], rope, where).squeeze(2)
+        return _turned(q, rope, where), kv_write(latents, rotary, where, keys, values, token, spec)
+
+    together = partial(
+        latent_write, new, positions=where, slot_mapping=where, keys=keys, values=values,
+        token=token, spec=spec,
+    )  # fmt: skip
+    return [(together, apart)]
+
+
+def fused_decode(check: Attend) -> list[Pair]:
+    """One launch for decodes, and `rope_write` before `paged_decode`."""
+    assert check.rotation is not None
+    shape = check.shape
+    load = Load(shape, _DECODES, _CONTEXT, block_size=check.block_size)
+    new, _ = new_rows(shape, load.batch.positions, check.rotation)
+    positions, slots = (mx.array(a) for a in (load.batch.positions, load.batch.slot_mapping))
+    where, token = (load.block_tables, load.seq_lens), new_token()
+    attend = partial(
+        paged_decode, block_size=check.block_size, scale=load.scale, plan=load.plan,
+        window=shape.window, softcap=shape.softcap,
+        sinks=mx.zeros(shape.num_heads) if shape.sinks else None, spec=load.spec,
+    )  # fmt: skip
+    mx.eval(new.arrays, positions, slots, token)
+
+    def apart() -> object:
+        keys, values = load.kv
+        q, written = rope_write(
+            new, positions=positions, slot_mapping=slots, keys=keys, values=values, token=token,
+            spec=load.spec,
+        )  # fmt: skip
+        return attend(q, *where, *load.kv, written)
+
+    return [(lambda: attend(new, *where, *load.kv, token), apart)]

@@ -1,0 +1,92 @@
+"""Sequences in a store of one layer, with random K and V, for timing."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from vllm_metal_lite.attention.paged.attention import KernelAttention
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.case import Sequences, spec_of
+from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan, paged_decode
+from vllm_metal_lite.kv.store import PagedStore
+from vllm_metal_lite.specs import AttentionShape
+
+
+class Load:
+    """`sequences` of `context` tokens; the last `rows` of each are computed.
+
+    prefix: tokens, in blocks that all sequences begin with.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        sequences: int,
+        context: int,
+        rows: int = 1,
+        *,
+        prefix: int = 0,
+        block_size: int = 16,
+    ) -> None:
+        self.shape, self.context, self.block_size = shape, context, block_size
+        made = Sequences([context] * sequences, block_size, np.random.default_rng(0), prefix=prefix)
+        self.batch = made.batch(np.full(sequences, rows))
+        self.spec = spec_of(shape)
+        self.store = store = PagedStore([self.spec], made.num_blocks, block_size)
+        formats = self.spec.k_row, self.spec.v_row
+        for arrays, row in zip((store.keys, store.values), formats, strict=True):
+            drawn = mx.random.normal((len(arrays[0]), shape.num_kv_heads, row.dim))
+            arrays[0] = row.pack(drawn.astype(shape.dtype))
+        self.scale = shape.k_head_dim**-0.5
+        # Rotary parts of queries to latents.
+        rotary = (self.batch.num_tokens, shape.num_heads, shape.v_head_dim)
+        self.q_pe = mx.random.normal(rotary).astype(shape.dtype) if shape.latent else None
+        self.block_tables = mx.array(self.batch.block_tables)
+        # As long as serving makes it: MLX passes shorter arrays to another text of the kernel.
+        self.seq_lens = mx.full((max(sequences, 8),), context, mx.int32)
+        mx.eval(store.arrays, self.block_tables, self.seq_lens, *[self.q_pe] * shape.latent)
+
+    @property
+    def kv(self) -> tuple[mx.array, mx.array]:
+        return self.store.keys[0], self.store.values[0]
+
+    @property
+    def plan(self) -> DecodePlan:
+        return decode_plan(self.batch.num_segments, self.shape.num_kv_heads, self.context)
+
+    def queries(self) -> mx.array:
+        q = mx.random.normal((self.batch.num_tokens, self.shape.num_heads, self.shape.k_head_dim))
+        q = q.astype(self.shape.dtype)
+        mx.eval(q)
+        return q
+
+    def attend(self, q: mx.array, plan: DecodePlan, token: mx.array) -> mx.array:
+        """paged_decode, with the merge if the context is split."""
+        return paged_decode(
+            q, self.block_tables, self.seq_lens, *self.kv, token,
+            block_size=self.block_size, scale=self.scale, plan=plan,
+            window=self.shape.window, softcap=self.shape.softcap, spec=self.spec,
+        )[0]  # fmt: skip
+
+    def by(
+        self, prefill: str, *without: str, rows_as_decodes: int = 0
+    ) -> Callable[[mx.array], mx.array]:
+        """Attention as serving calls it, but for the kernels in `without`."""
+        s = self.shape
+        attention = KernelAttention(
+            self.store,
+            prefill,
+            {s.num_heads // s.num_kv_heads},
+            without=without,
+            rows_as_decodes=rows_as_decodes,
+        )
+        step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
+        sinks = mx.zeros(s.num_heads) if s.sinks else None
+
+        def attend(q: mx.array) -> mx.array:
+            return attention.begin(step, state).attend(
+                0, q, scale=self.scale, window=s.window, softcap=s.softcap, sinks=sinks,
+                q_pe=self.q_pe,
+            )  # fmt: skip
+
+        return attend

@@ -1,0 +1,123 @@
+"""New rows of a layer as projections make them, and what norm and rotation make of them.
+
+The reference is NumPy on this machine's CPU, rounded where MLX's own norm and rotation round.
+"""
+
+import numpy as np
+
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.case import draw, rounded
+from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.result import TOLERANCE
+from vllm_metal_lite.kernels.latent_write import NewLatents
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.specs import AttentionShape, Rotation
+
+EPS = 1e-5
+# With a base, a frequency is a float32 exp2, right to two units in the last place, and the error of
+# an angle grows with the position.  Given powers of two make every angle exact.
+_FREQUENCY_ERROR = 2.4e-7
+_SMALL_POSITION, _LARGE_POSITION = 100, 1_000_000
+
+
+def last_position(rotation: Rotation) -> int:
+    """The largest position at which a check can tell a wrong angle from rounding."""
+    return _LARGE_POSITION if _is_exact(rotation) else _SMALL_POSITION
+
+
+def tolerance(check: Check[AttentionShape], last: int) -> float:
+    """last: the largest position."""
+    assert check.rotation is not None
+    angle = 0.0 if _is_exact(check.rotation) else _FREQUENCY_ERROR * last
+    return TOLERANCE[check.shape.dtype] + angle
+
+
+def _is_exact(rotation: Rotation) -> bool:
+    """Whether sines and cosines are all that rounds."""
+    return rotation.base is None and rotation.scale == 1
+
+
+def new_rows(
+    shape: AttentionShape, positions: np.ndarray, rotation: Rotation
+) -> tuple[NewRows, list[np.ndarray]]:
+    """New rows in one array, and the expected q, k and v."""
+    rng, rows, dim = np.random.default_rng(5), len(positions), shape.k_head_dim
+    heads = (
+        (shape.num_heads, dim), (shape.num_kv_heads, dim), (shape.num_kv_heads, shape.v_head_dim)
+    )  # fmt: skip
+    parts = [draw(rng, (rows, *h), shape.dtype) for h in heads]
+    flat = [p.reshape(rows, -1) for p in parts]
+    starts = np.cumsum([0, *(a.shape[1] for a in flat)]).tolist()
+    joined = mx.array(np.concatenate(flat, 1)).astype(shape.dtype)
+    q, k, v = (Columns(joined, start) for start in starts[:3])
+    q_norm = k_norm = None
+    if rotation.eps is not None:
+        weights = [draw(rng, (dim,), shape.dtype) for _ in range(2)]
+        q_norm, k_norm = (HeadNorm(mx.array(w).astype(shape.dtype), rotation.eps) for w in weights)
+        parts[:2] = (
+            rms_norm(x, w, rotation.eps, shape.dtype)
+            for x, w in zip(parts[:2], weights, strict=True)
+        )
+    rope, rates = _rope(rotation)
+    turned = [_turn(x, positions, rotation, rates, shape.dtype) for x in parts[:2]]
+    new = NewRows(q, k, v, shape.num_heads, rope, q_norm, k_norm)
+    return new, turned + parts[2:]
+
+
+def new_latents(
+    shape: AttentionShape, positions: np.ndarray, rotation: Rotation
+) -> tuple[NewLatents, list[np.ndarray]]:
+    """New rows of a latent layer in two arrays, as projections make them, and the expected rotary
+    queries, latents and rotary keys."""
+    rng, rows = np.random.default_rng(5), len(positions)
+    rank, rope, heads = shape.k_head_dim, shape.v_head_dim, shape.num_heads
+    q = draw(rng, (rows, heads, 2 * rope), shape.dtype)
+    kv = draw(rng, (rows, 1, rank + rope), shape.dtype)
+    weight = draw(rng, (rank,), shape.dtype)
+    joined, queries = (mx.array(a.reshape(rows, -1)).astype(shape.dtype) for a in (kv, q))
+    norm = HeadNorm(mx.array(weight).astype(shape.dtype), EPS)
+    turn, rates = _rope(rotation)
+    new = NewLatents(
+        Columns(queries, rope),
+        2 * rope,
+        heads,
+        Columns(joined, 0),
+        Columns(joined, rank),
+        norm,
+        turn,
+    )
+    q_pe, k_pe = (
+        _turn(x, positions, rotation, rates, shape.dtype) for x in (q[..., rope:], kv[..., rank:])
+    )
+    return new, [q_pe, rms_norm(kv[..., :rank], weight, EPS, shape.dtype), k_pe]
+
+
+def _turn(
+    x: np.ndarray, positions: np.ndarray, rotation: Rotation, rates: np.ndarray, dtype: mx.Dtype
+) -> np.ndarray:
+    """Rotates pairs as complex numbers."""
+    i, x = np.arange(rotation.dims // 2), x.copy()
+    if rotation.factor != 1:
+        factor, head = rounded(np.array(rotation.factor), dtype), x[..., : rotation.dims]
+        x[..., : rotation.dims] = rounded(factor * head, dtype)
+    first, second = (2 * i, 2 * i + 1) if rotation.traditional else (i, i + rotation.dims // 2)
+    angles = rotation.scale * positions[:, None, None] * rates
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    x[..., first], x[..., second] = turned.real, turned.imag
+    return x
+
+
+def _rope(rotation: Rotation) -> tuple[Rope, np.ndarray]:
+    """The arguments of a rotation, and the angle of each pair at position 1."""
+    freqs, rates = None, 1 / np.exp2(np.arange(rotation.dims // 2) % 12)
+    if rotation.base is None:
+        freqs = mx.array((1 / rates).astype(np.float32))
+    else:
+        rates = rotation.base ** (-2 * np.arange(rotation.dims // 2) / rotation.dims)
+    how = rotation.traditional, rotation.base, rotation.scale, freqs, rotation.factor
+    return Rope(rotation.dims, *how), rates
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, dtype: mx.Dtype) -> np.ndarray:
+    square = (x.astype(np.float64) ** 2).mean(-1, keepdims=True)
+    return rounded(rounded(x / np.sqrt(square + eps), dtype) * weight, dtype)
