@@ -18,6 +18,7 @@ from vllm_metal_lite.checks import isolated
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.fusion import decide, tune
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
+from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
@@ -205,7 +206,7 @@ class Clock:
 
     def __init__(self, monkeypatch, by_kernel: float, by_mlx: float) -> None:
         self.now, self.steps = 0.0, []
-        monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
         clock = self
 
         class Steps:

@@ -6,8 +6,6 @@ may be bound by the host.  So steps are timed as served, compiled and back to ba
 without the kernel, on the engine's own store.  All rows are padding, so nothing is written.
 """
 
-import logging
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -22,18 +20,16 @@ from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.fusion.fused import FusedLaunches
 from vllm_metal_lite.fusion.tune_prompts import faster_prompts
-from vllm_metal_lite.kernels.remembered import Remembered
+from vllm_metal_lite.kernels import timing
+from vllm_metal_lite.kernels.remembered import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.experts import served_experts
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.usage import product_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
-
-logger = logging.getLogger(__name__)
 
 # Row counts to time: the first of _FEWEST that wins, and by bisection the last of _SIZES.
 _FEWEST = (1, 2, 4)
@@ -100,22 +96,15 @@ def _faster(
     # means nothing.
     if not forms or CompiledSteps(packed, attention).reason is not None:
         return NONE
-    found, counts = Remembered(), Counter(forms)
-    key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in sorted(counts.items()))
-    known = ranks.first(found.known.get(key))
-    if known is None:
-        logger.info(
-            f"timing {ways.what} with this model, once on this machine",
-            extra={"transient": True},
-        )
-        try:
-            rows = _measure(packed, attention, ways, ranks)
-        except Exception as e:  # from a compiler or a driver; the next start may succeed
-            logger.warning(f"{ways.kernel} cannot be timed, and is not used: {one_line(e)}")
-            return NONE
-        known = f"{rows.start} {rows.stop}"
-        found.add(key, known)
-    return range(*map(int, known.split()))
+    counts = sorted(Counter(forms).items())
+    key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in counts)
+
+    def measure() -> str:
+        rows = _measure(packed, attention, ways, ranks)
+        return f"{rows.start} {rows.stop}"
+
+    known = timed_once(key, ways.kernel, f"{ways.what} with this model", measure, ranks)
+    return range(*map(int, known.split())) if known else NONE
 
 
 def _form(weight: Weight) -> str:
@@ -145,43 +134,32 @@ def _seconds(
     ways: _Ways,
     num_rows: int,
     ranks: RankGroup = ALONE,
-) -> tuple[float, float]:
-    """Seconds per step with the kernel and with MLX's products, in turns because clocks drift."""
+) -> list[float]:
+    """Seconds per step with the kernel and with MLX's products."""
     step = _padding(attention, num_rows, packed.layout.vocab_size)
     steps_of = [
-        _Steps(CompiledSteps(packed, attention, way), step, attention.new_state(), ranks)
+        _steps(CompiledSteps(packed, attention, way), step, attention.new_state())
         for way in (ways.ours, ways.other)
     ]
-    for way in steps_of:
-        way.seconds(2)  # these trace, compile and capture
-    once = max(way.seconds(1) for way in steps_of)
-    chains = max(1, min(_CHAINS, int(_ENOUGH / once)))
-    steps = max(1, min(_STEPS, int(_ENOUGH / once / chains)))
-    by_kernel, by_mlx = np.median(
-        [[w.seconds(steps) for w in steps_of] for _ in range(chains)], axis=0
+    return timing.seconds_in_turns(
+        steps_of, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=ranks
     )
-    return by_kernel, by_mlx
 
 
-class _Steps:
-    """The same step again and again, compiled."""
+def _steps(forward: CompiledSteps, step: Step, state: list[mx.array]) -> timing.Way:
+    """The same step again and again, compiled, each submitted while the previous one runs."""
 
-    def __init__(
-        self, forward: CompiledSteps, step: Step, state: list[mx.array], ranks: RankGroup
-    ) -> None:
-        self.forward, self.step, self.state, self.ranks = forward, step, state, ranks
-
-    def seconds(self, count: int) -> float:
-        """Seconds per step over `count` steps, each submitted while the previous one runs."""
-        start = time.perf_counter()
+    def run(count: int) -> None:
+        nonlocal state
         for _ in range(count):
-            result = self.forward(self.step, self.state)
+            result = forward(step, state)
             if result is None:
-                raise RuntimeError(self.forward.reason)
-            logits, self.state = result
-            mx.async_eval(logits, self.state)
-        mx.eval(logits, self.state)
-        return self.ranks.first((time.perf_counter() - start) / count)
+                raise RuntimeError(forward.reason)
+            logits, state = result
+            mx.async_eval(logits, state)
+        mx.eval(logits, state)
+
+    return run
 
 
 def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:

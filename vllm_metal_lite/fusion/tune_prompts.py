@@ -3,29 +3,23 @@
 Mixtures are timed alone: a step of so many rows takes seconds, and the host is no part of its time.
 """
 
-import logging
-import time
-
 import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.fusion.experts import fusing
+from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS
-from vllm_metal_lite.kernels.remembered import Remembered
+from vllm_metal_lite.kernels.remembered import timed_once
 from vllm_metal_lite.model.experts import MIXTURES, served
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.specs import ExpertShape
 
-logger = logging.getLogger(__name__)
-
 # Rows of the prompt, and experts that each chooses, as many as gpt-oss and GLM have.
 _ROWS, _TOP_K = 512, 4
-# The median of so many calls, in turn with and without the kernels, or of fewer, to stay within
-# _ENOUGH seconds.
-_CALLS, _ENOUGH = 5, 1.5
+# The median of so many calls, or of fewer, to stay within _ENOUGH seconds.
+_CALLS, _ENOUGH = 5, 0.75
 
 
 def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
@@ -43,23 +37,17 @@ def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
 
 
 def _faster(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype, ranks: RankGroup) -> bool:
-    found, key = Remembered(), f"prompts with {shape}, {dtype}"
-    known = ranks.first(found.known.get(key))
-    if known is None:
-        logger.info("timing experts of prompts, once on this machine", extra={"transient": True})
-        try:
-            by_kernels, by_mlx = _seconds(layer, shape, dtype, ranks)
-        except Exception as e:  # from a compiler or a driver; the next start may succeed
-            logger.warning(f"prompts do not use expert_gemm, which cannot be timed: {one_line(e)}")
-            return False
-        known = "faster" if by_kernels < by_mlx else "slower"
-        found.add(key, known)
-    return known == "faster"
+    def measure() -> str:
+        by_kernels, by_mlx = _seconds(layer, shape, dtype, ranks)
+        return "faster" if by_kernels < by_mlx else "slower"
+
+    key = f"prompts with {shape}, {dtype}"
+    return timed_once(key, "expert_gemm", "experts of prompts", measure, ranks) == "faster"
 
 
 def _seconds(
     layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype, ranks: RankGroup
-) -> tuple[float, float]:
+) -> list[float]:
     """Seconds of a mixture and its weighted sum, with the kernels and without."""
     rng, top_k = np.random.default_rng(0), min(_TOP_K, shape.experts)
     chosen = rng.random((1, _ROWS, shape.experts)).argpartition(top_k - 1)[..., :top_k]
@@ -67,16 +55,13 @@ def _seconds(
     x = mx.random.normal((1, _ROWS, shape.hidden), dtype)
     mx.eval(x, indices, weights)
 
-    def seconds(rows: range) -> float:
-        start = time.perf_counter()
-        with fusing(rows):
-            mx.eval((layer(x, indices) * weights[..., None]).sum(axis=-2))
-        return ranks.first(time.perf_counter() - start)
+    def way(rows: range) -> timing.Way:
+        def run(count: int) -> None:
+            for _ in range(count):
+                with fusing(rows):
+                    mx.eval((layer(x, indices) * weights[..., None]).sum(axis=-2))
 
-    ways = range(1, MAX_ROWS + 1), range(0)
-    for way in ways:
-        seconds(way)  # this compiles
-    once = sum(seconds(way) for way in ways)
-    calls = max(1, min(_CALLS, int(_ENOUGH / once)))
-    by_kernels, by_mlx = np.median([[seconds(way) for way in ways] for _ in range(calls)], axis=0)
-    return by_kernels, by_mlx
+        return run
+
+    ways = [way(range(1, MAX_ROWS + 1)), way(range(0))]
+    return timing.seconds_in_turns(ways, rounds=_CALLS, enough=_ENOUGH, warm=1, ranks=ranks)

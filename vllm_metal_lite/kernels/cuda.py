@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.remembered import write_whole
 from vllm_metal_lite.kernels.source import FOLDER, cache_folder, strip_comments
 
 # Metal's index variables from CUDA's; `mx.fast.cuda_kernel` declares none.
@@ -55,9 +56,7 @@ def _as_file(name: str, part: str, text: str) -> str:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     file = _text_folder() / f"{name}-{digest}.{part}"
     if not file.exists():
-        with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
-            new.write(text)
-        os.replace(new.name, file)  # atomic: another process may be writing the same file
+        write_whole(file, text)
     shapes = " ".join(sorted(set(_SHAPE.findall(text))))
     return f'\n#include "{file}"\n// {shapes}\n'
 

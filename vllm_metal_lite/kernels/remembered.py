@@ -2,12 +2,19 @@
 
 import hashlib
 import json
+import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from vllm_metal_lite import backend
+from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels import source
+
+logger = logging.getLogger(__name__)
 
 
 class Remembered:
@@ -26,13 +33,36 @@ class Remembered:
         self.known[key] = found
         with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            # Whole or not at all: another process may read it, and the disk may be full.
-            with NamedTemporaryFile(
-                "w", dir=self.file.parent, encoding="utf-8", delete=False
-            ) as new:
-                try:
-                    new.write(json.dumps(self.known, indent=1))
-                    new.flush()
-                    os.replace(new.name, self.file)
-                except OSError:
-                    os.unlink(new.name)
+            write_whole(self.file, json.dumps(self.known, indent=1))
+
+
+def timed_once(
+    key: str, kernel: str, what: str, measure: Callable[[], str], ranks: RankGroup = ALONE
+) -> str | None:
+    """What timing `what` finds, by an earlier start or now; None, with a warning, if it fails.
+
+    kernel: is not used after a failure.  ranks: all take what the leader knows.
+    """
+    found = Remembered()
+    known = ranks.first(found.known.get(key))
+    if known is None:
+        logger.info(f"timing {what}, once on this machine", extra={"transient": True})
+        try:
+            known = measure()
+        except Exception as e:  # from a compiler or a driver; the next start may succeed
+            logger.warning(f"{kernel} is not used: {what} cannot be timed: {one_line(e)}")
+            return None
+        found.add(key, known)
+    return known
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Whole or not at all: another process may read the file, and the disk may be full."""
+    with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
+        try:
+            new.write(text)
+            new.flush()
+            os.replace(new.name, file)
+        except OSError:
+            os.unlink(new.name)
+            raise
