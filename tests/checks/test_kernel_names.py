@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.support.broken_machine import KERNELS, MISCOMPILED
 from tests.support.kernel_runs import RUN
 from tests.support.mlx_graph import READERS, WRITERS, WRITES_IF_FUSED
+from tools.dev import kernels_table
 from tools.prove import break_in_serving as break_kernels_in_serving
 from vllm_metal_lite import checks, kernels
 from vllm_metal_lite.checks import alternatives
@@ -64,3 +65,8 @@ def test_a_row_names_what_exists():
         assert not row.alternative or callable(getattr(alternatives, row.alternative))
         assert {row.text, *row.needs} <= REGISTRY.keys()
         assert constants.issuperset(row.constants)
+
+
+def test_the_docs_have_the_rows():
+    """Or else run `python -m tools.dev.kernels_table`."""
+    assert kernels_table.table() in kernels_table.PATH.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
     python -m tools.bench.tune                           all constants below
     python -m tools.bench.tune decode_fill few_keys      some
+    python -m tools.bench.tune --kernel paged_decode     those of a kernel
 
 Prints a table a constant: microseconds of a call, a row a value, a column a load; a star marks the
 present value.  The reader chooses the value to commit.  The heads are those of Qwen3's small
@@ -22,6 +23,7 @@ from vllm_metal_lite.checks.floors import seconds_per_call
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
+from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import RowNorm, skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
@@ -147,11 +149,13 @@ def sweep(name: str, loads: Loads) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[*CONSTANTS, []], metavar="CONSTANT")
+    parser.add_argument("--kernel", choices=REGISTRY)
     args = parser.parse_args()
     if backend.is_cpu():
         raise MetalLiteError("constants are measured on a GPU, and MLX sees none")
     print(f"{backend.describe()}, MLX {backend.mlx_version()}")
-    for name in args.names or CONSTANTS:
+    of_kernel = REGISTRY[args.kernel].constants if args.kernel else CONSTANTS
+    for name in args.names or [name for name in of_kernel if name in CONSTANTS]:
         sweep(name, Loads(AttentionShape(16, 8, 128, 128, mx.bfloat16)))
     return 0
 

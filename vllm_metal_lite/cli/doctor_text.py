@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.machine import Report
+from vllm_metal_lite.kernels.registry import REGISTRY
 
 _REPORT = "vllm-metal-lite doctor --report report.json"
 _MORE = "--full tries all"
@@ -100,6 +101,7 @@ def _checks(checks: list[dict[str, Any]]) -> Iterator[str]:
         if wrong:
             yield f"{label}WRONG in {len(wrong)} of {len(own)} checks"
             yield from (f"  {_failure(check)}" for check in wrong)
+            yield f"  instead: {REGISTRY[kernel].instead}"
             continue
         worst = max((c["error"] / c["tolerance"] for c in own if c["tolerance"]), default=0.0)
         text = f"right in {len(own)} checks, worst error {100 * worst:.0f} % of what is allowed"

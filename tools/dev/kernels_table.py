@@ -1,0 +1,34 @@
+"""Write the rows of kernels/registry.py as a table into docs/kernels.md.
+
+python -m tools.dev.kernels_table
+"""
+
+from pathlib import Path
+
+from vllm_metal_lite.kernels.registry import REGISTRY, KernelRow
+
+PATH = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+HEAD = "| kernel | what replaces it | not used without | numbers in `devices.py` |"
+
+
+def names(values: tuple[str, ...]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+def line(row: KernelRow) -> str:
+    form = f" (a form of `{row.form_of}`)" if row.form_of else ""
+    return f"| `{row.name}`{form} | {row.instead} | {names(row.needs)} | {names(row.constants)} |"
+
+
+def table() -> str:
+    return "\n".join([HEAD, "| --- | --- | --- | --- |", *map(line, REGISTRY.values())]) + "\n"
+
+
+def main() -> None:
+    before, _, rest = PATH.read_text(encoding="utf-8").partition(HEAD)
+    behind = rest.partition("\n\n")[2]
+    PATH.write_text(f"{before}{table()}\n{behind}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
