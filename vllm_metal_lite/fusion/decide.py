@@ -5,6 +5,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
 from mlx.utils import tree_map
 
@@ -53,9 +54,20 @@ def decide(
         return NO_FUSION, ""
     if all(s.dtype == mx.float32 for s in packed.attention_specs):
         return fusion, ""
-    for kernel, add in (("skinny_gemm", _with_skinny_gemm), ("expert_gemm", _with_experts)):
-        if kernel not in left_out(wrong):
-            fusion = add(trials, fusion)
+    # Tried one by one: larger steps use neither, so fusion must pass without them first.
+    for what, kernel, rows, most, served, faster in (
+        ("products", "skinny_gemm", "skinny_rows", MAX_ROWS, product_weights, faster_rows),
+        ("experts", "expert_gemm", "expert_rows", EXPERT_ROWS, served_experts, faster_expert_rows),
+    ):
+        if kernel in left_out(wrong) or not served(packed.model):
+            continue
+        chosen: dict[str, Any] = {rows: range(1, most + 1)}
+        ours = replace(fusion, **chosen)
+        if problem := trials.problem(ours):
+            logger.warning(f"{what} by {kernel} do not suit this model: {problem.text}")
+        else:
+            chosen[rows] = faster(packed, attention, ours, ranks)
+            fusion = replace(fusion, **chosen)
     return fusion, fusion.note
 
 
@@ -102,29 +114,3 @@ class _Trials:
         ]  # fmt: skip
         name = type(model).__module__.rpartition(".")[2]
         return f"{name} {hashlib.sha256(repr(form).encode()).hexdigest()[:16]}"
-
-
-def _with_skinny_gemm(trials: _Trials, fusion: FusedLaunches) -> FusedLaunches:
-    """Tried second: larger steps never use `skinny_gemm`, so fusion must pass without it first."""
-    packed, attention = trials.packed, trials.attention
-    skinny = replace(fusion, skinny_rows=range(1, MAX_ROWS + 1))
-    if not product_weights(packed.model):
-        return fusion
-    if problem := trials.problem(skinny):
-        logger.warning(f"products by skinny_gemm do not suit this model: {problem.text}")
-        return fusion
-    rows = faster_rows(packed, attention, skinny, trials.ranks)
-    return replace(fusion, skinny_rows=rows)
-
-
-def _with_experts(trials: _Trials, fusion: FusedLaunches) -> FusedLaunches:
-    """The same of mixtures of experts."""
-    packed, attention = trials.packed, trials.attention
-    ours = replace(fusion, expert_rows=range(1, EXPERT_ROWS + 1))
-    if not served_experts(packed.model):
-        return fusion
-    if problem := trials.problem(ours):
-        logger.warning(f"experts by expert_gemm do not suit this model: {problem.text}")
-        return fusion
-    rows = faster_expert_rows(packed, attention, ours, trials.ranks)
-    return replace(fusion, expert_rows=rows)
