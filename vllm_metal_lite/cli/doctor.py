@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 _BLOCK = 16
 
-Outcome = Sequence[CheckResult]
-
 
 def run(args: argparse.Namespace) -> int:
     """Run the command `doctor`."""
@@ -61,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with log.progress():
             budget = Budget(None if args.full else args.seconds)
-            examine(report, args.model, args.full, budget, show)
+            Examination(report, budget, show).run(args.model, args.full)
     except KeyboardInterrupt:
         report["interrupted"] = True
         show(doctor_text.describe_interrupted)
@@ -77,62 +75,154 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report["problems"] else 0
 
 
-def examine(
-    report: Report,
-    name: str | None,
-    full: bool,
-    budget: Budget,
-    show: Callable[[doctor_text.Part], object],
-) -> None:
-    """Fill the report.
+FLOOR_SIZES = floors.Sizes()  # tests make them smaller
 
-    name: of a model; None: the demo model, then the shapes that most models have.  full: many more
-    shapes.  show: gets each part of the text when the report has what the part needs.
+
+class Examination:
+    """Fills a report, part by part, while there is time.
+
+    show: gets each part of the text when the report has what the part needs.
     """
-    model = None
-    show(doctor_text.describe_machine)
-    if name is not None:
-        with _section(report, "model", f"loading {name}"):
-            model = load(name)
-            report["model"] = _describe_model(name, model)
-        show(doctor_text.describe_model)
-    if not backend.is_cpu():
-        report["no_kernels"] = model and no_kernels(
-            "auto", model.attention_shapes, model.packed.by_segment
+
+    def __init__(
+        self, report: Report, budget: Budget, show: Callable[[doctor_text.Part], object]
+    ) -> None:
+        self.report, self.budget, self.show = report, budget, show
+        self.results: list[CheckResult] = []
+
+    def run(self, name: str | None, full: bool) -> None:
+        """name: of a model; None: the demo model, then the shapes that most models have.  full:
+        many more shapes."""
+        model, report, show = None, self.report, self.show
+        show(doctor_text.describe_machine)
+        if name is not None:
+            with self._section("model", f"loading {name}"):
+                model = load(name)
+                report["model"] = _describe_model(name, model)
+            show(doctor_text.describe_model)
+        if not backend.is_cpu():
+            report["no_kernels"] = model and no_kernels(
+                "auto", model.attention_shapes, model.packed.by_segment
+            )
+        if report["no_kernels"]:
+            show(doctor_text.describe_no_kernels)
+            return
+        common = [] if model is not None else list(COMMON.values())
+        model = model or load("demo")
+        use = model.kernel_use(_BLOCK)
+        try:
+            with self._section("checks", "checking the kernels"):
+                all_known = self._check(use, common, full)
+        finally:
+            own = checks_for(use)
+            verdicts.remember([result for result in self.results if result.check in own])
+            show(doctor_text.describe_checks)
+        if not report["problems"]:
+            if not self._is_late("floors"):
+                self._measure_speed((common[0] if common else use).shapes[0])
+            show(doctor_text.describe_floors)
+        # Not if a kernel hangs or ends its process: the graph of launches would, too.
+        if not self._is_late("ordering") and not any(result.ended for result in self.results):
+            self._check_order()
+        show(doctor_text.describe_order)
+        # Before it answers, an engine makes those checks of its model that are not known.
+        if not self._is_late("answers", already=not all_known):
+            self._compare_answers(model)
+        show(doctor_text.describe_answers)
+        show(doctor_text.describe_verdict)
+
+    def _is_late(self, part: str, already: bool = False) -> bool:
+        """Whether there is no time for a part; notes it."""
+        late = already or self.budget.is_used()
+        if late:
+            self.report["not_tried"]["parts"].append(part)
+        return late
+
+    @contextmanager
+    def _section(self, name: str, title: str) -> Iterator[None]:
+        """Notes how many seconds a part takes."""
+        if not sys.stderr.isatty():
+            print(f"doctor: {title}", file=sys.stderr, flush=True)
+        _say(title)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.report["seconds"][name] = round(time.perf_counter() - start, 1)
+
+    def _check(self, use: KernelUse, common: Sequence[KernelUse], full: bool) -> bool:
+        """Run checks in order of importance, while there is time.
+
+        The checks of `use` and of the first common use come first, each kernel once at first, with
+        times.  Returns whether the checks of `use` are done.
+        """
+        own = in_rounds(checks_for(use))
+        first = dict.fromkeys(own + in_rounds([c for u in common[:1] for c in checks_for(u)], own))
+        rest = [*common[1:], *(full_list() if full else [])]
+        more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
+        total, reached = len(first) + len(more), 0
+
+        def progress(_: int, __: int, check: Check) -> None:
+            nonlocal reached
+            reached += 1
+            _say(f"checking kernels: {reached} of {total}, {check}")
+
+        for checks, timed in ((list(first), True), (list(more), False)):
+            if self.budget.is_used(CHECKS_SHARE):
+                break
+            known = tuple(self.results)
+            with closing(isolated.results(checks, progress, timed=timed, known=known)) as running:
+                for result in running:
+                    self.results.append(result)
+                    self.report["checks"].append(_check_as_json(result))
+                    if not result.passed:
+                        self.report["problems"].append(str(result))
+                    if self.budget.is_used(CHECKS_SHARE):
+                        break
+        self.report["not_tried"] |= {"checks": total - reached, "of_checks": total}
+        return reached >= len(own)
+
+    def _measure_speed(self, shape: AttentionShape) -> None:
+        square = AttentionShape(
+            shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.k_head_dim, shape.dtype
         )
-    if report["no_kernels"]:
-        show(doctor_text.describe_no_kernels)
-        return
-    common = [] if model is not None else list(COMMON.values())
-    model = model or load("demo")
-    use = model.kernel_use(_BLOCK)
-    results: list[CheckResult] = []
-    try:
-        with _section(report, "checks", "checking the kernels"):
-            all_known = _check(report, results, use, common, full, budget)
-    finally:
-        verdicts.remember([result for result in results if result.check in checks_for(use)])
-        show(doctor_text.describe_checks)
-    if not report["problems"]:
-        if not _is_late(report, "floors", budget):
-            _examine_speed(report, (common[0] if common else use).shapes[0])
-        show(doctor_text.describe_floors)
-    if not _is_late(report, "ordering", budget):
-        _examine_order(report, results)
-    show(doctor_text.describe_order)
-    # Before it answers, an engine makes those checks of its model that are not known.
-    if not _is_late(report, "answers", budget, already=not all_known):
-        _examine_answers(report, model)
-    show(doctor_text.describe_answers)
-    show(doctor_text.describe_verdict)
+        with self._section("floors", "measuring the memory's speed"):
+            found = floors.measure(square, FLOOR_SIZES, lambda what: _say(f"measuring: {what}"))
+        self.report["floors"] = [
+            {**asdict(floor), "times_slower": floor.times_slower, "is_slow": floor.is_slow}
+            for floor in found
+        ]
 
+    def _check_order(self) -> None:
+        with self._section("ordering", "checking the order of launches"):
+            outcomes = list(ordering.stress())
+        self.report["ordering"] = [asdict(outcome) for outcome in outcomes]
+        self.report["problems"] += [
+            f"order of launches, {o.buffers}: {o.problem}" for o in outcomes if o.problem
+        ]
 
-def _is_late(report: Report, part: str, budget: Budget, already: bool = False) -> bool:
-    """Whether there is no time for a part; notes it."""
-    late = already or budget.is_used()
-    if late:
-        report["not_tried"]["parts"].append(part)
-    return late
+    def _compare_answers(self, model: LoadedModel) -> None:
+        report = self.report
+        with self._section("answers", "comparing answers"):
+            try:
+                found = generation.compare(model, lambda what: _say(f"comparing: {what}"))
+            except MetalLiteError as e:  # too little memory
+                report["answers"] = {"model": None, "problem": one_line(e)}
+                report["problems"].append(f"answers: {one_line(e)}")
+                return
+        name = report["model"]["name"] if report["model"] else "demo"
+        report["answers"] = {
+            "model": name,
+            "problem": None,
+            **asdict(found),
+            "agrees": found.agrees,
+        }
+        if not found.agrees:
+            count = sum(not d.is_tie for d in found.differences)
+            report["problems"].append(
+                f"answers: {count} of {found.answers} differ from the reference's by more than "
+                "rounding"
+            )
 
 
 def _begin() -> Report:
@@ -180,47 +270,6 @@ def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
     return described
 
 
-def _check(
-    report: Report,
-    results: list[CheckResult],
-    use: KernelUse,
-    common: Sequence[KernelUse],
-    full: bool,
-    budget: Budget,
-) -> bool:
-    """Add to the results, in order of importance, while there is time.
-
-    The checks of `use` and of the first common use come first, each kernel once at first, with
-    times.  Returns whether the checks of `use` are done.
-    """
-    own = in_rounds(checks_for(use))
-    first = dict.fromkeys(own + in_rounds([c for u in common[:1] for c in checks_for(u)], own))
-    every = full_list() if full else []
-    rest = [*common[1:], *every]
-    more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
-    total, reached = len(first) + len(more), 0
-
-    def progress(_: int, __: int, check: Check) -> None:
-        nonlocal reached
-        reached += 1
-        _say(f"checking kernels: {reached} of {total}, {check}")
-
-    for checks, timed in ((list(first), True), (list(more), False)):
-        if budget.is_used(CHECKS_SHARE):
-            break
-        running = isolated.results(checks, progress, timed=timed, known=tuple(results))
-        with closing(running):
-            for result in running:
-                results.append(result)
-                report["checks"].append(_check_as_json(result))
-                if not result.passed:
-                    report["problems"].append(str(result))
-                if budget.is_used(CHECKS_SHARE):
-                    break
-    report["not_tried"] |= {"checks": total - reached, "of_checks": total}
-    return reached >= len(own)
-
-
 def _check_as_json(result: CheckResult) -> dict[str, Any]:
     check: Check = result.check
     speed = result.speed
@@ -235,64 +284,6 @@ def _check_as_json(result: CheckResult) -> dict[str, Any]:
         "alternative_seconds": speed and speed.alternative,
         "is_slow": bool(speed and speed.is_slow),
     }
-
-
-def _examine_speed(report: Report, shape: AttentionShape) -> None:
-    square = AttentionShape(
-        shape.num_heads, shape.num_kv_heads, shape.k_head_dim, shape.k_head_dim, shape.dtype
-    )
-    with _section(report, "floors", "measuring the memory's speed"):
-        found = floors.measure(square, FLOOR_SIZES, lambda what: _say(f"measuring: {what}"))
-    report["floors"] = [
-        {**asdict(floor), "times_slower": floor.times_slower, "is_slow": floor.is_slow}
-        for floor in found
-    ]
-
-
-def _examine_order(report: Report, results: Outcome) -> None:
-    """Not if a kernel hangs or ends its process: this graph would, too."""
-    if any(result.ended for result in results):
-        return
-    with _section(report, "ordering", "checking the order of launches"):
-        report["ordering"] = [asdict(outcome) for outcome in ordering.stress()]
-    report["problems"] += [
-        f"order of launches, {o['buffers']}: {o['problem']}"
-        for o in report["ordering"]
-        if o["problem"]
-    ]
-
-
-def _examine_answers(report: Report, model: LoadedModel) -> None:
-    with _section(report, "answers", "comparing answers"):
-        try:
-            found = generation.compare(model, lambda what: _say(f"comparing: {what}"))
-        except MetalLiteError as e:  # too little memory
-            report["answers"] = {"model": None, "problem": one_line(e)}
-            report["problems"].append(f"answers: {one_line(e)}")
-            return
-    name = report["model"]["name"] if report["model"] else "demo"
-    report["answers"] = {"model": name, "problem": None, **asdict(found), "agrees": found.agrees}
-    if not found.agrees:
-        count = sum(not d.is_tie for d in found.differences)
-        report["problems"].append(
-            f"answers: {count} of {found.answers} differ from the reference's by more than rounding"
-        )
-
-
-FLOOR_SIZES = floors.Sizes()  # tests make them smaller
-
-
-@contextmanager
-def _section(report: Report, name: str, title: str) -> Iterator[None]:
-    """Notes how many seconds a part takes."""
-    if not sys.stderr.isatty():
-        print(f"doctor: {title}", file=sys.stderr, flush=True)
-    _say(title)
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        report["seconds"][name] = round(time.perf_counter() - start, 1)
 
 
 def _say(what: str) -> None:
