@@ -140,7 +140,8 @@ def test_a_miscompiled_kernel_is_named_and_the_answers_stay_right(a_gpu, monkeyp
     assert run(*LONG) == 1
     out = capsys.readouterr().out
     assert "varlen_prefill:       WRONG in 2 of 2 checks" in out
-    assert "allowed\n  instead: prompts use kv_gather and MLX's SDPA\n" in out
+    assert "allowed" in out
+    assert "\n  instead: prompts use kv_gather and MLX's SDPA\n" in out
     assert "by the reference: equal" in out
     assert "The engine leaves a wrong kernel out by itself" in out
     assert "Next: please open an issue" in out

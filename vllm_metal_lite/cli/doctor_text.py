@@ -27,58 +27,8 @@ def describe_machine(report: Report) -> list[str]:
     return lines
 
 
-def describe_model(report: Report) -> Iterable[str]:
-    return _model(report["model"])
-
-
-def describe_no_kernels(report: Report) -> list[str]:
-    return [
-        f"Kernels:   not checked: {report['no_kernels']}",
-        "Verdict:   the reference attention serves everything here; nothing else to check",
-    ]
-
-
-def describe_checks(report: Report) -> list[str]:
-    """A line a kernel, the checks that failed, and how many were not tried."""
-    lines = ["", *_checks(report["checks"])]
-    left, total = report["not_tried"]["checks"], report["not_tried"]["of_checks"]
-    if left:
-        lines.append(f"not tried for time: {left} of {total} checks; {_MORE}")
-    return lines
-
-
-def describe_floors(report: Report) -> list[str]:
-    if "floors" in report["not_tried"]["parts"]:
-        return ["", f"Speed:     not tried for time; {_MORE}"]
-    return ["", *_floors(report["floors"])] if report["floors"] else []
-
-
-def describe_order(report: Report) -> list[str]:
-    if "ordering" in report["not_tried"]["parts"]:
-        return ["", f"Order:     not tried for time; {_MORE}"]
-    return ["", *_order(report["ordering"])]
-
-
-def describe_answers(report: Report) -> Iterable[str]:
-    if "answers" in report["not_tried"]["parts"]:
-        return [f"Answers:   not tried for time; {_MORE}"]
-    return _answers(report["answers"])
-
-
-def describe_verdict(report: Report) -> list[str]:
-    return ["", *_verdict(report)]
-
-
-def describe_interrupted(report: Report) -> list[str]:
-    problems = [f"  {problem}" for problem in report["problems"]]
-    return ["", "Verdict:   interrupted; what is known stands above", *problems]
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
-
-
-def _model(model: dict[str, Any]) -> Iterator[str]:
+def describe_model(report: Report) -> Iterator[str]:
+    model = report["model"]
     yield (
         f"Model:     {model['name']}: {model['type']}, {_gib(model['weight_bytes'])}, computes in "
         f"{model['dtype']}"
@@ -92,8 +42,17 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _checks(checks: list[dict[str, Any]]) -> Iterator[str]:
-    """A line a kernel, and the checks that failed."""
+def describe_no_kernels(report: Report) -> list[str]:
+    return [
+        f"Kernels:   not checked: {report['no_kernels']}",
+        "Verdict:   the reference attention serves everything here; nothing else to check",
+    ]
+
+
+def describe_checks(report: Report) -> Iterator[str]:
+    """A line a kernel, the checks that failed, and how many were not tried."""
+    checks = report["checks"]
+    yield ""
     for kernel in dict.fromkeys(check["kernel"] for check in checks):
         own = [check for check in checks if check["kernel"] == kernel]
         wrong = [check for check in own if not check["passed"]]
@@ -114,26 +73,17 @@ def _checks(checks: list[dict[str, Any]]) -> Iterator[str]:
             times_slower = f"{_times_slower(slowest):.1f} times slower"
             yield f"  SLOW: right, and {times_slower} than its alternative"
             yield f"  {_FASTER}"
+    left, total = report["not_tried"]["checks"], report["not_tried"]["of_checks"]
+    if left:
+        yield f"not tried for time: {left} of {total} checks; {_MORE}"
 
 
-def _failure(check: dict[str, Any]) -> str:
-    if check["failure"] is not None:
-        return f"{check['check']}: {check['failure']}"
-    return f"{check['check']}: error {check['error']:.2g}, allowed {check['tolerance']:.2g}"
-
-
-def _times_slower(check: dict[str, Any]) -> float:
-    return check["seconds"] / check["alternative_seconds"]
-
-
-def _beside(check: dict[str, Any]) -> str:
-    ours, other = (1e6 * check[key] for key in ("seconds", "alternative_seconds"))
-    return f"{ours:,.0f} us, its alternative {other:,.0f} us"
-
-
-def _floors(floors: list[dict[str, Any]]) -> Iterator[str]:
-    copy = floors[0]["bytes_per_second"]
+def describe_floors(report: Report) -> Iterator[str]:
+    floors, late = report["floors"], _not_tried(report, "floors", "Speed")
+    if floors or late:
+        yield from ("", *late)
     for floor in floors:
+        copy = floors[0]["bytes_per_second"]
         speed = floor["bytes_per_second"]
         share = f", {100 * speed / copy:.0f} % of a copy" if floor["references"] else ""
         yield f"{floor['name'] + ':':40}{speed / 1e9:8,.0f} GB/s{share}"
@@ -147,8 +97,10 @@ def _floors(floors: list[dict[str, Any]]) -> Iterator[str]:
             yield "  This is MLX alone: does another program use the GPU, or is power saved?"
 
 
-def _order(outcomes: list[dict[str, Any]]) -> Iterator[str]:
-    if not outcomes:
+def describe_order(report: Report) -> Iterator[str]:
+    outcomes, late = report["ordering"], _not_tried(report, "ordering", "Order")
+    yield from ("", *late)
+    if not outcomes and not late:
         yield "Order:     not checked, because a kernel hangs or ends its process"
     for outcome in outcomes:
         if outcome["problem"]:
@@ -158,7 +110,11 @@ def _order(outcomes: list[dict[str, Any]]) -> Iterator[str]:
             yield f"Order:     ordered: all {reads} reads are right, {outcome['buffers']}"
 
 
-def _answers(answers: dict[str, Any]) -> Iterator[str]:
+def describe_answers(report: Report) -> Iterator[str]:
+    answers, late = report["answers"], _not_tried(report, "answers", "Answers")
+    if late:
+        yield from late
+        return
     if answers["problem"]:
         yield f"Answers:   not compared: {answers['problem']}"
         return
@@ -175,7 +131,8 @@ def _answers(answers: dict[str, Any]) -> Iterator[str]:
     yield f"Attention: {answers['path']} ({answers['reason']})"
 
 
-def _verdict(report: Report) -> Iterator[str]:
+def describe_verdict(report: Report) -> Iterator[str]:
+    yield ""
     slow = [c for c in (*report["checks"], *report["floors"]) if c["is_slow"]]
     if not report["problems"]:
         not_tried = report["not_tried"]["checks"] or report["not_tried"]["parts"]
@@ -191,3 +148,33 @@ def _verdict(report: Report) -> Iterator[str]:
     if not ordered or not agrees:
         yield "  Answers may be wrong with kernels: use `--attention reference`."
     yield f"  Next: {_SEND}"
+
+
+def describe_interrupted(report: Report) -> list[str]:
+    problems = [f"  {problem}" for problem in report["problems"]]
+    return ["", "Verdict:   interrupted; what is known stands above", *problems]
+
+
+def _not_tried(report: Report, part: str, label: str) -> list[str]:
+    """The line of a part that there was no time for; none if there was."""
+    late = part in report["not_tried"]["parts"]
+    return [f"{label + ':':11}not tried for time; {_MORE}"] if late else []
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def _failure(check: dict[str, Any]) -> str:
+    if check["failure"] is not None:
+        return f"{check['check']}: {check['failure']}"
+    return f"{check['check']}: error {check['error']:.2g}, allowed {check['tolerance']:.2g}"
+
+
+def _times_slower(check: dict[str, Any]) -> float:
+    return check["seconds"] / check["alternative_seconds"]
+
+
+def _beside(check: dict[str, Any]) -> str:
+    ours, other = (1e6 * check[key] for key in ("seconds", "alternative_seconds"))
+    return f"{ours:,.0f} us, its alternative {other:,.0f} us"
