@@ -11,14 +11,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Room: (file patterns, limit in lines).
+# Room: (file patterns, limit, target), in lines.  Limits only go down until they meet the targets.
 BUDGET = {
-    "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 34_000),
-    "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/**/*"), 5_600),
-    "metal/host": (("metal/host/**/*.py", "metal/host/**/*.h", "metal/host/**/*.cpp"), 4_500),
-    "tools": (("tools/**/*.py", "tools/*", "tools/dev/*.sh"), 6_700),
-    "tests": (("tests/**/*.py",), 42_000),
-    "docs": (("docs/*.md",), 3_200),
+    "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 38_300, 34_000),
+    "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/**/*"), 4_600, 5_600),
+    "metal/host": (
+        ("metal/host/**/*.py", "metal/host/**/*.h", "metal/host/**/*.cpp"),
+        4_550,
+        4_500,
+    ),
+    "tools": (("tools/**/*.py", "tools/*", "tools/dev/*.sh"), 7_350, 6_000),
+    "tests": (("tests/**/*.py",), 46_300, 42_000),
+    "docs": (("docs/*.md",), 4_000, 3_200),
 }
 
 
@@ -29,9 +33,10 @@ def lines(patterns: tuple[str, ...]) -> int:
 
 def main() -> int:
     over = []
-    for room, (patterns, limit) in BUDGET.items():
+    print(f"{'lines of':16}{'now':>8}{'limit':>8}{'target':>8}")
+    for room, (patterns, limit, target) in BUDGET.items():
         count = lines(patterns)
-        print(f"{room:16}{count:8,} of {limit:7,}")
+        print(f"{room:16}{count:8,}{limit:8,}{target:8,}")
         if count > limit:
             over.append(f"{room} has {count:,} lines, {count - limit:,} more than its limit")
     print(*over, sep="\n", file=sys.stderr)
