@@ -5,10 +5,10 @@ import pytest
 from metal.host import compiler_available
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.check import Check
+from vllm_metal_lite.checks.check import Check, MixtureShape
 from vllm_metal_lite.checks.run import run
 from vllm_metal_lite.kernels import expert_topk, source
-from vllm_metal_lite.specs import AttentionShape, ExpertShape
+from vllm_metal_lite.specs import ExpertShape
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -16,9 +16,7 @@ pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compile
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [6, 60])
 def test_large_logits_that_overflow_are_noticed(count, dtype, monkeypatch, tmp_path):
-    check = Check(
-        "expert_topk", AttentionShape(4, 2, 32, 32, dtype), experts=ExpertShape(count, 64, 64)
-    )
+    check = Check("expert_topk", MixtureShape(ExpertShape(count, 64, 64), dtype))
     header, body = source.read("expert_topk")
     half = body.replace("scores[s] - top)", "scores[s] - 0.5f * top)")
     assert half != body

@@ -168,8 +168,9 @@ def steps_of(engine: FakeEngine, workload: Workload) -> list[list[tuple[str, int
     engine.schedule = scheduling
     while len(engine.requests) < len(workload.arrivals) or engine.unfinished:
         if not engine.unfinished:
-            steps.append([])  # nothing to do before the next one comes
             arrive()
+        if not engine.unfinished:
+            steps.append([])  # nothing to do before the next one comes
             continue
         engine.step()
         engine.check_blocks()

@@ -63,7 +63,9 @@ class Swapped(ReferenceAttention):
     """Each request reads the blocks of the other."""
 
     def prepare(self, batch, num_rows):
-        return super().prepare(replace(batch, block_tables=batch.block_tables ^ 2), num_rows)
+        step = super().prepare(batch, num_rows)
+        other = super().prepare(replace(batch, block_tables=batch.block_tables ^ 2), num_rows)
+        return replace(step, plan=other.plan)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])

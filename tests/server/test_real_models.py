@@ -65,8 +65,11 @@ def client_in(folder: Path) -> EngineClient:
     client = EngineClient.__new__(EngineClient)
     client.recent = RecentPrompts()
     client.tokenizer = load_tokenizer(folder)
-    client.facts = SimpleNamespace(name=folder.name, has_states=False, caches_prefixes=True)
+    client.facts = SimpleNamespace(
+        name=folder.name, has_states=False, caches_prefixes=True, max_model_len=1 << 16
+    )
     client.recent = RecentPrompts()
+    client.longest_token = 1 << 10
     return client
 
 
