@@ -39,9 +39,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--one-in",
         type=int,
-        default=12,
+        default=20,
         metavar="N",
-        help=f"of a test in slow.txt with {MANY} and more cases, run one case in N (default: 12), "
+        help=f"of a test in slow.txt with {MANY} and more cases, run one case in N (default: 20), "
         f"and of its random examples {MANY} in N",
     )
     parser.addoption(
