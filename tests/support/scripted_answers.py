@@ -13,11 +13,10 @@ import pytest
 from tests.support.server_kit import Running, serving
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.hermes import HERMES
-from vllm_metal_lite.outputs import Logprob
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Update
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores, Update
 
 
 @dataclass
@@ -79,7 +78,7 @@ def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
             updates = []
             for index, piece in enumerate(pieces):
                 if piece is not None:
-                    scores = [{5: Logprob(-0.5, 1, piece)}] if has_scores else None
+                    scores = [Scores([5], [-0.5], [1])] if has_scores else None
                     updates.append(AnswerUpdate(index, [5], piece, logprobs=scores))
             generation.take(Update(generation.request_id, updates, False))
             await asyncio.sleep(0)
