@@ -88,7 +88,7 @@ GRAMMARS = Threads(2)  # a hostile grammar takes seconds
 
 
 async def offload(work: Callable[..., T], *args: Any, threads: Threads | None = None) -> T:
-    """The result of `work`, done on a thread.  threads: None: by the size of the request."""
+    """Run `work` on a thread.  threads: by default the size of the request selects them."""
     origin, job = ORIGIN.get(), _Job(partial(work, *args))
     threads = threads or (_large if origin.size >= LARGE else _small)
     threads.submit(origin.client, job)

@@ -13,7 +13,7 @@ class FairTurns:
         self._last: dict[Hashable, int] = {}  # by client
 
     def turn(self, client: Hashable, unfinished: Iterable[int]) -> int:
-        """The turn of a client's next request.  unfinished: turns of the requests that are here."""
+        """The turn of a client's next request.  unfinished: turns of all unfinished requests."""
         served = min(unfinished, default=None)
         if served is None:
             self._last.clear()
