@@ -33,19 +33,15 @@ def render(results: list[Result]) -> str:
     lists: dict[str, list[str]] = {}
     for r in sorted(passed, key=lambda r: r.name.lower()):
         lists.setdefault(head(r), []).append(r.name)
-    parts = [
-        textwrap.fill(
-            f"- {kind}: {', '.join(names)}", 118, subsequent_indent=_INDENT,
-            break_long_words=False, break_on_hyphens=False,
-        )
-        for kind, names in sorted(lists.items(), key=lambda item: (-len(item[1]), item))
-    ] + [""]  # fmt: skip
+    parts = []
+    for kind, names in sorted(lists.items(), key=lambda item: (-len(item[1]), item)):
+        text = f"- {kind}: {', '.join(names)}"
+        parts.append(textwrap.fill(text, 118, subsequent_indent=_INDENT, break_on_hyphens=False))
+    parts.append("")
     # The loader says "... is not supported: why".
     why_refused = {_module(r): r.reason.partition("not supported: ")[2] for r in refused}
-    why_off = {r.name: f"{r.no_prefix_cache}." for r in passed if r.no_prefix_cache}
     why_not = {m: CANNOT_RUN.get(m, r.reason) for r in cannot for m in [_module(r)]}
     for title, reasons in (
-        ("Without a prefix cache", why_off),
         ("Refused when loaded", why_refused),
         ("What mlx-lm itself cannot run on the CPU", why_not),
     ):
