@@ -58,8 +58,10 @@ def pytest_collection_modifyitems(config, items):
     paths = [TESTS / line for line in lines if not line.startswith("#")]
     if missing := [str(path) for path in paths if not path.exists()]:
         raise pytest.UsageError(f"slow.txt names what is not there: {', '.join(missing)}")
+    files = {item.path for item in items}
+    slow = {file for file in files if any(file.is_relative_to(path) for path in paths)}
     for item in items:
-        if any(item.path.is_relative_to(path) for path in paths):
+        if item.path in slow:
             item.add_marker(pytest.mark.slow)
     result = yield  # -k and -m
     if not config.getoption("all_cases"):
