@@ -6,6 +6,8 @@ import random
 import sys
 import threading
 
+import pytest
+
 from tests.support.crowd import Crowd, Question, get, questions, send, unclean, until
 from tests.support.server_kit import serving
 from vllm_metal_lite import LLM, EngineConfig, SamplingParams
@@ -44,6 +46,7 @@ def greedy_answers(asked):
     return [o.outputs[0].text for o in outputs], [o.prompt_token_ids for o in outputs]
 
 
+@pytest.mark.long
 def test_a_crowd_leaves_nothing_behind():
     asked = [*questions(24), LONG]
     answers, token_ids = greedy_answers(asked)
