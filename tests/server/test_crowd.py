@@ -30,9 +30,11 @@ def held(running, pid):
     if sys.platform == "linux":
         fds["engine's fds"] = len(os.listdir(f"/proc/{pid}/fd"))
         fds["engine's threads"] = len(os.listdir(f"/proc/{pid}/task"))
+    # Of threads for parsing and the like there are a few, which start when they are first needed.
+    threads = [one for one in threading.enumerate() if one.name != "offloaded work"]
     return {
         **fds,
-        "threads": threading.active_count(),
+        "threads": len(threads),
         "tasks": asyncio.run_coroutine_threadsafe(tasks(), running.loop).result(30),
     }
 
