@@ -57,7 +57,7 @@ def test_a_call_of_an_unknown_tool_is_text(name):
     assert (said.text, said.calls) == (text, [])
 
 
-@ALL
+@MARKED
 def test_a_marker_without_a_call_is_text(name):
     form = FORMATS[name]
     for marker in form.call_starts:

@@ -15,7 +15,6 @@ def _format(name: str, line_break: str, prefix: str = "") -> ChatFormat:
     start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     key_start, key_end = f"<{prefix}arg_key>", f"</{prefix}arg_key>"
     value_start, value_end = f"<{prefix}arg_value>", f"</{prefix}arg_value>"
-
     tags = Tags(value_end, key_start, f"{key_start}{{}}{key_end}", end)
 
     def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
@@ -25,28 +24,20 @@ def _format(name: str, line_break: str, prefix: str = "") -> ChatFormat:
         while more:
             key, found = yield from reader.name(key_end, value_start)
             if found == key_end:  # models forget one of the two
-                yield from reader.skip_space()
                 yield from reader.has(value_start)
             yield from read_typed(reader, arguments, tool, key, tags)
-            yield from reader.skip_space()
             more = yield from reader.has(key_start)
         if arguments.names:
             yield from reader.expect(end)
         arguments.end()
 
-    return ChatFormat(
-        name,
-        call_starts=(start,),
-        call_ends=(end,),
-        read_calls=read,
-        think_start=f"<{prefix}think>",
-        think_end=f"</{prefix}think>",
-        grammar=parameter_calls(
-            start=start, end=end, head=f"{{}}{line_break}",
-            parameter=f"{key_start}{{}}{key_end}{line_break}{value_start}",
-            parameter_end=f"{value_end}{line_break}", between="\n",
-        ),
+    grammar = parameter_calls(
+        start=start, head=f"{{}}{line_break}", tail=end,
+        parameter=f"{key_start}{{}}{key_end}{line_break}{value_start}",
+        parameter_end=f"{value_end}{line_break}", between="\n",
     )  # fmt: skip
+    thoughts = f"<{prefix}think>", f"</{prefix}think>"
+    return ChatFormat(name, (start,), (end,), read, grammar, *thoughts)
 
 
 GLM_4_5 = _format("glm45", "\n")

@@ -19,14 +19,13 @@ _MOST_LEVELS = 64  # of lists and objects in a value
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    yield from calls.section(lambda: _call(reader, calls), _INVOKE, _INVOKE_END, _END)
+    return calls.section(lambda: _call(reader, calls), _INVOKE, _INVOKE_END, _END)
 
 
 def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
     name = _NAME.match((yield from reader.until(">")))
     tool = calls.begin(name[1] if name else None)
     arguments = ObjectWriter(calls)
-    yield from reader.skip_space()
     while not (yield from reader.has(_INVOKE_END)):
         yield from reader.expect(f"{_TAG}<")
         key, _ = yield from reader.name(">")
@@ -39,7 +38,6 @@ def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
         else:
             arguments.key(key)
             arguments.value((yield from _value(reader, key, schema, _MOST_LEVELS)))
-        yield from reader.skip_space()
     arguments.end()
 
 
@@ -69,9 +67,9 @@ def _value(reader: Reader, key: str, schema: Any, levels: int) -> Reading[Any]:
 
 MINIMAX_M3 = ChatFormat(
     "minimax_m3",
-    call_starts=(_START,),
-    call_ends=(_END,),
-    read_calls=_read,
+    (_START,),
+    (_END,),
+    _read,
     think_start="<mm:think>",
     think_end="</mm:think>",
     dropped=("</mm:think>",),  # begins an answer without thoughts
