@@ -20,7 +20,7 @@ class Screen(io.StringIO):
 
 def shown(monkeypatch, stream) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
-    with log.shown(), log.progress():
+    with log.shown():
         for i in (1, 2):
             logger.info(f"checking, {i} of 2", extra={"transient": True})
         logger.info("took 2 s")
@@ -56,7 +56,7 @@ def test_a_line_of_progress_is_no_longer_than_the_terminal_is_wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
-    with log.shown(), log.progress():
+    with log.shown():
         logger.info("word " * 20, extra={"transient": True})
     assert all(len(part) < 20 for part in screen.getvalue().split("\r\x1b[K"))
 
@@ -67,7 +67,7 @@ def test_an_error_begins_a_line(monkeypatch, error):
     monkeypatch.setattr(sys, "stderr", screen)
 
     def start() -> None:
-        with log.shown(), log.progress():
+        with log.shown():
             logger.info("checking", extra={"transient": True})
             raise error
 

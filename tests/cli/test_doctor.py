@@ -21,7 +21,7 @@ from vllm_metal_lite.checks import (
 )
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
-from vllm_metal_lite.cli import doctor, doctor_time
+from vllm_metal_lite.cli import doctor, machine
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation, WeightShape
 
@@ -80,7 +80,7 @@ def test_a_report_that_cannot_be_written_is_refused_first(capsys, tmp_path, monk
 
 
 def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor.platform, "node", lambda: "adas-mac")
+    monkeypatch.setattr(machine.platform, "node", lambda: "adas-mac")
     model = tmp_path / "secret"
     model.mkdir()
     report = {
@@ -88,7 +88,7 @@ def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
         "checks": [{"failure": f"{Path.home()}/x.metal of {model} on adas-mac: bad"}],
         "problems": ("plain",),
     }
-    found = doctor._without_names(report, str(model))
+    found = machine.without_names(report, str(model))
     assert found["checks"][0]["failure"] == "~/x.metal of MODEL on HOST: bad"
     assert found["machine"] == {"chip": "Apple"}
 
@@ -299,8 +299,8 @@ class Clock:
 @pytest.fixture
 def slow_checks(a_gpu, monkeypatch):
     """Each check takes a second of an injected clock.  Returns the checks that were run."""
-    clock, tried = Clock(), []
-    monkeypatch.setattr(doctor, "Budget", lambda seconds: doctor_time.Budget(seconds, clock))
+    clock, tried, budget = Clock(), [], doctor.Budget
+    monkeypatch.setattr(doctor, "Budget", lambda seconds: budget(seconds, clock))
 
     def check(check, timed):
         clock.now += 1
@@ -316,7 +316,7 @@ def slow_checks(a_gpu, monkeypatch):
 def test_the_checks_keep_to_their_share_of_the_time(slow_checks, capsys, tmp_path):
     file = tmp_path / "report.json"
     assert run("--seconds", "30", "--report", str(file)) == 0
-    assert len(slow_checks) == 30 * doctor_time.CHECKS_SHARE
+    assert len(slow_checks) == 30 * doctor.CHECKS_SHARE
     report, out = json.loads(file.read_text()), capsys.readouterr().out
     total = report["not_tried"]["of_checks"]
     left = total - len(slow_checks)
@@ -352,7 +352,7 @@ def test_no_part_begins_when_the_time_is_over(no_work, monkeypatch, capsys):
 
 
 def test_full_has_no_limit():
-    assert not doctor_time.Budget(None, iter([0.0, 1e9]).__next__).is_used()
+    assert not doctor.Budget(None, iter([0.0, 1e9]).__next__).is_used()
 
 
 def test_full_adds_shapes(no_work, monkeypatch):

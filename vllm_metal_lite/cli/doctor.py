@@ -9,16 +9,13 @@ named, and is no reason for 1.
 
 import argparse
 import json
-import logging
-import platform
-import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from vllm_metal_lite import backend, devices, envs
@@ -29,7 +26,6 @@ from vllm_metal_lite.checks.common import COMMON, full_list
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.cli import doctor_text, log, machine
-from vllm_metal_lite.cli.doctor_time import CHECKS_SHARE, Budget, in_rounds
 from vllm_metal_lite.cli.machine import Report
 from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.config import EngineConfig
@@ -38,9 +34,10 @@ from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.memory import size_store, store_bytes
 from vllm_metal_lite.specs import AttentionShape, KernelUse
 
-logger = logging.getLogger(__name__)
-
 _BLOCK = 16
+# The share of the time after which no further check begins; the rest is for speed, order, answers.
+CHECKS_SHARE = 0.6
+FLOOR_SIZES = floors.Sizes()  # tests make them smaller
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,30 +49,36 @@ def run(args: argparse.Namespace) -> int:
     def show(part: doctor_text.Part) -> None:
         """Print a part as soon as it is known."""
         log.clear()
-        lines = () if args.json else part(_without_names(report, args.model))
-        for line in lines:
+        for line in () if args.json else part(machine.without_names(report, args.model)):
             print(wrap(line, sys.stdout), flush=True)
 
     try:
-        with log.progress():
-            budget = Budget(None if args.full else args.seconds)
-            Examination(report, budget, show).run(args.model, args.full)
+        budget = Budget(None if args.full else args.seconds)
+        Examination(report, budget, show).run(args.model, args.full)
     except KeyboardInterrupt:
         report["interrupted"] = True
         show(doctor_text.describe_interrupted)
-    report = _without_names(report, args.model)
+    report = machine.without_names(report, args.model)
     if args.json:
         print(json.dumps(report, indent=2))
     if args.report is not None:
         machine.write(args.report, report)
         if not args.json:
             print(f"Report:    written to {args.report}; attach it to an issue, as it is")
-    if report["interrupted"]:
-        return 130
-    return 1 if report["problems"] else 0
+    return 130 if report["interrupted"] else int(bool(report["problems"]))
 
 
-FLOOR_SIZES = floors.Sizes()  # tests make them smaller
+class Budget:
+    """Seconds from here on; None: no limit.  clock: gives seconds, and never goes back."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock, self._start = seconds, clock, clock()
+
+    def is_used(self, share: float = 1.0) -> bool:
+        """Whether this share of the time is over."""
+        if self._seconds is None:
+            return False
+        return self._clock() - self._start >= share * self._seconds
 
 
 class Examination:
@@ -110,11 +113,11 @@ class Examination:
         common = [] if model is not None else list(COMMON.values())
         model = model or load("demo")
         use = model.kernel_use(_BLOCK)
+        own = checks_for(use)
         try:
             with self._section("checks", "checking the kernels"):
-                all_known = self._check(use, common, full)
+                all_known = self._check(own, common, full)
         finally:
-            own = checks_for(use)
             verdicts.remember([result for result in self.results if result.check in own])
             show(doctor_text.describe_checks)
         if not report["problems"]:
@@ -150,14 +153,14 @@ class Examination:
         finally:
             self.report["seconds"][name] = round(time.perf_counter() - start, 1)
 
-    def _check(self, use: KernelUse, common: Sequence[KernelUse], full: bool) -> bool:
+    def _check(self, own: Sequence[Check], common: Sequence[KernelUse], full: bool) -> bool:
         """Run checks in order of importance, while there is time.
 
-        The checks of `use` and of the first common use come first, each kernel once at first, with
-        times.  Returns whether the checks of `use` are done.
+        A model's own checks and those of the first common use come first, each kernel once at
+        first, with times.  Returns whether the model's own are done.
         """
-        own = in_rounds(checks_for(use))
-        first = dict.fromkeys(own + in_rounds([c for u in common[:1] for c in checks_for(u)], own))
+        own = _in_rounds(own)
+        first = dict.fromkeys(own + _in_rounds([c for u in common[:1] for c in checks_for(u)], own))
         rest = [*common[1:], *(full_list() if full else [])]
         more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
         total, reached = len(first) + len(more), 0
@@ -211,12 +214,8 @@ class Examination:
                 report["problems"].append(f"answers: {one_line(e)}")
                 return
         name = report["model"]["name"] if report["model"] else "demo"
-        report["answers"] = {
-            "model": name,
-            "problem": None,
-            **asdict(found),
-            "agrees": found.agrees,
-        }
+        more = {"model": name, "problem": None, "agrees": found.agrees}
+        report["answers"] = {**asdict(found), **more}
         if not found.agrees:
             count = sum(not d.is_tie for d in found.differences)
             report["problems"].append(
@@ -225,14 +224,27 @@ class Examination:
             )
 
 
+def _in_rounds(checks: Sequence[Check], before: Sequence[Check] = ()) -> list[Check]:
+    """Each kernel once, then each kernel a second time, and so on; those before count.
+
+    The order within a round is kept, so a check still follows those that it needs.
+    """
+    seen = Counter(check.kernel for check in before)
+
+    def round_of(check: Check) -> int:
+        seen[check.kernel] += 1
+        return seen[check.kernel]
+
+    return sorted(checks, key=round_of)
+
+
 def _begin() -> Report:
     """A report with what is known without a measurement.  problems: what exit code 1 is for."""
-    report = machine.new_report("doctor")
-    profile, limit = devices.profile(), backend.memory_limit()
+    profile = devices.profile()
     folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
-    report |= {
+    return machine.new_report("doctor") | {
         "model": None,
-        "engine_memory_bytes": int(limit * profile.memory_fraction),
+        "engine_memory_bytes": int(backend.memory_limit() * profile.memory_fraction),
         "free_disk_bytes": shutil.disk_usage(folder).free,
         "profile": {"constants": asdict(profile)},
         "no_kernels": "there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
@@ -245,7 +257,6 @@ def _begin() -> Report:
         "problems": [],
         "seconds": {},
     }
-    return report
 
 
 def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
@@ -271,11 +282,10 @@ def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
 
 
 def _check_as_json(result: CheckResult) -> dict[str, Any]:
-    check: Check = result.check
     speed = result.speed
     return {
         "kernel": result.kernel,
-        "check": str(check),
+        "check": str(result.check),
         "error": result.error if result.failure is None else None,
         "tolerance": result.tolerance,
         "passed": result.passed,
@@ -287,28 +297,4 @@ def _check_as_json(result: CheckResult) -> dict[str, Any]:
 
 
 def _say(what: str) -> None:
-    logger.info(f"doctor: {what}", extra={"transient": True})
-
-
-def _without_names(report: Report, model: str | None) -> Report:
-    """The report without the user's folders and the machine's name, which errors may contain."""
-    hidden = {str(Path.home()): "~"}
-    if model is not None and machine.public_name(model) == "local":
-        folder = Path(model).expanduser()
-        hidden = {str(folder.resolve()): "MODEL", str(folder): "MODEL", model: "MODEL", **hidden}
-    hidden[platform.node()] = "HOST"
-    kept = {"machine": report["machine"]}  # a host may be called "Apple"
-    return {key: kept.get(key) or _replaced(value, hidden) for key, value in report.items()}
-
-
-def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        for text, other in hidden.items():
-            if text:
-                value = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", other, value)
-        return value
-    if isinstance(value, dict):
-        return {key: _replaced(item, hidden) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replaced(item, hidden) for item in value]
-    return value
+    log.progress(f"doctor: {what}")

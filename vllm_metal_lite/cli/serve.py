@@ -52,10 +52,9 @@ def run(args: argparse.Namespace) -> int:
     def greet(server: Server, url: str) -> None:
         log.clear()
         for name, client in server.models.loaded.items():
-            for line in client.facts.description:
+            is_demo = server.models.specs[name].source == "demo"
+            for line in (*client.facts.description, *([_DEMO] if is_demo else [])):
                 print(line, file=sys.stderr)
-            if server.models.specs[name].source == "demo":
-                print(_DEMO, file=sys.stderr)
         print(
             f"Server:    {url} - a chat and a view of the engine; OpenAI's API at {url}/v1, "
             f"Anthropic's at {url}",
@@ -76,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
             await serve(bound, config, models, stopping, greet)
         return 130 if signal.SIGINT in came[:1] else 0
 
-    with log.progress():
-        return asyncio.run(main())
+    return asyncio.run(main())
 
 
 def _server_config(args: argparse.Namespace) -> ServerConfig:

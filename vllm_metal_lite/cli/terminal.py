@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import TextIO
 
 from vllm_metal_lite import envs
+from vllm_metal_lite.cli import log
 from vllm_metal_lite.cli.wrap import wrap
 
 _PROMPT, _MORE = ">>> ", "... "
@@ -55,6 +56,7 @@ class Terminal:
             self._print(_DIM + "{}" + _PLAIN if self._dim else "{}", text)
 
     def _print(self, style: str, text: str) -> None:
+        log.clear()
         print(style.format(wrap(text, sys.stderr)), file=sys.stderr, flush=True)
 
     def read_all(self) -> str:
