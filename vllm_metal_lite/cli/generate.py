@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
         total = count_lines(source)
         writer.start()
         batch = Batch(engine, LineReader(source, window), writer, defaults, window)
-        results_on_screen = args.output == "-" and sys.stdout.isatty()
-        interrupted = batch.run(total, sys.stderr.isatty() and not results_on_screen)
+        on_screen = args.output == "-" and sys.stdout.isatty()
+        interrupted = batch.run(total, sys.stderr.isatty() and not on_screen)
     finally:
         writer.close()
     log.say(batch.summary())

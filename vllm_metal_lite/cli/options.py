@@ -126,9 +126,9 @@ def _add(group: Any, rows: Iterable[tuple[str, str, str]], defaults: object = No
 
 def add_model(parser: argparse.ArgumentParser, name: str = "model", note: str = "") -> None:
     """Add the name of a model; "demo" by default."""
-    options = {} if name.startswith("--") else {"nargs": "?"}
+    nargs = None if name.startswith("--") else "?"
     text = f"'demo' (default{note}), a folder, or a Hugging Face name"
-    parser.add_argument(name, default="demo", metavar="MODEL", help=text, **options)
+    parser.add_argument(name, default="demo", metavar="MODEL", help=text, nargs=nargs)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:

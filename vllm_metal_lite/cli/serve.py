@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         most = _CPU_STEP if backend.is_cpu() else EngineConfig.max_num_batched_tokens
         args.max_num_batched_tokens = most
     engine, config, named = options.engine_config(args), _server_config(args), _named(args)
+    formats = _chat_formats(args, named)
     try:
         from vllm_metal_lite.server.models import Models, ModelSpec
         from vllm_metal_lite.server.run import Stopping, listen, serve, stop_on_signals
@@ -43,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
         raise MetalLiteError(
             f"the server needs {e.name}: pip install 'vllm-metal-lite[serve]'"
         ) from None
-    formats = _chat_formats(args, named)
     specs = [
         ModelSpec(name, source, name in (args.pin or ()), formats.get(name))
         for name, source in named.items()

@@ -1,6 +1,5 @@
 """The loop of a chat: messages and commands, until the user leaves."""
 
-from vllm_metal_lite.cli import report
 from vllm_metal_lite.cli.conversation import Conversation, Turn
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.cli.terminal import Terminal
@@ -13,7 +12,6 @@ _HELP = """\
 /stats          what the engine has done so far
 /quit           leave (also Ctrl-D)
 A line that ends in a backslash goes on in the next.  Ctrl-C stops an answer."""
-_TAKE_TEXT = ("/system",)
 
 
 class Session:
@@ -59,14 +57,13 @@ class Session:
         turn = self._turn(message)
         if turn.output.outputs[0].finish_reason == "abort":
             return 130
-        if not report.is_cut(turn):
-            return 0
-        limit = self._conversation.engine.max_model_len
-        if report.fills_context(turn, limit):
+        if turn.is_cut and turn.fills_context:
+            limit = turn.max_model_len
             self._terminal.warn(f"error: the answer is cut: the context of {limit} tokens is full")
             return 1
-        max_tokens = self._conversation.params.max_tokens
-        self._terminal.warn(f"The answer is cut at {max_tokens} tokens (--max-tokens).")
+        if turn.is_cut:
+            max_tokens = self._conversation.params.max_tokens
+            self._terminal.warn(f"The answer is cut at {max_tokens} tokens (--max-tokens).")
         return 0
 
     def _take(self, message: str) -> None:
@@ -75,7 +72,7 @@ class Session:
             text = rest[0].strip() if rest else ""
             if name not in self._commands:
                 self._refuse(f"There is no command {name}; /help lists them.")
-            elif text and name not in _TAKE_TEXT:
+            elif text and name != "/system":
                 self._refuse(f"{name} takes no text after it.")
             else:
                 self._commands[name](text)
@@ -96,7 +93,7 @@ class Session:
         turn = self._conversation.ask(message, self._terminal.write, self._stopping)
         if not turn.output.outputs[0].text.endswith("\n"):
             self._terminal.write("\n")
-        self._terminal.status(report.turn_line(turn, self._conversation.engine.max_model_len))
+        self._terminal.status(str(turn))
         return turn
 
     def _stopping(self) -> None:
@@ -110,9 +107,21 @@ class Session:
 
     def _stats(self, _: str) -> None:
         engine = self._conversation.engine
-        attention = f"{engine.runner.attention.name} ({engine.attention_reason})"
-        stats = report.engine_stats(engine.metrics(), engine.config.block_size, attention)
-        self._terminal.notice(stats)
+        m, size = engine.metrics(), engine.config.block_size
+        asked, hit = m["prefix_cache_queried_tokens"], m["prefix_cache_hit_tokens"]
+        share = f"{100 * hit / asked:.0f} %" if asked else "-"
+        self._terminal.notice(
+            f"steps     {m['steps']:,}: {m['prefill_tokens']:,} prompt tokens computed, "
+            f"{m['decode_tokens']:,} decoded\n"
+            f"cache     {hit:,} of {asked:,} prompt tokens found ({share})\n"
+            f"preempted {m['preemptions']:,} times, {m['recomputed_tokens']:,} tokens computed "
+            "again\n"
+            f"blocks    {m['blocks_total']:,} of {size} tokens: {m['blocks_free']:,} free, "
+            f"{m['blocks_cached']:,} cached, {m['blocks_owned']:,} owned "
+            f"(at most {m['blocks_peak_owned']:,})\n"
+            f"requests  {m['requests_running']:,} running, {m['requests_waiting']:,} waiting\n"
+            f"attention {engine.runner.attention.name} ({engine.attention_reason})"
+        )
 
     def _reset(self, _: str) -> None:
         self._conversation.reset()
