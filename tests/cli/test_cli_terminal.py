@@ -150,22 +150,6 @@ def test_a_line_of_messages_needs_a_chat_template(capsys, tmp_path):
     assert "generate" not in out
 
 
-@pytest.mark.parametrize(
-    ("argv", "error"),
-    [
-        (["--nope"], "there is no option --nope (see vllm-metal-lite --help)"),
-        (["chat", "--nope"], "there is no option --nope (see vllm-metal-lite chat --help)"),
-        (["generate", "--nope"], "there is no option --nope (see vllm-metal-lite generate --help)"),
-        (["chat", "--temprature=1"], "there is no option --temprature: did you mean --temperature?"
-         " (see vllm-metal-lite chat --help)"),
-        (["chat", "a", "b"], "unrecognized arguments: b (see vllm-metal-lite chat --help)"),
-    ],
-)  # fmt: skip
-def test_what_is_unknown_is_told_first(argv, error, capsys):
-    assert main(argv) == 2
-    assert capsys.readouterr().err == f"error: {error}\n"
-
-
 def test_transformers_does_not_warn_of_a_limit_that_is_ours():
     warned = []
     logger = logging.getLogger("transformers")
