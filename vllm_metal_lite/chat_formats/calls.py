@@ -13,7 +13,10 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class CallWriter:
-    """The calls of an answer.  is_open: a call has begun and not ended."""
+    """The calls of an answer.  is_open: a call has begun and not ended.
+
+    Arguments come as the text of one JSON object, or one by one: then `names` has those so far.
+    """
 
     def __init__(
         self, reader: Reader, tools: Sequence[Tool], emit: Callable[[Event], None]
@@ -21,6 +24,7 @@ class CallWriter:
         self._reader, self._emit = reader, emit
         self._tools = {tool.name: tool for tool in tools}
         self.is_open = False
+        self.names: list[str] = []
         self._parts: list[str] = []  # of the arguments
 
     def knows(self, name: Any) -> bool:
@@ -32,7 +36,7 @@ class CallWriter:
         if not self.knows(name):
             raise Malformed
         self._send(ToolCall(name, call_id))
-        self.is_open, self._parts = True, []
+        self.is_open, self.names, self._parts = True, [], []
         return self._tools[name]
 
     def arguments(self, text: str) -> None:
@@ -42,10 +46,26 @@ class CallWriter:
             self._parts.append(text)
             self._send(Arguments(text))
 
+    def key(self, name: str) -> None:
+        """The name of the next argument; its value follows."""
+        self.arguments(f"{', ' if self.names else '{'}{_encode(name)}: ")
+        self.names.append(name)
+
+    def value(self, value: Any) -> None:
+        """A whole value."""
+        self.arguments(_encode(value))
+
+    def quote(self) -> None:
+        """A string begins or ends."""
+        self.arguments('"')
+
+    def string_piece(self, text: str) -> None:
+        self.arguments(_encode(text)[1:-1])
+
     def end(self) -> None:
         """The call's arguments are complete."""
-        if not self._parts:
-            self.arguments("{}")
+        if self.names or not self._parts:
+            self.arguments("}" if self.names else "{}")
         try:
             is_whole = isinstance(loads("".join(self._parts)), dict)
         except Malformed:
@@ -92,32 +112,6 @@ class CallWriter:
             yield from self.guard(read(), (call_end, end))
             more = yield from reader.has(start)
         yield from reader.has(end)
-
-
-class ObjectWriter:
-    """Arguments that a format writes one by one, as one JSON object."""
-
-    def __init__(self, calls: CallWriter) -> None:
-        self._calls, self.names = calls, list[str]()
-
-    def key(self, name: str) -> None:
-        self._calls.arguments(f"{', ' if self.names else '{'}{_encode(name)}: ")
-        self.names.append(name)
-
-    def value(self, value: Any) -> None:
-        """A whole value."""
-        self._calls.arguments(_encode(value))
-
-    def quote(self) -> None:
-        """A string begins or ends."""
-        self._calls.arguments('"')
-
-    def string_piece(self, text: str) -> None:
-        self._calls.arguments(_encode(text)[1:-1])
-
-    def end(self) -> None:
-        self._calls.arguments("}" if self.names else "{}")
-        self._calls.end()
 
 
 def json_list(reader: Reader, calls: CallWriter, name_key: str = "name") -> Reading[None]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import SpecialTokens, calls_grammar, literal, texts
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
@@ -83,22 +83,21 @@ def _format(name: str, start: str, end: str, quote: str, thoughts: tuple[str, st
         yield from reader.expect("call:")
         tool_name, _ = yield from reader.name("{")
         tool = calls.begin(tool_name)
-        arguments = ObjectWriter(calls)
 
         def argument() -> Reading[None]:
             key = yield from _key(reader, quote)
-            arguments.key(key)
+            calls.key(key)
             if (yield from reader.has(quote)):
-                arguments.quote()
-                yield from reader.before([quote], arguments.string_piece)
+                calls.quote()
+                yield from reader.before([quote], calls.string_piece)
                 reader.take(len(quote))
-                arguments.quote()
+                calls.quote()
             else:
                 schema = tool.properties.get(key, {})
-                arguments.value((yield from _value(reader, quote, schema)))
+                calls.value((yield from _value(reader, quote, schema)))
 
         yield from _items(reader, "}", argument)
-        arguments.end()
+        calls.end()
         yield from reader.has(end)  # a model may end its answer without
 
     def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:

@@ -3,7 +3,7 @@
 Since GLM 4.7 without line breaks.  Ling and Ring write the same; LongCat 2 with names of its own.
 """
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
@@ -20,16 +20,16 @@ def _format(name: str, line_break: str, prefix: str = "") -> ChatFormat:
     def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
         name, found = yield from reader.name(key_start, end)
         tool = calls.begin(name)
-        arguments, more = ObjectWriter(calls), found == key_start
+        more = found == key_start
         while more:
             key, found = yield from reader.name(key_end, value_start)
             if found == key_end:  # models forget one of the two
                 yield from reader.has(value_start)
-            yield from read_typed(reader, arguments, tool, key, tags)
+            yield from read_typed(reader, calls, tool, key, tags)
             more = yield from reader.has(key_start)
-        if arguments.names:
+        if calls.names:
             yield from reader.expect(end)
-        arguments.end()
+        calls.end()
 
     grammar = parameter_calls(
         start=start, head=f"{{}}{line_break}", tail=end,

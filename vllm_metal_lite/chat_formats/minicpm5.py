@@ -5,7 +5,7 @@ Strings with special characters stand between `<![CDATA[` and `]]>`.
 
 import re
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
@@ -20,15 +20,15 @@ _NAME = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|([^\s"'<>]+))\s*$""")
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    tool, arguments = calls.begin((yield from _name(reader))), ObjectWriter(calls)
+    tool = calls.begin((yield from _name(reader)))
     while not (yield from reader.has(_END)):
         yield from reader.expect(_PARAMETER)
         key = yield from _name(reader)
         is_raw = yield from reader.begins(_RAW)
-        yield from read_typed(reader, arguments, tool, key, _RAW_TAGS if is_raw else _TAGS)
+        yield from read_typed(reader, calls, tool, key, _RAW_TAGS if is_raw else _TAGS)
         if is_raw:
             yield from reader.expect(_PARAMETER_END)
-    arguments.end()
+    calls.end()
 
 
 def _name(reader: Reader) -> Reading[str]:

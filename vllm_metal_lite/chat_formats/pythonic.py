@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import SpecialTokens, calls_grammar, literal
 from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
@@ -40,11 +40,10 @@ def _read(reader: Reader, calls: CallWriter, marker: str, *, end: str) -> Readin
             calls.arguments(_written(source, call, names))
             calls.cut()
             continue
-        arguments = ObjectWriter(calls)
         for key, value in values.items():
-            arguments.key(key)
-            arguments.value(value)
-        arguments.end()
+            calls.key(key)
+            calls.value(value)
+        calls.end()
 
 
 def _written(source: str, call: ast.Call, names: dict[str, str]) -> str:

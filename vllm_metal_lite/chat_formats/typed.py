@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
 from vllm_metal_lite.chat_formats.tool import Tool
 
@@ -50,18 +50,17 @@ def read_call(
 
     Raises Malformed, CutShort.
     """
-    arguments = ObjectWriter(calls)
     while (yield from reader.has(tags.begun)):
         key, is_string = yield from read_key(reader)
-        yield from read_typed(reader, arguments, tool, key, tags, is_string)
+        yield from read_typed(reader, calls, tool, key, tags, is_string)
     if (yield from reader.follows(tags.outer)) is None:
         yield from reader.expect(tags.close)
-    arguments.end()
+    calls.end()
 
 
 def read_typed(
     reader: Reader,
-    arguments: ObjectWriter,
+    calls: CallWriter,
     tool: Tool,
     name: str,
     tags: Tags,
@@ -71,15 +70,15 @@ def read_typed(
 
     is_string: None: by the tool's schema.  Raises Malformed, CutShort.
     """
-    arguments.key(name)
+    calls.key(name)
     schema = tool.properties.get(name)
     if is_string is not None:
         schema = {"type": "string"} if is_string else {}
-    others = [n for n in tool.properties if tags.opened and n not in arguments.names]
+    others = [n for n in tool.properties if tags.opened and n not in calls.names]
     coming = [tags.opened.format(other) for other in others]
     if types_of(schema) != {"string"}:
         text, _ = yield from _value(reader, tags, coming, lambda text: None, is_json=True)
-        arguments.value(value_of(text, schema))
+        calls.value(value_of(text, schema))
         return
     if tags.newlines:
         yield from reader.begins("\n")
@@ -91,13 +90,13 @@ def read_typed(
         if text.endswith("\n"):
             text, held = text[:-1], "\n"
         if text:
-            arguments.string_piece(text)
+            calls.string_piece(text)
 
-    arguments.quote()
+    calls.quote()
     _, has_end = yield from _value(reader, tags, coming, pass_on, is_json=False)
     if has_end and not tags.newlines:
-        arguments.string_piece(held)
-    arguments.quote()
+        calls.string_piece(held)
+    calls.quote()
 
 
 def _value(
