@@ -47,7 +47,8 @@ def written_calls(render: Render, adapt: Adapt | None = None) -> list[str]:
             answer = {"role": "assistant", "content": content, "tool_calls": [call]}
             messages: list[Mapping[str, Any]] = [_USER, answer]
             for whole in _texts(render, adapt(messages) if adapt else messages, False):
-                found += [whole[len(commonprefix([start, whole])) :] for start in starts]
+                for start in starts:
+                    found.append(whole[len(commonprefix([start, whole])) :])  # noqa: RUF071
     return [text for text in found if TOOL.name in text]
 
 

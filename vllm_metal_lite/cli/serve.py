@@ -15,6 +15,7 @@ from vllm_metal_lite import backend, envs
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.cli import log, options
+from vllm_metal_lite.cli.startup import DEMO
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError
 from vllm_metal_lite.server.settings import ServerConfig
@@ -22,11 +23,6 @@ from vllm_metal_lite.server.settings import ServerConfig
 # Tokens of a step on a CPU, where a stream feels each: 4,000 tokens at once take 6 s of two cores,
 # in chunks of 256 at most 0.8 s a step, and a fifth more in all (the demo model).
 _CPU_STEP = 256
-
-_DEMO = (
-    "demo is a tiny model that is shipped to show that everything works.  For a real one, give its "
-    "name or its folder: vllm-metal-lite serve mlx-community/Qwen3-0.6B-4bit"
-)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,9 +48,10 @@ def run(args: argparse.Namespace) -> int:
     def greet(server: Server, url: str) -> None:
         log.clear()
         for name, client in server.models.loaded.items():
-            is_demo = server.models.specs[name].source == "demo"
-            for line in (*client.facts.description, *([_DEMO] if is_demo else [])):
+            for line in client.facts.description:
                 print(line, file=sys.stderr)
+            if server.models.specs[name].source == "demo":
+                print(DEMO.format("vllm-metal-lite serve"), file=sys.stderr)
         print(
             f"Server:    {url} - a chat and a view of the engine; OpenAI's API at {url}/v1, "
             f"Anthropic's at {url}",

@@ -4,13 +4,14 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_metal_lite.cli import log
 from vllm_metal_lite.config import EngineConfig
 
 if TYPE_CHECKING:
     from vllm_metal_lite.engine.engine import LLMEngine
     from vllm_metal_lite.model.loader import LoadedModel
 
-_DEMO = (
+DEMO = (  # {}: the words before a model's name on the command line
     "demo is a tiny model (about 3 million parameters) that is shipped to show that everything "
     "works: it recalls what you tell it, copies, sorts, and does small sums, and knows nothing "
     "else.\nFor a real one, give its name or its folder: {} mlx-community/Qwen3-0.6B-4bit"
@@ -42,8 +43,9 @@ def build_engine(
     from vllm_metal_lite.engine.engine import LLMEngine
 
     engine = LLMEngine(model, config)
+    log.clear()
     for line in describe(engine):
         say(line)
     if model.name == "demo":
-        say(_DEMO.format(name_after))
+        say(DEMO.format(name_after))
     return engine

@@ -3,7 +3,6 @@
 import sys
 from io import TextIOWrapper
 from types import ModuleType
-from typing import TextIO
 
 from vllm_metal_lite import envs
 from vllm_metal_lite.cli import log
@@ -27,7 +26,7 @@ class Terminal:
     def __init__(self, verbose: bool = False) -> None:
         self.interactive = sys.stdin.isatty()
         self._quiet = not (self.interactive or verbose)
-        self._dim = _has_colour(sys.stderr)
+        self._dim = sys.stderr.isatty() and not envs.no_color()
         self._filter = sys.stdout.isatty()
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
@@ -109,7 +108,3 @@ def _readline() -> ModuleType | None:
     if "libedit" not in (readline.__doc__ or ""):
         readline.parse_and_bind("set enable-bracketed-paste on")
     return readline
-
-
-def _has_colour(stream: TextIO) -> bool:
-    return stream.isatty() and not envs.no_color()
