@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from types import ModuleType
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
 
@@ -244,33 +244,15 @@ def test_the_facts_of_a_mac(monkeypatch):
 
 def test_the_picture_has_a_panel_a_column(bench, monkeypatch, tmp_path):
     """With a stand-in for matplotlib, which the tests do not need."""
-    calls = []
-
-    class Axes:
-        lines = (1,)
-
-        def plot(self, x, y, style, **options):
-            calls.append((list(x), style, options["label"]))
-
-        def __getattr__(self, name):
-            return lambda *args, **options: None
-
-    class Figure:
-        def __init__(self, **options):
-            self.suptitle = lambda title: None
-            self.savefig = lambda name: calls.append(name)
-
-        def subplots(self, rows, columns):
-            return [Axes() for _ in range(columns)]
-
-    fake = ModuleType("matplotlib.figure")
-    fake.Figure = Figure
-    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", fake)
+    module = MagicMock()
+    figure = module.Figure.return_value
+    panels = figure.subplots.return_value = [MagicMock() for _ in range(3)]
+    monkeypatch.setitem(sys.modules, "matplotlib", MagicMock())
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
     monkeypatch.setattr("vllm_metal_lite.cli.bench.plot.find_spec", lambda name: True)
     path = str(tmp_path / "a.svg")
     bench("--compare", "--plot", path)
-    *lines, saved = calls
-    assert saved == path
+    figure.savefig.assert_called_once_with(path)
+    lines = [line for panel in panels for line in panel.plot.call_args_list]
     assert len(lines) == 3 * 2
-    assert lines[0] == ([1, 3], "o-", "ours, context 16")
+    assert lines[0] == call((1, 3), ANY, "o-", color=ANY, label="ours, context 16")

@@ -46,10 +46,10 @@ _lines = _Lines(logging.INFO)
 clear = _lines.clear
 
 
-def say(text: str) -> None:
-    """Print text for people in the place of the line of progress."""
+def say(text: str, style: str = "{}") -> None:
+    """Print text for people in the place of the line of progress.  style: {} is the text."""
     clear()
-    print(wrap(text, sys.stderr), file=sys.stderr, flush=True)
+    print(style.format(wrap(text, sys.stderr)), file=sys.stderr, flush=True)
 
 
 def progress(text: str) -> None:

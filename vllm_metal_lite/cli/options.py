@@ -109,7 +109,7 @@ _SERVER = (
     ("keep_alive", "S", "seconds without a token, after which a stream gets a sign of life"),
     ("memory_budget_gib", "N", "GiB for all models together (default: what is safe)"),
 )
-_TEXTS = ("host", "api_key")
+_TEXTS = ("host", "api_key")  # also where they look like numbers
 _REPEATED = {"allowed_hosts": "--allowed-host", "allowed_origins": "--allowed-origin"}
 
 
