@@ -294,8 +294,8 @@ def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
 @pytest.fixture
 def slow_checks(a_gpu, monkeypatch):
     """Each check takes a second of an injected clock.  Returns the checks that were run."""
-    tried, budget = [], doctor.Budget
-    monkeypatch.setattr(doctor, "Budget", lambda seconds: budget(seconds, lambda: len(tried)))
+    tried = []
+    monkeypatch.setattr(doctor, "monotonic", lambda: len(tried))
 
     def check(check, timed):
         tried.append(check)
@@ -337,15 +337,16 @@ def test_answers_need_the_checks_of_their_model(slow_checks, monkeypatch, capsys
 
 
 def test_no_part_begins_when_the_time_is_over(no_work, monkeypatch, capsys):
-    monkeypatch.setattr(doctor.Budget, "is_used", lambda self, share=1.0: share == 1.0)
+    monkeypatch.setattr(doctor.Examination, "is_over", lambda self, share=1.0: share == 1.0)
     forbid(monkeypatch, "ordering", "floors", "answers")
     report = report_of(capsys)
     assert report["not_tried"]["parts"] == ["floors", "ordering", "answers"]
     assert report["problems"] == []
 
 
-def test_full_has_no_limit():
-    assert not doctor.Budget(None, iter([0.0, 1e9]).__next__).is_used()
+def test_full_has_no_limit(monkeypatch):
+    monkeypatch.setattr(doctor, "monotonic", iter([0.0, 1e9]).__next__)
+    assert not doctor.Examination({}, None, print).is_over()
 
 
 def test_full_adds_shapes(no_work, monkeypatch):

@@ -11,11 +11,11 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from time import monotonic, perf_counter
 from typing import Any
 
 from vllm_metal_lite import backend, devices, envs
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
             print(wrap(line, sys.stdout), flush=True)
 
     try:
-        budget = Budget(None if args.full else args.seconds)
-        Examination(report, budget, show).run(args.model, args.full)
+        seconds = None if args.full else args.seconds
+        Examination(report, seconds, show).run(args.model, args.full)
     except KeyboardInterrupt:
         report["interrupted"] = True
         show(doctor_text.describe_interrupted)
@@ -68,30 +68,23 @@ def run(args: argparse.Namespace) -> int:
     return 130 if report["interrupted"] else int(bool(report["problems"]))
 
 
-class Budget:
-    """Seconds from here on; None: no limit.  clock: gives seconds, and never goes back."""
-
-    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock, self._start = seconds, clock, clock()
-
-    def is_used(self, share: float = 1.0) -> bool:
-        """Whether this share of the time is over."""
-        if self._seconds is None:
-            return False
-        return self._clock() - self._start >= share * self._seconds
-
-
 class Examination:
     """Fills a report, part by part, while there is time.
 
-    show: gets each part of the text when the report has what the part needs.
+    seconds: from here on; None: no limit.  show: gets each part of the text when the report has
+    what the part needs.
     """
 
     def __init__(
-        self, report: Report, budget: Budget, show: Callable[[doctor_text.Part], object]
+        self, report: Report, seconds: float | None, show: Callable[[doctor_text.Part], object]
     ) -> None:
-        self.report, self.budget, self.show = report, budget, show
+        self.report, self.seconds, self.show = report, seconds, show
+        self.start = monotonic()
         self.results: list[CheckResult] = []
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the time is over."""
+        return self.seconds is not None and monotonic() - self.start >= share * self.seconds
 
     def run(self, name: str | None, full: bool) -> None:
         """name: of a model; None: the demo model, then the shapes that most models have.  full:
@@ -136,7 +129,7 @@ class Examination:
 
     def _is_late(self, part: str, already: bool = False) -> bool:
         """Whether there is no time for a part; notes it."""
-        late = already or self.budget.is_used()
+        late = already or self.is_over()
         if late:
             self.report["not_tried"]["parts"].append(part)
         return late
@@ -147,11 +140,11 @@ class Examination:
         if not sys.stderr.isatty():
             print(f"doctor: {title}", file=sys.stderr, flush=True)
         _say(title)
-        start = time.perf_counter()
+        start = perf_counter()
         try:
             yield
         finally:
-            self.report["seconds"][name] = round(time.perf_counter() - start, 1)
+            self.report["seconds"][name] = round(perf_counter() - start, 1)
 
     def _check(self, own: Sequence[Check], common: Sequence[KernelUse], full: bool) -> bool:
         """Run checks in order of importance, while there is time.
@@ -171,7 +164,7 @@ class Examination:
             _say(f"checking kernels: {reached} of {total}, {check}")
 
         for checks, timed in ((list(first), True), (list(more), False)):
-            if self.budget.is_used(CHECKS_SHARE):
+            if self.is_over(CHECKS_SHARE):
                 break
             known = tuple(self.results)
             with closing(isolated.results(checks, progress, timed=timed, known=known)) as running:
@@ -180,7 +173,7 @@ class Examination:
                     self.report["checks"].append(_check_as_json(result))
                     if not result.passed:
                         self.report["problems"].append(str(result))
-                    if self.budget.is_used(CHECKS_SHARE):
+                    if self.is_over(CHECKS_SHARE):
                         break
         self.report["not_tried"] |= {"checks": total - reached, "of_checks": total}
         return reached >= len(own)

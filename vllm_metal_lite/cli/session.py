@@ -19,13 +19,6 @@ class Session:
 
     def __init__(self, conversation: Conversation, terminal: Terminal) -> None:
         self._conversation, self._terminal = conversation, terminal
-        self._commands = {
-            "/help": self._help,
-            "/reset": self._reset,
-            "/system": self._system,
-            "/stats": self._stats,
-            "/quit": self._quit,
-        }
         self._left = False
 
     def run(self) -> int:
@@ -68,14 +61,7 @@ class Session:
 
     def _take(self, message: str) -> None:
         if message.startswith("/"):
-            name, *rest = message.split(maxsplit=1)
-            text = rest[0].strip() if rest else ""
-            if name not in self._commands:
-                self._refuse(f"There is no command {name}; /help lists them.")
-            elif text and name != "/system":
-                self._refuse(f"{name} takes no text after it.")
-            else:
-                self._commands[name](text)
+            self._obey(*message.strip().split(maxsplit=1))
         elif message.strip():
             try:
                 self._turn(message.strip())
@@ -85,6 +71,24 @@ class Session:
                     "Your message was taken back; the conversation is as it was before (/reset "
                     "starts over)."
                 )
+
+    def _obey(self, command: str, text: str = "") -> None:
+        if text and command in ("/help", "/quit", "/reset", "/stats"):
+            self._refuse(f"{command} takes no text after it.")
+            return
+        match command:
+            case "/help":
+                self._terminal.notice(_HELP)
+            case "/quit":
+                self._left = True
+            case "/reset":
+                self._reset()
+            case "/stats":
+                self._stats()
+            case "/system":
+                self._system(text)
+            case _:
+                self._refuse(f"There is no command {command}; /help lists them.")
 
     def _refuse(self, why: str) -> None:
         self._terminal.notice(f"{why}  (To send this as a message, put a space before the slash.)")
@@ -99,13 +103,7 @@ class Session:
     def _stopping(self) -> None:
         self._terminal.status("\n[stopping after the step that is under way]")
 
-    def _quit(self, _: str) -> None:
-        self._left = True
-
-    def _help(self, _: str) -> None:
-        self._terminal.notice(_HELP)
-
-    def _stats(self, _: str) -> None:
+    def _stats(self) -> None:
         engine = self._conversation.engine
         m, size = engine.metrics(), engine.config.block_size
         asked, hit = m["prefix_cache_queried_tokens"], m["prefix_cache_hit_tokens"]
@@ -123,7 +121,7 @@ class Session:
             f"attention {engine.runner.attention.name} ({engine.attention_reason})"
         )
 
-    def _reset(self, _: str) -> None:
+    def _reset(self) -> None:
         self._conversation.reset()
         self._terminal.notice("The conversation starts over.")
 
@@ -131,7 +129,7 @@ class Session:
         conversation = self._conversation
         if text:
             conversation.system = None if text == "-" else text
-            self._reset("")
+            self._reset()
         elif conversation.system:
             self._terminal.notice(f"The system prompt is: {conversation.system}")
         else:
