@@ -40,33 +40,24 @@ class ChatParser:
         self._writer = AnswerWriter(self._reader, tools, self._events.append, hidden)
         read = chat_format.read_answer or read_answer
         self._reading = read(self._reader, self._writer, chat_format, in_reasoning)
-        self._is_over = False
 
     def feed(self, text: str) -> list[Event]:
         """The events of the next piece of text."""
         self._reader.rest += text
-        return self._go_on()
+        next(self._reading, None)
+        return self._take()
 
     def close(self) -> list[Event]:
         """The events at the answer's end."""
         self._reader.is_closed = True
-        events = self._go_on()
+        for _ in self._reading:
+            pass
         self._writer.reasoning.at_marker()
         self._writer.text.close()
-        return events + self._take()
-
-    def _go_on(self) -> list[Event]:
-        while not self._is_over:
-            try:
-                next(self._reading)
-            except StopIteration:
-                self._is_over = True
-            if not self._reader.is_closed:
-                break
         return self._take()
 
     def _take(self) -> list[Event]:
-        events = list(self._events)
+        events = self._events.copy()
         self._events.clear()
         return events
 

@@ -1,1 +1,1 @@
-"""The command line: `vllm-metal-lite chat`, `generate`, `doctor` and `bench`."""
+"""The command line `vllm-metal-lite`; commands.py lists its commands, and each has a file."""
