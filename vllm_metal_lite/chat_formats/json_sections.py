@@ -21,24 +21,21 @@ def _format(
     read: Callable[[Reader, CallWriter], Reading[None]],
     *,
     head: str = "",
-    middle: str,
     tail: str = "",
-    between: str = "",
     adapt: Adapt | None = None,
+    **grammar: str,
 ) -> ChatFormat:
-    """section, call: their first and last markers.  read: a call behind its first one.  The others
-    are of the grammar, see `json_calls`."""
+    """section, call: their first and last markers.  read: a call behind its first one.  head, tail
+    and what is in `grammar`: see `json_calls`."""
     start, end = section
     first, last = call
 
     def read_section(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
         return calls.section(lambda: read(reader, calls), first, last, end)
 
-    grammar = json_calls(
-        start=start, head=f"{first}{head}", middle=middle, tail=f"{tail}{last}", between=between,
-        close=end, quoted=False,
-    )  # fmt: skip
-    return ChatFormat(name, (start,), (end,), read_section, grammar, adapt=adapt)
+    head, tail = f"{first}{head}", f"{tail}{last}"
+    demanded = json_calls(start=start, head=head, tail=tail, close=end, quoted=False, **grammar)
+    return ChatFormat(name, (start,), (end,), read_section, demanded, adapt=adapt)
 
 
 def _deepseek(reader: Reader, calls: CallWriter) -> Reading[None]:

@@ -107,10 +107,9 @@ def make_parser() -> options.Parser:
     )
     parser.add_argument("--version", action="version", version=f"vllm-metal-lite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    adders = [_add_chat, _add_serve, _add_launch, _add_generate, _add_bench, _add_models]
-    if find_spec("vllm_metal_lite.server") is None:  # a room that can be taken away
-        adders = [add for add in adders if add not in (_add_serve, _add_launch)]
-    for add in (*adders, _add_doctor):
+    # The server is a room that can be taken away.
+    of_server = [_add_serve, _add_launch] if find_spec("vllm_metal_lite.server") else []
+    for add in (_add_chat, *of_server, _add_generate, _add_bench, _add_models, _add_doctor):
         add(partial(commands.add_parser, formatter_class=_HelpFormatter))
     return parser
 
