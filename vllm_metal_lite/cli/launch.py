@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import URLError
@@ -126,13 +126,21 @@ def run(args: argparse.Namespace) -> int:
     url = f"http://127.0.0.1:{args.port}"
     key = envs.api_key() or "none"
     flags = options.engine_flags(options.engine_config(args), max_num_seqs=32)
+    running = _asked(url, key, args.model)
+    if running is not None:
+        print(f"Using the server at {url}", file=sys.stderr)
+    if running is not None and flags:
+        print(
+            f"warning: that server has its own options, and does not get {shlex.join(flags)}: "
+            "stop it, or give another --port",
+            file=sys.stderr,
+        )
     if args.print:  # as a shell takes it
-        model = _running(url, key, args.model, flags)
-        setup = make(model or Served(url, args.model or "demo", None, key))
+        setup = make(running or Served(url, args.model or "demo", None, key))
         env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
         print(" \\\n  ".join([*env, shlex.join([*setup.command, *args.agent_args])]))
         return 0
-    with _server(url, key, args, flags) as model:
+    with nullcontext(running) if running else _started(url, key, args, flags) as model:
         setup = make(model)
         command = [str(program), *setup.command[1:], *args.agent_args]
         agent = subprocess.Popen(command, env={**os.environ, **setup.env})
@@ -166,26 +174,9 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
     return Served(url, found["id"], context, key)
 
 
-def _running(url: str, key: str, name: str | None, flags: list[str]) -> Served | None:
-    """As `_asked`, and tells the user; flags: engine options, which such a server does not get."""
-    model = _asked(url, key, name)
-    if model is not None:
-        print(f"Using the server at {url}", file=sys.stderr)
-    if model is not None and flags:
-        print(
-            f"warning: that server has its own options, and does not get {shlex.join(flags)}: "
-            "stop it, or give another --port",
-            file=sys.stderr,
-        )
-    return model
-
-
 @contextmanager
-def _server(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> Iterator[Served]:
-    """A model of the server at a URL.  If none runs, one is started, and ends with the block."""
-    if (model := _running(url, key, args.model, flags)) is not None:
-        yield model
-        return
+def _started(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> Iterator[Served]:
+    """The model of a server at a URL that is started, and ends with the block."""
     command = [
         sys.executable, "-m", "vllm_metal_lite", "serve", args.model or "demo",
         "--port", str(args.port), *flags,

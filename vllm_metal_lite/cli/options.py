@@ -244,8 +244,7 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     try:
         SamplingParams(**given)
     except SamplingError as e:
-        spell = lambda field: flag("sample_seed" if field == "seed" else field)  # noqa: E731
-        raise UsageError(e.spelled(spell)) from None
+        raise UsageError(e.spelled(lambda f: flag("sample_seed" if f == "seed" else f))) from None
     return given
 
 

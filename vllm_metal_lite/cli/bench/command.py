@@ -71,12 +71,11 @@ def run(args: argparse.Namespace) -> int:
         f"Measuring for at most {args.seconds:g} s.  Prompts are random.  A warm-up compiles "
         "kernels and is not counted.  Ctrl-C stops and shows the results so far."
     )
-    capacity = engine.kv_groups[0].num_blocks * engine.config.block_size
+    capacity = engine.kv_groups[0].num_blocks * config.block_size
     stopping = partial(log.say, "\nStopping after the step that is under way ...")
     tokens = _vocabulary(model)
     with DeferredInterrupt(stopping) as interrupt:
-        stop = lambda: interrupt.pressed  # noqa: E731
-        suite = Suite(engines, tokens, engine.config, capacity, args.seconds, stop)
+        suite = Suite(engines, tokens, config, capacity, args.seconds, lambda: interrupt.pressed)
         with suppress(KeyboardInterrupt):  # a second Ctrl-C, within a step
             suite.run(cases, args.new_tokens, sys.stderr.isatty())
         interrupted = interrupt.pressed
