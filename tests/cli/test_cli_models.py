@@ -145,14 +145,16 @@ SHARDS = {"a": WEIGHTS, "b": "model-00002-of-00002.safetensors"}
 BROKEN = {
     "cut JSON": ({"config.json": '{"model_type": "lla'}, "not readable as JSON"),
     "pointer": (
-        {WEIGHTS: "version https://git-lfs.github.com/spec/v1\noid x\n"}, "is a git-lfs pointer"
+        {WEIGHTS: "version https://git-lfs.github.com/spec/v1\noid x\n"},
+        "is a git-lfs pointer",
     ),
     "unknown": (
         {"config.json": '{"model_type": "nothing_like_it"}'},
         "Model type nothing_like_it not supported",
     ),
     "refused": (
-        {"config.json": '{"model_type": "plamo3"}'}, "plamo3 is not supported: its decoding"
+        {"config.json": '{"model_type": "plamo3"}'},
+        "plamo3 is not supported: its decoding",
     ),
     "cut weights": ({WEIGHTS: lambda data: data[: len(data) // 2]}, ""),
     "garbage": ({WEIGHTS: b"\xff" * 100}, ""),
@@ -168,7 +170,7 @@ BROKEN = {
         {"config.json": with_code, "x.py": "raise SystemExit('ran')"},
         "set --trust-remote-code to run it",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", BROKEN)

@@ -61,9 +61,13 @@ class Thinking:
 
     def forced(self) -> list[int]:
         phase, count = self._states[-1]
-        if phase in (_Phase.STARTING, _Phase.ENDING):
-            return list((self._start if phase is _Phase.STARTING else self._end)[count:])
-        return self._inner.forced() if phase is _Phase.OVER and self._inner is not None else []
+        if phase is _Phase.STARTING:
+            return list(self._start[count:])
+        if phase is _Phase.ENDING:
+            return list(self._end[count:])
+        if phase is _Phase.OVER and self._inner is not None:
+            return self._inner.forced()
+        return []
 
     def accept(self, token_id: int) -> None:
         phase, count = self._states[-1]
