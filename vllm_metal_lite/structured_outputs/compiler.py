@@ -41,7 +41,7 @@ class Compiler:
     """The grammars of one tokenizer.  Those used last are kept.  Threads may share it."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # by text, oldest first
         self._lock = threading.Lock()
 
@@ -51,7 +51,7 @@ class Compiler:
         with self._lock:
             matcher = self._compiled.pop(grammar, None)
         if matcher is None:
-            matcher = _compile(params, grammar, self._tokenizer)
+            matcher = _compile(params, grammar, self.tokenizer)
         with self._lock:
             self._compiled[grammar] = matcher
             while (
