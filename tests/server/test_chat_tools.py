@@ -287,7 +287,7 @@ def test_a_budget_of_thoughts(client, script):
          "tools.0.function.parameters.properties", "must be an object, got [1]"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters":
             {"required": 5}}}]},
-         "tools.0.function.parameters.required", "must be an array, got 5"),
+         "tools.0.function.parameters.required", "must be a list, got 5"),
         ({"tools": [{"type": "function", "function": {"name": "a", "description": 1}}]},
          "tools.0.function.description", "must be a string, got 1"),
         ({"tool_choice": "sometimes"}, "tool_choice", "got 'sometimes'"),

@@ -8,7 +8,7 @@ from json import dumps, loads
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.tools import bad
+from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.structured_params import WHITESPACE, StructuredOutputsParams
 
 
@@ -30,13 +30,13 @@ def answer_form(
     why = f"the model's format ({chat_format.name}) has no grammar for calls"
     if choice.mode in ("required", "named"):
         if chat_format.grammar is None:
-            raise bad(f"tool_choice must be 'auto' or 'none': {why}", "tool_choice")
+            raise bad("tool_choice", f" must be 'auto' or 'none': {why}")
         return _lark(chat_format.grammar(tools, choice, special_tokens))
     if choice.mode == "none" or not tools or not chat_format.has_calls:
         return form
     if chat_format.grammar is None:
         if strict := [tool.name for tool in tools if tool.strict]:
-            raise bad(f"tools: {show(strict[0])} cannot be strict: {why}", "tools")
+            raise bad("tools", f": {show(strict[0])} cannot be strict: {why}")
         return form
     if form is None:
         if not any(tool.strict for tool in tools):

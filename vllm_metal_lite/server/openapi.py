@@ -45,7 +45,6 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
             if method != "HEAD"
         }
         for route in routes
-        if route.include_in_schema
     }
     return {
         "openapi": "3.1.0",

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.errors import ApiError, error_response, shape_for
+from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.settings import ServerConfig
 
 _OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
@@ -60,7 +60,7 @@ class _Checked:
         try:
             self._check(scope, Headers(scope=scope))
         except ApiError as e:
-            await error_response(e, shape_for(scope["path"]))(scope, receive, send)
+            await error_response(e, scope["path"])(scope, receive, send)
         else:
             await self._app(scope, self._bounded(receive), send)
 

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from starlette.requests import ClientDisconnect, Request
@@ -16,20 +17,13 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server import limits
-from vllm_metal_lite.server.errors import (
-    ApiError,
-    ContextOverflow,
-    Shape,
-    busy,
-    error_response,
-    shown_error,
-)
+from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_response
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, ORIGIN, Origin, offload
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.recent import Parted
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.stream import ClientGone, unless, until_gone
+from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation, ShuttingDown
 
@@ -43,7 +37,12 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+    model: str | None = None
+
     _whole = field_validator("*", mode="before")(whole)
+
+    def check(self) -> None:
+        """Raise ApiError (400) for fields that contradict each other.  No model is loaded yet."""
 
 
 B = TypeVar("B", bound=Body)
@@ -92,40 +91,37 @@ class Server:
             raise ContextOverflow(len(prompt_token_ids), limit)
         running = sum(g.params.n for g in engine.generations.values())
         if running >= engine.facts.max_num_seqs + self.config.max_waiting:
-            raise busy(
-                f"{running} requests run or wait, and max_waiting ({self.config.max_waiting}) "
-                "allows no more"
+            most = f"max_waiting ({self.config.max_waiting})"
+            raise ApiError(
+                503,
+                f"{running} requests run or wait, and {most} allows no more",
+                code="server_busy",
+                headers={"Retry-After": "1"},
             )
         limits.check_logprobs(len(prompt_token_ids), limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
-        with self._accepted(), self.metrics.counting(engine) as count:
-            async with engine.generate(
-                request_id, prompt_token_ids, params,
-                priority=priority, checkpoints=checkpoints, cache_salt=cache_salt,
-                on_update=count.update,
-            ) as generation:  # fmt: skip
-                count.generation = generation
-                if cache_salt is None:
-                    generation.parted = parted
-                    engine.recent.add(prompt_token_ids)
-                self.generations[request_id] = generation
-                try:
-                    yield generation
-                finally:
-                    del self.generations[request_id]
-                    if cache_salt is None:
-                        # The last token has no K and V.
-                        said = generation.answers[0].token_ids[:-1]
-                        engine.recent.add([*prompt_token_ids, *said])
-                    self.on_end(engine, generation)
-
-    @contextmanager
-    def _accepted(self) -> Iterator[None]:
         self.num_accepted += 1
         try:
-            yield
+            with self.metrics.counting(engine) as count:
+                async with engine.generate(
+                    request_id, prompt_token_ids, params,
+                    priority=priority, checkpoints=checkpoints, cache_salt=cache_salt,
+                    on_update=count.update,
+                ) as generation:  # fmt: skip
+                    count.generation = generation
+                    if cache_salt is None:
+                        generation.parted = parted
+                        engine.recent.add(prompt_token_ids)
+                    self.generations[request_id] = generation
+                    yield generation
         finally:
             self.num_accepted -= 1
+            if (ended := self.generations.get(request_id)) is not None:
+                if cache_salt is None:
+                    # The last token has no K and V.
+                    engine.recent.add([*prompt_token_ids, *ended.answers[0].token_ids[:-1]])
+                self.on_end(engine, ended)
+                del self.generations[request_id]
 
     def drain(self) -> None:
         """Take no further requests."""
@@ -208,13 +204,36 @@ def _read(body_type: type[B], raw: bytes) -> B:
     return body_type.model_validate_json(raw)
 
 
-Handler = Callable[[Server, Request, B], Awaitable[Response]]
+@dataclass(frozen=True)
+class Serving:
+    """A request while it is served.  model: its name.  resources: closed when the response ends."""
+
+    server: Server
+    model: str
+    engine: EngineClient
+    resources: AsyncExitStack
+
+    async def generate(
+        self, prefix: str, prompt_token_ids: list[int], params: SamplingParams, **options: Any
+    ) -> Generation:
+        """As `Server.generate`, until the response ends."""
+        generating = self.server.generate(self.engine, prefix, prompt_token_ids, params, **options)
+        return await self.resources.enter_async_context(generating)
+
+    def stream(
+        self, events: AsyncIterator[bytes], keep_alive: bytes | Callable[[], bytes] = COMMENT
+    ) -> EventStream:
+        seconds = self.server.config.keep_alive
+        return EventStream(events, keep_alive, seconds, self.resources.pop_all())
+
+
+Handler = Callable[[Serving, B], Awaitable[Response]]
 
 
 def endpoint(
-    server: Server, body_type: type[B], handler: Handler[B], shape: Shape
+    server: Server, body_type: type[B], handler: Handler[B]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A Starlette endpoint: reads the body, ends the work when the client goes, shapes errors."""
+    """A Starlette endpoint: reads the body, loads the model, ends the work when the client goes."""
 
     async def answer(request: Request) -> Response:
         server.check_open()
@@ -228,17 +247,22 @@ def endpoint(
         body = _read(body_type, raw) if read is None else await until_gone(request, read)
         del raw
         server.note_unknown(request.url.path, body)
-        return await until_gone(request, handler(server, request, body))
+        body.check()
+        return await until_gone(request, respond(body))
+
+    async def respond(body: B) -> Response:
+        async with AsyncExitStack() as resources:
+            model, engine = await resources.enter_async_context(server.models.use(body.model))
+            return await handler(Serving(server, model.name, engine, resources), body)
+        raise AssertionError("the resources hide no exception")
 
     async def serve(request: Request) -> Response:
         try:
             return await unless(server.ended.wait(), ShuttingDown, answer(request))
         except (ClientGone, ClientDisconnect):
             return Response(status_code=499)
-        except asyncio.CancelledError:
-            raise
         except Exception as e:
-            return error_response(shown_error(e), shape)
+            return error_response(e, request.url.path)
 
     serve.body_type = body_type  # type: ignore[attr-defined]  # for the description of the API
     return serve

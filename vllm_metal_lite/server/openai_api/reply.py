@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from vllm_metal_lite import __version__
-from vllm_metal_lite.server.errors import ApiError, check_ended, openai_shape, shown_error
+from vllm_metal_lite.server.errors import bad, check_ended, openai_shape, shown_error
 from vllm_metal_lite.server.large_json import encode_slowly
 from vllm_metal_lite.server.stream import sse
 from vllm_metal_lite.server.worker.generation import Answer, Generation
@@ -137,6 +137,6 @@ def ending(answer: Answer, finish_reason: str | None) -> dict[str, Any]:
 def check_stream(stream: bool | None, options: StreamOptions | None, prompt_logprobs: Any) -> None:
     """Raise ApiError (400) for fields that contradict `stream`."""
     if options is not None and not stream:
-        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        raise bad("stream_options", " needs stream to be true")
     if stream and prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs is not supported with stream", param="prompt_logprobs")
+        raise bad("prompt_logprobs", " is not supported with stream")
