@@ -178,7 +178,7 @@ def test_gauges_while_requests_run(running, client):
 
 class _Models:
     def __init__(self):
-        self.specs, self.loaded = {"a": None}, {}
+        self.models, self.loaded = {"a": None}, {}
 
 
 class _Engine:

@@ -55,13 +55,12 @@ class Server:
 
     def __init__(self, config: ServerConfig, models: Models) -> None:
         self.config, self.models = config, models
-        self.draining = False
-        self.on_drain: list[Callable[[], None]] = []  # called when `draining` is set
+        self.draining = False  # no further requests are taken
         self.ended = asyncio.Event()  # requests that are still open get an error
         self.num_accepted = 0  # requests that drain
         self.generations: dict[str, Generation] = {}
         # Called at the end of each request, also of one that is cut short.
-        self.on_end: Callable[[EngineClient, Generation], None] = lambda engine, generation: None
+        self.on_end: Callable[[Generation], None] = lambda generation: None
         self.metrics = Metrics(models)
         self._unknown_fields: set[tuple[str, str]] = set()  # by endpoint
 
@@ -120,14 +119,8 @@ class Server:
                 if cache_salt is None:
                     # The last token has no K and V.
                     engine.recent.add([*prompt_token_ids, *ended.answers[0].token_ids[:-1]])
-                self.on_end(engine, ended)
+                self.on_end(ended)
                 del self.generations[request_id]
-
-    def drain(self) -> None:
-        """Take no further requests."""
-        self.draining = True
-        for call in self.on_drain:
-            call()
 
     def check_open(self) -> None:
         """Raise ShuttingDown if the server stops."""
@@ -151,7 +144,7 @@ class Server:
     def log_requests(self) -> None:
         """Print a line at the end of each request."""
 
-        def log(engine: EngineClient, generation: Generation) -> None:
+        def log(generation: Generation) -> None:
             with suppress(OSError):  # the reader of our output is gone
                 print(summary(generation), flush=True)
 
