@@ -110,18 +110,6 @@ def test_the_beta_client(client):
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_the_asynchronous_client(running):
-    async def ask():
-        async with anthropic.AsyncAnthropic(base_url=running.url, **OPTIONS) as client:
-            whole = await create(client, user(ASK))
-            events = await create(client, user(ASK), stream=True)
-            streamed = [e.delta.text async for e in events if e.type == "content_block_delta"]
-            return text(whole), "".join(streamed)
-
-    whole, streamed = asyncio.run(ask())
-    assert whole == streamed != ""
-
-
 def test_usage_tells_cached_tokens_from_others(client):
     system = "Answer in short sentences. " * 8
     first = create(client, user(ASK), system=system)

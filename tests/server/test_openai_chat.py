@@ -63,19 +63,6 @@ def test_streamed_or_not_the_text_is_that_of_the_embedded_engine(client, llm):
     assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + [choice.finish_reason]
 
 
-def test_the_asynchronous_client(running):
-    async def ask():
-        url = f"{running.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, **OPTIONS) as client:
-            stream = await chat(client, max_tokens=8, temperature=0, stream=True)
-            streamed = "".join([chunk.choices[0].delta.content async for chunk in stream])
-            whole = await chat(client, max_tokens=8, temperature=0)
-            return streamed, whole.choices[0].message.content
-
-    streamed, whole = asyncio.run(ask())
-    assert streamed == whole != ""
-
-
 def test_without_max_tokens_an_answer_ends_by_itself_or_with_the_context(client, llm):
     """A limit beyond the context is no error."""
     expected = embedded(llm, ASK, temperature=0, max_tokens=None)

@@ -125,19 +125,6 @@ def test_the_clients_own_accumulator(client):
     assert final.output_text == client.responses.create(input=ASK, temperature=0).output_text
 
 
-def test_the_asynchronous_client(running):
-    async def ask():
-        url = f"{running.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, **OPTIONS) as client:
-            whole = await client.responses.create(input=ASK, **LIMITS)
-            stream = await client.responses.create(input=ASK, stream=True, **LIMITS)
-            last = [event async for event in stream][-1]
-            return whole.output_text, last.response.output_text
-
-    whole, streamed = asyncio.run(ask())
-    assert whole == streamed != ""
-
-
 def test_a_conversation_is_that_of_chat_completions(client):
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "B"}]},
