@@ -1,6 +1,5 @@
 """Tools and thoughts over chat completions, with the official client; answers are prepared."""
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -105,48 +104,3 @@ def test_a_budget_of_thoughts(client, script):
     client.chat.completions.create(**ASK, extra_body={"thinking_token_budget": 20})
     assert script.requests[-1].params.thinking.budget == 20
     assert form(script) is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"tools": 5}, "tools", "valid array"),
-        ({"tools": [5]}, "tools.0.type", "must be 'function', got None"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type", "'custom'"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "got None"),
-        ({"tools": [tool("a"), tool("a")]}, "tools.1.function.name", "another tool"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
-         "tools.0.function.parameters", "must be an object"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters":
-            {"properties": [1]}}}]},
-         "tools.0.function.parameters.properties", "must be an object, got [1]"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters":
-            {"required": 5}}}]},
-         "tools.0.function.parameters.required", "must be a list, got 5"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "description": 1}}]},
-         "tools.0.function.description", "must be a string, got 1"),
-        ({"tool_choice": "sometimes"}, "tool_choice", "got 'sometimes'"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice", "must be 'none'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}},
-         "tool_choice.function.name", "does not have: 'x'"),
-        ({"tool_choice": "required", "tools": []}, "tool_choice", "without any"),
-        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
-         "tool_choice.allowed_tools", "must have a mode"),
-        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
-        ({"functions": [{"name": "run"}]}, "functions", "not supported"),
-        ({"thinking_token_budget": -1}, "thinking_token_budget", "got -1"),
-        ({"reasoning_effort": 5}, "reasoning_effort", "valid string"),
-        ({"tools": [tool("a", x={"type": "odd"})], "tool_choice": "required"}, "tools", "odd"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
-         "messages.0.tool_calls.0", "a function with a name"),
-    ],
-)  # fmt: skip
-def test_bad_requests_name_the_field(script, fields, param, words):
-    script.says("Fine.")
-    reply = httpx.post(
-        f"{script.running.url}/v1/chat/completions", json={**ASK, **fields}, timeout=60
-    )
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
-    assert words in error["message"]
-    assert error["param"] == param

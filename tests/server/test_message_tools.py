@@ -1,7 +1,6 @@
 """Tools and thoughts over Anthropic messages, with the official client; answers are prepared."""
 
 import anthropic
-import httpx
 import pytest
 
 from tests.support.chat_apis import ANSWER, PARTS, Messages
@@ -79,28 +78,3 @@ def test_unknown_fields_of_tools_change_nothing(client, script):
     asked = {**ASK, "tools": [{**TOOLS[0], **extra}]}
     assert client.messages.create(**asked).stop_reason == "tool_use"
     client.messages.count_tokens(**{k: v for k, v in asked.items() if k != "max_tokens"})
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tools": [5]}, "tools.0 must be an object"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-         "tools.0: tools of type 'web_search_20250305' are not supported"),
-        ({"tools": [{"input_schema": {}}]}, "tools.0.name must be"),
-        ({"tools": [{"name": "a", "input_schema": 5}]}, "tools.0.input_schema must be an object"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.name: another tool"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type must be auto, any, tool or none"),
-        ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name names a tool"),
-        ({"tool_choice": {"type": "any"}, "tools": []}, "tool_choice needs tools"),
-        ({"tool_choice": "any"}, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be"),
-        ({"thinking": {"type": "maybe"}}, "thinking.type must be"),
-        ({"thinking": True}, "thinking"),
-    ],
-)  # fmt: skip
-def test_bad_requests_name_the_field(script, fields, words):
-    script.says("Fine.")
-    reply = httpx.post(f"{script.running.url}/v1/messages", json={**ASK, **fields}, timeout=60)
-    assert reply.status_code == 400, reply.text
-    assert words in reply.json()["error"]["message"]

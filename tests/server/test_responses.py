@@ -174,38 +174,6 @@ def test_vllms_sampling_parameters(client):
     assert stopped.status == "completed"
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"input": 5}, "input must be a string or a list of items, got 5"),
-        ({"input": [5]}, "input.0 must be an object, got 5"),
-        ({}, "input: Field required"),
-        ({"input": []}, "messages is empty"),
-        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens must be"),
-        ({"input": "x", "temperature": -1}, "temperature must be"),
-        ({"input": "x", "top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20"),
-        ({"input": "x", "previous_response_id": "resp_1"}, "no response is stored"),
-        ({"input": "x", "background": True}, "background: not supported"),
-        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type must be text"),
-        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema must be"),
-        (
-            {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
-            "text.format",
-        ),
-        ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0: item_reference"),
-        ({"input": [{"type": "computer_call"}]}, "'computer_call' are not supported"),
-        ({"input": [user([{"type": "input_image"}])]}, "input.0.content.0: this server takes text"),
-        ({"input": "x" * 20_000}, "maximum context length is 4096"),
-    ],
-)
-def test_bad_requests_name_the_field(running, fields, words):
-    reply = httpx.post(f"{running.url}/v1/responses", json=fields, timeout=60)
-    assert reply.status_code == 400
-    error = reply.json()["error"]
-    assert words in error["message"]
-    assert error["type"] == "invalid_request_error"
-
-
 def test_an_answer_of_a_given_form(client):
     class Lantern(BaseModel):
         colour: Literal["red", "green"]

@@ -138,19 +138,3 @@ def test_the_turns_of_an_agent(client, script):
         "user", "reasoning", "function_call", "function_call_output", "custom_tool_call",
         "custom_tool_call_output", "message",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools.0.name"),
-        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
-        ({"input": [{"type": "additional_tools", "tools": 5}]}, "input.0.tools"),
-    ],
-)
-def test_bad_requests_name_the_field(client, fields, param):
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**{**ASK, **fields})
-    assert caught.value.param == param
