@@ -5,7 +5,6 @@ import json
 from contextlib import AsyncExitStack
 from typing import Literal
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -184,19 +183,3 @@ def test_an_answer_of_a_given_form(client):
     assert response.text.format.type == "json_schema"
     with client.responses.stream(model="demo", input=ASK, text_format=Lantern) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Lantern)
-
-
-def test_a_lost_engine_fails_the_stream(running):
-    async def lose(generation):
-        generation.fail(RuntimeError("lost"))
-
-    with httpx.Client(base_url=running.url, timeout=60) as http:
-        body = {"input": ASK, "stream": True, "ignore_eos": True}
-        with http.stream("POST", "/v1/responses", json=body) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            *_, generation = running.server.generations.values()
-            asyncio.run_coroutine_threadsafe(lose(generation), running.loop).result()
-            rest = list(lines)
-    assert "event: response.failed" in rest
-    assert '"status":"failed"' in rest[-2]

@@ -1,6 +1,7 @@
 """Tools and thoughts over `/v1/responses`, with the official client; answers are prepared."""
 
 import json
+from itertools import groupby
 
 import openai
 import pytest
@@ -8,6 +9,9 @@ from pydantic import BaseModel
 
 from tests.support.clients import OPTIONS
 from tests.support.scripted_answers import hermes_call as call
+from vllm_metal_lite.chat_formats.events import ToolCall
+from vllm_metal_lite.server.openai_api.output_items import EventWriter, OutputItems
+from vllm_metal_lite.server.openai_api.response_tools import Callee
 
 RUN = {"type": "function", "name": "run", "strict": False, "parameters": {
     "type": "object", "properties": {"cmd": {"type": "string"}}}}  # fmt: skip
@@ -63,6 +67,58 @@ def test_streamed_and_whole_answers_are_the_same(client, script, size):
     assert final.usage.output_tokens == whole.usage.output_tokens == len(script.pieces())
 
 
+def part(kind, text):
+    """The events of an item that holds its text in a part."""
+    return ["output_item.added", f"{kind}.added", f"{text}.delta", f"{text}.done", f"{kind}.done",
+            "output_item.done"]  # fmt: skip
+
+
+def item(text):
+    return ["output_item.added", f"{text}.delta", f"{text}.done", "output_item.done"]
+
+
+MESSAGE, THOUGHTS = part("content_part", "output_text"), "<think>\nI look.\n</think>\n\nFine."
+
+
+@pytest.mark.parametrize(
+    ("answer", "summary", "expected", "prefixes"),
+    [
+        ("", None, [], []),
+        ("Fine.", None, MESSAGE, ["msg"]),
+        (THOUGHTS, None, [*part("content_part", "reasoning_text"), *MESSAGE], ["rs", "msg"]),
+        (THOUGHTS, "auto", [*part("reasoning_summary_part", "reasoning_summary_text"), *MESSAGE],
+         ["rs", "msg"]),
+        (call("run", cmd="ls"), None, item("function_call_arguments"), ["fc"]),
+        (call("apply_patch", input="***"), None, item("custom_tool_call_input"), ["ctc"]),
+    ],
+)  # fmt: skip
+def test_the_events_of_each_item(client, script, answer, summary, expected, prefixes):
+    script.says(answer, size=2)
+    created, begun, *events, completed = client.responses.create(
+        **ASK, reasoning={"summary": summary}, stream=True
+    )
+    ends = [event.type.removeprefix("response.") for event in (created, begun, completed)]
+    assert ends == ["created", "in_progress", "completed"]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert [kind for kind, _ in groupby(kinds)] == expected
+    added, done = (
+        [event.item for event in events if event.type == f"response.output_item.{kind}"]
+        for kind in ("added", "done")
+    )
+    assert done == completed.response.output
+    assert {i.status for i in added} <= {"in_progress"}
+    assert [i.id for i in added] == [i.id for i in done]
+    assert [i.id.split("_")[0] for i in done] == prefixes
+    indexes = [e.output_index for e in events if e.type == "response.output_item.added"]
+    assert indexes == list(range(len(done)))
+
+
+def test_a_call_keeps_the_models_id():
+    output = OutputItems(EventWriter(), "1", {"wait": Callee("function", "wait")}, False)
+    list(output.take(ToolCall("wait", "x:0"), []))
+    assert output.items[0]["call_id"] == "x:0"
+
+
 def test_parsed_arguments(client, script):
     class Place(BaseModel):
         city: str
@@ -108,13 +164,6 @@ def test_half_an_input_is_never_done(client, script, end):
     assert "response.output_item.done" not in kinds
     assert kinds[-1] == "response.incomplete"
     assert events[-1].response.output[0].input == "*** B"
-
-
-def test_signs_of_life_and_the_end(client, script):
-    script.says(ANSWER, size=1)
-    kinds = [event.type for event in client.responses.create(**ASK, stream=True)]
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-    assert kinds[-1] == "response.completed"
 
 
 def test_the_turns_of_an_agent(client, script):
