@@ -328,6 +328,8 @@ def test_a_client_that_goes_within_its_body_is_no_error(running, caplog):
         ("GET", CHAT, 405),
         ("OPTIONS", CHAT, 405),
         ("DELETE", "/v1/models", 405),
+        ("PUT", "/v1/completions", 405),
+        ("PATCH", "/tokenize", 405),
         ("GET", MESSAGES, 405),
         ("POST", "/v1/messages/nothing", 404),
         ("POST", CHAT, 400),
@@ -411,7 +413,15 @@ def test_requests_that_come_at_once_are_answered_in_turn(running):
 
 
 @pytest.mark.parametrize(
-    "junk", [b"\0\1\2\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"x" * 99_999, b"\r\n"]
+    "junk",
+    [
+        b"\0\1\2\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /" + b"x" * 99_999,
+        b"\r\n",
+        b"GARBAGE\r\n\r\n",
+        b"POST /v1/chat/completions\r\n\r\n",
+    ],
 )
 def test_what_is_not_http_harms_nobody(running, junk, capfd):
     answer = b""
