@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,8 +37,13 @@ def make_app(server: Server) -> ASGIApp:
     ]
     for room in model_list, live, status:
         routes += room.routes(server)
+    described = openapi.describe(routes)
+
+    async def openapi_json(request: Request) -> Response:
+        return JSONResponse(described)
+
     app = Starlette(
-        routes=[*routes, Route("/openapi.json", openapi.endpoint(routes)), *page.ROUTES],
+        routes=[*routes, Route("/openapi.json", openapi_json), *page.ROUTES],
         middleware=guards(server.config),
         exception_handlers={HTTPException: _http_error, ApiError: _error, Exception: _error},
     )

@@ -1,10 +1,8 @@
 """`/openapi.json`: the endpoints, described by the types and rules that check their requests."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite import __version__
@@ -23,16 +21,6 @@ _RENAMED = {
 }
 _SIZES = {"array": "maxItems", "object": "maxProperties"}
 _ERROR = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
-
-
-def endpoint(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Response]]:
-    """Answers with the description of `routes`."""
-    described = describe(routes)
-
-    async def openapi(request: Request) -> Response:
-        return JSONResponse(described)
-
-    return openapi
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
@@ -62,18 +50,13 @@ def _operation(route: Route, parts: dict[str, Any]) -> dict[str, Any]:
             "default": {"description": "an error that names the field", "content": error},
         }
     }
-    if names := list(route.param_convertors):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    for name in route.param_convertors:
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation.setdefault("parameters", []).append(parameter)
     body_type: type[Body] | None = getattr(route.endpoint, "body_type", None)
     if body_type is not None:
-        schema = _body(body_type, parts)
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schema}},
-        }
+        content = {"application/json": {"schema": _body(body_type, parts)}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
