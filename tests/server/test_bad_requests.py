@@ -53,6 +53,7 @@ BAD = {
             "messages.0.content.0", "text only, got a part of type 'image_url'",
         ),
         ({"messages": "hi"}, "messages", "got 'hi'"),
+        ({"messages": [user("word " * 5000)]}, "messages", "maximum context length is 4096"),
         ({"model": "other"}, "model", "`other` does not exist"),
         ({"tools": 5}, "tools", "valid array"),
         ({"tools": [5]}, "tools.0.type", "must be 'function', got None"),

@@ -1,12 +1,10 @@
 """`/v1/completions`, as the official client sees it, beside the embedded engine."""
 
-import asyncio
-
 import httpx
 import openai
 import pytest
 
-from tests.support.cli_kit import SAFETY
+from tests.support.serve_command import eventually
 from tests.support.server_kit import serving
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.server.openai_api.completions import split_prompts
@@ -196,13 +194,7 @@ def test_a_stream_of_several_prompts_that_is_closed_holds_nothing(lenient, runni
     stream = complete(lenient, [PROMPT, "x = ", "y"], stream=True, **options)
     next(iter(stream))
     stream.close()
-
-    async def settled():
-        async with asyncio.timeout(SAFETY):
-            while running.server.generations:
-                await asyncio.sleep(0.01)
-
-    asyncio.run_coroutine_threadsafe(settled(), running.loop).result(SAFETY)
+    eventually(lambda: not running.server.generations)
 
 
 def test_one_error_among_several_prompts_ends_the_stream(running):

@@ -9,16 +9,10 @@ from vllm_metal_lite import __version__
 from vllm_metal_lite.rules import schema_of
 from vllm_metal_lite.sampling_params import SAMPLING_RULES
 from vllm_metal_lite.server import limits
-from vllm_metal_lite.server.params import SamplingFields
+from vllm_metal_lite.server.params import RENAMED, SamplingFields
 from vllm_metal_lite.server.server import Body
 
 _PARTS = "#/components/schemas/"
-# Fields of SamplingParams that an API calls otherwise.
-_RENAMED = {
-    "max_completion_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "stop_sequences": "stop",
-}
 _SIZES = {"array": "maxItems", "object": "maxProperties"}
 _ERROR = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
 
@@ -66,7 +60,7 @@ def _body(body_type: type[Body], parts: dict[str, Any]) -> dict[str, Any]:
     parts |= schema.pop("$defs", {})
     if issubclass(body_type, SamplingFields):
         for name, field in schema["properties"].items():
-            rule = SAMPLING_RULES.get(_RENAMED.get(name, name))
+            rule = SAMPLING_RULES.get(RENAMED.get(name, name))
             if rule is not None and name != "thinking" and not field.keys() - {"title", "default"}:
                 field |= schema_of(rule)
     for name, field in schema["properties"].items():

@@ -15,6 +15,12 @@ from vllm_metal_lite.server.limits import MAX_N
 from vllm_metal_lite.server.server import Body, Serving
 from vllm_metal_lite.server.structured import with_form
 
+# Fields of SamplingParams that an API calls otherwise.
+RENAMED = {
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
 _GUIDED = ("json", "regex", "choice", "grammar")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
@@ -40,6 +46,7 @@ class SamplingFields(Body):
     `sampling_params` checks the values, so that all APIs say the same of bad ones.
     """
 
+    stream: bool | None = None
     temperature: Any = None
     top_k: Any = None
     top_p: Any = None
@@ -73,6 +80,7 @@ class SamplingFields(Body):
         """
         names = SAMPLING_RULES.keys() & type(self).model_fields.keys() - {"thinking"}
         fields = {name: getattr(self, name) for name in SAMPLING_RULES if name in names}
+        fields |= {own: getattr(self, name) for own, name in self.names().items()}
         guided = {kind: getattr(self, f"guided_{kind}") for kind in _GUIDED}
         guided = {kind: form for kind, form in guided.items() if form is not None}
         if guided and self.structured_outputs is not None:
@@ -80,8 +88,11 @@ class SamplingFields(Body):
         return fields | ({"structured_outputs": guided} if guided else {})
 
     def names(self) -> dict[str, str]:
-        """By the name in SamplingParams, what the API calls a field otherwise, for errors."""
-        return {}
+        """By the name in SamplingParams, what the API calls a field of this body otherwise."""
+        fields = type(self).model_fields
+        names = {own: name for name, own in RENAMED.items() if name in fields}
+        names = {own: name for own, name in names.items() if getattr(self, name) is not None}
+        return names | ({"logprobs": "top_logprobs"} if "top_logprobs" in fields else {})
 
     def form(self) -> tuple[Any, str]:
         """The form of the answer in the API's own words, and the field that has it."""

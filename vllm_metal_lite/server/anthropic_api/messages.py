@@ -43,22 +43,12 @@ class MessagesRequest(ConversationFields, SamplingFields):
 
     max_tokens: Any
     stop_sequences: Any = None
-    stream: bool | None = None
     metadata: Any = None
     service_tier: Any = None
 
     def check(self) -> None:
         if self.max_tokens is None:
             raise bad("max_tokens", ": Field required, got None")
-
-    def sampling(self) -> dict[str, Any]:
-        fields = {**super().sampling(), "max_tokens": self.max_tokens}
-        if self.stop_sequences is not None:
-            fields["stop"] = self.stop_sequences
-        return fields
-
-    def names(self) -> dict[str, str]:
-        return {"stop": "stop_sequences"} if self.stop_sequences is not None else {}
 
     def form(self) -> tuple[Any, str]:
         if self.output_format is not None:  # the older name

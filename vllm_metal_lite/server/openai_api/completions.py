@@ -14,6 +14,7 @@ from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
+from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
 from vllm_metal_lite.server.openai_api.logprobs import (
     TextOffsets,
     TokenNames,
@@ -21,8 +22,8 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     legacy_logprobs,
     prompt_logprobs,
 )
-from vllm_metal_lite.server.openai_api.reply import Reply, StreamOptions, check_stream, ending
-from vllm_metal_lite.server.params import SamplingFields, Unsupported, sampling_params
+from vllm_metal_lite.server.openai_api.reply import Reply, ending
+from vllm_metal_lite.server.params import Unsupported, sampling_params
 from vllm_metal_lite.server.prompts import encode_prompt
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -31,30 +32,17 @@ from vllm_metal_lite.server.worker.generation import Answer, Delta, Generation
 Prompt = str | list[int]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(CompletionFields):
     prompt: Any
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Any = None
     best_of: int | None = None
-    max_tokens: Any = None
     logprobs: int | None = None
-    prompt_logprobs: Any = None
-    echo: bool | None = None
     add_special_tokens: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     suffix: Unsupported = None
     prompt_embeds: Unsupported = None
-    response_format: dict[str, Any] | None = None
-    truncate_prompt_tokens: Unsupported = None
-    use_beam_search: Unsupported = None
 
     def check(self) -> None:
-        check_stream(self.stream, self.stream_options, self.prompt_logprobs)
+        super().check()
         split_prompts(self.prompt)
-
-    def form(self) -> tuple[Any, str]:
-        return self.response_format, "response_format"
 
     @property
     def only_echoes(self) -> bool:

@@ -40,7 +40,6 @@ class ResponsesRequest(SamplingFields):
 
     input: Any
     instructions: str | None = None
-    stream: bool | None = None
     max_output_tokens: Any = None
     top_logprobs: int | None = None
     include: list[str] | None = None
@@ -69,17 +68,12 @@ class ResponsesRequest(SamplingFields):
             why = "because no response is stored: send the whole conversation"
             raise bad("previous_response_id", f" is not supported, {why}")
 
-    def names(self) -> dict[str, str]:
-        return {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-
     def form(self) -> tuple[Any, str]:
         return (self.text or {}).get("format"), "text.format"
 
     def sampling(self) -> dict[str, Any]:
-        fields = super().sampling()
-        if self.top_logprobs or _LOGPROBS in (self.include or ()):
-            fields["logprobs"] = self.top_logprobs or 0
-        return {**fields, "max_tokens": self.max_output_tokens}
+        scored = self.top_logprobs or _LOGPROBS in (self.include or ())
+        return {**super().sampling(), "logprobs": (self.top_logprobs or 0) if scored else None}
 
     def echo(self, model: str, params: SamplingParams, tools: ResponseTools) -> dict[str, Any]:
         """Fields of the response that repeat the request, with the values that are in effect."""
