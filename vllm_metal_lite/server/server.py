@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_respo
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, ORIGIN, Origin, offload
 from vllm_metal_lite.server.prometheus import Metrics
-from vllm_metal_lite.server.recent import Parted
+from vllm_metal_lite.server.prompts import RenderedPrompt
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
@@ -69,25 +69,24 @@ class Server:
         self,
         engine: EngineClient,
         prefix: str,
-        prompt_token_ids: list[int],
+        prompt: RenderedPrompt,
         params: SamplingParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        checkpoints: Sequence[int] = (),
-        parted: Parted | None = None,
     ) -> AsyncIterator[Generation]:
         """A request that `engine` has accepted; leaving the block ends it.
 
         prefix: of the request's id.  cache_salt: prompts of one salt say nothing of others, so they
-        are neither remembered nor compared.  parted: see RenderedPrompt.
+        are neither remembered nor compared.
 
         Raises ApiError, MetalLiteError or EngineLost.
         """
         self.check_open()
+        token_ids = prompt.token_ids
         limit = engine.facts.max_model_len
-        if len(prompt_token_ids) >= limit:
-            raise ContextOverflow(len(prompt_token_ids), limit)
+        if len(token_ids) >= limit:
+            raise ContextOverflow(len(token_ids), limit)
         running = sum(g.params.n for g in engine.generations.values())
         if running >= engine.facts.max_num_seqs + self.config.max_waiting:
             most = f"max_waiting ({self.config.max_waiting})"
@@ -97,20 +96,20 @@ class Server:
                 code="server_busy",
                 headers={"Retry-After": "1"},
             )
-        limits.check_logprobs(len(prompt_token_ids), limit, params)
+        limits.check_logprobs(len(token_ids), limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
         self.num_accepted += 1
         try:
             with self.metrics.counting(engine) as count:
                 async with engine.generate(
-                    request_id, prompt_token_ids, params,
-                    priority=priority, checkpoints=checkpoints, cache_salt=cache_salt,
+                    request_id, token_ids, params,
+                    priority=priority, checkpoints=prompt.checkpoints, cache_salt=cache_salt,
                     on_update=count.update,
                 ) as generation:  # fmt: skip
                     count.generation = generation
                     if cache_salt is None:
-                        generation.parted = parted
-                        engine.recent.add(prompt_token_ids)
+                        generation.parted = prompt.parted
+                        engine.recent.add(token_ids)
                     self.generations[request_id] = generation
                     yield generation
         finally:
@@ -118,7 +117,7 @@ class Server:
             if (ended := self.generations.get(request_id)) is not None:
                 if cache_salt is None:
                     # The last token has no K and V.
-                    engine.recent.add([*prompt_token_ids, *ended.answers[0].token_ids[:-1]])
+                    engine.recent.add([*token_ids, *ended.answers[0].token_ids[:-1]])
                 self.on_end(ended)
                 del self.generations[request_id]
 
@@ -207,10 +206,10 @@ class Serving:
     resources: AsyncExitStack
 
     async def generate(
-        self, prefix: str, prompt_token_ids: list[int], params: SamplingParams, **options: Any
+        self, prefix: str, prompt: RenderedPrompt, params: SamplingParams, **options: Any
     ) -> Generation:
         """As `Server.generate`, until the response ends."""
-        generating = self.server.generate(self.engine, prefix, prompt_token_ids, params, **options)
+        generating = self.server.generate(self.engine, prefix, prompt, params, **options)
         return await self.resources.enter_async_context(generating)
 
     def stream(

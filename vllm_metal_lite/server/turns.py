@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.answer_events import AnswerDelta, answer_events
-from vllm_metal_lite.server.answer_form import answer_form
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields, sampling_params
 from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
 from vllm_metal_lite.server.server import Serving
-from vllm_metal_lite.server.structured import check_calls
+from vllm_metal_lite.server.structured import answer_form, check_calls
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation
 from vllm_metal_lite.structured_params import ThinkingParams
@@ -34,10 +33,7 @@ async def answer(
     """The next answer of a conversation, and what comes of it.  prefix: of the request's id."""
     params = await sampling_params(serving, body)
     turn = await prepare(serving.engine, conversation, params)
-    generation = await serving.generate(
-        prefix, turn.prompt.token_ids, turn.params, **body.scheduling(),
-        checkpoints=turn.prompt.checkpoints, parted=turn.prompt.parted,
-    )  # fmt: skip
+    generation = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
     return generation, answer_events(generation, turn.make_parser, conversation.choice.parallel)
 
 

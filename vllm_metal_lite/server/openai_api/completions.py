@@ -24,7 +24,7 @@ from vllm_metal_lite.server.openai_api.logprobs import (
 )
 from vllm_metal_lite.server.openai_api.reply import Reply, ending
 from vllm_metal_lite.server.params import Unsupported, sampling_params
-from vllm_metal_lite.server.prompts import encode_prompt
+from vllm_metal_lite.server.prompts import RenderedPrompt, encode_prompt
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Answer, Delta, Generation
@@ -76,7 +76,8 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     try:
         token_ids = await offload(_token_ids, prompts, engine, special)
         generations = await _all(
-            serving.generate("cmpl-", ids, params, **body.scheduling()) for ids in token_ids
+            serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
+            for ids in token_ids
         )
     except ContextOverflow as e:
         e.param = "prompt"
