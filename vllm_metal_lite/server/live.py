@@ -38,7 +38,6 @@ class Live:
         self._watching: asyncio.Task[None] | None = None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """What a new viewer sees."""
         viewer = asyncio.Queue[bytes](_MAX_UNREAD)
         for event in [*self._latest.values(), self._states]:
             if event:

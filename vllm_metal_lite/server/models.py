@@ -94,7 +94,6 @@ class Model:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request waits for the model."""
         return any(not waiter.done() for waiter in self.waiters)
 
     @property

@@ -99,7 +99,6 @@ class Metrics:
         self._seen: WeakKeyDictionary[EngineClient, dict[str, int]] = WeakKeyDictionary()
 
     def _children(self, model_name: str) -> dict[str, Any]:
-        """The metrics of a model, by name."""
         children = {name: family.labels(model_name) for name, family in self._families.items()}
         for reason in _REASONS:
             children[reason] = self._success.labels(model_name, reason)

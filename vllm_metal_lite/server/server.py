@@ -51,8 +51,6 @@ _BESIDE_TEXT = 4 << 20  # bytes of a body beside the prompt's text
 
 
 class Server:
-    """The state of a running server."""
-
     def __init__(self, config: ServerConfig, models: Models) -> None:
         self.config, self.models = config, models
         self.draining = False  # no further requests are taken
@@ -235,14 +233,13 @@ def endpoint(
         raw = await request.body()
         server.check_size(len(raw))
         ORIGIN.set(Origin(client_of(request), len(raw)))
-        read = offload(_read, body_type, raw) if len(raw) >= LARGE else None
-        body = _read(body_type, raw) if read is None else await until_gone(request, read)
-        del raw
-        server.note_unknown(request.url.path, body)
-        body.check()
-        return await until_gone(request, respond(body))
+        return await until_gone(request, respond(request.url.path, raw))
 
-    async def respond(body: B) -> Response:
+    async def respond(path: str, raw: bytes) -> Response:
+        large = len(raw) >= LARGE
+        body = await offload(_read, body_type, raw) if large else _read(body_type, raw)
+        server.note_unknown(path, body)
+        body.check()
         async with AsyncExitStack() as resources:
             model, engine = await resources.enter_async_context(server.models.use(body.model))
             return await handler(Serving(server, model.name, engine, resources), body)

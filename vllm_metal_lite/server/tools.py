@@ -25,7 +25,6 @@ def function_tool(definition: Any, where: str, schema: str = "parameters") -> To
 
 
 def add_tool(tools: dict[str, Tool], tool: Tool, where: str) -> None:
-    """Add a tool to those of other names."""
     if tool.name in tools:
         raise bad(where, f": another tool is called {show(tool.name)} too")
     tools[tool.name] = tool
