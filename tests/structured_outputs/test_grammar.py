@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import validate
+from llguidance import LLTokenizer
 
 from tests.support.guided import allowed, walk
 from tests.support.json_schemas import schemas
@@ -18,7 +19,7 @@ from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.structured_outputs.build import build
-from vllm_metal_lite.structured_outputs.compiler import check
+from vllm_metal_lite.structured_outputs.compiler import Compiler, check
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 
@@ -322,3 +323,11 @@ def test_forms_pass_through_a_pipe():
 
 def test_ids_of_tokens_are_not_checked_without_a_model():
     check(StructuredOutputsParams(grammar='start: <[151657]> "a" <[200000-200005]>'))
+
+
+def test_few_grammars_are_kept_compiled():
+    """A short regex may hold much memory."""
+    compiler = Compiler(LLTokenizer("byte"))
+    for length in range(20):
+        compiler.compile(StructuredOutputsParams(regex=f"a{{{100 + length}}}"))
+    assert len(compiler._compiled) == 8
