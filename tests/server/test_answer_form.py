@@ -8,8 +8,8 @@ import pytest
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
-from vllm_metal_lite.server.answer_form import answer_form
 from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.structured import answer_form
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 llguidance = pytest.importorskip("llguidance")

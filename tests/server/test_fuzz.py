@@ -275,17 +275,6 @@ def test_the_type_of_the_content_does_not_matter(running, path):
         reply.read()
 
 
-@pytest.mark.parametrize("path", ENDPOINTS)
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
-def test_other_methods(running, path, method):
-    client = connect(running)
-    client.request(method, path, b"{}")
-    reply = client.getresponse()
-    text = reply.read()
-    assert reply.status == 405
-    assert is_error(path, text)
-
-
 def test_slow_bodies_hold_nobody_up(running, monkeypatch):
     """Each endpoint gets 8 bodies that never end: they are refused, others are served."""
     monkeypatch.setattr(security, "_BODY_SECONDS", 1.0)
@@ -319,12 +308,3 @@ def test_a_body_in_small_pieces(running):
         for byte in f"{head}\r\n\r\n{body}".encode():
             client.send(bytes([byte]))
         assert raw_http.parsed(raw_http.read_all(client)).status == 200
-
-
-@pytest.mark.parametrize(
-    "line", ["GARBAGE", "POST /v1/chat/completions", "GET " + "/x" * 40_000 + " HTTP/1.1"]
-)
-def test_what_is_no_http(running, line):
-    data = raw_http.raw(running.url, f"{line}\r\n\r\n".encode())
-    assert not data or 400 <= raw_http.parsed(data).status < 500
-    assert_healthy(running)

@@ -12,6 +12,7 @@ from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import serving
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.prometheus import Metrics
+from vllm_metal_lite.server.prompts import RenderedPrompt
 from vllm_metal_lite.server.worker.generation import EngineLost, Generation
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Update
 
@@ -74,7 +75,7 @@ def generate(running, prompt, params, take=None):
         server = running.server
         async with (
             server.models.use(None) as (_, engine),
-            server.generate(engine, "test-", prompt, params) as generation,
+            server.generate(engine, "test-", RenderedPrompt(prompt), params) as generation,
         ):
             if take is None:
                 await generation.complete()
@@ -166,7 +167,7 @@ def test_gauges_while_requests_run(running, client):
         params = SamplingParams(max_tokens=3000, ignore_eos=True)
         async with server.models.use(None) as (_, engine):
             engine.metrics = {}
-            async with server.generate(engine, "test-", [1, 2, 3], params):
+            async with server.generate(engine, "test-", RenderedPrompt([1, 2, 3]), params):
                 while not engine.metrics.get("requests_running"):
                     await asyncio.sleep(0.01)
                 return server.metrics.text("")[0].decode()
@@ -178,7 +179,7 @@ def test_gauges_while_requests_run(running, client):
 
 class _Models:
     def __init__(self):
-        self.specs, self.loaded = {"a": None}, {}
+        self.models, self.loaded = {"a": None}, {}
 
 
 class _Engine:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from tests.support.server_kit import serving
+from tests.support.server_kit import in_loop, serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.errors import ConfigError, ModelLoadError
@@ -104,15 +104,6 @@ class World:
             return engine
         finally:
             self.num_loading -= 1
-
-
-def in_loop(test):
-    def run():
-        asyncio.run(asyncio.wait_for(test(), 20))
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
 
 
 @asynccontextmanager
@@ -363,56 +354,53 @@ async def test_a_budget_beyond_the_device_is_refused():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
+@in_loop
+async def test_at_random_nobody_waits_for_ever_and_memory_suffices(seed):
     """Requests of all models, some of which leave early, engines that end, loads that fail."""
+    rng = random.Random(seed)
+    names = "abcdef"
+    world = World(memory=16)
+    world.weights = {name: rng.choice([0, 1, 3, 6, 8]) for name in names}
+    models = world.models(*names, pinned="a" if seed % 2 else "")
+    served, refused = [], []
 
-    async def main() -> None:
-        rng = random.Random(seed)
-        names = "abcdef"
-        world = World(memory=16)
-        world.weights = {name: rng.choice([0, 1, 3, 6, 8]) for name in names}
-        models = world.models(*names, pinned="a" if seed % 2 else "")
-        served, refused = [], []
+    async def request() -> None:
+        name = rng.choice(names)
+        try:
+            async with models.use(name) as (spec, engine):
+                assert spec.name == name
+                assert engine.source == name
+                for _ in range(rng.randrange(6)):
+                    await asyncio.sleep(0)
+                    assert not engine.ended.is_set() or engine.why_ended == "crash"
+                served.append(name)
+                if rng.random() < 0.05:
+                    engine.end("crash")
+        except ApiError as e:
+            refused.append(e.status)
+            world.now += 6
 
-        async def request() -> None:
+    tasks = []
+    for _ in range(300):
+        tasks.append(asyncio.ensure_future(request()))
+        if rng.random() < 0.2:
+            rng.choice(tasks).cancel()
+        if rng.random() < 0.05:
             name = rng.choice(names)
-            try:
-                async with models.use(name) as (spec, engine):
-                    assert spec.name == name
-                    assert engine.source == name
-                    for _ in range(rng.randrange(6)):
-                        await asyncio.sleep(0)
-                        assert not engine.ended.is_set() or engine.why_ended == "crash"
-                    served.append(name)
-                    if rng.random() < 0.05:
-                        engine.end("crash")
-            except ApiError as e:
-                refused.append(e.status)
-                world.now += 6
-
-        tasks = []
-        for _ in range(300):
-            tasks.append(asyncio.ensure_future(request()))
-            if rng.random() < 0.2:
-                rng.choice(tasks).cancel()
-            if rng.random() < 0.05:
-                name = rng.choice(names)
-                world.failing = {} if world.failing else {name: "bad luck"}
-            for _ in range(rng.randrange(4)):
-                await asyncio.sleep(0)
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert not [t for t in tasks if not t.cancelled() and t.exception()]
-        await settle()
-        assert served
-        assert set(refused) <= {503}
-        for model in models.models.values():
-            assert not model.waiters
-            assert not model.is_loading
-            assert model.engine is None or (model.engine.users, model.engine.going) == (0, False)
-        await models.stop()
-        assert world.alive == []
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+            world.failing = {} if world.failing else {name: "bad luck"}
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not [t for t in tasks if not t.cancelled() and t.exception()]
+    await settle()
+    assert served
+    assert set(refused) <= {503}
+    for model in models.models.values():
+        assert not model.waiters
+        assert not model.is_loading
+        assert model.engine is None or (model.engine.users, model.engine.going) == (0, False)
+    await models.stop()
+    assert world.alive == []
 
 
 def test_two_models_over_http():
@@ -475,14 +463,11 @@ def test_a_broken_model_leaves_the_loaded_one_in_its_room(tmp_path, caplog):
     assert "makes room" not in caplog.text
 
 
-def test_a_chat_format_that_the_user_chooses():
-    chosen = ModelSpec("demo", "demo", chat_format=FORMATS["kimi_k2"])
-    with serving([chosen]) as running:
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [("kimi_k2", ("kimi_k2", True)), (None, ("plain", False))]
+)
+def test_a_chat_format_that_the_user_chooses_or_not(chosen, expected):
+    spec = ModelSpec("demo", "demo", chat_format=FORMATS[chosen] if chosen else None)
+    with serving([spec]) as running:
         [status] = httpx.get(f"{running.url}/status", timeout=60).json()["models"]
-    assert (status["chat_format"], status["tool_calls"]) == ("kimi_k2", True)
-
-
-def test_a_chat_format_that_is_not_known_has_no_calls():
-    with serving([ModelSpec("demo", "demo")]) as running:
-        [status] = httpx.get(f"{running.url}/status", timeout=60).json()["models"]
-    assert (status["chat_format"], status["tool_calls"]) == ("plain", False)
+    assert (status["chat_format"], status["tool_calls"]) == expected

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.support.cli_kit import SAFETY
+from tests.support.server_kit import in_loop
 from vllm_metal_lite.server.offload import (
     LARGE,
     ORIGIN,
@@ -19,16 +20,15 @@ from vllm_metal_lite.server.offload import (
 )
 
 
-def test_results_and_errors_come_back():
-    async def test() -> None:
-        assert await offload(divmod, 7, 3) == (2, 1)
-        with pytest.raises(ZeroDivisionError):
-            await offload(divmod, 7, 0)
-
-    asyncio.run(test())
+@in_loop
+async def test_results_and_errors_come_back():
+    assert await offload(divmod, 7, 3) == (2, 1)
+    with pytest.raises(ZeroDivisionError):
+        await offload(divmod, 7, 0)
 
 
-def test_clients_take_turns():
+@in_loop
+async def test_clients_take_turns():
     """One thread is busy; a client's pile waits, then another client comes with one piece."""
     threads, held, done = Threads(1), threading.Event(), []
 
@@ -36,39 +36,35 @@ def test_clients_take_turns():
         ORIGIN.set(Origin(client))
         await offload(done.append, name, threads=threads)
 
-    async def test() -> None:
-        first = asyncio.ensure_future(offload(held.wait, threads=threads))
-        pile = [asyncio.ensure_future(submit("pile", f"pile {i}")) for i in range(5)]
-        await asyncio.sleep(0)
-        other = asyncio.ensure_future(submit("other", "other"))
-        await asyncio.sleep(0)
-        held.set()
-        await asyncio.gather(first, *pile, other)
-
-    asyncio.run(test())
+    first = asyncio.ensure_future(offload(held.wait, threads=threads))
+    pile = [asyncio.ensure_future(submit("pile", f"pile {i}")) for i in range(5)]
+    await asyncio.sleep(0)
+    other = asyncio.ensure_future(submit("other", "other"))
+    await asyncio.sleep(0)
+    held.set()
+    await asyncio.gather(first, *pile, other)
     assert done.index("other") == 1
     assert done[0] == "pile 0"
     assert len(done) == 6
 
 
-def test_small_work_does_not_wait_for_large_work():
+@in_loop
+async def test_small_work_does_not_wait_for_large_work():
     held = threading.Event()
 
     async def large() -> None:
         ORIGIN.set(Origin(size=LARGE))
         await offload(held.wait)
 
-    async def test() -> None:
-        waits = [asyncio.ensure_future(large()) for _ in range(10)]
-        await asyncio.sleep(0)
-        assert await offload(int, "3") == 3
-        held.set()
-        await asyncio.gather(*waits)
-
-    asyncio.run(test())
+    waits = [asyncio.ensure_future(large()) for _ in range(10)]
+    await asyncio.sleep(0)
+    assert await offload(int, "3") == 3
+    held.set()
+    await asyncio.gather(*waits)
 
 
-def test_work_ends_when_its_caller_leaves():
+@in_loop
+async def test_work_ends_when_its_caller_leaves():
     threads, began, ended = Threads(1), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -80,17 +76,14 @@ def test_work_ends_when_its_caller_leaves():
             ended.set()
             raise
 
-    async def test() -> None:
-        running = asyncio.ensure_future(offload(work, threads=threads))
-        waiting = asyncio.ensure_future(offload(pytest.fail, "not begun", threads=threads))
-        while not began.is_set():
-            await asyncio.sleep(0)
-        waiting.cancel()
-        running.cancel()
-        assert await offload(int, "3", threads=threads) == 3
-        assert ended.is_set()
-
-    asyncio.run(test())
+    running = asyncio.ensure_future(offload(work, threads=threads))
+    waiting = asyncio.ensure_future(offload(pytest.fail, "not begun", threads=threads))
+    while not began.is_set():
+        await asyncio.sleep(0)
+    waiting.cancel()
+    running.cancel()
+    assert await offload(int, "3", threads=threads) == 3
+    assert ended.is_set()
 
 
 NEVER_ENDS = """

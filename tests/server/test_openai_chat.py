@@ -1,13 +1,11 @@
 """`/v1/chat/completions`, as the official client sees it, beside the embedded engine."""
 
-import asyncio
 import json
 
 import httpx
 import openai
 import pytest
 
-from tests.support.cli_kit import SAFETY
 from tests.support.clients import OPTIONS
 from tests.support.server_kit import serving
 from vllm_metal_lite import LLM, SamplingParams
@@ -61,19 +59,6 @@ def test_streamed_or_not_the_text_is_that_of_the_embedded_engine(client, llm):
     assert not any(delta.delta.role for delta in deltas[1:])
     assert "".join(delta.delta.content for delta in deltas) == expected.text
     assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + [choice.finish_reason]
-
-
-def test_the_asynchronous_client(running):
-    async def ask():
-        url = f"{running.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, **OPTIONS) as client:
-            stream = await chat(client, max_tokens=8, temperature=0, stream=True)
-            streamed = "".join([chunk.choices[0].delta.content async for chunk in stream])
-            whole = await chat(client, max_tokens=8, temperature=0)
-            return streamed, whole.choices[0].message.content
-
-    streamed, whole = asyncio.run(ask())
-    assert streamed == whole != ""
 
 
 def test_without_max_tokens_an_answer_ends_by_itself_or_with_the_context(client, llm):
@@ -247,55 +232,6 @@ def test_null_is_not_given(running):
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "param", "words"),
-    [
-        ({"temperature": -1}, "temperature", "must be a number >= 0, got -1"),
-        ({"temperature": "1"}, "temperature", "got '1'"),
-        ({"temperature": True}, "temperature", "got True"),
-        ({"n": 0}, "n", "must be an integer from 1 to 128, got 0"),
-        ({"n": 1.5}, "n", "got 1.5"),
-        ({"top_p": 2}, "top_p", "at most 1, got 2"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be"),
-        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens", "at most max_tokens (2), got 3"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20, got 21"),
-        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-        ({"logprobs": 3}, "logprobs", "got 3"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "got {'x': 1}"),
-        ({"logit_bias": {"5000": 1}}, "logit_bias", "vocabulary's size, 2048, got 5000"),
-        ({"stop": ""}, "stop", "non-empty string"),
-        ({"seed": 2**64}, "seed", "64 bits"),
-        ({"priority": "high"}, "priority", "got 'high'"),
-        ({"stream": "yes"}, "stream", "got 'yes'"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
-        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not supported with stream"),
-        ({"tools": [{"type": "function"}]}, "tools.0.function", "must be an object, got None"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "got 'xml'"),
-        ({"guided_json": {}, "guided_regex": "a"}, "structured_outputs", "json and regex"),
-        ({"chat_template_kwargs": {"tokenize": 0}}, "chat_template_kwargs", "tokenize is none"),
-        ({"messages": []}, None, "messages is empty"),
-        ({"messages": [{"content": "x"}]}, "messages.0.role", "got None"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "got 5"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.0", "text only, got a part of type 'image_url'",
-        ),
-        ({"messages": "hi"}, "messages", "got 'hi'"),
-        ({"model": "other"}, "model", "`other` does not exist"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_field_the_value_and_the_limit(running, changes, param, words):
-    answer = httpx.post(
-        f"{running.url}/v1/chat/completions", json={"messages": ASK, **changes}, timeout=60
-    )
-    assert answer.status_code == (404 if "model" in changes else 400), answer.text
-    error = answer.json()["error"]
-    assert words in error["message"]
-    assert error["param"] == param
-
-
 def test_an_integer_may_be_written_as_a_float(running):
     """As JSON Schema says."""
     with httpx.Client(base_url=running.url, timeout=60) as http:
@@ -319,20 +255,6 @@ def test_an_integer_may_be_written_as_a_float(running):
         assert tokens("/detokenize", {"tokens": [72.0]}) == tokens("/detokenize", {"tokens": [72]})
         body = {"messages": ASK, "max_tokens": 2.5}
         assert http.post("/v1/chat/completions", json=body).status_code == 400
-
-
-def test_the_client_raises_what_the_field_calls_it(client):
-    with pytest.raises(openai.BadRequestError) as refused:
-        chat(client, temperature=-2)
-    assert refused.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="nobody", messages=ASK)
-
-
-def test_a_prompt_beyond_the_context_is_refused_in_the_known_words(client):
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 4096") as refused:
-        chat(client, [{"role": "user", "content": "word " * 5000}])
-    assert refused.value.code == "context_length_exceeded"
 
 
 def test_harmless_values_of_unsupported_fields(client):
@@ -364,17 +286,3 @@ def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(client, running)
     )
     assert whole.status_code == 400
     assert whole.json()["error"]["message"] == message
-
-
-def test_nothing_is_held_at_the_end(client, running):
-    stream = chat(client, stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    stream.close()
-    chat(client, max_tokens=1)
-
-    async def settled():
-        async with asyncio.timeout(SAFETY):
-            while running.server.generations:
-                await asyncio.sleep(0.01)
-
-    asyncio.run_coroutine_threadsafe(settled(), running.loop).result(SAFETY)

@@ -54,13 +54,13 @@ def test_an_image_in_a_result_is_named():
 def test_a_begun_answer_goes_on(name):
     said = {"role": "assistant", "content": "The"}
     fields = ConversationFields()
-    named, _ = fields.conversation([USER, {**said, name: True}])
-    plain, _ = ConversationFields(continue_final_message=True).conversation([USER, said])
+    named = fields.conversation([USER, {**said, name: True}])
+    plain = ConversationFields(continue_final_message=True).conversation([USER, said])
     assert named.template == plain.template == {"continue_final_message": True}
     assert not named.add_generation_prompt
     assert not plain.add_generation_prompt
     for messages in [USER, {**said, name: False}], [{**USER, name: True}], [{**said, name: "x"}]:
-        assert fields.conversation(messages)[0].add_generation_prompt
+        assert fields.conversation(messages).add_generation_prompt
 
 
 def test_the_older_form_of_a_call():
@@ -89,14 +89,14 @@ def test_variables_of_the_template():
     fields = ConversationFields(
         chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low", documents=[{}]
     )
-    conversation, _ = fields.conversation([USER])
+    conversation = fields.conversation([USER])
     assert conversation.template == {"enable_thinking": False, "documents": [{}]}
     assert conversation.effort == "low"
     assert conversation.add_generation_prompt
 
 
 def test_a_final_message_goes_on_without_a_generation_prompt():
-    conversation, _ = ConversationFields(continue_final_message=True).conversation([USER])
+    conversation = ConversationFields(continue_final_message=True).conversation([USER])
     assert conversation.template == {"continue_final_message": True}
     assert not conversation.add_generation_prompt
     both = ConversationFields(continue_final_message=True, add_generation_prompt=True)

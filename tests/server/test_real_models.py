@@ -80,8 +80,11 @@ def turn_of(
     budget: int | None = None,
     **thoughts: Any,
 ) -> Turn:
-    conversation = Conversation([{"role": "user", "content": "Read it."}], tools=tools, **thoughts)
-    return asyncio.run(prepare(engine, conversation, choice, SamplingParams(), budget))
+    conversation = Conversation(
+        [{"role": "user", "content": "Read it."}], tools=tools, choice=choice,
+        thinking_budget=budget, **thoughts,
+    )  # fmt: skip
+    return asyncio.run(prepare(engine, conversation, SamplingParams()))
 
 
 def said_by(engine: EngineClient, turn: Turn, token_ids: list[int]) -> Said:
@@ -203,7 +206,7 @@ def test_closed_thoughts_in_the_prompt_leave_the_answer_none(tmp_path):
     params = SamplingParams(structured_outputs={"json_object": True})
     for enabled in (False, True):
         conversation = Conversation([{"role": "user", "content": "Go."}], enable_thinking=enabled)
-        turn = asyncio.run(prepare(engine, conversation, AUTO, params))
+        turn = asyncio.run(prepare(engine, conversation, params))
         assert (turn.params.thinking is not None) == enabled
 
 

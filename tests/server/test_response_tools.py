@@ -6,7 +6,7 @@ import pytest
 
 from vllm_metal_lite.server.errors import ApiError
 from vllm_metal_lite.server.openai_api import response_tools as module
-from vllm_metal_lite.server.openai_api.response_tools import Callee, response_tools
+from vllm_metal_lite.server.openai_api.response_tools import Callee, ResponseTools
 
 RUN = {"type": "function", "name": "run", "description": "Runs.", "strict": True,
        "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}}}  # fmt: skip
@@ -17,16 +17,16 @@ AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tool
 
 
 def names(found):
-    return [tool.name for tool in found.tools]
+    return list(found.tools)
 
 
 def offered(tools, choice=None, items=(), parallel=True):
-    return response_tools(tools, list(items), choice, parallel)
+    return ResponseTools(tools, list(items), choice, parallel)
 
 
 def test_functions():
     found = offered([RUN, {"type": "function", "name": "bare", "parameters": None}])
-    run, bare = found.tools
+    run, bare = found.tools.values()
     assert (run.name, run.description, run.strict) == ("run", "Runs.", True)
     assert run.parameters == RUN["parameters"]
     assert (bare.description, bare.parameters, bare.strict) == ("", {}, False)
@@ -47,12 +47,14 @@ def test_tools_in_a_namespace_have_flat_names():
 
 
 def test_a_custom_tool_is_a_function_of_one_string():
-    [tool] = offered([PATCH]).tools
+    [tool] = offered([PATCH]).tools.values()
     about = tool.parameters["properties"]["input"]
     assert about["type"] == "string"
     assert about["description"].endswith("It must match this lark grammar:\nstart: /.+/")
     assert tool.parameters["required"] == ["input"]
-    [plain] = offered([{"type": "custom", "name": "say", "format": {"type": "text"}}]).tools
+    [plain] = offered(
+        [{"type": "custom", "name": "say", "format": {"type": "text"}}]
+    ).tools.values()
     assert "grammar" not in plain.parameters["properties"]["input"]["description"]
 
 
@@ -74,7 +76,7 @@ def test_additional_tools_come_with_the_input():
         "run", "agents__wait"
     ]  # fmt: skip
     assert names(offered(None, items=[more])) == ["agents__wait"]
-    assert names(response_tools(None, "hi", None, True)) == []
+    assert names(ResponseTools(None, "hi", None, True)) == []
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,7 @@ def test_choices(choice, mode, name, tools):
          "tools.1: another tool is called 'agents__wait' too"),
         ([RUN], "any", "tool_choice must be 'auto', 'none', 'required'"),
         ([RUN], {"type": "web_search_preview"}, "tool_choice must be 'auto'"),
+        ([RUN], {"type": ["function"]}, "tool_choice must be 'auto'"),
         ([RUN], {"type": "function"}, "tool_choice.name must be a non-empty string"),
         ([RUN], {"type": "function", "name": "x"}, "names a tool that `tools` does not have: 'x'"),
         ([AGENTS], {"type": "function", "name": "wait", "namespace": "b"}, "does not have: 'wait'"),

@@ -1,7 +1,7 @@
 """Tools and thoughts over `/v1/responses`, with the official client; answers are prepared."""
 
-import asyncio
 import json
+from itertools import groupby
 
 import openai
 import pytest
@@ -9,6 +9,9 @@ from pydantic import BaseModel
 
 from tests.support.clients import OPTIONS
 from tests.support.scripted_answers import hermes_call as call
+from vllm_metal_lite.chat_formats.events import ToolCall
+from vllm_metal_lite.server.openai_api.output_items import EventWriter, OutputItems
+from vllm_metal_lite.server.openai_api.response_tools import Callee
 
 RUN = {"type": "function", "name": "run", "strict": False, "parameters": {
     "type": "object", "properties": {"cmd": {"type": "string"}}}}  # fmt: skip
@@ -64,16 +67,56 @@ def test_streamed_and_whole_answers_are_the_same(client, script, size):
     assert final.usage.output_tokens == whole.usage.output_tokens == len(script.pieces())
 
 
-def test_the_asynchronous_client(script):
-    async def ask():
-        url = f"{script.running.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, **OPTIONS) as client:
-            check(await client.responses.create(**ASK))
-            async with client.responses.stream(**ASK) as stream:
-                check(await stream.get_final_response())
+def part(kind, text):
+    """The events of an item that holds its text in a part."""
+    return ["output_item.added", f"{kind}.added", f"{text}.delta", f"{text}.done", f"{kind}.done",
+            "output_item.done"]  # fmt: skip
 
-    script.says(ANSWER)
-    asyncio.run(ask())
+
+def item(text):
+    return ["output_item.added", f"{text}.delta", f"{text}.done", "output_item.done"]
+
+
+MESSAGE, THOUGHTS = part("content_part", "output_text"), "<think>\nI look.\n</think>\n\nFine."
+
+
+@pytest.mark.parametrize(
+    ("answer", "summary", "expected", "prefixes"),
+    [
+        ("", None, [], []),
+        ("Fine.", None, MESSAGE, ["msg"]),
+        (THOUGHTS, None, [*part("content_part", "reasoning_text"), *MESSAGE], ["rs", "msg"]),
+        (THOUGHTS, "auto", [*part("reasoning_summary_part", "reasoning_summary_text"), *MESSAGE],
+         ["rs", "msg"]),
+        (call("run", cmd="ls"), None, item("function_call_arguments"), ["fc"]),
+        (call("apply_patch", input="***"), None, item("custom_tool_call_input"), ["ctc"]),
+    ],
+)  # fmt: skip
+def test_the_events_of_each_item(client, script, answer, summary, expected, prefixes):
+    script.says(answer, size=2)
+    created, begun, *events, completed = client.responses.create(
+        **ASK, reasoning={"summary": summary}, stream=True
+    )
+    ends = [event.type.removeprefix("response.") for event in (created, begun, completed)]
+    assert ends == ["created", "in_progress", "completed"]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert [kind for kind, _ in groupby(kinds)] == expected
+    added, done = (
+        [event.item for event in events if event.type == f"response.output_item.{kind}"]
+        for kind in ("added", "done")
+    )
+    assert done == completed.response.output
+    assert {i.status for i in added} <= {"in_progress"}
+    assert [i.id for i in added] == [i.id for i in done]
+    assert [i.id.split("_")[0] for i in done] == prefixes
+    indexes = [e.output_index for e in events if e.type == "response.output_item.added"]
+    assert indexes == list(range(len(done)))
+
+
+def test_a_call_keeps_the_models_id():
+    output = OutputItems(EventWriter(), "1", {"wait": Callee("function", "wait")}, False)
+    list(output.take(ToolCall("wait", "x:0"), []))
+    assert output.items[0]["call_id"] == "x:0"
 
 
 def test_parsed_arguments(client, script):
@@ -104,30 +147,12 @@ def test_encrypted_thoughts_are_asked_for_in_vain(client, script):
     assert response.output[0].encrypted_content is None
 
 
-def test_tools_that_are_not_to_be_called_are_text(client, script):
-    script.says(call("run", cmd="ls"))
-    response = client.responses.create(**{**ASK, "tool_choice": "none"})
-    assert response.output_text == script.texts[0]
-    response = client.responses.create(**{**ASK, "tools": []})
-    assert response.output_text == script.texts[0]
-
-
 def test_the_request_is_repeated(client, script):
     script.says("Fine.")
     response = client.responses.create(**ASK, parallel_tool_calls=False)
     assert [tool.type for tool in response.tools] == ["function", "custom", "namespace"]
     assert response.parallel_tool_calls is False
     assert response.tool_choice == "auto"
-
-
-def test_a_call_that_the_limit_cuts(client, script):
-    script.says('<tool_call>\n{"name": "run", "arguments": {"cmd": "rm', end="length")
-    response = client.responses.create(**ASK)
-    [run] = response.output
-    assert (run.status, response.status) == ("incomplete", "incomplete")
-    assert response.incomplete_details.reason == "max_output_tokens"
-    with pytest.raises(ValueError, match="Unterminated"):
-        json.loads(run.arguments)
 
 
 @pytest.mark.parametrize("end", ["length", "stop"])
@@ -139,13 +164,6 @@ def test_half_an_input_is_never_done(client, script, end):
     assert "response.output_item.done" not in kinds
     assert kinds[-1] == "response.incomplete"
     assert events[-1].response.output[0].input == "*** B"
-
-
-def test_signs_of_life_and_the_end(client, script):
-    script.says(ANSWER, size=1)
-    kinds = [event.type for event in client.responses.create(**ASK, stream=True)]
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-    assert kinds[-1] == "response.completed"
 
 
 def test_the_turns_of_an_agent(client, script):
@@ -169,19 +187,3 @@ def test_the_turns_of_an_agent(client, script):
         "user", "reasoning", "function_call", "function_call_output", "custom_tool_call",
         "custom_tool_call_output", "message",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools.0.name"),
-        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
-        ({"input": [{"type": "additional_tools", "tools": 5}]}, "input.0.tools"),
-    ],
-)
-def test_bad_requests_name_the_field(client, fields, param):
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**{**ASK, **fields})
-    assert caught.value.param == param

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -10,6 +9,7 @@ import httpx
 import pytest
 
 from tests.support.raw_http import connect
+from tests.support.serve_command import eventually
 from tests.support.server_kit import Running, serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.settings import ServerConfig
@@ -32,13 +32,6 @@ def client(running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=running.url, timeout=60) as client:
         yield client
     eventually(lambda: not running.server.generations)
-
-
-def eventually(holds) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def begun(client: httpx.Client, **fields) -> ExitStack:

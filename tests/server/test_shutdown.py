@@ -29,9 +29,13 @@ def streamed(client: httpx.Client, path: str, body: dict) -> Iterator[Iterator[s
     with client.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200
         data = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
-        while "delta" not in (event := next(data)) or '"content":""' in event:
+        while not _has_text(next(data)):
             pass
         yield data
+
+
+def _has_text(event: str) -> bool:
+    return '"text":"' in event or ("delta" in event and '"content":""' not in event)
 
 
 @contextmanager
@@ -219,17 +223,21 @@ def test_an_engine_that_dies_ends_its_streams_and_no_more(tmp_path):
             chat = streams.enter_context(streamed(client, "/v1/chat/completions", LONG))
             message = streams.enter_context(streamed(client, "/v1/messages", LONG))
             response = streams.enter_context(streamed(client, "/v1/responses", RESPONSE))
+            texts = {**LONG, "prompt": ["one", "two"]}
+            text = streams.enter_context(streamed(client, "/v1/completions", texts))
             os.kill(engine, signal.SIGKILL)
-            *_, error, done = chat
-            assert "SIGKILL" in json.loads(error)["error"]["message"]
-            assert done == "[DONE]"
+            for data in chat, text:
+                *_, error, done = data
+                assert "SIGKILL" in json.loads(error)["error"]["message"]
+                assert json.loads(error)["error"]["code"] == "engine_lost"
+                assert done == "[DONE]"
             *_, error = message
             assert "SIGKILL" in json.loads(error)["error"]["message"]
             *_, error = response
             assert "SIGKILL" in json.loads(error)["response"]["error"]["message"]
         assert client.post("/v1/chat/completions", json=SHORT).status_code == 200
         log = command.err.read_text()
-        assert "ended by SIGKILL, and 3 requests are lost; the next request starts another" in log
+        assert "ended by SIGKILL, and 5 requests are lost; the next request starts another" in log
         command.signal(signal.SIGTERM)
         assert command.leave() == 0
 

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 from starlette.requests import Request
 
+from tests.support.server_kit import in_loop
 from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, until_gone
 
 
@@ -40,13 +41,6 @@ class Connection:
         await response({"type": "http"}, self.receive, self.send)
 
 
-def run(work) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(work(), 30)
-
-    asyncio.run(limited())
-
-
 async def endless(ended: asyncio.Event) -> AsyncIterator[bytes]:
     try:
         yield b"first"
@@ -60,123 +54,107 @@ async def few() -> AsyncIterator[bytes]:
     yield b"two"
 
 
-def test_a_stream_ends_by_itself():
-    async def work() -> None:
-        connection = Connection()
-        await connection.stream(few())
-        assert connection.sent == [b"one", b"two", b""]
-        assert connection.closed.is_set()
-
-    run(work)
+@in_loop
+async def test_a_stream_ends_by_itself():
+    connection = Connection()
+    await connection.stream(few())
+    assert connection.sent == [b"one", b"two", b""]
+    assert connection.closed.is_set()
 
 
-def test_a_client_that_goes_ends_the_events():
-    async def work() -> None:
-        connection, ended = Connection(), asyncio.Event()
-        streaming = asyncio.ensure_future(connection.stream(endless(ended)))
-        while not connection.sent:
-            await asyncio.sleep(0)
-        connection.gone.set()
-        await streaming
-        assert ended.is_set()
-        assert connection.closed.is_set()
-
-    run(work)
+@in_loop
+async def test_a_client_that_goes_ends_the_events():
+    connection, ended = Connection(), asyncio.Event()
+    streaming = asyncio.ensure_future(connection.stream(endless(ended)))
+    while not connection.sent:
+        await asyncio.sleep(0)
+    connection.gone.set()
+    await streaming
+    assert ended.is_set()
+    assert connection.closed.is_set()
 
 
-def test_a_client_that_never_reads_may_go():
-    async def work() -> None:
-        connection, ended = Connection(reads=False), asyncio.Event()
-        streaming = asyncio.ensure_future(connection.stream(endless(ended), 0.001))
-        await asyncio.sleep(0.05)  # events and signs of life wait for the client
-        assert not connection.closed.is_set()
-        connection.gone.set()
-        await streaming
-        assert connection.closed.is_set()
-        await ended.wait()
-
-    run(work)
+@in_loop
+async def test_a_client_that_never_reads_may_go():
+    connection, ended = Connection(reads=False), asyncio.Event()
+    streaming = asyncio.ensure_future(connection.stream(endless(ended), 0.001))
+    await asyncio.sleep(0.05)  # events and signs of life wait for the client
+    assert not connection.closed.is_set()
+    connection.gone.set()
+    await streaming
+    assert connection.closed.is_set()
+    await ended.wait()
 
 
-def test_a_long_silence_is_broken():
-    async def work() -> None:
-        connection = Connection()
-        streaming = asyncio.ensure_future(connection.stream(endless(asyncio.Event()), 0.001))
-        while connection.sent.count(COMMENT) < 3:
-            await asyncio.sleep(0.001)
-        assert connection.sent[0] == b"first"
-        connection.gone.set()
-        await streaming
-
-    run(work)
+@in_loop
+async def test_a_long_silence_is_broken():
+    connection = Connection()
+    streaming = asyncio.ensure_future(connection.stream(endless(asyncio.Event()), 0.001))
+    while connection.sent.count(COMMENT) < 3:
+        await asyncio.sleep(0.001)
+    assert connection.sent[0] == b"first"
+    connection.gone.set()
+    await streaming
 
 
-def test_events_that_fail_fail_the_response():
+@in_loop
+async def test_events_that_fail_fail_the_response():
     async def failing() -> AsyncIterator[bytes]:
         yield b"one"
         raise ZeroDivisionError
 
-    async def work() -> None:
-        connection = Connection()
-        with pytest.raises(ZeroDivisionError):
-            await connection.stream(failing())
-        assert connection.sent == [b"one"]  # without the end of a stream
-        assert connection.closed.is_set()
-
-    run(work)
+    connection = Connection()
+    with pytest.raises(ZeroDivisionError):
+        await connection.stream(failing())
+    assert connection.sent == [b"one"]  # without the end of a stream
+    assert connection.closed.is_set()
 
 
-def test_a_watch_that_fails_is_not_a_client_that_goes():
-    async def work() -> None:
-        connection, ended = Connection(broken=True), asyncio.Event()
-        with pytest.raises(ConnectionError):
-            await connection.stream(endless(ended))
-        assert connection.closed.is_set()
+@in_loop
+async def test_a_watch_that_fails_is_not_a_client_that_goes():
+    connection, ended = Connection(broken=True), asyncio.Event()
+    with pytest.raises(ConnectionError):
+        await connection.stream(endless(ended))
+    assert connection.closed.is_set()
 
-        async def slow() -> None:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
+    async def slow() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
 
-        cancelled = asyncio.Event()
-        with pytest.raises(ConnectionError):
-            await until_gone(connection.request(), slow())
-        assert cancelled.is_set()
-
-    run(work)
+    cancelled = asyncio.Event()
+    with pytest.raises(ConnectionError):
+        await until_gone(connection.request(), slow())
+    assert cancelled.is_set()
 
 
-def test_work_ends_with_its_client():
-    async def work() -> None:
-        connection, cancelled = Connection(), asyncio.Event()
+@in_loop
+async def test_work_ends_with_its_client():
+    connection, cancelled = Connection(), asyncio.Event()
 
-        async def slow() -> None:
-            try:
-                connection.gone.set()
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
+    async def slow() -> None:
+        try:
+            connection.gone.set()
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
 
-        with pytest.raises(ClientGone):
-            await until_gone(connection.request(), slow())
-        assert cancelled.is_set()
-
-    run(work)
+    with pytest.raises(ClientGone):
+        await until_gone(connection.request(), slow())
+    assert cancelled.is_set()
 
 
-def test_the_result_and_the_error_of_work_come_through():
-    async def work() -> None:
-        connection = Connection()
+@in_loop
+async def test_the_result_and_the_error_of_work_come_through():
+    connection = Connection()
 
-        async def result() -> int:
-            return 7
+    async def result() -> int:
+        return 7
 
-        async def error() -> None:
-            raise ZeroDivisionError
+    async def error() -> None:
+        raise ZeroDivisionError
 
-        assert await until_gone(connection.request(), result()) == 7
-        with pytest.raises(ZeroDivisionError):
-            await until_gone(connection.request(), error())
-
-    run(work)
+    assert await until_gone(connection.request(), result()) == 7
+    with pytest.raises(ZeroDivisionError):
+        await until_gone(connection.request(), error())

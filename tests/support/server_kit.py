@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.models import Models, ModelSpec
@@ -14,6 +16,16 @@ from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 
 SMALL = EngineConfig(num_blocks=256, max_num_seqs=8, max_num_batched_tokens=512)
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A coroutine as a test, which must end."""
+
+    @wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 60))
+
+    return run
 
 
 async def start_engine(name: str = "demo", config: EngineConfig = SMALL) -> EngineClient:

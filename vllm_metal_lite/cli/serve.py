@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         for name, client in server.models.loaded.items():
             for line in client.facts.description:
                 print(line, file=sys.stderr)
-            if server.models.specs[name].source == "demo":
+            if server.models.models[name].spec.source == "demo":
                 print(DEMO.format("vllm-metal-lite serve"), file=sys.stderr)
         print(
             f"Server:    {url} - a chat and a view of the engine; OpenAI's API at {url}/v1, "

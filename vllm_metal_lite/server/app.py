@@ -11,42 +11,53 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import shorten
-from vllm_metal_lite.server import live, metrics, openapi, page, status
+from vllm_metal_lite.server import live, openapi, page, status
 from vllm_metal_lite.server.anthropic_api import messages
-from vllm_metal_lite.server.errors import ApiError, error_response, shape_for, shown_error
+from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.openai_api import chat, completions, model_list, responses, tokenize
 from vllm_metal_lite.server.security import guards
-from vllm_metal_lite.server.server import Server
+from vllm_metal_lite.server.server import Server, endpoint
 
-_ROOMS = (chat, completions, model_list, tokenize, responses, messages, live, status, metrics, page)
+_POSTS = (
+    ("/v1/chat/completions", chat.ChatCompletionRequest, chat.chat_completions),
+    ("/v1/completions", completions.CompletionRequest, completions.completions),
+    ("/v1/responses", responses.ResponsesRequest, responses.create_response),
+    ("/v1/messages", messages.MessagesRequest, messages.create_message),
+    ("/v1/messages/count_tokens", messages.ConversationFields, messages.count_tokens),
+    ("/tokenize", tokenize.TokenizeRequest, tokenize.tokenize_text),
+    ("/detokenize", tokenize.DetokenizeRequest, tokenize.detokenize),
+)
 
 
 def make_app(server: Server) -> ASGIApp:
     """The ASGI application of a server whose models have been started."""
+    routes = [
+        Route(path, endpoint(server, body, handler), methods=["POST"])  # type: ignore[arg-type]
+        for path, body, handler in _POSTS
+    ]
+    for room in model_list, live, status:
+        routes += room.routes(server)
+    described = openapi.describe(routes)
 
-    async def health(request: Request) -> Response:
-        if server.draining:
-            return JSONResponse({"status": "draining"}, 503)
-        return JSONResponse({"status": "ok"})
+    async def openapi_json(request: Request) -> Response:
+        return JSONResponse(described)
 
-    routes = [Route("/health", health)]
-    routes += [route for room in _ROOMS for route in room.routes(server)]
     app = Starlette(
-        routes=[*routes, Route("/openapi.json", openapi.endpoint(routes))],
+        routes=[*routes, Route("/openapi.json", openapi_json), *page.ROUTES],
         middleware=guards(server.config),
-        exception_handlers={HTTPException: _http_error, Exception: _server_error},
+        exception_handlers={HTTPException: _http_error, ApiError: _error, Exception: _error},
     )
     return _identified(app)
 
 
 def _identified(app: ASGIApp) -> ASGIApp:
-    """`app`, whose responses all have an x-request-id."""
+    """`app`, whose responses all have an id to report, under the names of both APIs."""
 
     async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers.setdefault("x-request-id", f"req_{uuid.uuid4().hex}")
+                headers["x-request-id"] = headers["request-id"] = f"req_{uuid.uuid4().hex}"
             await send(message)
 
         await app(scope, receive, send_with_id)
@@ -61,8 +72,8 @@ async def _http_error(request: Request, e: Exception) -> Response:
     message = f"{request.method} {shorten(path)}: {e.detail}"
     if e.status_code == 404:
         message = f"there is no {shorten(path)} here; /openapi.json lists the endpoints"
-    return error_response(ApiError(e.status_code, message, headers=e.headers), shape_for(path))
+    return error_response(ApiError(e.status_code, message, headers=e.headers), path)
 
 
-async def _server_error(request: Request, e: Exception) -> Response:
-    return error_response(shown_error(e), shape_for(request.url.path))
+async def _error(request: Request, e: Exception) -> Response:
+    return error_response(e, request.url.path)

@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.errors import bad, must_be
+from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
 
 # By type; those of OpenAI's chat, of Responses, and of Anthropic.
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
@@ -23,7 +24,7 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Iterable) or isinstance(content, Mapping):
-        raise _bad(f"{where} must be a string or a list of parts, got {show(content)}", where)
+        raise must_be(where, "a string or a list of parts", content)
     return "\n".join(part_text(part, f"{where}.{i}") for i, part in enumerate(content))
 
 
@@ -36,8 +37,8 @@ def result_text(content: Any, where: str) -> str:
 
 
 def _named(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str) or kind in (*_TEXT, "refusal"):
+    kind = type_of(part)
+    if kind in (None, *_TEXT, "refusal"):
         return part
     return f"[{kind}: left out, since the model takes text only]"
 
@@ -53,38 +54,40 @@ def arguments_of(arguments: Any) -> Any:
     return arguments or {}
 
 
-def function_call(call_id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
-    """An entry of `tool_calls`.  Raises ApiError (400) for a bad id, and without a name."""
-    if not isinstance(name, str) or not name:
-        raise _bad(f"{where}.name must be a non-empty string, got {show(name)}", f"{where}.name")
-    check_id(call_id, f"{where}.id")
+def function_call(
+    fields: Mapping[str, Any], id_name: str, arguments: Any, where: str
+) -> dict[str, Any]:
+    """An entry of `tool_calls`.  id_name: the field with its id.
+
+    Raises ApiError (400) for a bad id, and without a name.
+    """
+    name = required_text(fields, "name", where)
     function = {"name": name, "arguments": arguments_of(arguments)}
-    return {"id": call_id, "type": "function", "function": function}
+    return {"id": optional(fields, id_name, str, where), "type": "function", "function": function}
 
 
-def check_id(call_id: Any, where: str) -> None:
-    """Raise ApiError (400) unless an id of a call is a string, or not given."""
-    if not isinstance(call_id, str | None):
-        raise _bad(f"{where} must be a string, got {show(call_id)}", where)
+def tool_message(
+    fields: Mapping[str, Any], id_name: str, name: str, names: Mapping[Any, str], where: str
+) -> dict[str, Any]:
+    """The message of a tool: the field `name` has the result, the field `id_name` the call's id.
+
+    names: of tools, by these ids.  Raises ApiError (400).
+    """
+    call_id = optional(fields, id_name, str, where)
+    message = {"role": "tool", "tool_call_id": call_id}
+    if call_id in names:
+        message["name"] = names[call_id]
+    return {**message, "content": result_text(fields.get(name), f"{where}.{name}")}
 
 
 def part_text(part: Any, where: str) -> str:
     """The text of one part.  Raises ApiError (400)."""
     if isinstance(part, str):
         return part
-    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise _bad(f"{where} must be an object with a type, got {show(part)}", where)
-    kind = part["type"]
-    if kind == "refusal":
-        kind, text = "text", part.get("refusal")
-    else:
-        text = part.get("text")
-    if kind not in _TEXT:
-        raise _bad(f"{where}: this server takes text only, got a part of type {show(kind)}", where)
+    kind = required_type(part, where)
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in (*_TEXT, "refusal"):
+        raise bad(where, f": this server takes text only, got a part of type {show(kind)}")
     if not isinstance(text, str):
-        raise _bad(f"{where}.text must be a string, got {show(text)}", where)
+        raise must_be(f"{where}.text", "a string", text)
     return text
-
-
-def _bad(message: str, where: str) -> ApiError:
-    return ApiError(400, message, param=where)

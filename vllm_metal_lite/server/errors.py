@@ -4,7 +4,7 @@ A handler raises ApiError, or lets a MetalLiteError of the engine through.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,6 +36,16 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
 
+def bad(where: str, what: str) -> ApiError:
+    """400: the message is the place, then what is wrong there."""
+    return ApiError(400, where + what, param=where)
+
+
+def must_be(where: str, allowed: str, value: Any) -> ApiError:
+    """400: names the place, what is allowed there, and the value."""
+    return bad(where, f" must be {allowed}, got {show(value)}")
+
+
 class ContextOverflow(ApiError):
     """The prompt leaves no room in the context.  Each API has words that its clients look for."""
 
@@ -51,13 +61,8 @@ class ContextOverflow(ApiError):
         self.num_prompt_tokens, self.max_model_len = num_prompt_tokens, max_model_len
 
 
-def busy(message: str) -> ApiError:
-    """503: the request may be sent again after a second."""
-    return ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
-
-
-def api_error(e: Exception) -> ApiError | None:
-    """The ApiError that an exception stands for; None: the server itself is at fault."""
+def shown_error(e: Exception) -> ApiError:
+    """The ApiError that the client gets for an exception; an unknown one is logged."""
     if isinstance(e, ApiError):
         return e
     if isinstance(e, MetalLiteError):
@@ -71,16 +76,8 @@ def api_error(e: Exception) -> ApiError | None:
         return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
     if isinstance(e, EngineLost):
         return ApiError(503, str(e), code=e.code, headers={"Retry-After": "5"})
-    return None
-
-
-def shown_error(e: Exception) -> ApiError:
-    """The ApiError that the client gets for an exception; an unknown one is logged."""
-    error = api_error(e)
-    if error is None:
-        logger.error("a request failed", exc_info=e)
-        error = ApiError(500, "internal error; the server's log says more")
-    return error
+    logger.error("a request failed", exc_info=e)
+    return ApiError(500, "internal error; the server's log says more")
 
 
 def check_ended(answer: Answer) -> None:
@@ -91,42 +88,27 @@ def check_ended(answer: Answer) -> None:
         raise ShuttingDown
 
 
-Shape = Callable[[ApiError], dict[str, Any]]
-
-_OPENAI_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+# By status; others have a type for all below 500, and one for all from there on.
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 
 
 def openai_shape(e: ApiError) -> dict[str, Any]:
-    kind = "server_error" if e.status >= 500 else "invalid_request_error"
-    kind = _OPENAI_TYPES.get(e.status, kind)
+    other = "server_error" if e.status >= 500 else "invalid_request_error"
+    kind = _TYPES.get(e.status, other)
     return {"error": {"message": e.message, "type": kind, "param": e.param, "code": e.code}}
 
 
 def anthropic_shape(e: ApiError) -> dict[str, Any]:
-    kind = "api_error" if e.status >= 500 else "invalid_request_error"
-    kind, message = _ANTHROPIC_TYPES.get(e.status, kind), e.message
+    other = "api_error" if e.status >= 500 else "invalid_request_error"
+    kind, message = _ANTHROPIC_TYPES.get(e.status, other), e.message
     if isinstance(e, ContextOverflow):
         message = f"prompt is too long: {e.num_prompt_tokens} tokens > {e.max_model_len} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def error_response(e: ApiError, shape: Shape) -> JSONResponse:
-    return JSONResponse(shape(e), e.status, e.headers)
-
-
-def shape_for(path: str) -> Shape:
-    """The shape of errors below a path."""
-    return anthropic_shape if path.startswith("/v1/messages") else openai_shape
+def error_response(e: Exception, path: str) -> JSONResponse:
+    """What the client gets for an exception, in the shape of the path's API."""
+    error = shown_error(e)
+    shape = anthropic_shape if path.startswith("/v1/messages") else openai_shape
+    return JSONResponse(shape(error), error.status, error.headers)

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from vllm_metal_lite.errors import shorten, show
+from vllm_metal_lite.errors import shorten
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.errors import ApiError, bad
 
 # Entries of a list or an object, by the field's name in any API.
 MAX_ENTRIES = {
@@ -94,16 +94,11 @@ def check_fields(raw: bytes) -> None:
     for name, value in fields.items() if isinstance(fields, dict) else ():
         most = MAX_ENTRIES.get(name, MAX_OTHER_ENTRIES)
         if isinstance(value, (list, dict)) and len(value) > most:
-            raise ApiError(
-                400, f"{shorten(name)} may have at most {most:,} entries, got {len(value):,}",
-                param=name,
-            )  # fmt: skip
-        if name in MAX_CHARACTERS and (size := num_characters(value)) > MAX_CHARACTERS[name]:
-            raise ApiError(
-                400,
-                f"{name} may hold at most {MAX_CHARACTERS[name]:,} characters, got {size:,}",
-                param=name,
-            )
+            words = f" may have at most {most:,} entries, got {len(value):,}"
+            raise bad(shorten(name), words)
+        most = MAX_CHARACTERS.get(name, 0)
+        if most and (size := num_characters(value)) > most:
+            raise bad(name, f" may hold at most {most:,} characters, got {size:,}")
 
 
 def num_characters(value: Any) -> int:
@@ -136,11 +131,3 @@ def check_logprobs(num_prompt_tokens: int, max_model_len: int, params: SamplingP
                 f"and at most {most:,} are allowed",
                 param=name,
             )
-
-
-def check_most(name: str, value: Any, low: int, most: int) -> None:
-    """Raise ApiError (400) for an integer out of range; other types are not looked at."""
-    if isinstance(value, int) and not low <= value <= most:
-        raise ApiError(
-            400, f"{name} must be an integer from {low} to {most}, got {show(value)}", param=name
-        )

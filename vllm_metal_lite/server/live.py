@@ -10,7 +10,6 @@ models and counts their requests, in events of its own.
 import asyncio
 import json
 import time
-from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -28,64 +27,47 @@ _TOLD, _RENEWED, _WATCHED = 0.5, 2.0, 5.0  # seconds
 _MAX_UNREAD = 16  # events; a slower viewer misses the oldest
 
 
-class Viewer:
-    """The events that a viewer has not read."""
-
-    def __init__(self, latest: list[bytes]) -> None:
-        self.unread = deque(latest, maxlen=_MAX_UNREAD)
-        self.news = asyncio.Event()
-
-    def show(self, event: bytes) -> None:
-        self.unread.append(event)
-        self.news.set()
-
-
 class Live:
     """Watches the loaded models while there are viewers, and shows all viewers the same."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._viewers: set[Viewer] = set()
+        self._viewers: set[asyncio.Queue[bytes]] = set()  # each with what it has not read
         self._latest: dict[str, bytes] = {}  # by model
         self._states = b""  # the last event of `_tell`
         self._watching: asyncio.Task[None] | None = None
-        server.on_drain.append(self._wake)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """What a new viewer sees."""
-        viewer = Viewer([*self._latest.values(), *([self._states] if self._states else [])])
+        viewer = asyncio.Queue[bytes](_MAX_UNREAD)
+        for event in [*self._latest.values(), self._states]:
+            if event:
+                _show(viewer, event)
         self._viewers.add(viewer)
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())
         try:
-            while not self._server.draining:
-                while viewer.unread:
-                    yield viewer.unread.popleft()
-                viewer.news.clear()
-                await viewer.news.wait()
+            while event := await viewer.get():
+                yield event
         finally:
             self._viewers.discard(viewer)
 
-    def _wake(self) -> None:
-        """Have all viewers look whether the server drains."""
-        for viewer in self._viewers:
-            viewer.news.set()
-
     async def _watch(self) -> None:
-        """Keep the engines sending, and tell their states, until the last viewer has left."""
+        """Keep the engines sending, and tell their states, until the last viewer has left or the
+        server drains."""
         renew_at = 0.0
-        while self._viewers:
+        while self._viewers and not self._server.draining:
             if (now := time.monotonic()) >= renew_at:
                 renew_at = now + _RENEWED
                 loaded = self._server.models.loaded
                 self._latest = {name: e for name, e in self._latest.items() if name in loaded}
                 for name, client in loaded.items():
-                    client.on_seen = partial(self._show, name)
+                    client.on_seen = partial(self._seen, name)
                     client.watch(_WATCHED)
             self._tell()
             await asyncio.sleep(_TOLD)
         self._watching, self._states = None, b""
         self._latest.clear()
+        self._send(b"")  # the end
 
     def _tell(self) -> None:
         """Show how the models are, if that has changed or requests are under way."""
@@ -95,13 +77,19 @@ class Live:
             self._states = event
             self._send(event)
 
-    def _show(self, name: str, text: str) -> None:
+    def _seen(self, name: str, text: str) -> None:
         event = self._latest[name] = sse(f'{{"model":{json.dumps(name)},{text[1:]}', "engine")
         self._send(event)
 
     def _send(self, event: bytes) -> None:
         for viewer in self._viewers:
-            viewer.show(event)
+            _show(viewer, event)
+
+
+def _show(viewer: asyncio.Queue[bytes], event: bytes) -> None:
+    if viewer.full():
+        viewer.get_nowait()
+    viewer.put_nowait(event)
 
 
 def _state(model: Model) -> dict[str, Any]:

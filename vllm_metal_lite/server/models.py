@@ -94,7 +94,6 @@ class Model:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request waits for the model."""
         return any(not waiter.done() for waiter in self.waiters)
 
     @property
@@ -142,11 +141,10 @@ class Models:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[..., Awaitable[object]] = asyncio.wait_for,
     ) -> None:
-        self.specs = {spec.name: spec for spec in specs}
-        if len(self.specs) != len(specs):
-            names = [spec.name for spec in specs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"two models have the name {twice!r}")
+        names = [spec.name for spec in specs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"two models have the name {name!r}")
         self.config = config
         self.models = {spec.name: Model(spec) for spec in specs}
         self._memory = memory or backend.memory_limit()

@@ -1,38 +1,20 @@
 """`/openapi.json`: the endpoints, described by the types and rules that check their requests."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite import __version__
 from vllm_metal_lite.rules import schema_of
 from vllm_metal_lite.sampling_params import SAMPLING_RULES
 from vllm_metal_lite.server import limits
-from vllm_metal_lite.server.params import SamplingFields
+from vllm_metal_lite.server.params import RENAMED, SamplingFields
 from vllm_metal_lite.server.server import Body
 
 _PARTS = "#/components/schemas/"
-# Fields of SamplingParams that an API calls otherwise.
-_RENAMED = {
-    "max_completion_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "stop_sequences": "stop",
-}
 _SIZES = {"array": "maxItems", "object": "maxProperties"}
 _ERROR = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
-
-
-def endpoint(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Response]]:
-    """Answers with the description of `routes`."""
-    described = describe(routes)
-
-    async def openapi(request: Request) -> Response:
-        return JSONResponse(described)
-
-    return openapi
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
@@ -45,7 +27,6 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
             if method != "HEAD"
         }
         for route in routes
-        if route.include_in_schema
     }
     return {
         "openapi": "3.1.0",
@@ -63,18 +44,13 @@ def _operation(route: Route, parts: dict[str, Any]) -> dict[str, Any]:
             "default": {"description": "an error that names the field", "content": error},
         }
     }
-    if names := list(route.param_convertors):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    for name in route.param_convertors:
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation.setdefault("parameters", []).append(parameter)
     body_type: type[Body] | None = getattr(route.endpoint, "body_type", None)
     if body_type is not None:
-        schema = _body(body_type, parts)
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schema}},
-        }
+        content = {"application/json": {"schema": _body(body_type, parts)}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
@@ -84,7 +60,7 @@ def _body(body_type: type[Body], parts: dict[str, Any]) -> dict[str, Any]:
     parts |= schema.pop("$defs", {})
     if issubclass(body_type, SamplingFields):
         for name, field in schema["properties"].items():
-            rule = SAMPLING_RULES.get(_RENAMED.get(name, name))
+            rule = SAMPLING_RULES.get(RENAMED.get(name, name))
             if rule is not None and name != "thinking" and not field.keys() - {"title", "default"}:
                 field |= schema_of(rule)
     for name, field in schema["properties"].items():

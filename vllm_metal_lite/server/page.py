@@ -3,25 +3,16 @@
 The page itself holds no secret, so no API key guards it; its requests to the API carry the key.
 """
 
-import hashlib
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-
-from vllm_metal_lite.server.errors import ApiError, error_response, openai_shape
-from vllm_metal_lite.server.server import Server
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 FOLDER = Path(__file__).with_name("page")
 
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".LICENSE": "text/plain; charset=utf-8",
-}
 # Answers of a model are shown as HTML: nothing outside of the page's own files may run or load.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -38,30 +29,20 @@ _HEADERS = {
 }
 
 
-class _File:
-    def __init__(self, path: Path) -> None:
-        self.body = path.read_bytes()
-        etag = f'"{hashlib.sha256(self.body).hexdigest()[:32]}"'
-        self.headers = {**_HEADERS, "ETag": etag, "Content-Type": _TYPES[path.suffix]}
+class _Files(StaticFiles):
+    """Files of the folder only, with our headers."""
 
-    def response(self, request: Request) -> Response:
-        if self.headers["ETag"] in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=self.headers)
-        return Response(self.body, headers=self.headers)
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_HEADERS)
+        return response
 
 
-def routes(server: Server) -> list[Route]:
-    """`/` and `/page/...`.  The files are read once; no other path of the disk can be reached."""
-    files = {
-        path.relative_to(FOLDER).as_posix(): _File(path)
-        for path in sorted(FOLDER.rglob("*"))
-        if path.suffix in _TYPES
-    }
+_FILES = _Files(directory=FOLDER)
 
-    async def page(request: Request) -> Response:
-        name = request.path_params.get("name", "index.html")
-        if name not in files:
-            return error_response(ApiError(404, f"no file {name!r}"), openai_shape)
-        return files[name].response(request)
 
-    return [Route(path, page, include_in_schema=False) for path in ("/", "/page/{name:path}")]
+async def _page(request: Request) -> Response:
+    return await _FILES.get_response("index.html", request.scope)
+
+
+ROUTES = (Route("/", _page), Mount("/page", _FILES))

@@ -10,15 +10,18 @@ from vllm_metal_lite.engine.prompts import check_salt
 from vllm_metal_lite.errors import Option, RequestError, SamplingError
 from vllm_metal_lite.sampling.sampler import validate
 from vllm_metal_lite.sampling_params import SAMPLING_RULES, SamplingParams
-from vllm_metal_lite.server.errors import ApiError
-from vllm_metal_lite.server.limits import MAX_N, check_most
-from vllm_metal_lite.server.server import Body
-from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.worker.messages import ModelFacts
+from vllm_metal_lite.server.errors import ApiError, bad, must_be
+from vllm_metal_lite.server.limits import MAX_N
+from vllm_metal_lite.server.server import Body, Serving
+from vllm_metal_lite.server.structured import with_form
 
+# Fields of SamplingParams that an API calls otherwise.
+RENAMED = {
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
 _GUIDED = ("json", "regex", "choice", "grammar")
-
-
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -43,6 +46,7 @@ class SamplingFields(Body):
     `sampling_params` checks the values, so that all APIs say the same of bad ones.
     """
 
+    stream: bool | None = None
     temperature: Any = None
     top_k: Any = None
     top_p: Any = None
@@ -70,18 +74,29 @@ class SamplingFields(Body):
     cache_salt: Any = None
 
     def sampling(self) -> dict[str, Any]:
-        """What `sampling_params` takes: the fields of this body that SamplingParams has too.
+        """The fields of this body that SamplingParams has too; None: not given.
 
         Not `thinking`: Anthropic's API gives that name to something else.
         """
         names = SAMPLING_RULES.keys() & type(self).model_fields.keys() - {"thinking"}
         fields = {name: getattr(self, name) for name in SAMPLING_RULES if name in names}
+        fields |= {own: getattr(self, name) for own, name in self.names().items()}
         guided = {kind: getattr(self, f"guided_{kind}") for kind in _GUIDED}
         guided = {kind: form for kind, form in guided.items() if form is not None}
         if guided and self.structured_outputs is not None:
-            name = f"guided_{min(guided)}"
-            raise ApiError(400, f"{name} and structured_outputs cannot both be given", param=name)
+            raise bad(f"guided_{min(guided)}", " and structured_outputs cannot both be given")
         return fields | ({"structured_outputs": guided} if guided else {})
+
+    def names(self) -> dict[str, str]:
+        """By the name in SamplingParams, what the API calls a field of this body otherwise."""
+        fields = type(self).model_fields
+        names = {own: name for name, own in RENAMED.items() if name in fields}
+        names = {own: name for own, name in names.items() if getattr(self, name) is not None}
+        return names | ({"logprobs": "top_logprobs"} if "top_logprobs" in fields else {})
+
+    def form(self) -> tuple[Any, str]:
+        """The form of the answer in the API's own words, and the field that has it."""
+        return None, ""
 
     def scheduling(self) -> dict[str, Any]:
         """What `Server.generate` takes of this body.  Raises ApiError (400)."""
@@ -91,21 +106,16 @@ class SamplingFields(Body):
             raise ApiError(400, str(e), param="cache_salt") from None
 
 
-def sampling_params(
-    config: ServerConfig,
-    facts: ModelFacts,
-    given: Mapping[str, Any],
-    names: Mapping[str, str] | None = None,
-) -> SamplingParams:
+async def sampling_params(serving: Serving, body: SamplingFields) -> SamplingParams:
     """SamplingParams of a request.  Raises ApiError (400) with the name, the value and the limit.
 
-    given: fields under vLLM's names; None: not given.  Without max_tokens, an answer may fill the
-    context.  names: of fields that the API calls otherwise, for errors.
+    Without max_tokens, an answer may fill the context.
     """
-    own, names = {name: value for name, value in given.items() if value is not None}, names or {}
-    most = config.max_logprobs
+    facts, most, names = serving.engine.facts, serving.server.config.max_logprobs, body.names()
+    own = {name: value for name, value in body.sampling().items() if value is not None}
     for name, low, high in (("n", 1, MAX_N), ("logprobs", 0, most), ("prompt_logprobs", 0, most)):
-        check_most(names.get(name, name), own.get(name), low, high)
+        if isinstance(value := own.get(name), int) and not low <= value <= high:
+            raise must_be(names.get(name, name), f"an integer from {low} to {high}", value)
     if isinstance(own.get("logit_bias"), Mapping):
         own["logit_bias"] = {_token_id(key): bias for key, bias in own["logit_bias"].items()}
     try:
@@ -115,7 +125,7 @@ def sampling_params(
         option = next((part for part in e.parts if isinstance(part, Option)), None)
         message = e.spelled(lambda name: names.get(name, name))
         raise ApiError(400, message, param=option and names.get(option, option)) from None
-    return params
+    return await with_form(params, *body.form())
 
 
 def _token_id(key: Any) -> Any:

@@ -82,27 +82,23 @@ class Metrics:
         self._models = models
         self._registry = registry = CollectorRegistry()
         label = ("model_name",)
+        ends = (*label, "finished_reason")
         self._success = Counter(
-            "vllm:request_success", "Finished answers.", (*label, "finished_reason"),
-            registry=registry,
-        )  # fmt: skip
-        self._families: dict[str, Any] = {
-            **{k: Gauge(f"vllm:{k}", doc, label, registry=registry) for k, doc in _GAUGES.items()},
-            **{
-                k: Counter(f"vllm:{k}", doc, label, registry=registry)
-                for k, doc in _COUNTERS.items()
-            },
-            **{
-                k: Histogram(f"vllm:{k}", doc, label, registry=registry, buckets=buckets)
-                for k, (buckets, doc) in _HISTOGRAMS.items()
-            },
-        }
-        self._of_model = {name: self._children(name) for name in models.specs}
+            "vllm:request_success", "Finished answers.", ends, registry=registry
+        )
+        self._families: dict[str, Any] = {}
+        for kind, described in (Gauge, _GAUGES), (Counter, _COUNTERS):
+            for name, text in described.items():
+                self._families[name] = kind(f"vllm:{name}", text, label, registry=registry)
+        for name, (buckets, text) in _HISTOGRAMS.items():
+            self._families[name] = Histogram(
+                f"vllm:{name}", text, label, registry=registry, buckets=buckets
+            )
+        self._of_model = {name: self._children(name) for name in models.models}
         # What the counters of each engine said when they were last read.
         self._seen: WeakKeyDictionary[EngineClient, dict[str, int]] = WeakKeyDictionary()
 
     def _children(self, model_name: str) -> dict[str, Any]:
-        """The metrics of a model, by name."""
         children = {name: family.labels(model_name) for name, family in self._families.items()}
         for reason in _REASONS:
             children[reason] = self._success.labels(model_name, reason)
@@ -123,7 +119,7 @@ class Metrics:
 
     def text(self, accept: str) -> tuple[bytes, str]:
         """All metrics, and the type of the content.  accept: the header of a request."""
-        for name in self._models.specs:
+        for name in self._models.models:
             engine = self._models.loaded.get(name)
             if engine is not None:
                 self._read(name, engine)

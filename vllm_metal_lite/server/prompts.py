@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.chat_formats.tool import Tool
+from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.engine.chat_checkpoints import chat_checkpoints, num_systems
 from vllm_metal_lite.engine.prompts import check_messages, encode, refused_by_template, render_chat
 from vllm_metal_lite.errors import PromptTooLong, RequestError
@@ -24,6 +24,8 @@ from vllm_metal_lite.server.worker.client import EngineClient
 
 Message = dict[str, Any]
 
+_ANY = ToolChoice()
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -32,14 +34,17 @@ class Conversation:
     messages: as chat templates want them: role ("system", "user", "assistant", "tool"), content
     (text), tool_calls, reasoning_content, ...  template: more variables for the template.
     enable_thinking, effort: whether, and how much, the model shall think; None: as it likes.
+    thinking_budget: most tokens of thoughts.  choice: the calls that the answer may or must hold.
     """
 
     messages: Sequence[Message]
     template: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     tools: Sequence[Tool] = ()
+    choice: ToolChoice = _ANY
     enable_thinking: bool | None = None
     effort: str | None = None
+    thinking_budget: int | None = None
 
     @property
     def thinks_not(self) -> bool:

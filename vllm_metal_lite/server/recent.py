@@ -71,7 +71,6 @@ def find_parting(
 
 
 def _num_common(a: np.ndarray, b: np.ndarray) -> int:
-    """The length of the common prefix."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     at = int(differs.argmax()) if length else 0

@@ -81,7 +81,7 @@ async def serve(
 
 async def _drain(server: Server, stopping: Stopping) -> None:
     """Wait for the answers under way; then end them."""
-    server.drain()
+    server.draining = True
 
     async def idle() -> None:
         while server.num_accepted:

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.errors import ApiError, error_response, shape_for
+from vllm_metal_lite.server.errors import ApiError, error_response
 from vllm_metal_lite.server.settings import ServerConfig
 
 _OPEN_PATHS = ("/", "/health")  # without a key; so are the page's files
@@ -60,7 +60,7 @@ class _Checked:
         try:
             self._check(scope, Headers(scope=scope))
         except ApiError as e:
-            await error_response(e, shape_for(scope["path"]))(scope, receive, send)
+            await error_response(e, scope["path"])(scope, receive, send)
         else:
             await self._app(scope, self._bounded(receive), send)
 
@@ -76,17 +76,11 @@ class _Checked:
             self._check_host(host)
         origin = headers.get("origin")
         if origin is not None and not self._may_call(origin, host):
-            raise ApiError(
-                403,
-                f"web pages of {show(origin)} may not call this server: start the server with "
-                "--allowed-origin to allow them",
-            )
+            why = f"web pages of {show(origin)} may not call this server"
+            raise _refused(403, why, "--allowed-origin to allow them")
         if origin is None and self._is_foreign(scope, headers):
-            raise ApiError(
-                403,
-                "a web page of another site asks, and its browser does not say which: start the "
-                "server with --allowed-origin '*' to allow all",
-            )
+            why = "a web page of another site asks, and its browser does not say which"
+            raise _refused(403, why, "--allowed-origin '*' to allow all")
         if self._key is not None and not self._is_open(scope["path"]):
             self._check_key(headers)
         length = headers.get("content-length", "0")
@@ -96,18 +90,12 @@ class _Checked:
     def _check_host(self, host: str) -> None:
         match = _HOST.fullmatch(host)
         if match is None:
-            raise ApiError(
-                400,
-                f"the Host header must be a name and a port, got {show(host)}: start the server "
-                "with --allowed-host '*' to accept any",
-            )
+            why = f"the Host header must be a name and a port, got {show(host)}"
+            raise _refused(400, why, "--allowed-host '*' to accept any")
         name = match["name"].lower().removesuffix(".")
         if name not in self._names and not _is_address(name.strip("[]")):
-            raise ApiError(
-                403,
-                f"the Host header names {show(host)}, which is not this server: start the server "
-                "with --allowed-host to accept the name",
-            )
+            why = f"the Host header names {show(host)}, which is not this server"
+            raise _refused(403, why, "--allowed-host to accept the name")
 
     def _is_foreign(self, scope: Scope, headers: Headers) -> bool:
         """True for an image, a script or a frame of another site.  A link to the page is none."""
@@ -151,10 +139,8 @@ class _Checked:
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except TimeoutError:
-                raise _closing(
-                    408,
-                    f"the body is too slow: {size} bytes in {time.monotonic() - began:.1f} seconds",
-                ) from None
+                took = f"{size} bytes in {time.monotonic() - began:.1f} seconds"
+                raise _closing(408, f"the body is too slow: {took}") from None
             size += len(message.get("body", b""))
             more = message.get("more_body", False)
             if size > self._max_body:
@@ -162,6 +148,10 @@ class _Checked:
             return message
 
         return bounded
+
+
+def _refused(status: int, why: str, option: str) -> ApiError:
+    return ApiError(status, f"{why}: start the server with {option}")
 
 
 def _closing(status: int, message: str) -> ApiError:

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from starlette.requests import ClientDisconnect, Request
@@ -16,20 +17,13 @@ from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server import limits
-from vllm_metal_lite.server.errors import (
-    ApiError,
-    ContextOverflow,
-    Shape,
-    busy,
-    error_response,
-    shown_error,
-)
+from vllm_metal_lite.server.errors import ApiError, ContextOverflow, error_response
 from vllm_metal_lite.server.models import Models
 from vllm_metal_lite.server.offload import LARGE, ORIGIN, Origin, offload
 from vllm_metal_lite.server.prometheus import Metrics
-from vllm_metal_lite.server.recent import Parted
+from vllm_metal_lite.server.prompts import RenderedPrompt
 from vllm_metal_lite.server.settings import ServerConfig
-from vllm_metal_lite.server.stream import ClientGone, unless, until_gone
+from vllm_metal_lite.server.stream import COMMENT, ClientGone, EventStream, unless, until_gone
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation, ShuttingDown
 
@@ -43,7 +37,12 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+    model: str | None = None
+
     _whole = field_validator("*", mode="before")(whole)
+
+    def check(self) -> None:
+        """Raise ApiError (400) for fields that contradict each other.  No model is loaded yet."""
 
 
 B = TypeVar("B", bound=Body)
@@ -52,17 +51,14 @@ _BESIDE_TEXT = 4 << 20  # bytes of a body beside the prompt's text
 
 
 class Server:
-    """The state of a running server."""
-
     def __init__(self, config: ServerConfig, models: Models) -> None:
         self.config, self.models = config, models
-        self.draining = False
-        self.on_drain: list[Callable[[], None]] = []  # called when `draining` is set
+        self.draining = False  # no further requests are taken
         self.ended = asyncio.Event()  # requests that are still open get an error
         self.num_accepted = 0  # requests that drain
         self.generations: dict[str, Generation] = {}
         # Called at the end of each request, also of one that is cut short.
-        self.on_end: Callable[[EngineClient, Generation], None] = lambda engine, generation: None
+        self.on_end: Callable[[Generation], None] = lambda generation: None
         self.metrics = Metrics(models)
         self._unknown_fields: set[tuple[str, str]] = set()  # by endpoint
 
@@ -71,67 +67,57 @@ class Server:
         self,
         engine: EngineClient,
         prefix: str,
-        prompt_token_ids: list[int],
+        prompt: RenderedPrompt,
         params: SamplingParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        checkpoints: Sequence[int] = (),
-        parted: Parted | None = None,
     ) -> AsyncIterator[Generation]:
         """A request that `engine` has accepted; leaving the block ends it.
 
         prefix: of the request's id.  cache_salt: prompts of one salt say nothing of others, so they
-        are neither remembered nor compared.  parted: see RenderedPrompt.
+        are neither remembered nor compared.
 
         Raises ApiError, MetalLiteError or EngineLost.
         """
         self.check_open()
+        token_ids = prompt.token_ids
         limit = engine.facts.max_model_len
-        if len(prompt_token_ids) >= limit:
-            raise ContextOverflow(len(prompt_token_ids), limit)
+        if len(token_ids) >= limit:
+            raise ContextOverflow(len(token_ids), limit)
         running = sum(g.params.n for g in engine.generations.values())
         if running >= engine.facts.max_num_seqs + self.config.max_waiting:
-            raise busy(
-                f"{running} requests run or wait, and max_waiting ({self.config.max_waiting}) "
-                "allows no more"
+            most = f"max_waiting ({self.config.max_waiting})"
+            raise ApiError(
+                503,
+                f"{running} requests run or wait, and {most} allows no more",
+                code="server_busy",
+                headers={"Retry-After": "1"},
             )
-        limits.check_logprobs(len(prompt_token_ids), limit, params)
+        limits.check_logprobs(len(token_ids), limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
-        with self._accepted(), self.metrics.counting(engine) as count:
-            async with engine.generate(
-                request_id, prompt_token_ids, params,
-                priority=priority, checkpoints=checkpoints, cache_salt=cache_salt,
-                on_update=count.update,
-            ) as generation:  # fmt: skip
-                count.generation = generation
-                if cache_salt is None:
-                    generation.parted = parted
-                    engine.recent.add(prompt_token_ids)
-                self.generations[request_id] = generation
-                try:
-                    yield generation
-                finally:
-                    del self.generations[request_id]
-                    if cache_salt is None:
-                        # The last token has no K and V.
-                        said = generation.answers[0].token_ids[:-1]
-                        engine.recent.add([*prompt_token_ids, *said])
-                    self.on_end(engine, generation)
-
-    @contextmanager
-    def _accepted(self) -> Iterator[None]:
         self.num_accepted += 1
         try:
-            yield
+            with self.metrics.counting(engine) as count:
+                async with engine.generate(
+                    request_id, token_ids, params,
+                    priority=priority, checkpoints=prompt.checkpoints, cache_salt=cache_salt,
+                    on_update=count.update,
+                ) as generation:  # fmt: skip
+                    count.generation = generation
+                    if cache_salt is None:
+                        generation.parted = prompt.parted
+                        engine.recent.add(token_ids)
+                    self.generations[request_id] = generation
+                    yield generation
         finally:
             self.num_accepted -= 1
-
-    def drain(self) -> None:
-        """Take no further requests."""
-        self.draining = True
-        for call in self.on_drain:
-            call()
+            if (ended := self.generations.get(request_id)) is not None:
+                if cache_salt is None:
+                    # The last token has no K and V.
+                    engine.recent.add([*token_ids, *ended.answers[0].token_ids[:-1]])
+                self.on_end(ended)
+                del self.generations[request_id]
 
     def check_open(self) -> None:
         """Raise ShuttingDown if the server stops."""
@@ -155,7 +141,7 @@ class Server:
     def log_requests(self) -> None:
         """Print a line at the end of each request."""
 
-        def log(engine: EngineClient, generation: Generation) -> None:
+        def log(generation: Generation) -> None:
             with suppress(OSError):  # the reader of our output is gone
                 print(summary(generation), flush=True)
 
@@ -208,13 +194,36 @@ def _read(body_type: type[B], raw: bytes) -> B:
     return body_type.model_validate_json(raw)
 
 
-Handler = Callable[[Server, Request, B], Awaitable[Response]]
+@dataclass(frozen=True)
+class Serving:
+    """A request while it is served.  model: its name.  resources: closed when the response ends."""
+
+    server: Server
+    model: str
+    engine: EngineClient
+    resources: AsyncExitStack
+
+    async def generate(
+        self, prefix: str, prompt: RenderedPrompt, params: SamplingParams, **options: Any
+    ) -> Generation:
+        """As `Server.generate`, until the response ends."""
+        generating = self.server.generate(self.engine, prefix, prompt, params, **options)
+        return await self.resources.enter_async_context(generating)
+
+    def stream(
+        self, events: AsyncIterator[bytes], keep_alive: bytes | Callable[[], bytes] = COMMENT
+    ) -> EventStream:
+        seconds = self.server.config.keep_alive
+        return EventStream(events, keep_alive, seconds, self.resources.pop_all())
+
+
+Handler = Callable[[Serving, B], Awaitable[Response]]
 
 
 def endpoint(
-    server: Server, body_type: type[B], handler: Handler[B], shape: Shape
+    server: Server, body_type: type[B], handler: Handler[B]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A Starlette endpoint: reads the body, ends the work when the client goes, shapes errors."""
+    """A Starlette endpoint: reads the body, loads the model, ends the work when the client goes."""
 
     async def answer(request: Request) -> Response:
         server.check_open()
@@ -224,21 +233,25 @@ def endpoint(
         raw = await request.body()
         server.check_size(len(raw))
         ORIGIN.set(Origin(client_of(request), len(raw)))
-        read = offload(_read, body_type, raw) if len(raw) >= LARGE else None
-        body = _read(body_type, raw) if read is None else await until_gone(request, read)
-        del raw
-        server.note_unknown(request.url.path, body)
-        return await until_gone(request, handler(server, request, body))
+        return await until_gone(request, respond(request.url.path, raw))
+
+    async def respond(path: str, raw: bytes) -> Response:
+        large = len(raw) >= LARGE
+        body = await offload(_read, body_type, raw) if large else _read(body_type, raw)
+        server.note_unknown(path, body)
+        body.check()
+        async with AsyncExitStack() as resources:
+            model, engine = await resources.enter_async_context(server.models.use(body.model))
+            return await handler(Serving(server, model.name, engine, resources), body)
+        raise AssertionError("the resources hide no exception")
 
     async def serve(request: Request) -> Response:
         try:
             return await unless(server.ended.wait(), ShuttingDown, answer(request))
         except (ClientGone, ClientDisconnect):
             return Response(status_code=499)
-        except asyncio.CancelledError:
-            raise
         except Exception as e:
-            return error_response(shown_error(e), shape)
+            return error_response(e, request.url.path)
 
     serve.body_type = body_type  # type: ignore[attr-defined]  # for the description of the API
     return serve

@@ -1,6 +1,5 @@
-"""`/version`, and `/status`: the server, its models and the latest metrics of their engines.
-
-The answer never waits for an engine.
+"""What the server tells of itself: `/health`, `/version`, `/metrics`, and `/status`: the server,
+its models and the latest metrics of their engines.  No answer waits for an engine.
 """
 
 import dataclasses
@@ -77,4 +76,13 @@ def routes(server: Server) -> list[Route]:
     async def version(request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    return [Route("/status", status), Route("/version", version)]
+    async def health(request: Request) -> Response:
+        if server.draining:
+            return JSONResponse({"status": "draining"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        text, content_type = server.metrics.text(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
+
+    return [Route(f"/{f.__name__}", f) for f in (health, version, metrics, status)]

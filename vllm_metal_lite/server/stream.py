@@ -66,10 +66,9 @@ class EventStream(Response):
         keep_alive: bytes | Callable[[], bytes],
         seconds: float,
         resources: AsyncExitStack,
-        headers: dict[str, str] | None = None,
     ) -> None:
         self.status_code, self.background, self.body = 200, None, b""
-        self.init_headers({**_HEADERS, **(headers or {})})
+        self.init_headers(_HEADERS)
         del self.headers["content-length"]
         self._events, self._resources = events, resources
         self._keep_alive, self._seconds = keep_alive, seconds

@@ -1,17 +1,20 @@
-"""The form that a request gives its answer, under each API's name."""
+"""The form of an answer: what a request asks for under each API's name, and calls it demands."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from json import dumps, loads
 from typing import Any
 
+from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import schema_of
-from vllm_metal_lite.chat_formats.tool import Tool
+from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import SamplingError, show
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.errors import ApiError, bad, must_be
+from vllm_metal_lite.server.fields import type_of
 from vllm_metal_lite.server.offload import GRAMMARS, offload
-from vllm_metal_lite.server.tools import bad
-from vllm_metal_lite.structured_params import StructuredOutputsParams
+from vllm_metal_lite.structured_params import WHITESPACE, StructuredOutputsParams
 
 
 def form_of(form: Any, where: str) -> tuple[StructuredOutputsParams, str] | None:
@@ -22,19 +25,18 @@ def form_of(form: Any, where: str) -> tuple[StructuredOutputsParams, str] | None
     """
     if form is None:
         return None
-    kind = form.get("type") if isinstance(form, Mapping) else None
+    kind = type_of(form)
     if kind == "text":
         return None
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True), where
     if kind != "json_schema":
-        expected = "text, json_object or json_schema"
-        raise bad(f"{where}.type must be {expected}, got {show(kind)}", f"{where}.type")
+        raise must_be(f"{where}.type", "text, json_object or json_schema", kind)
     if isinstance(inner := form.get("json_schema"), Mapping):
         form, where = inner, f"{where}.json_schema"
     schema = form.get("schema")
     if not isinstance(schema, Mapping):
-        raise bad(f"{where}.schema must be an object, got {show(schema)}", f"{where}.schema")
+        raise must_be(f"{where}.schema", "an object", schema)
     return StructuredOutputsParams(json=schema), f"{where}.schema"
 
 
@@ -43,7 +45,7 @@ async def with_form(params: SamplingParams, form: Any, where: str) -> SamplingPa
     own = params.structured_outputs
     if (asked := form_of(form, where)) is not None:
         if own is not None:
-            raise bad(f"{where} and structured_outputs cannot both be given", where)
+            raise bad(where, " and structured_outputs cannot both be given")
         structured, field = asked
         await check_form(structured, field)
         return replace(params, structured_outputs=structured)
@@ -62,7 +64,7 @@ async def check_calls(form: StructuredOutputsParams, tools: Sequence[Tool]) -> N
             try:
                 await check_form(schema, f"tools: {show(tool.name)}")
             except ApiError as e:
-                raise bad(e.message, "tools") from None
+                raise ApiError(400, e.message, param="tools") from None
         raise
 
 
@@ -76,11 +78,55 @@ async def check_form(structured: StructuredOutputsParams, field: str) -> None:
         from vllm_metal_lite.structured_outputs.compiler import check
         from vllm_metal_lite.structured_outputs.grammar_text import GrammarError
     except ModuleNotFoundError as e:
-        why = f"{field} needs {e.name}: pip install 'vllm-metal-lite[structured]'"
-        raise bad(why, field) from e
+        raise bad(field, f" needs {e.name}: pip install 'vllm-metal-lite[structured]'") from e
     try:
         await offload(check, structured, threads=GRAMMARS)
     except GrammarError as e:
-        raise bad(f"{field}{e.place}: {e.why}", field + e.place) from None
+        raise bad(field + e.place, f": {e.why}") from None
     except SamplingError as e:
-        raise bad(str(e), field) from None
+        raise ApiError(400, str(e), param=field) from None
+
+
+def answer_form(
+    chat_format: ChatFormat,
+    special_tokens: Mapping[str, int],
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    form: StructuredOutputsParams | None,
+) -> StructuredOutputsParams | None:
+    """What an answer behind its thoughts must be; None: anything.
+
+    form: of an answer that calls nothing.
+    Calls that are demanded follow the grammar of the model's format.  Where calls are possible,
+    they follow it if a tool is strict, or if the answer could not hold them by `form`, a JSON
+    schema; other forms leave no room for calls.  Raises ApiError (400) for demanded calls, and for
+    strict tools, where the format has no grammar.
+    """
+    why = f"the model's format ({chat_format.name}) has no grammar for calls"
+    if choice.mode in ("required", "named"):
+        if chat_format.grammar is None:
+            raise bad("tool_choice", f" must be 'auto' or 'none': {why}")
+        return _lark(chat_format.grammar(tools, choice, special_tokens))
+    if choice.mode == "none" or not tools or not chat_format.has_calls:
+        return form
+    if chat_format.grammar is None:
+        if strict := [tool.name for tool in tools if tool.strict]:
+            raise bad("tools", f": {show(strict[0])} cannot be strict: {why}")
+        return form
+    if form is None:
+        if not any(tool.strict for tool in tools):
+            return None
+        return _lark(chat_format.grammar(tools, choice, special_tokens))
+    if form.json is None and not form.json_object:
+        return form
+    schema = {"type": "object"} if form.json is None else loads(str(form.json))
+    if not isinstance(schema, dict):
+        return form
+    schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    calls = chat_format.grammar(tools, replace(choice, mode="required"), special_tokens)
+    calls = re.sub("^start:", "calls:", calls, flags=re.MULTILINE)
+    return _lark(f"start: calls | final\nfinal: %json {dumps(schema)}\n{calls}")
+
+
+def _lark(grammar: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(grammar=grammar)

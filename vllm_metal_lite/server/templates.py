@@ -85,17 +85,10 @@ def render_text(
     variables: Variables,
 ) -> str:
     """A conversation as text.  Raises what the template raises."""
-
-    def render(some: Sequence[Message], generation: bool) -> str:
-        text: str = tokenizer.apply_chat_template(
-            list(some), tokenize=False, add_generation_prompt=generation, **variables
-        )
-        return text
-
     if template.system_in_middle != "inserted" or not has_system_in_middle(messages):
         if template.system_in_middle == "in user turn":
             messages = _in_user_turns(messages)
-        return render(messages, add_generation_prompt)
+        return _rendered(tokenizer, messages, variables, add_generation_prompt)
     kept: list[Message] = []
     late: list[tuple[int, str]] = []  # messages before a system message, and its text
     for i, message in enumerate(messages):
@@ -103,7 +96,7 @@ def render_text(
             late.append((len(kept), message["content"]))
         else:
             kept.append(message)
-    text = render(kept, add_generation_prompt)
+    text = _rendered(tokenizer, kept, variables, add_generation_prompt)
     plain = {k: v for k, v in variables.items() if k != "continue_final_message"}
 
     def end_of(count: int) -> int:
@@ -112,9 +105,7 @@ def render_text(
         as soon as a user's message follows, so more than one continuation is tried."""
         longest = 0
         for goes_on in ([], [_OTHER], [_ANSWER]) if count < len(kept) else ([],):
-            whole: str = tokenizer.apply_chat_template(
-                [*kept[:count], *goes_on], tokenize=False, **plain
-            )
+            whole = _rendered(tokenizer, [*kept[:count], *goes_on], plain)
             end = num_common(text, whole)
             if end < len(whole):
                 common = text[:end]
@@ -130,26 +121,34 @@ def render_text(
     return text
 
 
+def _rendered(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Message],
+    variables: Variables,
+    generation: bool = False,
+) -> str:
+    text: str = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=generation, **variables
+    )
+    return text
+
+
 def has_system_in_middle(messages: Sequence[Message]) -> bool:
     roles = [message.get("role") for message in messages]
     return any(a != "system" and b == "system" for a, b in pairwise(roles))
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """System messages behind others as text of the user's."""
-    first = next((i for i, m in enumerate(messages) if m.get("role") != "system"), len(messages))
-    kept: list[Message] = list(messages[:first])
-    for message in messages[first:]:
-        if message.get("role") == "system":
-            content = f"<system>\n{message['content']}\n</system>"
-            if kept and kept[-1].get("role") == "user":
-                kept[-1] = {**kept[-1], "content": f"{kept[-1]['content']}\n\n{content}"}
-                continue
-            message = {"role": "user", "content": content}
-        elif message.get("role") == "user" and kept and kept[-1].get("role") == "user":
-            content = f"{kept[-1]['content']}\n\n{message['content']}"
-            kept[-1] = {**kept[-1], "content": content}
-            continue
+    """System messages behind others as text of the user's, whose messages in a row become one."""
+    kept: list[Message] = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role == "system" and any(m.get("role") != "system" for m in kept):
+            role, content = "user", f"<system>\n{content}\n</system>"
+            message = {"role": role, "content": content}
+        if role == "user" and kept and kept[-1].get("role") == "user":
+            last = kept.pop()
+            message = {**last, "content": f"{last['content']}\n\n{content}"}
         kept.append(message)
     return kept
 
@@ -163,10 +162,9 @@ def probe(tokenizer: TokenizerWrapper) -> Template:
 
     def render(*messages: Message) -> str | None:
         try:
-            text: str = tokenizer.apply_chat_template(list(messages), tokenize=False)
+            return _rendered(tokenizer, messages, {})
         except Exception:  # templates raise any error
             return None
-        return text
 
     system, user = {"role": "system", "content": _SYSTEM}, _OTHER
     before, middle = render(user), render(user, system, user)

@@ -1,19 +1,16 @@
 """A conversation made ready for its next answer, for all chat APIs."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from vllm_metal_lite.chat_formats.parser import ChatParser
-from vllm_metal_lite.chat_formats.tool import ToolChoice
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.answer_events import AnswerDelta, answer_events
-from vllm_metal_lite.server.answer_form import answer_form
 from vllm_metal_lite.server.offload import offload
-from vllm_metal_lite.server.params import SamplingFields
+from vllm_metal_lite.server.params import SamplingFields, sampling_params
 from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
-from vllm_metal_lite.server.server import Server
-from vllm_metal_lite.server.structured import check_calls
+from vllm_metal_lite.server.server import Serving
+from vllm_metal_lite.server.structured import answer_form, check_calls
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation
 from vllm_metal_lite.structured_params import ThinkingParams
@@ -23,39 +20,30 @@ _TAIL = 16  # tokens at a prompt's end that may open thoughts
 
 @dataclass(frozen=True)
 class Turn:
-    """make_parser: of one answer.  parallel: an answer may hold more than one call."""
+    """A conversation made ready for its answer.  make_parser: of one answer."""
 
     prompt: RenderedPrompt
     params: SamplingParams
     make_parser: Callable[[], ChatParser]
-    parallel: bool
-
-    def generate(
-        self, server: Server, engine: EngineClient, prefix: str, body: SamplingFields
-    ) -> AbstractAsyncContextManager[Generation]:
-        """`Server.generate` of this turn, the answer to `body`."""
-        return server.generate(
-            engine, prefix, self.prompt.token_ids, self.params, **body.scheduling(),
-            checkpoints=self.prompt.checkpoints, parted=self.prompt.parted,
-        )  # fmt: skip
-
-    def deltas(self, generation: Generation) -> AsyncIterator[AnswerDelta]:
-        """What comes of the answers, as `answer_events` reads it."""
-        return answer_events(generation, self.make_parser, self.parallel)
 
 
-async def prepare(
-    engine: EngineClient,
-    conversation: Conversation,
-    choice: ToolChoice,
-    params: SamplingParams,
-    thinking_budget: int | None = None,
-) -> Turn:
-    """Render a conversation, and give its answer the form that `params` and `choice` ask for.
+async def answer(
+    serving: Serving, body: SamplingFields, conversation: Conversation, prefix: str
+) -> tuple[Generation, AsyncIterator[AnswerDelta]]:
+    """The next answer of a conversation, and what comes of it.  prefix: of the request's id."""
+    params = await sampling_params(serving, body)
+    turn = await prepare(serving.engine, conversation, params)
+    generation = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
+    return generation, answer_events(generation, turn.make_parser, conversation.choice.parallel)
 
-    thinking_budget: most tokens of thoughts.  Raises ApiError (400) for calls that the model cannot
-    be made to write, RequestError for what the template refuses.
+
+async def prepare(engine: EngineClient, conversation: Conversation, params: SamplingParams) -> Turn:
+    """Render a conversation, and give its answer the form that `params` and its choice ask for.
+
+    Raises ApiError (400) for calls that the model cannot be made to write, RequestError for what
+    the template refuses.
     """
+    choice, thinking_budget = conversation.choice, conversation.thinking_budget
     chat_format, tokenizer = engine.chat_format, engine.tokenizer
     # The others stay in the prompt too, so that the conversation's prefix is found again.
     tools = [tool for tool in conversation.tools if choice.allows(tool)]
@@ -93,7 +81,7 @@ async def prepare(
     def make_parser() -> ChatParser:
         return ChatParser(chat_format, tools, in_reasoning=in_reasoning, hidden=hidden)
 
-    return Turn(prompt, params, make_parser, choice.parallel)
+    return Turn(prompt, params, make_parser)
 
 
 def _thinking(

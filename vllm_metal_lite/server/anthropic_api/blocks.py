@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.content import check_id, function_call, part_text, result_text, text_of
-from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.content import function_call, part_text, text_of, tool_message
+from vllm_metal_lite.server.errors import must_be
+from vllm_metal_lite.server.fields import type_of
 from vllm_metal_lite.server.prompts import Conversation, Message, join_systems
 
 Blocks = list[Mapping[str, Any]]
@@ -44,7 +44,7 @@ def _for_the_model(system: Any) -> Any:
         return system
     kept = []
     for block in system:
-        text = block.get("text") if _kind(block) == "text" else None
+        text = block.get("text") if type_of(block) == "text" else None
         if isinstance(text, str) and (found := _BILLING.match(text)):
             if found.end() == len(text):
                 continue
@@ -60,7 +60,7 @@ def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> 
     """
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
-        raise _bad(f"{where}.role must be user, assistant or system, got {show(role)}", where)
+        raise must_be(f"{where}.role", "user, assistant or system", role)
     blocks, where = message.get("content"), f"{where}.content"
     if not isinstance(blocks, list):
         yield {"role": role, "content": text_of(blocks, where)}
@@ -73,9 +73,9 @@ def _messages(message: Mapping[str, Any], where: str, names: dict[Any, str]) -> 
 def _assistant(blocks: Blocks, where: str, names: dict[Any, str]) -> Message:
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
-        at, kind = f"{where}.{i}", _kind(block)
+        at, kind = f"{where}.{i}", type_of(block)
         if kind == "tool_use":
-            call = function_call(block.get("id"), block.get("name"), block.get("input"), at)
+            call = function_call(block, "id", block.get("input"), at)
             names[call["id"]] = call["function"]["name"]
             calls.append(call)
         elif kind == "thinking":
@@ -95,30 +95,13 @@ def _user(role: str, blocks: Blocks, where: str, names: dict[Any, str]) -> Itera
     num_results = 0
     for i, block in enumerate(blocks):
         at = f"{where}.{i}"
-        if _kind(block) != "tool_result":
+        if type_of(block) != "tool_result":
             texts.append(part_text(block, at))
             continue
         if texts:
             yield {"role": role, "content": "\n".join(texts)}
             texts = []
-        yield _result(block, at, names)
+        yield tool_message(block, "tool_use_id", "content", names, at)
         num_results += 1
     if texts or not num_results:
         yield {"role": role, "content": "\n".join(texts)}
-
-
-def _result(block: Mapping[str, Any], where: str, names: dict[Any, str]) -> Message:
-    call_id = block.get("tool_use_id")
-    check_id(call_id, f"{where}.tool_use_id")
-    message = {"role": "tool", "tool_call_id": call_id}
-    if call_id in names:
-        message["name"] = names[call_id]
-    return {**message, "content": result_text(block.get("content"), f"{where}.content")}
-
-
-def _kind(block: Any) -> Any:
-    return block.get("type") if isinstance(block, Mapping) else None
-
-
-def _bad(message: str, where: str) -> ApiError:
-    return ApiError(400, message, param=where)

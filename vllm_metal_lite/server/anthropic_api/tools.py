@@ -1,70 +1,62 @@
-"""Tools, their choice, and thinking, as Anthropic's API has them."""
+"""Tools, their choice, and thinking, as Anthropic's API has them.  Errors are ApiError (400)."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import show
 from vllm_metal_lite.rules import whole
-from vllm_metal_lite.server.tools import bad, check_named, function_tool
+from vllm_metal_lite.server.errors import bad, must_be
+from vllm_metal_lite.server.fields import type_of
+from vllm_metal_lite.server.tools import add_tool, check_named, function_tool
 
-_MODES: dict[Any, Literal["auto", "required", "none"]] = {
+_MODES: dict[str, Literal["auto", "required", "none", "named"]] = {
     "auto": "auto",
     "any": "required",
     "none": "none",
+    "tool": "named",
 }
 
 
 def message_tools(definitions: Any, choice: Any) -> tuple[list[Tool], ToolChoice]:
-    """The tools of a request, and what the answer may or must call.  Raises ApiError (400).
+    """The tools of a request, and what the answer may or must call.
 
     Tools that Anthropic's servers would run (web search, ...) are refused: leaving them out would
     change what the user asked for.
     """
-    tools: list[Tool] = []
-    taken: set[str] = set()
+    tools: dict[str, Tool] = {}
     for i, definition in enumerate(definitions or ()):
         where = f"tools.{i}"
-        kind = definition.get("type") if isinstance(definition, Mapping) else None
-        if kind not in (None, "custom"):
-            raise bad(f"{where}: tools of type {show(kind)} are not supported", f"{where}.type")
-        tools.append(function_tool(definition, where, schema="input_schema", taken=taken))
-        taken.add(tools[-1].name)
-    return tools, _choice(tools, choice)
+        if (kind := type_of(definition)) not in (None, "custom"):
+            raise bad(where, f": tools of type {show(kind)} are not supported")
+        add_tool(tools, function_tool(definition, where, "input_schema"), f"{where}.name")
+    return list(tools.values()), ToolChoice() if choice is None else _choice(tools, choice)
 
 
-def _choice(tools: list[Tool], choice: Any) -> ToolChoice:
-    if choice is None:
-        return ToolChoice()
-    where, kind = "tool_choice", choice.get("type") if isinstance(choice, Mapping) else None
-    if kind not in (*_MODES, "tool"):
-        raise bad(f"{where}.type must be auto, any, tool or none, got {show(kind)}", where)
+def _choice(tools: dict[str, Tool], choice: Any) -> ToolChoice:
+    where, kind = "tool_choice", type_of(choice)
+    if kind not in _MODES:
+        raise must_be(f"{where}.type", "auto, any, tool or none", kind)
     if kind in ("any", "tool") and not tools:
-        raise bad(f"{where} needs tools, got {show(kind)} without any", where)
-    parallel = choice.get("disable_parallel_tool_use") is not True
-    if kind == "tool":
-        name = check_named(choice.get("name"), tools, f"{where}.name")
-        return ToolChoice("named", name, parallel)
-    return ToolChoice(_MODES[kind], None, parallel)
+        raise bad(where, f" needs tools, got {show(kind)} without any")
+    name = check_named(choice.get("name"), tools, f"{where}.name") if kind == "tool" else None
+    return ToolChoice(_MODES[kind], name, choice.get("disable_parallel_tool_use") is not True)
 
 
 def thinking_of(thinking: Any, output_config: Any) -> tuple[bool | None, str | None, int | None]:
     """Whether the model shall think, how much, and for how many tokens at most; None: not said.
 
     thinking: {"type": "enabled", "budget_tokens": N}, {"type": "disabled"}, {"type": "adaptive"}.
-    output_config: {"effort": ...}.  Raises ApiError (400).
+    output_config: {"effort": ...}.
     """
     enabled = budget = None
     if thinking is not None:
-        kind = thinking.get("type") if isinstance(thinking, Mapping) else None
+        kind = type_of(thinking)
         if kind not in ("enabled", "disabled", "adaptive"):
-            where = "thinking.type"
-            raise bad(f"{where} must be enabled, disabled or adaptive, got {show(kind)}", where)
+            raise must_be("thinking.type", "enabled, disabled or adaptive", kind)
         if kind != "adaptive":
             enabled = kind == "enabled"
-        budget = whole(thinking.get("budget_tokens")) if kind == "enabled" else None
+        budget = whole(thinking.get("budget_tokens")) if enabled else None
         if budget is not None and (type(budget) is not int or budget < 1):
-            where = "thinking.budget_tokens"
-            raise bad(f"{where} must be an integer of at least 1, got {show(budget)}", where)
-    effort = output_config.get("effort") if isinstance(output_config, Mapping) else None
+            raise must_be("thinking.budget_tokens", "an integer of at least 1", budget)
+    effort = (output_config or {}).get("effort")
     return enabled, effort if isinstance(effort, str) else None, budget

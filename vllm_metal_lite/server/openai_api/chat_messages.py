@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_metal_lite.chat_formats.tool import ToolChoice
-from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.content import arguments_of, check_id, result_text, text_of
-from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.content import arguments_of, result_text, text_of
+from vllm_metal_lite.server.errors import bad, must_be
+from vllm_metal_lite.server.fields import optional, required_text
 from vllm_metal_lite.server.openai_api.chat_tools import chat_tools
 from vllm_metal_lite.server.params import Unsupported
 from vllm_metal_lite.server.prompts import Conversation, Message, join_systems
@@ -48,9 +47,8 @@ class ConversationFields(Body):
     functions: Unsupported = None
     chat_template: Unsupported = None
 
-    def conversation(self, messages: list[dict[str, Any]]) -> tuple[Conversation, ToolChoice]:
-        """What is rendered, and the calls that the answer may or must hold.  Raises ApiError (400)
-        for what cannot be rendered."""
+    def conversation(self, messages: list[dict[str, Any]]) -> Conversation:
+        """Raises ApiError (400) for what cannot be rendered."""
         begun = messages[-1] if messages else {}
         goes_on = self.continue_final_message or (
             # Under the names of other servers.
@@ -58,29 +56,19 @@ class ConversationFields(Body):
         )
         tools, choice = chat_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if goes_on and self.add_generation_prompt:
-            raise ApiError(
-                400,
-                "continue_final_message and add_generation_prompt cannot both be true",
-                param="continue_final_message",
-            )
+            raise bad("continue_final_message", " and add_generation_prompt cannot both be true")
         template = dict(self.chat_template_kwargs or {})
         if reserved := sorted(_RESERVED.intersection(template)):
-            raise ApiError(
-                400,
-                f"chat_template_kwargs holds variables of the template, and {reserved[0]} is none",
-                param="chat_template_kwargs",
-            )
+            words = f" holds variables of the template, and {reserved[0]} is none"
+            raise bad("chat_template_kwargs", words)
         if self.documents is not None:
             template["documents"] = self.documents
         if goes_on:
             template["continue_final_message"] = True
         generation = self.add_generation_prompt
-        if generation is None:
-            generation = not goes_on
-        conversation = Conversation(
-            chat_messages(messages), template, generation, tools, effort=self.reasoning_effort
-        )
-        return conversation, choice
+        generation = not goes_on if generation is None else generation
+        effort, rendered = self.reasoning_effort, chat_messages(messages)
+        return Conversation(rendered, template, generation, tools, choice, effort=effort)
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
@@ -93,18 +81,16 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
 
 
 def _message(message: Mapping[str, Any], where: str) -> Message:
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise _bad(f"{where}.role must be a non-empty string, got {show(role)}", f"{where}.role")
+    role = required_text(message, "role", where)
     rendered = {name: value for name, value in message.items() if value is not None}
     rendered["role"] = _ROLES.get(role, role)
     read = result_text if rendered["role"] == "tool" else text_of
     rendered["content"] = read(message.get("content"), f"{where}.content")
-    check_id(message.get("tool_call_id"), f"{where}.tool_call_id")
+    optional(message, "tool_call_id", str, where)
     call = rendered.pop("function_call", None)  # the older form
     calls = rendered.pop("tool_calls", None) or ([] if call is None else [{"function": call}])
     if not isinstance(calls, list):
-        raise _bad(f"{where}.tool_calls must be a list, got {show(calls)}", f"{where}.tool_calls")
+        raise must_be(f"{where}.tool_calls", "a list", calls)
     if calls:
         rendered["tool_calls"] = [
             _tool_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)
@@ -116,11 +102,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """A call whose arguments are an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _bad(f"{where} must be a call of a function with a name, got {show(call)}", where)
-    check_id(call.get("id"), f"{where}.id")
+        raise must_be(where, "a call of a function with a name", call)
+    optional(call, "id", str, where)
     arguments = arguments_of(function.get("arguments"))
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
-
-
-def _bad(message: str, where: str) -> ApiError:
-    return ApiError(400, message, param=where)

@@ -1,21 +1,20 @@
 """`/v1/completions`."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from json import dumps
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from vllm_metal_lite.engine.prompts import tokenize
-from vllm_metal_lite.errors import RequestError, show
-from vllm_metal_lite.server.errors import ApiError, ContextOverflow, openai_shape
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
+from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
 from vllm_metal_lite.server.openai_api.logprobs import (
     TextOffsets,
     TokenNames,
@@ -23,40 +22,27 @@ from vllm_metal_lite.server.openai_api.logprobs import (
     legacy_logprobs,
     prompt_logprobs,
 )
-from vllm_metal_lite.server.openai_api.reply import Reply, StreamOptions, check_stream, ending
-from vllm_metal_lite.server.params import (
-    SamplingFields,
-    Unsupported,
-    sampling_params,
-)
-from vllm_metal_lite.server.prompts import encode_prompt
-from vllm_metal_lite.server.server import Server, endpoint
-from vllm_metal_lite.server.stream import COMMENT, EventStream
-from vllm_metal_lite.server.structured import with_form
+from vllm_metal_lite.server.openai_api.reply import Reply, ending
+from vllm_metal_lite.server.params import Unsupported, sampling_params
+from vllm_metal_lite.server.prompts import RenderedPrompt, encode_prompt
+from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Answer, Delta, Generation
 
 Prompt = str | list[int]
 
 
-class CompletionRequest(SamplingFields):
-    model: str | None = None
+class CompletionRequest(CompletionFields):
     prompt: Any
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Any = None
     best_of: int | None = None
-    max_tokens: Any = None
     logprobs: int | None = None
-    prompt_logprobs: Any = None
-    echo: bool | None = None
     add_special_tokens: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     suffix: Unsupported = None
     prompt_embeds: Unsupported = None
-    response_format: dict[str, Any] | None = None
-    truncate_prompt_tokens: Unsupported = None
-    use_beam_search: Unsupported = None
+
+    def check(self) -> None:
+        super().check()
+        split_prompts(self.prompt)
 
     @property
     def only_echoes(self) -> bool:
@@ -73,58 +59,52 @@ class CompletionRequest(SamplingFields):
         return fields
 
 
-async def completions(server: Server, request: Request, body: CompletionRequest) -> Response:
-    check_stream(body.stream, body.stream_options, body.prompt_logprobs)
-    prompts = split_prompts(body.prompt)
-    async with AsyncExitStack() as stack:
-        spec, engine = await stack.enter_async_context(server.models.use(body.model))
-        params = sampling_params(server.config, engine.facts, body.sampling())
-        if body.best_of not in (None, params.n):
-            raise ApiError(
-                400, f"best_of must equal n ({params.n}), got {body.best_of}", param="best_of"
-            )
-        most = engine.facts.max_num_seqs + server.config.max_waiting
-        if len(prompts) * params.n > most:
-            raise ApiError(
-                400,
-                f"{len(prompts)} prompts with n={params.n} are more than the {most} answers that "
-                "this server runs or lets wait",
-                param="prompt",
-            )
-        params = await with_form(params, body.response_format, "response_format")
-        special = body.add_special_tokens is not False
+async def completions(serving: Serving, body: CompletionRequest) -> Response:
+    prompts, engine = split_prompts(body.prompt), serving.engine
+    params = await sampling_params(serving, body)
+    if body.best_of not in (None, params.n):
+        raise bad("best_of", f" must equal n ({params.n}), got {body.best_of}")
+    most = engine.facts.max_num_seqs + serving.server.config.max_waiting
+    if len(prompts) * params.n > most:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with n={params.n} are more than the {most} answers that "
+            "this server runs or lets wait",
+            param="prompt",
+        )
+    special = body.add_special_tokens is not False
+    try:
         token_ids = await offload(_token_ids, prompts, engine, special)
+        generations = await _all(
+            serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
+            for ids in token_ids
+        )
+    except ContextOverflow as e:
+        e.param = "prompt"
+        raise
+    names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
+    writers = [
+        _Writer(body, generation, prompt, number * params.n, names)
+        for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True))
+    ]
+    reply = Reply(
+        "text_completion", serving.model, generations, body.stream_options,
+        hides_answers=body.only_echoes,
+    )  # fmt: skip
+    if body.stream:
+        chunks = _chunks(reply, writers)
+        serving.resources.push_async_callback(chunks.aclose)
+        return serving.stream(reply.stream(chunks))
+    for generation in generations:
+        await generation.complete()
 
-        async def start(ids: list[int]) -> Generation:
-            generate = server.generate(engine, "cmpl-", ids, params, **body.scheduling())
-            return await stack.enter_async_context(generate)
+    def whole() -> dict[str, Any]:
+        choices = [choice for writer in writers for choice in writer.choices()]
+        return reply.whole(choices)
 
-        generations = await _all(*map(start, token_ids))
-        names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
-        writers = [
-            _Writer(body, generation, prompt, number * params.n, names)
-            for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True))
-        ]
-        reply = Reply(
-            "text_completion", spec.name, generations, body.stream_options,
-            hides_answers=body.only_echoes,
-        )  # fmt: skip
-        if body.stream:
-            chunks = _chunks(reply, writers)
-            stack.push_async_callback(chunks.aclose)
-            events = reply.stream(chunks)
-            return EventStream(events, COMMENT, server.config.keep_alive, stack.pop_all())
-        for generation in generations:
-            await generation.complete()
-
-        def whole() -> dict[str, Any]:
-            choices = [choice for writer in writers for choice in writer.choices()]
-            return reply.whole(choices)
-
-        if params.logprobs is None and params.prompt_logprobs is None:
-            return JSONResponse(whole())
-        return await large_json(whole)
-    raise AssertionError("an exit stack hides no exception")
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return JSONResponse(whole())
+    return await large_json(whole)
 
 
 def split_prompts(prompt: Any) -> list[Prompt]:
@@ -132,16 +112,10 @@ def split_prompts(prompt: Any) -> list[Prompt]:
     if isinstance(prompt, str) or _are_ids(prompt):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise ApiError(
-            400, f"prompt must be a text, token ids, or a list of them, got {show(prompt)}",
-            param="prompt",
-        )  # fmt: skip
+        raise must_be("prompt", "a text, token ids, or a list of them", prompt)
     for i, item in enumerate(prompt):
         if not isinstance(item, str) and not _are_ids(item):
-            where = f"prompt.{i}"
-            raise ApiError(
-                400, f"{where} must be a text or token ids, got {show(item)}", param=where
-            )
+            raise must_be(f"prompt.{i}", "a text or token ids", item)
     return prompt
 
 
@@ -161,21 +135,15 @@ def _token_ids(prompts: Sequence[Prompt], engine: EngineClient, special: bool) -
         return [ids_of(prompt) for prompt in prompts]
     except RequestError as e:
         raise ApiError(400, str(e), param="prompt") from None
-    except ContextOverflow as e:
-        e.param = "prompt"
-        raise
 
 
-async def _all(*starts: Coroutine[Any, Any, Generation]) -> list[Generation]:
+async def _all(starts: Iterable[Coroutine[Any, Any, Generation]]) -> list[Generation]:
     """The results, in order.  If one fails, none is left running."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(start) for start in starts]
     except BaseExceptionGroup as failed:
-        error = failed.exceptions[0]
-        if isinstance(error, ContextOverflow):
-            error.param = "prompt"
-        raise error from None
+        raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
@@ -298,8 +266,3 @@ async def _chunks(reply: Reply, writers: Sequence[_Writer]) -> AsyncGenerator[by
             reader.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*readers, return_exceptions=True)
-
-
-def routes(server: Server) -> list[Route]:
-    serve = endpoint(server, CompletionRequest, completions, openai_shape)
-    return [Route("/v1/completions", serve, methods=["POST"])]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -50,13 +51,11 @@ def chat_logprobs(
     for token_id, position in zip(token_ids, positions, strict=True):
         ranked = [(p.rank or 0, t, p) for t, p in position.items() if (p.rank or 0) <= top]
         entry = _entry(token_id, position[token_id], names)
-        entry["top_logprobs"] = [_entry(t, p, names) for _, t, p in sorted(ranked, key=_rank)]
+        entry["top_logprobs"] = [
+            _entry(t, p, names) for _, t, p in sorted(ranked, key=itemgetter(0))
+        ]
         content.append(entry)
     return {"content": content, "refusal": None}
-
-
-def _rank(ranked: tuple[int, int, Logprob]) -> int:
-    return ranked[0]
 
 
 def _entry(token_id: int, logprob: Logprob, names: TokenNames) -> dict[str, Any]:

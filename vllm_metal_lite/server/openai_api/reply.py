@@ -5,11 +5,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from vllm_metal_lite import __version__
-from vllm_metal_lite.server.errors import ApiError, check_ended, openai_shape, shown_error
+from vllm_metal_lite.server.errors import check_ended, openai_shape, shown_error
 from vllm_metal_lite.server.large_json import encode_slowly
+from vllm_metal_lite.server.openai_api.completion_fields import StreamOptions
 from vllm_metal_lite.server.stream import sse
 from vllm_metal_lite.server.worker.generation import Answer, Generation
 
@@ -18,16 +17,6 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 _DONE = sse("[DONE]")
 _MANY = 64  # tokens of a chunk that has those of an echoed prompt
 _FINGERPRINT = f"vllm-metal-lite-{__version__}"
-
-
-class StreamOptions(BaseModel):
-    """include_usage: a last chunk says how many tokens it were.  continuous_usage_stats: so does
-    every chunk, as vLLM has it."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class Reply:
@@ -132,11 +121,3 @@ def ending(answer: Answer, finish_reason: str | None) -> dict[str, Any]:
     """
     check_ended(answer)
     return {"finish_reason": finish_reason, "stop_reason": answer.stop_reason}
-
-
-def check_stream(stream: bool | None, options: StreamOptions | None, prompt_logprobs: Any) -> None:
-    """Raise ApiError (400) for fields that contradict `stream`."""
-    if options is not None and not stream:
-        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
-    if stream and prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs is not supported with stream", param="prompt_logprobs")

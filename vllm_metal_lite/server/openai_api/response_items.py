@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_metal_lite.errors import show
-from vllm_metal_lite.server.content import check_id, function_call, result_text, text_of
-from vllm_metal_lite.server.errors import ApiError
+from vllm_metal_lite.server.content import function_call, text_of, tool_message
+from vllm_metal_lite.server.errors import bad, must_be
+from vllm_metal_lite.server.fields import required_text
 from vllm_metal_lite.server.openai_api.freeform import PARAMETER
 from vllm_metal_lite.server.openai_api.response_tools import flat_name
 from vllm_metal_lite.server.prompts import Message, join_systems
@@ -22,8 +23,7 @@ def input_messages(items: Any, instructions: str | None) -> list[Message]:
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        message = f"input must be a string or a list of items, got {show(items)}"
-        raise ApiError(400, message, param="input")
+        raise must_be("input", "a string or a list of items", items)
     for i, item in enumerate(items):
         history.add(item, f"input.{i}")
     return join_systems(history.messages)
@@ -39,22 +39,14 @@ class _History:
 
     def add(self, item: Any, where: str) -> None:
         if not isinstance(item, Mapping):
-            raise ApiError(400, f"{where} must be an object, got {show(item)}", param=where)
+            raise must_be(where, "an object", item)
         kind = item.get("type", "message")
-        add = _ITEMS.get(kind) if isinstance(kind, str) else None
-        if add is None:
-            raise ApiError(
-                400, f"{where}: input items of type {show(kind)} are not supported", param=where
-            )
+        if (add := _ITEMS.get(str(kind))) is None:
+            raise bad(where, f": input items of type {show(kind)} are not supported")
         add(self, item, where)
 
     def message(self, item: Mapping[str, Any], where: str) -> None:
-        role = item.get("role")
-        if not isinstance(role, str) or not role:
-            where += ".role"
-            raise ApiError(
-                400, f"{where} must be a non-empty string, got {show(role)}", param=where
-            )
+        role = required_text(item, "role", where)
         text = text_of(item.get("content"), f"{where}.content")
         if role == "assistant":
             self._said(text)
@@ -68,12 +60,7 @@ class _History:
         self._call(item, {PARAMETER: item.get("input")}, where)
 
     def output(self, item: Mapping[str, Any], where: str) -> None:
-        call_id = item.get("call_id")
-        check_id(call_id, f"{where}.call_id")
-        message = {"role": "tool", "tool_call_id": call_id}
-        if call_id in self._names:
-            message["name"] = self._names[call_id]
-        self._other({**message, "content": result_text(item.get("output"), f"{where}.output")})
+        self._other(tool_message(item, "call_id", "output", self._names, where))
 
     def reasoning(self, item: Mapping[str, Any], where: str) -> None:
         """Thoughts that the client can read; encrypted ones are no text."""
@@ -87,20 +74,14 @@ class _History:
         """Tools, which are no part of the messages; calls that the API's host has run."""
 
     def item_reference(self, item: Mapping[str, Any], where: str) -> None:
-        raise ApiError(
-            400,
-            f"{where}: item_reference is not supported, because no response is stored: send the "
-            "item itself",
-            param=where,
-        )
+        why = "because no response is stored: send the item itself"
+        raise bad(where, f": item_reference is not supported, {why}")
 
     def _call(self, item: Mapping[str, Any], arguments: Any, where: str) -> None:
-        call_id = item.get("call_id")
-        call = function_call(call_id, item.get("name"), arguments, where)
+        call = function_call(item, "call_id", arguments, where)
         function = call["function"]
         function["name"] = flat_name(item.get("namespace"), function["name"])
-        if isinstance(call_id, str):
-            self._names[call_id] = function["name"]
+        self._names[call["id"]] = function["name"]
         self._assistant(calls=True).setdefault("tool_calls", []).append(call)
 
     def _said(self, text: str) -> None:

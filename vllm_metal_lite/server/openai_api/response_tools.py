@@ -6,14 +6,16 @@ Tools that the API's host would run (web_search, ...) are left out, with a line 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.errors import show
+from vllm_metal_lite.server.errors import bad, must_be
+from vllm_metal_lite.server.fields import optional, required_text, required_type, type_of
 from vllm_metal_lite.server.openai_api.freeform import PARAMETER
-from vllm_metal_lite.server.tools import bad, function_tool
+from vllm_metal_lite.server.tools import add_tool, check_named, function_tool
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +32,6 @@ class Callee:
     namespace: str | None = None
 
 
-@dataclass(frozen=True)
-class ResponseTools:
-    """tools: what the model may call.  callees: by the names in `tools`.  definitions: the
-    client's own, of tools that are not left out."""
-
-    tools: Sequence[Tool]
-    choice: ToolChoice
-    callees: Mapping[str, Callee]
-    definitions: Sequence[Mapping[str, Any]]
-
-
 def flat_name(namespace: Any, name: str) -> str:
     """The name under which a model knows a tool."""
     if not isinstance(namespace, str) or namespace in ("", _PLAIN_NAMESPACE):
@@ -48,47 +39,41 @@ def flat_name(namespace: Any, name: str) -> str:
     return f"{namespace.removesuffix('__')}__{name}"
 
 
-def response_tools(definitions: Any, items: Any, choice: Any, parallel: bool) -> ResponseTools:
-    """The tools of a request.  Raises ApiError (400).
+class ResponseTools:
+    """The tools of a request.
 
-    definitions: `tools`.  items: `input`, which may hold more of them (additional_tools).
-    choice: `tool_choice`.
+    tools: what the model may call, by the names that it knows.  callees: of all tools, by the same
+    names.  definitions: the client's own, of tools that are not left out.
     """
-    found = _Found()
-    found.add_all(definitions, "tools")
-    for i, item in enumerate(items if isinstance(items, list) else ()):
-        if isinstance(item, Mapping) and item.get("type") == "additional_tools":
-            found.add_all(item.get("tools"), f"input.{i}.tools")
-    allowed, mode, name = _choice(choice, found.callees)
-    if mode in ("required", "named") and not allowed:
-        raise bad("tool_choice needs a tool that this server can offer to the model", "tool_choice")
-    return ResponseTools(
-        [tool for tool in found.tools if tool.name in allowed],
-        ToolChoice(mode, name, parallel),
-        found.callees,
-        found.definitions,
-    )
 
-
-class _Found:
-    def __init__(self) -> None:
-        self.tools: list[Tool] = []
+    def __init__(self, definitions: Any, items: Any, choice: Any, parallel: bool) -> None:
+        """definitions: `tools`.  items: `input`, which may hold more of them (additional_tools).
+        choice: `tool_choice`.  Raises ApiError (400)."""
+        self.tools: dict[str, Tool] = {}
         self.callees: dict[str, Callee] = {}
         self.definitions: list[Mapping[str, Any]] = []
+        self._add_all(definitions, "tools")
+        for i, item in enumerate(items if isinstance(items, list) else ()):
+            if type_of(item) == "additional_tools":
+                self._add_all(item.get("tools"), f"input.{i}.tools")
+        allowed, mode, name = _choice(choice, self.callees)
+        if mode in ("required", "named") and not allowed:
+            raise bad("tool_choice", " needs a tool that this server can offer to the model")
+        self.tools = {name: tool for name, tool in self.tools.items() if name in allowed}
+        self.choice = ToolChoice(mode, name, parallel)
 
-    def add_all(self, definitions: Any, where: str) -> None:
+    def _add_all(self, definitions: Any, where: str) -> None:
         if not isinstance(definitions, list | None):
-            raise bad(f"{where} must be a list, got {show(definitions)}", where)
+            raise must_be(where, "a list", definitions)
         for i, definition in enumerate(definitions or ()):
             self._add(definition, f"{where}.{i}")
 
     def _add(self, definition: Any, where: str) -> None:
-        kind = _kind(definition, where)
-        if kind == "namespace":
-            namespace = _text(definition, "name", where)
+        if required_type(definition, where) == "namespace":
+            namespace = required_text(definition, "name", where)
             inner = definition.get("tools")
             if not isinstance(inner, list):
-                raise bad(f"{where}.tools must be a list, got {show(inner)}", f"{where}.tools")
+                raise must_be(f"{where}.tools", "a list", inner)
             for i, tool in enumerate(inner):
                 self._add_callable(tool, namespace, f"{where}.tools.{i}")
         elif not self._add_callable(definition, None, where):
@@ -97,7 +82,7 @@ class _Found:
 
     def _add_callable(self, definition: Any, namespace: str | None, where: str) -> bool:
         """False: left out."""
-        kind = _kind(definition, where)
+        kind = required_type(definition, where)
         if kind not in _TOOLS:
             if kind not in _left_out and len(_left_out) < 100:
                 _left_out.add(kind)
@@ -108,19 +93,14 @@ class _Found:
             return False
         tool = _TOOLS[kind](definition, where)
         name = flat_name(namespace, tool.name)
-        if name in self.callees:
-            raise bad(f"{where}: another tool is called {show(name)} too", where)
+        add_tool(self.tools, replace(tool, name=name), where)
         self.callees[name] = Callee(kind, tool.name, namespace)
-        self.tools.append(replace(tool, name=name))
         return True
 
 
 def _custom_tool(definition: Mapping[str, Any], where: str) -> Tool:
     """A function of one string, which is described by the tool's grammar, if there is one."""
-    form = definition.get("format") or {}
-    if not isinstance(form, Mapping):
-        where += ".format"
-        raise bad(f"{where} must be an object, got {show(form)}", where)
+    form = optional(definition, "format", dict, where) or {}
     about = "The whole input of the tool, as plain text."
     if form.get("type") == "grammar":
         about += f" It must match this {form.get('syntax')} grammar:\n{form.get('definition')}"
@@ -136,67 +116,44 @@ def _custom_tool(definition: Mapping[str, Any], where: str) -> Tool:
 _TOOLS = {"function": function_tool, "custom": _custom_tool}
 
 
-def _choice(choice: Any, callees: Mapping[str, Callee]) -> tuple[set[str], Any, str | None]:
+def _choice(choice: Any, callees: Mapping[str, Callee]) -> tuple[Collection[str], Any, str | None]:
     """The tools that are allowed, the mode of ToolChoice, and its name."""
-    every = set(callees)
-    if choice is None:
-        return every, "auto", None
-    if choice in ("auto", "none", "required"):
-        return every, choice, None
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if choice in (None, "auto", "none", "required"):
+        return callees, choice or "auto", None
+    kind = type_of(choice)
     if kind in _TOOLS:
-        name = _chosen(choice, callees, "tool_choice")
-        return every, "named", name
+        return callees, "named", _chosen(choice, callees, "tool_choice")
     if kind == "allowed_tools":
-        return _allowed(choice, callees)
-    raise bad(
-        "tool_choice must be 'auto', 'none', 'required', a function, a custom tool or "
-        f"allowed_tools, got {show(choice)}",
+        return _allowed(choice, callees), choice.get("mode", "auto"), None
+    raise must_be(
         "tool_choice",
+        "'auto', 'none', 'required', a function, a custom tool or allowed_tools",
+        choice,
     )
 
 
-def _allowed(
-    choice: Mapping[str, Any], callees: Mapping[str, Callee]
-) -> tuple[set[str], Any, str | None]:
+def _allowed(choice: Mapping[str, Any], callees: Mapping[str, Callee]) -> set[str]:
     """`allowed_tools`.  Those of types that are left out are left out here too."""
     mode, tools = choice.get("mode", "auto"), choice.get("tools")
     if mode not in ("auto", "required"):
-        where = "tool_choice.mode"
-        raise bad(f"{where} must be 'auto' or 'required', got {show(mode)}", where)
+        raise must_be("tool_choice.mode", "'auto' or 'required'", mode)
     if not isinstance(tools, list):
-        where = "tool_choice.tools"
-        raise bad(f"{where} must be a list, got {show(tools)}", where)
-    names = set()
-    for i, tool in enumerate(tools):
-        where = f"tool_choice.tools.{i}"
-        if _kind(tool, where) in _TOOLS:
-            names.add(_chosen(tool, callees, where))
-    return names, mode, None
+        raise must_be("tool_choice.tools", "a list", tools)
+    places = {f"tool_choice.tools.{i}": tool for i, tool in enumerate(tools)}
+    return {
+        _chosen(tool, callees, where)
+        for where, tool in places.items()
+        if required_type(tool, where) in _TOOLS
+    }
 
 
 def _chosen(choice: Mapping[str, Any], callees: Mapping[str, Callee], where: str) -> str:
     """The model's name of a tool that the client names, with its namespace or without."""
-    name = _text(choice, "name", where)
+    name = required_text(choice, "name", where)
     flat = flat_name(choice.get("namespace"), name)
     if flat in callees:
         return flat
     inside = [flat for flat, callee in callees.items() if callee.name == name]
-    if len(inside) != 1 or "namespace" in choice:
-        raise bad(f"{where} names a tool that `tools` does not have: {show(name)}", where)
+    if "namespace" in choice or len(inside) != 1:
+        check_named(name, (), where)
     return inside[0]
-
-
-def _kind(definition: Any, where: str) -> str:
-    kind = definition.get("type") if isinstance(definition, Mapping) else None
-    if not isinstance(kind, str):
-        raise bad(f"{where} must be an object with a type, got {show(definition)}", where)
-    return kind
-
-
-def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str) or not value:
-        where += f".{name}"
-        raise bad(f"{where} must be a non-empty string, got {show(value)}", where)
-    return value

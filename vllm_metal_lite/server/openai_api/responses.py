@@ -1,30 +1,21 @@
 """`/v1/responses`, without a store: each request brings the whole conversation."""
 
-from contextlib import AsyncExitStack
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.errors import ApiError, openai_shape
+from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.openai_api.response_items import input_messages
-from vllm_metal_lite.server.openai_api.response_tools import ResponseTools, response_tools
-from vllm_metal_lite.server.params import (
-    SamplingFields,
-    Unsupported,
-    sampling_params,
-)
+from vllm_metal_lite.server.openai_api.response_tools import ResponseTools
+from vllm_metal_lite.server.params import SamplingFields, Unsupported
 from vllm_metal_lite.server.prompts import Conversation
-from vllm_metal_lite.server.server import Server, endpoint
-from vllm_metal_lite.server.stream import EventStream
-from vllm_metal_lite.server.structured import with_form
-from vllm_metal_lite.server.turns import prepare
+from vllm_metal_lite.server.server import Serving
+from vllm_metal_lite.server.turns import answer
 from vllm_metal_lite.server.worker.generation import Positions
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -47,10 +38,8 @@ class ReasoningOptions(BaseModel):
 class ResponsesRequest(SamplingFields):
     """Fields of any type are repeated in the response and have no effect."""
 
-    model: str | None = None
     input: Any
     instructions: str | None = None
-    stream: bool | None = None
     max_output_tokens: Any = None
     top_logprobs: int | None = None
     include: list[str] | None = None
@@ -74,11 +63,17 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: str | None = None
     prompt: Unsupported = None
 
+    def check(self) -> None:
+        if self.previous_response_id is not None:
+            why = "because no response is stored: send the whole conversation"
+            raise bad("previous_response_id", f" is not supported, {why}")
+
+    def form(self) -> tuple[Any, str]:
+        return (self.text or {}).get("format"), "text.format"
+
     def sampling(self) -> dict[str, Any]:
-        fields = super().sampling()
-        if self.top_logprobs or _LOGPROBS in (self.include or ()):
-            fields["logprobs"] = self.top_logprobs or 0
-        return {**fields, "max_tokens": self.max_output_tokens}
+        scored = self.top_logprobs or _LOGPROBS in (self.include or ())
+        return {**super().sampling(), "logprobs": (self.top_logprobs or 0) if scored else None}
 
     def echo(self, model: str, params: SamplingParams, tools: ResponseTools) -> dict[str, Any]:
         """Fields of the response that repeat the request, with the values that are in effect."""
@@ -108,56 +103,28 @@ class ResponsesRequest(SamplingFields):
         }
 
 
-_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-
-
-async def create_response(server: Server, request: Request, body: ResponsesRequest) -> Response:
-    _check(body)
+async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     parallel = body.parallel_tool_calls is not False
-    tools = response_tools(body.tools, body.input, body.tool_choice, parallel)
+    tools = ResponseTools(body.tools, body.input, body.tool_choice, parallel)
     reasoning = body.reasoning or ReasoningOptions()
-    messages = input_messages(body.input, body.instructions)
-    async with AsyncExitStack() as stack:
-        spec, engine = await stack.enter_async_context(server.models.use(body.model))
-        params = sampling_params(server.config, engine.facts, body.sampling(), _NAMES)
-        params = await with_form(params, (body.text or {}).get("format"), "text.format")
-        conversation = Conversation(messages, tools=tools.tools, effort=reasoning.effort)
-        turn = await prepare(engine, conversation, tools.choice, params)
-        generating = turn.generate(server, engine, "resp_", body)
-        generation = await stack.enter_async_context(generating)
-        names, top = TokenNames(engine.tokenizer), body.top_logprobs or 0
+    conversation = Conversation(
+        input_messages(body.input, body.instructions), tools=list(tools.tools.values()),
+        choice=tools.choice, effort=reasoning.effort,
+    )  # fmt: skip
+    generation, deltas = await answer(serving, body, conversation, "resp_")
+    names, top = TokenNames(serving.engine.tokenizer), body.top_logprobs or 0
 
-        def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
-            if positions is None:
-                return []
-            content: list[dict[str, Any]]
-            content = chat_logprobs(token_ids, positions, top, names)["content"]
-            return content
+    def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
+        if positions is None:
+            return []
+        content: list[dict[str, Any]]
+        content = chat_logprobs(token_ids, positions, top, names)["content"]
+        return content
 
-        deltas = turn.deltas(generation)
-        echo = body.echo(spec.name, params, tools)
-        reply = ResponseReply(
-            generation, deltas, tools.callees, reasoning.shows_summary, echo, scores
-        )
-        if body.stream:
-            seconds = server.config.keep_alive
-            return EventStream(reply.stream(), reply.keep_alive, seconds, stack.pop_all())
-        whole = await reply.whole()
-        return JSONResponse(whole) if params.logprobs is None else await large_json(lambda: whole)
-    raise AssertionError("an exit stack hides no exception")
-
-
-def _check(body: ResponsesRequest) -> None:
-    """Raise ApiError (400) for what this server does not have."""
-    if body.previous_response_id is not None:
-        raise ApiError(
-            400,
-            "previous_response_id is not supported, because no response is stored: send the whole "
-            "conversation",
-            param="previous_response_id",
-        )
-
-
-def routes(server: Server) -> list[Route]:
-    serve = endpoint(server, ResponsesRequest, create_response, openai_shape)
-    return [Route("/v1/responses", serve, methods=["POST"])]
+    echo = body.echo(serving.model, generation.params, tools)
+    reply = ResponseReply(generation, deltas, tools.callees, reasoning.shows_summary, echo, scores)
+    if body.stream:
+        return serving.stream(reply.stream(), reply.keep_alive)
+    whole = await reply.whole()
+    scored = generation.params.logprobs is not None
+    return await large_json(lambda: whole) if scored else JSONResponse(whole)
