@@ -22,12 +22,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from tools.bench.lib.alone import Alone
 from tools.bench.lib.configs import BY_NAME
 from tools.bench.lib.host import NoModel, timed
 from tools.bench.lib.models import BITS, get_model
@@ -191,15 +189,14 @@ def report(engine: LLMEngine, bandwidth: float, args: argparse.Namespace) -> Non
             names = prefilling(engine, args.prompt, context)
         else:
             names = decoding(engine, batch, context)
-        with args.alone():
-            ms = measure(engine, counts)
-            least = step_bytes(model, batch, context + counts.all / 2) / bandwidth
-            share = "" if args.prompt else f"{1e3 * least / ms['step']:.0%}"
-            cells = " | ".join(f"{ms[part]:.2f}" for part in _PARTS)
-            rate = 1e3 * (args.prompt or batch) / ms["step"]
-            print(f"| {batch} | {context:,} | {cells} | {rate:,.0f} | {share} |", flush=True)
-            if args.kernels:
-                kernels(engine.step, counts.profiled)
+        ms = measure(engine, counts)
+        least = step_bytes(model, batch, context + counts.all / 2) / bandwidth
+        share = "" if args.prompt else f"{1e3 * least / ms['step']:.0%}"
+        cells = " | ".join(f"{ms[part]:.2f}" for part in _PARTS)
+        rate = 1e3 * (args.prompt or batch) / ms["step"]
+        print(f"| {batch} | {context:,} | {cells} | {rate:,.0f} | {share} |", flush=True)
+        if args.kernels:
+            kernels(engine.step, counts.profiled)
         engine.abort(names)
         while engine.has_unfinished_requests():
             engine.step()
@@ -235,14 +232,12 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=30.0, help="most of K and V (default 30)")
     parser.add_argument("--trusted", action="store_true", help="as bench/serving.py has it")
     parser.add_argument("--prefill", choices=("varlen", "gather"), help="of --trusted's prompts")
-    parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench/serving.py has it")
     parser.add_argument("--kernels", action="store_true", help="what ran on an NVIDIA GPU")
     args = parser.parse_args()
     if min(*args.batch, *args.context, args.prompt or 1) < 1:
         parser.error("--batch, --context and --prompt must be at least 1")
-    args.alone, args.batch = Alone(args.beside), [1] if args.prompt else args.batch
-    with args.alone():
-        bandwidth = measured_bandwidth()
+    args.batch = [1] if args.prompt else args.batch
+    bandwidth = measured_bandwidth()
     for part in [BY_NAME[name] for name in args.only] if args.only else [None]:
         if part is None:
             model, options = get_model(args.model, args.dtype, args.bits), {}
