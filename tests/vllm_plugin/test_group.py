@@ -39,7 +39,7 @@ def ranks(store, monkeypatch):
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.1)
     monkeypatch.setattr(heartbeat, "LEAVE", 0.3)
     names, heard = [f"rank {rank} of 3" for rank in range(3)], [[], [], []]
-    made = [Heartbeat(rank, names, store.clone(), heard[rank].append) for rank in range(3)]
+    made = [Heartbeat(rank, names, store, heard[rank].append) for rank in range(3)]
     yield made, heard
     for one in made:
         one.leave()

@@ -71,7 +71,7 @@ def join_workers(
     logger.info(
         "rank %d of %d has joined (pid %d), links: %s", rank, size, os.getpid(), how.backend
     )
-    return ranks, Heartbeat(rank, names, store.clone(), lost)
+    return ranks, Heartbeat(rank, names, store, lost)
 
 
 def _store_of_hosts(rank: int, parallel: "ParallelConfig") -> dist.TCPStore:
