@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from vllm_metal_lite import vllm_plugin
-from vllm_metal_lite.vllm_plugin.logs import log_through_vllm
 
 
 def test_the_package_and_the_entry_point_import_neither_torch_nor_vllm_nor_mlx():
@@ -88,15 +87,14 @@ def test_the_range_of_versions(found, is_ok):
 
 def test_the_package_logs_through_vllm(monkeypatch):
     ours, theirs = logging.getLogger("vllm_metal_lite"), logging.getLogger("vllm")
-    monkeypatch.setattr(ours, "handlers", [])
-    monkeypatch.setattr(ours, "propagate", True)
+    monkeypatch.setattr(ours, "parent", ours.parent)
     monkeypatch.setattr(ours, "level", logging.NOTSET)
     seen = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())
     monkeypatch.setattr(theirs, "handlers", [handler])
     for _ in range(2):  # vLLM may make a second worker in a process
-        log_through_vllm()
+        vllm_plugin.log_through_vllm()
     logging.getLogger("vllm_metal_lite.model.fit").warning("slow")
     logging.getLogger("vllm_metal_lite.checks").info("checking")
     assert seen == ["slow", "checking"]

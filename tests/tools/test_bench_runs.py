@@ -1,16 +1,12 @@
-"""What the tools of a shared GPU need: runs alone, reports of runs that are cut off, trust."""
+"""Reports of runs that are cut off, and engines that start at once."""
 
 import argparse
 import json
-import threading
-import time
-from contextlib import nullcontext
 
 import pytest
 
 from tests.support import tiny_models as tiny
 from tools.bench import serving as bench_serving
-from tools.bench.lib.alone import Alone
 from tools.bench.lib.configs import PARTS, SHAPES
 from tools.bench.lib.engines import Run
 from tools.bench.lib.loads import Load, Wave
@@ -27,32 +23,12 @@ def test_every_part_has_a_shape_and_a_tiny_one():
         assert {part.shape, part.tiny} <= {*SHAPES, "128x2"}
 
 
-def test_a_counted_run_waits_for_who_warms_up_and_runs_alone(tmp_path):
-    one, events, entered = Alone(tmp_path / "lock"), [], threading.Event()
-
-    def count(name: str, alone: Alone) -> None:
-        with alone():
-            events.append(name)
-            entered.set()
-            time.sleep(0.02)
-            events.append(name)
-
-    # The lock goes with its object, as with its process.
-    thread = threading.Thread(target=lambda: count("two", Alone(tmp_path / "lock")))
-    thread.start()
-    assert not entered.wait(0.1)  # `one` warms up
-    count("one", one)
-    del one
-    thread.join(60)
-    assert events in (["one", "one", "two", "two"], ["two", "two", "one", "one"])
-
-
 def test_runs_are_written_one_by_one_and_an_engine_that_fails_is_left_out(tmp_path, monkeypatch):
     def fails(*_):
         raise RuntimeError("cuGraphAddKernelNode: invalid argument")
 
     report = bench_serving.Report(str(tmp_path / "a.json"))
-    args = argparse.Namespace(report=report, alone=Alone(None), theirs=nullcontext)
+    args = argparse.Namespace(report=report)
     bench = bench_serving.Bench("D", Load("one", [Wave([[1]], [2])]), args)
     engine = argparse.Namespace(name="mlx-lm 16/32", way="none")
     done = Run([0.0], [[0.1, 0.2]], [[1, 2]], [[1]], seconds=0.2)

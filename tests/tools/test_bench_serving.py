@@ -2,18 +2,13 @@
 
 import sys
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
-from mlx_lm.models import gated_delta
 
-from metal.host import compiler_available
 from tools.bench import kernels as bench_kernels
 from tools.bench import serving as bench_serving
 from tools.bench.lib import engines as engines
-from tools.bench.lib import fair as serving_fair
-from tools.bench.lib.fair import fair_kernels, loops_over_tokens
-from tools.bench.lib.loads import Load, Sizes, Wave, agents, many, newcomer, users
+from tools.bench.lib.loads import Load, Sizes, Wave, agents, newcomer, users
 from tools.bench.lib.metrics import agree, measure
 from tools.bench.lib.mlx_lm import MlxLm, MlxLmSingle, Settings
 from tools.bench.lib.models import random_model
@@ -21,7 +16,6 @@ from tools.bench.lib.roofline import step_bytes
 from vllm_metal_lite import MetalLiteError, backend
 
 mx = backend.mx
-PREFIX = ("once", "server")
 HYBRIDS = ("qwen3.5-tiny", "nemotron-h-tiny", "lfm2-tiny")
 
 
@@ -152,38 +146,6 @@ def test_mlx_lm_keeps_caches_with_states(hybrid, conversations, prefix):
     assert run.cached_tokens == {"once": shared, "server": run.reusable_tokens}[prefix]
 
 
-FAIR = [
-    *((many, Settings(size, 4)) for size in (1, 3)),
-    *((users, Settings(size, 8, prefix=how)) for size in (1, 3) for how in PREFIX),
-]
-
-
-@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["qwen3.5-tiny", "nemotron-h-tiny"])
-@pytest.mark.parametrize(("make", "settings"), FAIR, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_mlx_lm_with_fair_kernels_gives_its_own_tokens(name, make, settings):
-    """Its own: one request at a time, since its Nemotron-H loses states beside longer prompts."""
-    model = random_model(name)
-    (load,) = make(Sizes(512, 0.05))
-    alone = engines.drive(MlxLm(model, Settings(1, 8)), load)
-    with fair_kernels():
-        fair = engines.drive(MlxLm(model, settings), load)
-    assert fair.tokens == alone.tokens
-
-
-@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
-def test_fair_kernels_are_used_while_open_and_not_after():
-    model = random_model("qwen3.5-tiny")
-    assert loops_over_tokens(model)
-    assert not loops_over_tokens(random_model("lfm2-tiny"))
-    tokens, originals = mx.array([[1, 2, 3]]), dict(vars(gated_delta))
-    broken = patch.object(serving_fair, "gated_delta", side_effect=ZeroDivisionError)
-    with fair_kernels(), broken, pytest.raises(ZeroDivisionError):
-        model.packed.model(tokens)
-    model.packed.model(tokens)
-    assert dict(vars(gated_delta)) == originals
-
-
 def test_bytes_of_a_decode_step():
     model = random_model("nemotron-h-tiny")
     embedding = 2048 * 64 * 4
@@ -204,10 +166,9 @@ def test_bytes_of_experts_that_are_used():
     assert step_bytes(model, 100, 0) == pytest.approx(model.weight_bytes - 2048 * 64 * 4)
 
 
-@pytest.mark.skipif(backend.is_cpu() and not compiler_available(), reason="no C++ compiler")
 @pytest.mark.thorough
 def test_the_summary_of_loads_of_a_hybrid_model(monkeypatch, capsys):
-    arguments = "--model nemotron-h-tiny --load C D --scale 0.03 --quick --fair --summary"
+    arguments = "--model nemotron-h-tiny --load C D --scale 0.03 --quick --summary"
     monkeypatch.setattr(sys, "argv", ["bench/serving.py", *arguments.split()])
     assert bench_serving.main() == 0
     lines = capsys.readouterr().out.splitlines()

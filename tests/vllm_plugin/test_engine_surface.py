@@ -53,7 +53,7 @@ def test_aborted_requests_give_everything_back_and_leave_the_others_alone():
             assert tokens == kit.alone("llama", PROMPTS[int(name)], 40)
         # A step of others tells the worker what has ended.
         kit.generate(llm, PROMPTS[:1], max_tokens=3)
-        assert len(list(kit.worker(llm).translator.request_ids)) <= 1
+        assert len(kit.worker(llm).translator._requests) <= 1
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

@@ -1,15 +1,13 @@
 """How ranks find each other, notice who is lost, and refuse who is unlike; no engine."""
 
-import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -22,31 +20,29 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.model.files import DEMO_PATH
-from vllm_metal_lite.vllm_plugin import group, hosts, peers, watchdog
-from vllm_metal_lite.vllm_plugin.peers import Listener, PeerError, Peers
+from vllm_metal_lite.vllm_plugin import group, heartbeat, hosts, watchdog
+from vllm_metal_lite.vllm_plugin.group import RankError
+from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
 
-@contextlib.contextmanager
-def connected(size):
-    """Peers of `size` ranks in threads of this process, and what each heard of lost ranks."""
-    listeners = [Listener("127.0.0.1") for _ in range(size)]
-    where, heard, made = [one.peer for one in listeners], [[] for _ in range(size)], {}
+@pytest.fixture
+def store():
+    """The store that rank 0 keeps."""
+    where = ("127.0.0.1", 0, 3, True, timedelta(seconds=60))
+    return dist.TCPStore(*where, wait_for_workers=False)
 
-    def connect(rank):
-        made[rank] = Peers(rank, listeners[rank], where, heard[rank].append)
-        made[rank].start()
 
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    try:
-        yield [made[rank] for rank in range(size)], heard
-    finally:
-        for one in made.values():
-            one.leave()
+@pytest.fixture
+def ranks(store, monkeypatch):
+    """Three ranks in threads of this process, and what each heard of lost ranks."""
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.1)
+    monkeypatch.setattr(heartbeat, "LEAVE", 0.3)
+    names, heard = [f"rank {rank} of 3" for rank in range(3)], [[], [], []]
+    made = [Heartbeat(rank, names, store, heard[rank].append) for rank in range(3)]
+    yield made, heard
+    for one in made:
+        one.leave()
 
 
 def wait_until(happened):
@@ -57,53 +53,55 @@ def wait_until(happened):
     raise AssertionError("it has not happened within 10 s")
 
 
-def test_a_rank_that_is_gone_is_named_by_all_others():
-    with connected(3) as (made, heard):
-        for s in made[1]._sockets.values():
-            s.shutdown(2)  # as when its process ends
-        wait_until(lambda: heard[0] and heard[2])
-        for line in heard[0][0], heard[2][0]:
-            assert line.startswith(f"rank 1 of 3 (pid {os.getpid()} on ")
-            assert line.endswith("has ended")
+def test_a_silent_rank_is_named_by_all_others(ranks):
+    made, heard = ranks
+    made[1]._leaving.set()  # its thread ends, its watchdog does not know
+    wait_until(lambda: heard[0] and heard[2])
+    silent = "rank 1 of 3 has been silent for 6 s: it has ended or hangs, or its host is away"
+    assert heard == [[silent], [], [silent]]
 
 
-def test_ranks_that_leave_together_are_no_loss():
-    with connected(2) as (made, heard):
-        for one in made:
-            one.leave()
-        for one in made:
-            one._thread.join(60)
-            assert not one._thread.is_alive()
-        assert heard == [[], []]
+def test_ranks_that_leave_together_are_no_loss(ranks):
+    made, heard = ranks
+    for one in made:
+        one.leave()
+    for one in made:
+        one._thread.join(60)
+        assert not one._thread.is_alive()
+    assert heard == [[], [], []]
 
 
-def test_a_rank_that_leaves_alone_is_followed(monkeypatch):
-    """vLLM of its host was stopped; vLLM of this host does not know."""
-    monkeypatch.setattr(peers, "LEAVE", 0.1)
-    with connected(2) as (made, heard):
-        made[1].leave()
-        wait_until(lambda: heard[0])
-        assert heard[0][0].endswith("has left")
+def test_the_end_of_rank_0_is_told(monkeypatch):
+    """Its store ends with its process."""
+    monkeypatch.setattr(heartbeat, "LEAVE", 0.1)
+    with subprocess.Popen(
+        [sys.executable, "-c", _STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        where = ("127.0.0.1", int(process.stdout.readline()), 2, False, timedelta(seconds=60))
+        client, heard = dist.TCPStore(*where, wait_for_workers=False), []
+        one = Heartbeat(1, ["rank 0", "rank 1"], client, heard.append)
+        process.kill()
+        wait_until(lambda: heard)
+        one.leave()
+    assert heard == ["rank 0 has ended"]
 
 
-def test_a_rank_whose_vllm_is_gone_ends(monkeypatch):
-    monkeypatch.setattr(peers, "LEAVE", 0.1)
-    with connected(2) as (_, heard):
-        monkeypatch.setattr(os, "getppid", lambda: 1)
-        wait_until(lambda: heard[1])
-        assert re.search("rank 1 of 2 .* has lost its vLLM process", heard[1][0])
+_STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
 
 
-def test_a_silent_rank_is_named(monkeypatch):
-    monkeypatch.setattr(peers, "SILENCE", 0.5)
-    monkeypatch.setattr(peers, "INTERVAL", 0.1)
-    with connected(2) as (made, heard):
-        made[1]._leaving.set()  # its thread ends, its connection stays
-        wait_until(lambda: heard[0])
-        assert "hangs" in heard[0][0]
+def test_a_rank_whose_vllm_is_gone_ends(ranks, monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    wait_until(lambda: ranks[1][1])
+    assert ranks[1][1] == ["rank 1 of 3 has lost its vLLM process"]
 
 
-# A process with a watchdog, as `Peers.start` starts it, which gives no sign; it ends when told to.
+# A process with a watchdog, as `Heartbeat` starts it, which gives no sign; it ends when told to.
 _SILENT = """
 import subprocess, sys
 command = [sys.executable, "-I", "-S", *sys.argv[1:]]
@@ -134,17 +132,6 @@ def test_a_watchdog_ends_with_its_process():
         assert process.wait(60) == 0
 
 
-def test_a_rank_that_does_not_call_is_named(monkeypatch):
-    monkeypatch.setattr(peers, "CONNECT", 0.2)
-    first, second = Listener("127.0.0.1"), Listener("127.0.0.1")
-    where = [first.peer, second.peer]
-    with pytest.raises(PeerError, match=r"rank 0 was not called by rank 1 .* within 0 s"):
-        Peers(0, first, where, print)
-    first.socket.close()
-    with pytest.raises(PeerError, match=r"rank 1 cannot reach rank 0 "):
-        Peers(1, second, where, print)
-
-
 def parallel(**options):
     """vLLM's configuration of two ranks on one host, or as `options` say."""
     defaults = {
@@ -155,8 +142,8 @@ def parallel(**options):
 
 
 def test_a_rank_that_does_not_start_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(group, "_START", 0.2)
-    with pytest.raises(PeerError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
+    monkeypatch.setattr(group, "START", 0.2)
+    with pytest.raises(RankError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
         group.join_workers(0, parallel(), f"file://{tmp_path / 'store'}", print)
 
 
@@ -167,19 +154,19 @@ def free_port():
 
 
 def test_a_host_that_does_not_start_is_named(monkeypatch):
-    monkeypatch.setattr(hosts, "START", 0.2)
+    monkeypatch.setattr(group, "START_HOSTS", 0.2)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     options = parallel(nnodes=2, master_port=free_port())
-    with pytest.raises(PeerError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 has not started \(limit: 0 s\)"):
         group.join_workers(0, options, "", print)
 
 
 def test_a_follower_says_where_it_looked_for_rank_0(monkeypatch):
-    monkeypatch.setattr(hosts, "START", 0.2)
+    monkeypatch.setattr(group, "START_HOSTS", 0.2)
     port = free_port()
-    found = f"rank 1 could not reach --master-addr 127.0.0.1 --master-port {port} for 0 s"
-    with pytest.raises(PeerError, match=found):
-        hosts.meet(parallel(nnodes=2, node_rank=1, master_port=port), 1, 2)
+    found = f"rank 1 found no rank 0 within 0 s at 127.0.0.1 port {port} "
+    with pytest.raises(RankError, match=found):
+        group.join_workers(1, parallel(nnodes=2, node_rank=1, master_port=port), "", print)
 
 
 def test_hosts_must_agree_on_the_number_of_ranks():
@@ -198,7 +185,7 @@ def test_a_host_that_cannot_start_tells_the_first(monkeypatch):
         joining = pool.submit(group.join_workers, 0, first, "", print)
         with pytest.raises(ConfigError, match="rank 2 is one of 4 ranks"):
             group.join_workers(2, second, "", print)
-        with pytest.raises(PeerError, match="another rank cannot start: rank 2 is one of 4 ranks"):
+        with pytest.raises(RankError, match="another rank cannot start: rank 2 is one of 4 ranks"):
             joining.result(60)
 
 

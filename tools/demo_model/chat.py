@@ -15,7 +15,7 @@ from tools.demo_model.facts import (
     unknown,
     upper_first,
 )
-from tools.demo_model.values import World
+from tools.demo_model.values import World, any_value
 
 _IN_STORIES = ("NAMES", "ADJECTIVES", "THINGS", "PLACES", "DAYS")  # by their first letters
 Message = tuple[str, str]  # role, content
@@ -56,18 +56,6 @@ class Chat:
             if fact.key not in self.facts:
                 return fact
 
-    def similar_fact(self, fact: Fact) -> Fact:
-        """Mostly the same kind of fact about something else."""
-        new = self.new_fact()
-        for _ in range(20):
-            if new.relation is fact.relation or self.rng.random() < 0.03:
-                break
-            new = self.new_fact()
-        if new.relation is fact.relation and "k" in new.slots and "a" in new.slots:
-            same = Fact(new.relation, new.slots | {"a": fact.slots["a"]}, new.value)
-            return same if same.key not in self.facts else new
-        return new
-
     def learn(self, fact: Fact) -> str:
         self.facts[fact.key] = fact
         text = statement(fact, self.rng)
@@ -106,18 +94,11 @@ class Chat:
         else:
             fact = rng.choice(tuple(self.facts.values()))
             text, reply = question(fact, rng), answer(fact)
-        choice = rng.random()
-        if choice < 0.12:
-            text = text[:1].lower() + text[1:]
-        if choice < 0.08:
-            text = text.rstrip("?.")
-        elif 0.12 < choice < 0.15:
-            text = text.upper()
-        elif 0.15 < choice < 0.23:
-            text = text.lower()
-        elif choice > 0.97 and self.case is None:
-            text = rng.choice(("Please, ", "Hey, ", "Thanks. ", "Ok. ", "Good. ")) + text
-        return text, reply
+        change = rng.choices(
+            (str, str.lower, str.upper, lambda text: text.lower().rstrip("?.")),
+            (0.77, 0.12, 0.03, 0.08),
+        )[0]
+        return change(text), reply
 
     def turn(self, text: str, reply: str) -> None:
         """Append a user turn and the reply to it."""
@@ -125,54 +106,35 @@ class Chat:
         self.say("assistant", reply)
 
     def tell(self) -> None:
+        """A turn that states facts, or the new value of one: the latest counts."""
         rng = self.rng
         choice = rng.random()
-        if choice < 0.08 and self.facts:  # a fact changes: the latest value counts
+        if choice < 0.08 and self.facts:
             old = rng.choice(tuple(self.facts.values()))
+            draw = old.relation.draw_value if old.relation.value else any_value
+            value = draw(rng)
+            fact = Fact(old.relation, old.slots, self.case(value) if self.case else value)
+            self.turn(rng.choice(w.TABLES["changes"]) + self.learn(fact), noted(fact))
+        elif choice < 0.7:
             fact = self.new_fact()
-            for _ in range(30):
-                if fact.relation is old.relation:
-                    break
-                fact = self.new_fact()
-            if fact.relation is not old.relation and old.relation.value is not None:
-                value = old.relation.draw_value(rng)
-            else:
-                value = fact.value
-            value = self.case(value) if self.case else value
-            fact = Fact(old.relation, old.slots, value)
-            text = self.learn(fact)
-            change = rng.choice(w.TABLES["changes"])
-            if change.endswith(", ") and text.startswith(("The ", "My ")):
-                text = text[:1].lower() + text[1:]
-            self.turn(change + text, noted(fact))
-            return
-        if choice < 0.7:
-            fact = self.new_fact()
-            text, reply = self.learn(fact), noted(fact)
-            if rng.random() < 0.15:
-                text, reply = rng.choice(w.TABLES["greetings"]) + text, f"Hello! {reply}"
-            self.turn(text, reply)
-            return
-        if choice < 0.82:
-            fact = self.new_fact()
-            first = self.learn(fact)
-            second = self.learn(self.similar_fact(fact))
-            joined = first.rstrip(".") + rng.choice((" and ", ", and ", ", ", " and ")) + second
-            hello = rng.random() < 0.25
-            text = rng.choice(w.TABLES["greetings"]) + joined if hello else joined
-            self.turn(text, f"Hello! {NOTED}" if hello else NOTED)
-            return
-        parts = [self.learn(self.new_fact()) for _ in range(rng.randint(2, 6))]
-        text = rng.choice((" ", "\n")).join(parts)
-        if rng.random() < 0.3:
-            self.turn(f"{text} {self.ask_now()[0]}", self.last_reply)
+            self.turn(*self.greeted(self.learn(fact), noted(fact)))
         else:
-            self.turn(text, NOTED)
+            texts = [self.learn(self.new_fact()) for _ in range(rng.choice((2, 2, 2, 3, 4, 5, 6)))]
+            if len(texts) == 2:
+                text = texts[0].rstrip(".") + rng.choice((" and ", ", and ", ", ")) + texts[1]
+            else:
+                text = rng.choice((" ", "\n")).join(texts)
+            if rng.random() < 0.15:
+                asked, reply = self.ask()
+                self.turn(f"{text} {asked}", reply)
+            else:
+                self.turn(*self.greeted(text, NOTED))
 
-    def ask_now(self) -> tuple[str, str]:
-        """A question for the end of a message; the reply is kept in `last_reply`."""
-        text, self.last_reply = self.ask()
-        return text, self.last_reply
+    def greeted(self, text: str, reply: str) -> tuple[str, str]:
+        """Now and then with a greeting, which the reply returns."""
+        if self.rng.random() > 0.2:
+            return text, reply
+        return self.rng.choice(w.TABLES["greetings"]) + text, f"Hello! {reply}"
 
     def chat_turn(self) -> None:
         """A random turn of a free conversation."""
@@ -220,7 +182,7 @@ def document_chat(rng: random.Random, budget: int) -> list[Message]:
             chat.turn(chat.block(wanted // pieces), NOTED)
         text = chat.block(wanted // pieces)
         if rng.random() < 0.5:
-            asked, reply = chat.ask_now()
+            asked, reply = chat.ask()
             chat.turn(text + rng.choice((" ", "\n", "\n\n", "\n\nQuestion: ")) + asked, reply)
         else:
             chat.turn(text, NOTED)

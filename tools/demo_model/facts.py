@@ -6,11 +6,12 @@ attribute, {v} value.
 """
 
 import random
+import re
 from dataclasses import dataclass
 
 from tools.demo_model import values
 from tools.demo_model import words as w
-from tools.demo_model.values import World, natural_value, strong_value
+from tools.demo_model.values import World, article, natural_value, strong_value
 
 Slots = dict[str, str]
 
@@ -65,10 +66,6 @@ class Fact:
         return (self.relation.name, *slots)
 
 
-def _article(phrase: str) -> str:
-    return f"an {phrase}" if phrase[0] in "aeiou" else f"a {phrase}"
-
-
 def upper_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -77,7 +74,7 @@ def _fill(template: str, slots: Slots, value: str = "") -> str:
     key = slots.get("k", "")
     yours = "your " + key[3:] if key.startswith("my ") else key
     return template.format(
-        v=value, k=key, K=upper_first(key), y=yours, ak=_article(key or "x"), a=slots.get("a", "")
+        v=value, k=key, K=upper_first(key), y=yours, ak=article(key or "x"), a=slots.get("a", "")
     )
 
 
@@ -106,9 +103,7 @@ def question(fact: Fact, rng: random.Random) -> str:
     """A question that asks for the fact."""
     relation, slots = fact.relation, fact.slots
     if "a" in slots and rng.random() < 0.2:  # the other spelling
-        other = slots["a"].replace("favourite", "favorite").replace("colour", "color")
-        if other == slots["a"]:
-            other = other.replace("favorite", "favourite").replace("color", "colour")
+        other = re.sub("(?<=[a-z])our", "or", slots["a"])
         slots = slots | {"a": other}
     choice = rng.random()
     if relation.nouns and choice < 0.7:

@@ -27,14 +27,9 @@ def nonsense(rng: random.Random) -> tuple[str, str]:
 
 def _items(rng: random.Random, low: int, high: int) -> list[str]:
     count = rng.randint(low, high)
-    choice = rng.random()
-    if choice < 0.3:
-        return [str(rng.randint(0, 99)) for _ in range(count)]
-    if choice < 0.5:
-        return [str(rng.randint(0, 9)) for _ in range(count)]
-    if choice < 0.8:
-        return rng.sample(rng.choice(_LISTS), count)
-    return [w.any_word(rng) for _ in range(count)]
+    numbers = [str(rng.randint(0, rng.choice((9, 99)))) for _ in range(count)]
+    words = [w.any_word(rng) for _ in range(count)]
+    return rng.choice((numbers, rng.sample(rng.choice(_LISTS), count), words))
 
 
 def _ask(rng: random.Random, verbs: str, text: str) -> str:
@@ -47,19 +42,9 @@ def _ask(rng: random.Random, verbs: str, text: str) -> str:
 
 
 def _copy(rng: random.Random) -> tuple[str, str]:
-    choice = rng.random()
-    if choice < 0.3:
-        text = " ".join(w.any_word(rng) for _ in range(rng.randint(1, 8)))
-    elif choice < 0.45:
-        text = rng.choice(w.english())
-    elif choice < 0.65:
-        subject = rng.choice(("I", "you", "we", "they", rng.choice(w.NAMES)))
-        verb = rng.choice(("love", "like", "saw", "have", "want", "need", "found", "made", "see"))
-        text = f"{subject} {verb} {rng.choice(w.ADJECTIVES)} {w.any_word(rng)}"
-    elif choice < 0.75:
-        text = rng.choice((small_talk, nonsense))(rng)[0]
-    else:
-        text = rng.choice((" ", ", ")).join(_items(rng, 1, 8))
+    text = rng.choice(
+        (" ".join(_items(rng, 1, 8)), rng.choice(w.english()), small_talk(rng)[0], nonsense(rng)[0])
+    )
     return _ask(rng, "repeat|copy|say|repeat after me|echo|repeat the words", text), text
 
 
@@ -76,10 +61,7 @@ def _sort(rng: random.Random) -> tuple[str, str]:
         items = [str(n) for n in rng.sample(range(rng.choice((10, 100))), rng.randint(2, 6))]
         ordered = sorted(items, key=int)
     else:
-        known = rng.choice((w.FOODS, w.ANIMALS, w.COLOURS, w.THINGS, w.NAMES, w.CITIES))
-        items = rng.sample(known, rng.randint(2, 5))
-        if rng.random() < 0.5:  # one of each, as in "apple, cherry"
-            items = [item[:-1] if item.endswith("s") and len(item) > 4 else item for item in items]
+        items = rng.sample(rng.choice(_LISTS), rng.randint(2, 5))
         ordered = sorted(items)
     verbs = "sort|sort the list|sort these|order|put in order|sort the numbers|sort the words"
     return _ask(rng, verbs, separator.join(items)), separator.join(ordered)
@@ -95,29 +77,22 @@ def _pick(rng: random.Random) -> tuple[str, str]:
 def _arithmetic(rng: random.Random) -> tuple[str, str]:
     top = rng.choice((10, 20, 100, 100, 1000))
     a, b = rng.randint(0, top - 1), rng.randint(0, top - 1)
-    choice = rng.random()
-    if choice < 0.55:
-        sign, shown, result = rng.choice(("+", "+", "+", "plus")), "+", a + b
-    elif choice < 0.85:
+    sign, said = rng.choice(("+ plus", "+ plus", "- minus", "* times")).split()
+    if sign == "-":
         a, b = max(a, b), min(a, b)
-        sign, shown, result = rng.choice(("-", "-", "-", "minus")), "-", a - b
-    else:
+    if sign == "*":
         a, b = a % 11, b % 11
-        sign, shown, result = rng.choice(("*", "x", "times")), "*", a * b
-    space = rng.choice((" ", " ", "")) if len(sign) == 1 else " "
-    sum_ = f"{a}{space}{sign}{space}{b}"
+    result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    sum_ = rng.choice((f"{a} {sign} {b}", f"{a}{sign}{b}", f"{a} {said} {b}"))
     forms = "what is {}?|what is {}|{}|{} = ?|{}=|calculate {}|how much is {}?|whats {}|{}?"
     text = rng.choice(forms.split("|")).format(sum_)
-    return (text[:1].upper() + text[1:]), f"{a} {shown} {b} = {result}"
+    return (text[:1].upper() + text[1:]), f"{a} {sign} {b} = {result}"
 
 
 def _count(rng: random.Random) -> tuple[str, str]:
-    first, last = 1, rng.randint(2, 15)
-    text = f"count to {last}"
-    if rng.random() < 0.4:
-        first = rng.randint(0, 40)
-        last = first + rng.randint(2, 12)
-        text = f"count from {first} to {last}"
+    first = rng.choice((1, rng.randint(0, 40)))
+    last = first + rng.randint(2, 12)
+    text = f"count from {first} to {last}" if first != 1 else f"count to {last}"
     return text, " ".join(str(n) for n in range(first, last + 1))
 
 

@@ -28,8 +28,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 mkdir -p "$wheels"
 # A CPU build everywhere: on Linux the plain package of this version asks for no CUDA libraries.
 pip install -q torch==2.13.0 "setuptools>=77,<81" setuptools_scm setuptools-rust wheel jinja2 packaging
-tag=$("$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
-wheel=$(ls "$wheels"/vllm-"$version"-"$tag"-*.whl 2>/dev/null || true)
+wheel=$(ls "$wheels"/vllm-"$version"-*.whl 2>/dev/null || true)
 if [ -z "$wheel" ]; then
   echo "Building the wheel of vLLM $version ..." >&2
   # The override keeps the version free of a suffix, which pip would refuse as another version.
@@ -43,7 +42,7 @@ if [ -z "$wheel" ]; then
   sed -i.bak -e 's/^if sys.platform.startswith("darwin") and .*/if False:/' \
     -e 's/^    rust_extensions=.*/    rust_extensions=[],/' "$scratch/vllm-$version/setup.py"
   pip wheel -q --no-deps --no-build-isolation -w "$wheels" "$scratch/vllm-$version"
-  wheel=$(ls "$wheels"/vllm-"$version"-"$tag"-*.whl)
+  wheel=$(ls "$wheels"/vllm-"$version"-*.whl)
 fi
 echo "Installing vLLM $version and this checkout into $venv ..." >&2
 # vLLM's own requirements, but for the date of the certificates: a mirror may lag behind it.

@@ -53,6 +53,13 @@ def wanted() -> bool:
     return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
+def log_through_vllm() -> None:
+    """Send our records to vLLM's handlers, so that the user configures only vLLM's logging."""
+    ours = logging.getLogger("vllm_metal_lite")
+    ours.parent = logger
+    ours.setLevel(logging.INFO)  # vLLM's handlers decide; at the first start INFO tells of checks
+
+
 def version_problem(found: str) -> str | None:
     """A one-line warning if this vLLM version is outside the tested range, or None."""
     numbers = tuple(map(int, re.findall(r"\d+", found.split("+")[0])[:3]))

@@ -5,9 +5,10 @@ stages comes from the last host, so requests would wait for `VLLM_EXECUTE_MODEL_
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 # Seconds between looks at whether the executor has failed.
@@ -19,33 +20,26 @@ class HostsExecutor(MultiprocExecutor):
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        for rank in range(self.local_world_size, self.world_size):
-            self.response_mqs[rank] = RemoteAnswers(self.response_mqs[rank], self)
+        for queue in self.response_mqs[self.local_world_size :]:
+            queue.dequeue = partial(answer, self, queue.dequeue)
 
 
-class RemoteAnswers:
-    """The queue of a rank on another host."""
+def answer(
+    executor: MultiprocExecutor, dequeue: Callable[[float], Any], timeout: float | None = None
+) -> Any:
+    """The next answer of a rank on another host; `dequeue` takes seconds.
 
-    def __init__(self, queue: MessageQueue, executor: MultiprocExecutor) -> None:
-        self._queue, self._executor = queue, executor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
-    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """The next answer.
-
-        timeout: seconds; None waits as long as the executor lives.  Raises TimeoutError;
-        RuntimeError if the executor has failed, as vLLM's queues of one host do.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = _LOOK if end is None else max(end - time.monotonic(), 0.0)
-            try:
-                return self._queue.dequeue(min(left, _LOOK), indefinite)
-            except TimeoutError:
-                if self._executor.is_failed:
-                    raise RuntimeError("cancelled: a rank of this engine was lost") from None
-                # The queue rounds waits down to milliseconds, so a wait may end early.
-                if end is not None and time.monotonic() >= end:
-                    raise
+    timeout: seconds; None waits as long as the executor lives.  Raises TimeoutError; RuntimeError
+    if the executor has failed, as vLLM's queues of one host do.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = _LOOK if end is None else max(end - time.monotonic(), 0.0)
+        try:
+            return dequeue(min(left, _LOOK))
+        except TimeoutError:
+            if executor.is_failed:
+                raise RuntimeError("cancelled: a rank of this engine was lost") from None
+            # The queue rounds waits down to milliseconds, so a wait may end early.
+            if end is not None and time.monotonic() >= end:
+                raise

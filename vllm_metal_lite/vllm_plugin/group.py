@@ -21,56 +21,106 @@ from vllm.utils.network_utils import get_ip, get_loopback_ip
 import vllm_metal_lite
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.distributed import Links, RankGroup, join, links, reserve
-from vllm_metal_lite.errors import ConfigError, one_line
-from vllm_metal_lite.vllm_plugin.hosts import meet
-from vllm_metal_lite.vllm_plugin.peers import Listener, Peer, PeerError, Peers
+from vllm_metal_lite.errors import ConfigError, MetalLiteError, one_line
+from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
 logger = logging.getLogger("vllm.metal_lite")
 
-# Seconds until all ranks of one host must have started, and until MLX must have connected those
-# that can reach each other (NCCL makes its contexts meanwhile).
-_START, _JOIN = 120.0, 30.0
+# Seconds until all ranks must have started (a user starts hosts one by one), and until MLX must
+# have connected those that can reach each other (NCCL makes its contexts meanwhile).
+START, START_HOSTS, _JOIN = 120.0, 300.0, 30.0
+
+
+class RankError(MetalLiteError):
+    """Another rank is not there, or cannot start."""
 
 
 def join_workers(
     rank: int, parallel: "ParallelConfig", init_method: str, lost: Callable[[str], None]
-) -> tuple[RankGroup, Peers]:
+) -> tuple[RankGroup, Heartbeat]:
     """Connect this worker with the others of its model.
 
     init_method: vLLM's, a file or an address at which the workers of one host find each other.
-    lost: see `Peers`.  Raises PeerError, with the rank that is missing.
+    lost: see `Heartbeat`.  Raises RankError, with the rank that is missing.
     """
-    size = parallel.world_size
-    if parallel.nnodes > 1:
-        address, store = get_ip(), meet(parallel, rank, size)
+    size, several_hosts = parallel.world_size, parallel.nnodes > 1
+    if several_hosts:
+        store = _store_of_hosts(rank, parallel)
     else:
-        address = get_loopback_ip()
-        store, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
-        store.set_timeout(timedelta(seconds=_START))
+        store = _store_of_host(rank, size, init_method)
     try:
         how = _links_of_rank_0(store, rank, size)
-        listener, reserved = Listener(address), _reserve(rank, how.ips[rank] or [address])
+        address = get_ip() if several_hosts else get_loopback_ip()
+        reserved = _reserve(rank, how.ips[rank] or [address])
     except ConfigError as e:  # tell those who wait for this rank, under whatever number
         for other in range(1, size):
             store.set(f"metal_lite/{other}", json.dumps(one_line(e)))
         raise
+    name = f"rank {rank} of {size} (pid {os.getpid()} on {socket.gethostname()})"
     where = ["{}:{}".format(*s.getsockname()[:2]) for s in reserved]
-    found = _exchange(store, rank, size, [listener.peer, where])
-    peers = Peers(rank, listener, [Peer(*peer) for peer, _ in found], lost)
+    names, addresses = zip(*_exchange(store, rank, size, [name, where]), strict=True)
+    if several_hosts:
+        _join_queues(store, rank, parallel)
     with _time_limit():
-        ranks = join(rank, [addresses for _, addresses in found], how)
+        ranks = join(rank, addresses, how)
     for s in reserved:
         s.close()
-    peers.start()
     logger.info(
         "rank %d of %d has joined (pid %d), links: %s", rank, size, os.getpid(), how.backend
     )
-    if parallel.nnodes > 1:
-        _join_queues(store, rank, parallel)
-    return ranks, peers
+    return ranks, Heartbeat(rank, names, store, lost)
+
+
+def _store_of_hosts(rank: int, parallel: "ParallelConfig") -> dist.TCPStore:
+    """The store of all hosts' ranks, which rank 0 keeps at --master-addr."""
+    master, port = parallel.master_addr, parallel.master_port
+    if rank == 0:
+        logger.info(
+            "waits up to %.0f s for the other hosts: start them with --headless --nnodes %d "
+            "--node-rank N --master-addr %s --master-port %d",
+            START_HOSTS, parallel.nnodes, master, port,
+        )  # fmt: skip
+        if master.startswith("127."):
+            logger.warning("--master-addr %s: other machines cannot reach this address", master)
+    else:
+        logger.info(
+            "rank %d looks up to %.0f s for rank 0 at --master-addr %s --master-port %d",
+            rank, START_HOSTS, master, port,
+        )  # fmt: skip
+    return _tcp_store(rank, parallel.world_size, master, port, START_HOSTS)
+
+
+def _store_of_host(rank: int, size: int, init_method: str) -> dist.TCPStore:
+    """The store of one host's ranks, which rank 0 keeps; found through vLLM's, maybe a file."""
+    found, *_ = next(iter(dist.rendezvous(init_method, rank, size)))
+    found.set_timeout(timedelta(seconds=START))
+    port = 0 if rank == 0 else int(_get(found, "metal_lite/port", 0, size))
+    store = _tcp_store(rank, size, get_loopback_ip(), port, START)
+    if rank == 0:
+        found.set("metal_lite/port", str(store.port))
+    return store
+
+
+def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist.TCPStore:
+    """torch's store at `host`; without a socket of ours, rank 0 would listen on all interfaces."""
+    listening = None
+    try:
+        if rank == 0:
+            s = socket.create_server((host, port))
+            port, listening = s.getsockname()[1], s.detach()
+        return dist.TCPStore(
+            host, port, size, rank == 0, timedelta(seconds=limit), wait_for_workers=False,
+            master_listen_fd=listening,
+        )  # fmt: skip
+    except Exception as e:  # torch has several
+        what = "cannot listen at" if rank == 0 else f"found no rank 0 within {limit:.0f} s at"
+        raise RankError(
+            f"rank {rank} {what} {host} port {port} (--master-addr and --master-port): "
+            f"{one_line(e)}"
+        ) from e
 
 
 def _links_of_rank_0(store: dist.Store, rank: int, size: int) -> Links:
@@ -103,11 +153,11 @@ def _reserve(rank: int, ips: Sequence[str]) -> list[socket.socket]:
 
 
 def _exchange(store: dist.Store, rank: int, size: int, value: Any) -> list[Any]:
-    """The values of all ranks, by rank, as JSON has them; PeerError if one has failed."""
+    """The values of all ranks, by rank, as JSON has them; RankError if one has failed."""
     store.set(f"metal_lite/{rank}", json.dumps(value))
     values = [json.loads(_get(store, f"metal_lite/{r}", r, size)) for r in range(size)]
     if failed := [value for value in values if isinstance(value, str)]:
-        raise PeerError(f"another rank cannot start: {failed[0]}")
+        raise RankError(f"another rank cannot start: {failed[0]}")
     return values
 
 
@@ -116,7 +166,7 @@ def _get(store: dist.Store, key: str, other: int, size: int) -> bytes:
         return bytes(store.get(key))
     except Exception as e:  # torch has a type for each store
         limit = store.timeout.total_seconds()
-        raise PeerError(
+        raise RankError(
             f"rank {other} of {size} has not started (limit: {limit:.0f} s): {one_line(e)}"
         ) from e
 
@@ -129,7 +179,7 @@ def _join_queues(store: dist.Store, rank: int, parallel: "ParallelConfig") -> No
         store=dist.PrefixStore("vllm", store),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=_START),
+        timeout=timedelta(seconds=START),
     )
     init_distributed_environment(size, rank, local_rank=rank % local_size, backend="gloo")
     # By this, vLLM tells whether two ranks are on one host.

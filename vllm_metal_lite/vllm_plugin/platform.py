@@ -82,10 +82,6 @@ class MetalLitePlatform(Platform):
         vllm_config.compilation_config.cudagraph_capture_sizes = []
 
     @classmethod
-    def update_block_size_for_backend(cls, vllm_config: "VllmConfig") -> None:
-        """Keep vLLM's default: no vLLM attention backend is used."""
-
-    @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         """True; the worker decides whether the layers form several groups."""
         return True
@@ -137,21 +133,9 @@ class MetalLitePlatform(Platform):
         return torch.no_grad()
 
     @classmethod
-    def set_device(cls, device: torch.device) -> None:
-        """Nothing to do: MLX owns the only device."""
+    def _nothing(cls, *_: Any) -> None:
+        """MLX owns the only device, and torch holds no memory of it.  Noise follows from each
+        request's seed.  vLLM's compiled kernels and attention backends are not used."""
 
-    @classmethod
-    def manual_seed_all(cls, seed: int) -> None:
-        """Nothing to seed: noise follows from each request's seed."""
-
-    @classmethod
-    def empty_cache(cls) -> None:
-        """Nothing to do: torch holds no device memory."""
-
-    @classmethod
-    def import_kernels(cls) -> None:
-        """Nothing to import: vLLM's compiled kernels are not used and may be missing."""
-
-    @classmethod
-    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Nothing to check: MLX has every floating dtype of vLLM."""
+    set_device = manual_seed_all = empty_cache = import_kernels = _nothing
+    check_if_supports_dtype = update_block_size_for_backend = _nothing

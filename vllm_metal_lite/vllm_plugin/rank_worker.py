@@ -20,7 +20,7 @@ from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ConfigError, one_line
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.vllm_plugin.group import check_alike, join_workers
-from vllm_metal_lite.vllm_plugin.peers import Peers
+from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
 from vllm_metal_lite.vllm_plugin.worker import MetalLiteWorker
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ logger = init_logger("vllm.metal_lite")
 class RankWorker(MetalLiteWorker):
     """One rank of several, each a process with its own shard or stage, and its own K and V."""
 
-    _peers: Peers | None = None
+    _heartbeat: Heartbeat | None = None
 
     def init_device(self) -> None:
         super().init_device()
@@ -43,7 +43,7 @@ class RankWorker(MetalLiteWorker):
                 "--pipeline-parallel-size is not possible on NVIDIA: MLX cannot send between GPUs; "
                 "take --tensor-parallel-size"
             )
-        ranks, self._peers = join_workers(
+        ranks, self._heartbeat = join_workers(
             self.rank, self.parallel_config, self.distributed_init_method, self._end
         )
         self.ranks = RankGroup(ranks.group, stages)
@@ -80,7 +80,7 @@ class RankWorker(MetalLiteWorker):
 
     def _failed(self, error: Exception) -> None:
         """The leader's errors reach vLLM as the answer to its call; vLLM reads no others."""
-        if not self._answers and self._peers is not None:
+        if not self._answers and self._heartbeat is not None:
             self._end(
                 f"rank {self.rank} of {self.ranks.size} fails: "
                 f"{type(error).__name__}: {one_line(error)}"
@@ -91,8 +91,8 @@ class RankWorker(MetalLiteWorker):
         os._exit(1)
 
     def shutdown(self) -> None:
-        if self._peers is not None:
-            self._peers.leave()
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
         super().shutdown()
         # MLX's ring joins its threads when the process ends, but tells them without holding their
         # lock (~SocketThread in ring.cpp): a thread about to sleep misses it, and the join hangs.

@@ -1,6 +1,5 @@
 """Refuses unsupported vLLM options at start, with one line that names the option."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal_lite.config import BLOCK_SIZES
@@ -12,59 +11,45 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def _is_set(value: Any) -> bool:
-    return bool(value)
-
-
-def _above_one(value: Any) -> bool:
-    return value > 1
-
-
-def _not(*allowed: Any) -> Callable[[Any], bool]:
-    return lambda value: value not in allowed
-
-
-# (path in VllmConfig, command-line name, test whether the value is unsupported)
-_OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("lora_config", "--enable-lora", _is_set),
-    ("speculative_config", "--speculative-config", _is_set),
-    ("kv_transfer_config", "--kv-transfer-config", _is_set),
-    ("ec_transfer_config", "--ec-transfer-config", _is_set),
-    ("watermark_config", "--watermark-config", _is_set),
-    ("diffusion_config", "--diffusion-config", _is_set),
-    ("weight_transfer_config", "--weight-transfer-config", _is_set),
-    ("attention_config.backend", "--attention-backend", _is_set),
-    ("parallel_config.data_parallel_external_lb", "--data-parallel-rank", _is_set),
-    ("parallel_config.data_parallel_backend", "--data-parallel-backend", _not("mp")),
-    ("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size",
-     _above_one),
-    ("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size",
-     _above_one),
-    ("parallel_config.enable_expert_parallel", "--enable-expert-parallel", _is_set),
-    ("parallel_config.enable_eplb", "--enable-eplb", _is_set),
-    ("parallel_config.enable_dbo", "--enable-dbo", _is_set),
+# (path in VllmConfig, command-line name, the values that are supported beside unset ones)
+_OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("lora_config", "--enable-lora", ()),
+    ("speculative_config", "--speculative-config", ()),
+    ("kv_transfer_config", "--kv-transfer-config", ()),
+    ("ec_transfer_config", "--ec-transfer-config", ()),
+    ("watermark_config", "--watermark-config", ()),
+    ("diffusion_config", "--diffusion-config", ()),
+    ("weight_transfer_config", "--weight-transfer-config", ()),
+    ("attention_config.backend", "--attention-backend", ()),
+    ("parallel_config.data_parallel_external_lb", "--data-parallel-rank", ()),
+    ("parallel_config.data_parallel_backend", "--data-parallel-backend", ("mp",)),
+    ("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size", (1,)),
+    ("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size", (1,)),
+    ("parallel_config.enable_expert_parallel", "--enable-expert-parallel", ()),
+    ("parallel_config.enable_eplb", "--enable-eplb", ()),
+    ("parallel_config.enable_dbo", "--enable-dbo", ()),
     ("parallel_config.distributed_executor_backend", "--distributed-executor-backend",
-     _not("uni", "mp", hosts.EXECUTOR)),
-    ("cache_config.block_size", "--block-size", _not(*BLOCK_SIZES)),
-    ("cache_config.cpu_offload_gb", "--cpu-offload-gb", _is_set),
-    ("cache_config.kv_offloading_size", "--kv-offloading-size", _is_set),
-    ("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill", _is_set),
-    ("offload_config.uva.cpu_offload_gb", "--cpu-offload-gb", _is_set),
-    ("model_config.quantization", "--quantization", _not("mlx")),
-    ("model_config.revision", "--revision", _is_set),
-    ("model_config.hf_overrides", "--hf-overrides", _is_set),
-    ("model_config.model_impl", "--model-impl", _not("auto", "vllm")),
-    ("model_config.convert", "--convert", _not("auto", "none")),
-    ("model_config.logits_processors", "--logits-processors", _is_set),
-    ("model_config.logprobs_mode", "--logprobs-mode", _not("raw_logprobs")),
-    ("model_config.enable_prompt_embeds", "--enable-prompt-embeds", _is_set),
-    ("model_config.enable_return_routed_experts", "--enable-return-routed-experts", _is_set),
-    ("model_config.return_sampling_mask", "--return-sampling-mask", _is_set),
-    ("model_config.enable_trace_replay", "--enable-trace-replay", _is_set),
-    ("model_config.supports_multimodal_inputs", "multimodal input", _is_set),
-    ("model_config.is_encoder_decoder", "an encoder-decoder model", _is_set),
-    ("load_config.load_format", "--load-format", _not("auto", "safetensors", "hf")),
-    ("profiler_config.profiler", "--profiler-config", _is_set),
+     ("uni", "mp", hosts.EXECUTOR)),
+    ("cache_config.block_size", "--block-size", BLOCK_SIZES),
+    ("cache_config.cpu_offload_gb", "--cpu-offload-gb", ()),
+    ("cache_config.kv_offloading_size", "--kv-offloading-size", ()),
+    ("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill", ()),
+    ("offload_config.uva.cpu_offload_gb", "--cpu-offload-gb", ()),
+    ("model_config.quantization", "--quantization", ("mlx",)),
+    ("model_config.revision", "--revision", ()),
+    ("model_config.hf_overrides", "--hf-overrides", ()),
+    ("model_config.model_impl", "--model-impl", ("auto", "vllm")),
+    ("model_config.convert", "--convert", ("auto", "none")),
+    ("model_config.logits_processors", "--logits-processors", ()),
+    ("model_config.logprobs_mode", "--logprobs-mode", ("raw_logprobs",)),
+    ("model_config.enable_prompt_embeds", "--enable-prompt-embeds", ()),
+    ("model_config.enable_return_routed_experts", "--enable-return-routed-experts", ()),
+    ("model_config.return_sampling_mask", "--return-sampling-mask", ()),
+    ("model_config.enable_trace_replay", "--enable-trace-replay", ()),
+    ("model_config.supports_multimodal_inputs", "multimodal input", ()),
+    ("model_config.is_encoder_decoder", "an encoder-decoder model", ()),
+    ("load_config.load_format", "--load-format", ("auto", "safetensors", "hf")),
+    ("profiler_config.profiler", "--profiler-config", ()),
 )  # fmt: skip
 
 _HINTS = {
@@ -77,9 +62,9 @@ _HINTS = {
 
 def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     """Raise ConfigError for the first unsupported option."""
-    for path, option, is_too_much in _OPTIONS:
+    for path, option, supported in _OPTIONS:
         value = get(vllm_config, path)
-        if value is not None and is_too_much(value):
+        if value and value not in supported:
             _refuse(option, value)
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:

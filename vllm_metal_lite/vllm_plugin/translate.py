@@ -4,7 +4,7 @@ vLLM's scheduler owns blocks, budgets and preemption.  This module only assigns 
 the InputBatch and the sampler, and keeps their tokens, which vLLM does not send again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -116,9 +116,9 @@ class StepTranslator:
 
     def _add(self, new: "NewRequestData") -> None:
         """Add a request; a known id resumes after preemption or starts a session's next turn."""
-        tokens = (
-            new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
-        )
+        tokens = new.prefill_token_ids
+        if tokens is None:
+            tokens = new.prompt_token_ids
         if (known := self._requests.get(new.req_id)) is not None:
             self._unseat(known)
             seed = known.seed
@@ -220,7 +220,3 @@ class StepTranslator:
         if not picked.any():
             return None
         return TokenMasks(np.array(rows)[picked], np.asarray(grammar.grammar_bitmask)[picked])
-
-    @property
-    def request_ids(self) -> Iterable[str]:
-        return self._requests.keys()

@@ -1,5 +1,6 @@
 """The vLLM worker, which drives our runner."""
 
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler
-from vllm_metal_lite.vllm_plugin import logs
+from vllm_metal_lite.vllm_plugin import log_through_vllm
 from vllm_metal_lite.vllm_plugin.compat import guard_torch_accelerator
 from vllm_metal_lite.vllm_plugin.data_parallel import engines_of_host
 from vllm_metal_lite.vllm_plugin.group import own_device
@@ -57,19 +58,10 @@ def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
         )
 
 
-def _kv_bits(text: str | None) -> int | None:
-    """METAL_LITE_KV_BITS as an int; raises ConfigError if it is not in KV_BITS."""
-    if not text:
-        return None
-    if text not in map(str, KV_BITS):
-        raise ConfigError(f"METAL_LITE_KV_BITS must be one of {list(KV_BITS)}, got {text!r}")
-    return int(text)
-
-
-def _check_attention(option: str) -> None:
-    """Raise ConfigError for a METAL_LITE_ATTENTION that is not in ATTENTION."""
-    if option not in ATTENTION:
-        raise ConfigError(f"METAL_LITE_ATTENTION must be one of {list(ATTENTION)}, got {option!r}")
+def _check(name: str, value: str, allowed: Sequence[object]) -> None:
+    """Raise ConfigError for a value of an environment variable."""
+    if value not in map(str, allowed):
+        raise ConfigError(f"{name} must be one of {list(allowed)}, got {value!r}")
 
 
 def _awake(part: Part | None) -> Part:
@@ -109,7 +101,7 @@ class MetalLiteWorker(WorkerBase):
     # Start
 
     def init_device(self) -> None:
-        logs.log_through_vllm()
+        log_through_vllm()
         self.device = torch.device("cpu")
         guard_torch_accelerator()
         self._take_device()
@@ -133,12 +125,13 @@ class MetalLiteWorker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
-        bits = _kv_bits(envs.kv_bits())
-        _check_attention(envs.attention())
+        _check("METAL_LITE_ATTENTION", envs.attention(), ATTENTION)
+        if bits := envs.kv_bits():
+            _check("METAL_LITE_KV_BITS", bits, KV_BITS)
         model = load(
             self.model_config.model, self._dtype(), self.model_config.trust_remote_code, self.ranks
         )
-        self._model = model.with_kv_bits(bits)
+        self._model = model.with_kv_bits(int(bits) if bits else None)
         self._layers = KVLayers(self.model, self.ranks)
         _check_rotation(self.model, self.model_config.max_model_len)
         sizing.set_memory_limits()
@@ -278,9 +271,6 @@ class MetalLiteWorker(WorkerBase):
                 logger.warning("The states of the step are computed again: %s", e)
                 lost = True
 
-    def take_draft_token_ids(self) -> None:
-        return None
-
     # Sleep: frees K and V; level 2 also frees the weights.
 
     def sleep(self, level: int = 1) -> None:
@@ -311,17 +301,12 @@ class MetalLiteWorker(WorkerBase):
             self._pipeline.runner.synchronize()
         mx.synchronize()
 
-    def reset_mm_cache(self) -> None:
-        """No multimodal input."""
+    def _nothing(self) -> None:
+        """No drafts, encoder or images; data-parallel ranks are engines of their own; a reply means
+        healthy."""
 
-    def reset_encoder_cache(self) -> None:
-        """No encoder."""
-
-    def execute_dummy_batch(self) -> None:
-        """Nothing to do: data-parallel ranks are engines of their own."""
-
-    def check_health(self) -> None:
-        """A reply means healthy."""
+    take_draft_token_ids = reset_mm_cache = reset_encoder_cache = _nothing
+    execute_dummy_batch = check_health = _nothing
 
     def profile(self, is_start: bool = True, *args: Any, **kwargs: Any) -> None:
         raise ConfigError("vllm-metal-lite does not support profiling through vLLM")

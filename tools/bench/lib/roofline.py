@@ -1,6 +1,5 @@
 """The least that a decode step moves, and how fast a device moves."""
 
-from tools.count.reads import used_experts
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks.floors import copy_bandwidth
 from vllm_metal_lite.model.loader import LoadedModel
@@ -14,6 +13,11 @@ mx = backend.mx
 
 def measured_bandwidth() -> float:
     return copy_bandwidth(1 << (27 if backend.is_cpu() else 30))
+
+
+def used_experts(rows: int, experts: int, top_k: int) -> float:
+    """Different experts, on average, if every row takes any top_k of them."""
+    return experts * (1 - (1 - top_k / experts) ** rows)
 
 
 def weight_bytes(model: LoadedModel, batch: int) -> float:

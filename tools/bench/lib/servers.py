@@ -45,7 +45,7 @@ def ours(model: Path | str, *flags: str, trusted: bool = False) -> list[str]:
 
 
 def mlx_lm(model: Path, *flags: str) -> list[str]:
-    command = [sys.executable, "-m", "tools.bench.lib.mlx_lm_server", "--model", str(model)]
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
     return [*command, "--port", "PORT", "--log-level", "WARNING", *flags]
 
 

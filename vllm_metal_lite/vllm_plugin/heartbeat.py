@@ -1,0 +1,75 @@
+"""Signs of life of a model's ranks: a rank that ends or hangs ends them all.
+
+A collective waits for a lost rank forever, or fails with a line that does not name the rank.  So
+each rank counts a key up every second, in a store that rank 0 keeps, and looks at the keys of the
+others.  A watchdog process beside the rank kills it if it gives no sign: it hangs, or it waits for
+the store of a rank 0 that hangs or is away.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from vllm_metal_lite.vllm_plugin import watchdog
+
+# Seconds between signs of life, and for this rank to leave after another; signs that a lost rank
+# has missed; one more, and its watchdog kills it.
+INTERVAL, LEAVE, MISSED = 1.0, 3.0, 6
+
+
+class Heartbeat:
+    """The thread that gives signs of this rank, and looks for those of the others.
+
+    names: by rank, for messages.  store: kept, since rank 0's ends with the object; used through a
+    client of its own.  lost: called once, in the thread, with one line.
+    Start it when MLX has connected the ranks: MLX connects with the interpreter's lock held.
+    """
+
+    def __init__(
+        self, rank: int, names: Sequence[str], store: dist.Store, lost: Callable[[str], None]
+    ) -> None:
+        self._rank, self._names, self._lost = rank, names, lost
+        self._store, self._client = store, store.clone()
+        self._leaving, self._parent = threading.Event(), os.getppid()
+        name = f"rank {rank} of {len(names)}"
+        command = [sys.executable, "-I", "-S", watchdog.__file__, str(MISSED + 1), name]
+        self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        self._thread = threading.Thread(target=self._watch, name="Heartbeat", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Give no more signs: vLLM ends this rank, and all others of its host."""
+        self._leaving.set()
+        self._watchdog.communicate()
+
+    def _watch(self) -> None:
+        counts, missed = [0] * len(self._names), [0] * len(self._names)
+        while not self._leaving.wait(INTERVAL):
+            with suppress(OSError, ValueError):  # it has ended; this rank leaves
+                self._watchdog.stdin.write(b".")  # type: ignore[union-attr]
+            # vLLM does not end a worker that waits for calls of another host.
+            if os.getppid() != self._parent and not self._leaving.wait(LEAVE):
+                return self._lost(f"{self._names[self._rank]} has lost its vLLM process")
+            before = counts
+            try:
+                counts = [
+                    self._client.add(f"signs/{rank}", int(rank == self._rank))
+                    for rank in range(len(counts))
+                ]
+            except Exception:  # torch has several
+                if not self._leaving.wait(LEAVE):
+                    self._lost(f"{self._names[0]} has ended")
+                return
+            # Counted, not timed: this process may have been stopped, or starved.
+            for rank, count in enumerate(counts):
+                missed[rank] = missed[rank] + 1 if count == before[rank] else 0
+                if missed[rank] == MISSED:
+                    return self._lost(
+                        f"{self._names[rank]} has been silent for {MISSED} s: it has ended or "
+                        "hangs, or its host is away"
+                    )
