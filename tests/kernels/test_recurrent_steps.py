@@ -15,6 +15,7 @@ from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.segments import EMPTY, plan_segments
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -59,7 +60,7 @@ def run_steps(ordered=True):
         )  # fmt: skip
         starts = (0, HEADS * K_DIM, 2 * HEADS * K_DIM)
         y, token = gated_delta(
-            *(Columns(mixed, start) for start in starts), gates, beta, states, segments,
+            *(Columns(mixed, start) for start in starts), given(gates, beta), states, segments,
             token if ordered else first, num_k_heads=HEADS, max_seqlen=int(lengths.max()),
         )  # fmt: skip
         results.append(y)

@@ -16,17 +16,16 @@ from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.expert_topk import Routing
 from vllm_metal_lite.kernels.expert_topk import expert_topk as expert_topk_of
 from vllm_metal_lite.kernels.experts import Activation, ExpertWeight
-from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
+from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, time_gates
+from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, RowNorm, skinny_gemm
-from vllm_metal_lite.kernels.ssm import fused_ssm_update, ssm_update
 from vllm_metal_lite.kernels.weights import quantised as quantised_weight
 from vllm_metal_lite.kernels.weights import shape_of, spread_of
 from vllm_metal_lite.kv.store import LayerSpec
@@ -402,7 +401,7 @@ def gated_delta_rows(dtype):
     step, wide, states, beta = recurrent_rows(dtype, 4, 48)
     gates = mx.sigmoid(draw(step.num_rows, 4, 48, seed=20))
     y, _ = gated_delta(
-        *wide, gates, beta, states, mx.array(step.array), new_token(), num_k_heads=2,
+        *wide, given(gates, beta), states, mx.array(step.array), new_token(), num_k_heads=2,
         max_seqlen=step.max_seqlen,
     )  # fmt: skip
     mx.eval(y)  # MLX does not know that the pool is written
@@ -410,10 +409,11 @@ def gated_delta_rows(dtype):
 
 
 def ssm_update_rows(dtype):
-    step, (c, b, x), states, dt = recurrent_rows(dtype, 4, 48)
-    y, _ = ssm_update(
-        x, b, c, dt, -mx.exp(draw(4, seed=21)), draw(4, seed=22), states, mx.array(step.array),
-        new_token(), num_groups=2, max_seqlen=step.max_seqlen,
+    step, wide, states, dt = recurrent_rows(dtype, 4, 48)
+    gates = given(mx.exp(dt * -mx.exp(draw(4, seed=21))), dt)
+    y, _ = gated_delta(
+        *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2,
+        max_seqlen=step.max_seqlen, skip=draw(4, seed=22),
     )  # fmt: skip
     mx.eval(y)  # MLX does not know that the pool is written
     return [mx.nan_to_num(states), y]
@@ -424,7 +424,7 @@ def fused_delta_rows(dtype):
     step, wide, states, _ = recurrent_rows(dtype, 4, 48)
     a, b = (Columns(draw(step.num_rows, 12, seed=n, dtype=dtype), 4) for n in (23, 24))
     gates = delta_gates(a, b, draw(4, seed=25), draw(4, seed=26, dtype=dtype), beta_scale=2)
-    y, _ = fused_gated_delta(
+    y, _ = gated_delta(
         *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2,
         max_seqlen=step.max_seqlen, norm=Norm(1e-3, 0.3),
     )  # fmt: skip
@@ -433,11 +433,11 @@ def fused_delta_rows(dtype):
 
 
 def fused_ssm_rows(dtype):
-    step, (c, b, x), states, _ = recurrent_rows(dtype, 4, 48)
+    step, wide, states, _ = recurrent_rows(dtype, 4, 48)
     dt, a_log, bias = Columns(draw(step.num_rows, 12, seed=23), 4), draw(4, seed=25), mx.ones(4)
-    y, _ = fused_ssm_update(
-        x, b, c, time_gates(dt, a_log, bias, (0.5, 2.0)), draw(4, seed=22), states,
-        mx.array(step.array), new_token(), num_groups=2, max_seqlen=step.max_seqlen,
+    y, _ = gated_delta(
+        *wide, time_gates(dt, a_log, bias, (0.5, 2.0)), states, mx.array(step.array), new_token(),
+        num_k_heads=2, max_seqlen=step.max_seqlen, skip=draw(4, seed=22),
     )  # fmt: skip
     mx.eval(y)
     return [mx.nan_to_num(states), y]

@@ -9,11 +9,10 @@ from functools import partial
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.causal_conv import causal_conv
 from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
+from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, time_gates
-from vllm_metal_lite.kernels.ssm import fused_ssm_update, ssm_update
+from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
 
 ROWS, SLOTS = 16, 20
 # Of k, of v; their sizes; a gate per column.
@@ -57,7 +56,7 @@ def _delta(
     gates = mx.zeros((ROWS, heads, k_dim) if vector else (ROWS, heads))
     gated_delta(
         _columns(k_heads, k_dim, dtype), _columns(k_heads, k_dim, dtype),
-        _columns(heads, dim, dtype), gates, mx.zeros((ROWS, heads), dtype),
+        _columns(heads, dim, dtype), given(gates, mx.zeros((ROWS, heads), dtype)),
         mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token(),
         num_k_heads=k_heads, max_seqlen=max_seqlen,
     )  # fmt: skip
@@ -66,11 +65,12 @@ def _delta(
 def _ssm(
     groups: int, heads: int, state_dim: int, dim: int, dtype: mx.Dtype, max_seqlen: int
 ) -> None:
-    ssm_update(
-        _columns(heads, dim, dtype), _columns(groups, state_dim, dtype),
-        _columns(groups, state_dim, dtype), mx.zeros((ROWS, heads)), mx.zeros(heads),
-        mx.zeros(heads), mx.zeros((SLOTS, heads, dim, state_dim)), _segments(), new_token(),
-        num_groups=groups, max_seqlen=max_seqlen,
+    of_rows = mx.zeros((ROWS, heads))
+    gated_delta(
+        _columns(groups, state_dim, dtype), _columns(groups, state_dim, dtype),
+        _columns(heads, dim, dtype), given(of_rows, of_rows),
+        mx.zeros((SLOTS, heads, dim, state_dim)), _segments(), new_token(),
+        num_k_heads=groups, max_seqlen=max_seqlen, skip=mx.zeros(heads),
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _fused_delta(
     k_heads: int, heads: int, k_dim: int, dim: int, dtype: mx.Dtype, max_seqlen: int
 ) -> None:
     logits, of_heads = _columns(heads, 1, dtype), mx.zeros(heads, dtype)
-    fused_gated_delta(
+    gated_delta(
         _columns(k_heads, k_dim, dtype), _columns(k_heads, k_dim, dtype),
         _columns(heads, dim, dtype), delta_gates(logits, logits, mx.zeros(heads), of_heads),
         mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token(), num_k_heads=k_heads,
@@ -91,11 +91,10 @@ def _fused_ssm(
 ) -> None:
     of_heads = mx.zeros(heads, dtype)
     gates = time_gates(_columns(heads, 1, dtype), mx.zeros(heads), of_heads, (0.0, 1.0))
-    fused_ssm_update(
-        _columns(heads, dim, dtype), _columns(groups, state_dim, dtype),
-        _columns(groups, state_dim, dtype), gates, of_heads,
-        mx.zeros((SLOTS, heads, dim, state_dim)), _segments(), new_token(), num_groups=groups,
-        max_seqlen=max_seqlen,
+    gated_delta(
+        _columns(groups, state_dim, dtype), _columns(groups, state_dim, dtype),
+        _columns(heads, dim, dtype), gates, mx.zeros((SLOTS, heads, dim, state_dim)), _segments(),
+        new_token(), num_k_heads=groups, max_seqlen=max_seqlen, skip=of_heads,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attent
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.segments import plan_segments
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
@@ -208,12 +209,11 @@ class Graph:
     def _gated_delta(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
         """A state has two columns in use; one is replaced, and the other one is read."""
         segments, before = self._segments(), self._replace("gated_delta", number)
-        rows = len(before)
+        rows, ones = len(before), mx.ones((len(before), 1))
         k, q = (Columns(_one_hot(rows, column), 0) for column in next(self.columns))
         y, self.token = gated_delta(
-            q, k, Columns(mx.full((rows, _WIDTH), number, _DTYPE), 0), mx.ones((rows, 1)),
-            mx.ones((rows, 1)), self.states["gated_delta"], mx.array(segments), self.token,
-            num_k_heads=1, max_seqlen=1,
+            q, k, Columns(mx.full((rows, _WIDTH), number, _DTYPE), 0), given(ones, ones),
+            self.states["gated_delta"], mx.array(segments), self.token, num_k_heads=1, max_seqlen=1,
         )  # fmt: skip
         return y, before
 

@@ -21,8 +21,8 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.segments import EMPTY, PADDING
-from vllm_metal_lite.kernels.ssm import ssm_update
 from vllm_metal_lite.model.loader import LoadedModel
 
 # isort: split
@@ -109,7 +109,10 @@ class _Launches:
         rows = batch * length
         y, self._token = gated_delta(
             *(Columns(x.reshape(rows, -1), 0) for x in (q, k, v)),
-            gates.reshape(rows, *gates.shape[2:]).astype(mx.float32), beta.reshape(rows, v_heads),
+            given(
+                gates.reshape(rows, *gates.shape[2:]).astype(mx.float32),
+                beta.reshape(rows, v_heads),
+            ),
             state, self._segments_of(batch, length, mask), self._token,
             num_k_heads=k_heads, max_seqlen=length,
         )  # fmt: skip
@@ -134,12 +137,12 @@ class _Launches:
         if state is None:
             state = mx.zeros((batch, heads, dim, state_dim))
         rows = batch * length
-        y, self._token = ssm_update(
-            *(Columns(part.reshape(rows, -1).astype(x.dtype), 0) for part in (x, B, C)),
-            theirs_ssm.compute_dt(dt, dt_bias, time_step_limit).reshape(rows, heads),
-            -mx.exp(A_log.astype(mx.float32)), D, state,
+        steps = theirs_ssm.compute_dt(dt, dt_bias, time_step_limit).reshape(rows, heads)
+        y, self._token = gated_delta(
+            *(Columns(part.reshape(rows, -1).astype(x.dtype), 0) for part in (C, B, x)),
+            given(mx.exp(steps * -mx.exp(A_log.astype(mx.float32))), steps), state,
             self._segments_of(batch, length, mask), self._token,
-            num_groups=groups, max_seqlen=length,
+            num_k_heads=groups, max_seqlen=length, skip=D,
         )  # fmt: skip
         return self._done(y, x, state)
 
