@@ -53,7 +53,7 @@ class ArrayStepAttention(ReferenceStepAttention):
         outputs, plan = [], self.step.plan
         group, prompts = self.store.group_of[layer], plan.prompts
         if decodes := plan.decodes:
-            tables, count = decodes.block_tables[group], decodes.count
+            tables, count = decodes.block_tables[group], decodes.num_rows
             if decodes.prefix and self.attention.shares[layer]:
                 # As if only the leader had its blocks.
                 blocks = decodes.prefix.lens[:count, None] // self.store.block_size

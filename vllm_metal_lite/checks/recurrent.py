@@ -50,8 +50,8 @@ class _Segment(NamedTuple):
 _STEPS = (
     (
         _Segment(4, 1, SegmentState(0, 0)),
-        _Segment(0, 21, SegmentState(EMPTY_SLOT, 3, ((16, 5),))),
-        _Segment(9, 18, SegmentState(1, 4, ((12, 6),))),
+        _Segment(0, 21, SegmentState(EMPTY_SLOT, 3, [(16, 5)])),
+        _Segment(9, 18, SegmentState(1, 4, [(12, 6)])),
     ),
     (
         _Segment(21, 1, SegmentState(3, 3)),

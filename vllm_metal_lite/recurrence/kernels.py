@@ -67,14 +67,6 @@ class SegmentPlan(NamedTuple):
             2 if longest > 1 else 1,
         )
 
-    @property
-    def arrays(self) -> tuple[mx.array, mx.array]:
-        return self.segments, self.tiles
-
-    def with_arrays(self, arrays: tuple[mx.array, mx.array]) -> "SegmentPlan":
-        segments, tiles = arrays
-        return self._replace(segments=segments, tiles=tiles)
-
 
 class Ordered(Protocol):
     """What launches on one store share: each takes the token, and leaves the next one."""

@@ -94,7 +94,7 @@ class KernelAttention:
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
         decodes = self._plan_decodes(batch, num_rows) if self._plan_decodes else None
-        first = decodes.count if decodes else 0
+        first = decodes.num_rows if decodes else 0
         prompts = None
         if first < batch.num_tokens:
             prompts = self._plan_prompts(batch, first, num_rows - first)

@@ -191,7 +191,7 @@ class KernelStepAttention:
         spec, shared = self.store.specs[call.layer], decodes.prefix
         assert shared is not None
         num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
-        splits = prefix_splits(decodes.count, num_heads, spec.num_kv_heads, shared.length)
+        splits = prefix_splits(decodes.num_rows, num_heads, spec.num_kv_heads, shared.length)
         prefix = shared_prefix(
             q, tables, decodes.seq_lens, shared.leader, shared.lens, *self._kv(call.layer),
             self.token, block_size=self.store.block_size, scale=call.scale, softcap=call.softcap,

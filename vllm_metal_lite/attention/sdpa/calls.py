@@ -7,7 +7,6 @@ from itertools import accumulate
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Arrays
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
 from vllm_metal_lite.attention.sdpa.plan import Group, places, plan_groups
@@ -131,10 +130,9 @@ class SdpaCalls:
 class SdpaPlan:
     """A batch cut into SDPA calls, once per step for each KV group, window and chunk of a layer.
 
-    A Plan without arrays: its calls differ between steps, so such a step is never compiled.
+    Its calls differ between steps, so such a step is never compiled.
     """
 
-    arrays: Arrays = None
     repeats = False
 
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
@@ -168,6 +166,3 @@ class SdpaPlan:
             )  # fmt: skip
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]
-
-    def with_arrays(self, arrays: Arrays) -> "SdpaPlan":
-        return self
