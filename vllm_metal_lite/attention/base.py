@@ -116,6 +116,18 @@ def make_step(
     )
 
 
+class Call(NamedTuple):
+    """The arguments of `StepAttention.attend` beside the queries."""
+
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: mx.array | None = None
+    q_pe: mx.array | None = None
+    chunk: int | None = None
+
+
 class StepAttention(Protocol):
     """One step's pass over the layers of a model.  A layer calls `write` before `attend`."""
 
