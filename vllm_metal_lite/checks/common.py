@@ -18,6 +18,7 @@ from vllm_metal_lite.specs import (
     KernelUse,
     Quantisation,
     RecurrenceShape,
+    RecurrentShape,
     Rotation,
     WeightShape,
 )
@@ -119,12 +120,11 @@ def full_list() -> list[KernelUse]:
         weights = [WeightShape(100, depth, h) for h in how for depth in (128, 1152)]
         uses.append(KernelUse((shape,), _BLOCK, weights=(*weights, WeightShape(100, 96))))
         turns = Rotation(64, traditional=True), Rotation(32, base=None)  # of rotary keys
-        uses += [
-            KernelUse((AttentionShape(heads, 1, *d, dtype, latent=True, kv_bits=bits),), 16, turns)
-            for heads, *d in latents
-            for bits in (None, 8, 4)
-        ]
-        recurrences = [
+        for count, rank, rope in latents:
+            for bits in (None, 8, 4):
+                shape = AttentionShape(count, 1, rank, rope, dtype, latent=True, kv_bits=bits)
+                uses.append(KernelUse((shape,), _BLOCK, turns))
+        recurrences: list[RecurrentShape] = [
             *(ConvShape(*shape, dtype)
               for shape in ((64, 2, False, False), (300, 3, True, False), (2048, 4, False, True))),
             *(RecurrenceShape(*heads, dtype, delta, vector, True)

@@ -93,7 +93,8 @@ def topk(check: Check[MixtureShape]) -> Found:
     Half of the rows are so large that their exponentials overflow."""
     count, dtype, rng = check.shape.experts.experts, check.shape.dtype, np.random.default_rng(0)
     top_k = min(_TOPK, count)
-    got, expected = [], []
+    got: list[mx.array] = []
+    expected: list[np.ndarray] = []
     # In pairs of equal ones; pairs are apart by more than rounding.
     places = rng.permuted(np.tile(np.arange(count), (_ROWS, 1)), axis=1)
     large = 300 * (np.arange(_ROWS)[:, None] % 2)
@@ -176,9 +177,10 @@ def _weight(
 ) -> tuple[ExpertWeight, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
     """A weight, and its product by definition."""
     values = rounded(draw(rng, (_EXPERTS, _OUTPUTS, depth), dtype) / depth**0.5, dtype)
-    weight: Weight = mx.array(values).astype(dtype)
+    plain = mx.array(values).astype(dtype)
+    weight: Weight = plain
     if how is not None:
-        weight = quantised(weight, how)
+        weight = quantised(plain, how)
         values = rounded(dequantised(weight), dtype)
     bias = draw(rng, (_EXPERTS, _OUTPUTS), dtype) if biased else None
 

@@ -72,10 +72,10 @@ def measure(
         Floor("MLX's product, weights in 4 bits", None, by_words, {"a copy": copy}),
     ]
     # In 4 bits bound by instructions, so not compared with a copy.
-    references = {"a copy": copy, "MLX's product": mlx}, {"MLX's product of one row": by_words}
+    others = {"a copy": copy, "MLX's product": mlx}, {"MLX's product of one row": by_words}
     return found + [
         Floor(f"products of 8 rows, weights in {bits} bits", "skinny_gemm", speed, beside)
-        for bits, speed, beside in zip((16, 4), skinny, references, strict=False)
+        for bits, speed, beside in zip((16, 4), skinny, others, strict=False)
     ]
 
 
