@@ -114,22 +114,12 @@ def _turned(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
 
 def write(check: Attend) -> list[Pair]:
     """One launch for the new rows of prompts, and norm, rotation and kv_write apart."""
-    return _written(check, new_rows, rope_write, _rows_apart)
-
-
-def write_latents(check: Attend) -> list[Pair]:
-    """One launch for the new rows of a latent layer, and norm, rotations and kv_write apart."""
-    return _written(check, new_latents, latent_write, _latents_apart)
-
-
-def _written(
-    check: Attend,
-    make: Callable[..., tuple[Any, Any]],
-    launch: Callable[..., object],
-    apart: Callable[..., Apart],
-) -> list[Pair]:
-    """apart: the same by MLX's operations, but for the writing."""
     assert check.rotation is not None
+    make: Callable[..., tuple[Any, Any]] = new_rows
+    launch: Callable[..., object] = rope_write
+    apart: Callable[..., Apart] = _rows_apart
+    if check.shape.latent:
+        make, launch, apart = new_latents, latent_write, _latents_apart
     positions, spec = np.arange(_ROWS), spec_of(check.shape)
     new, _ = make(check.shape, positions, check.rotation)
     store = PagedStore([spec], -(-_ROWS // 16), 16)

@@ -70,7 +70,7 @@ class KernelStepAttention:
         kept = [(spec.num_kv_heads, spec.k_head_dim), (spec.num_kv_heads, spec.v_head_dim)]
         if [(h.num_heads, h.head_dim) for h in (k, v)] != kept or q.head_dim != k.head_dim:
             return None
-        if v.norm or v.rope or not q.same_rotation(k) or not (k.rope or k.norm):
+        if v.norm or v.rope or not same_rope(q.rope, k.rope) or not (k.rope or k.norm):
             return None
         if any(h.columns.array.dtype != spec.dtype for h in (q, k, v)):
             return None
