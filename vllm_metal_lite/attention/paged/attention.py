@@ -7,6 +7,7 @@ MLX's SDPA.  For latent models, `latent_attention` serves decodes and replaces `
 """
 
 from collections.abc import Collection
+from copy import copy
 
 import numpy as np
 
@@ -77,15 +78,10 @@ class KernelAttention:
             )
 
     def over(self, store: PagedStore) -> "KernelAttention":
-        """The same attention over another store."""
-        return KernelAttention(
-            store,
-            self.prefill,
-            self._head_groups,
-            without=self.without,
-            rows_as_decodes=self.rows_as_decodes,
-            latents=self.latents,
-        )
+        """The same attention over another store of the same layers."""
+        other = copy(self)
+        other.store = store
+        return other
 
     def new_state(self) -> list[mx.array]:
         state = [new_token()]

@@ -33,7 +33,7 @@ class DeviceGroup:
         self.group, self.window = group, window
         self._kv_slots, self._q_pos = mx.array(group.kv_slots), mx.array(group.q_pos)
         self._kv_pos = mx.array(group.kv_pos)
-        self._segments, self._kv_segments = map(on_device, (group.segments, group.kv_segments))
+        self._segments = on_device(group.segments)
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -71,8 +71,8 @@ class DeviceGroup:
         visible = kv_pos <= q_pos
         if self.window is not None:
             visible = visible & (kv_pos > q_pos - self.window)
-        if self._segments is not None and self._kv_segments is not None:
-            visible = visible & (self._segments[:, :, None] == self._kv_segments[:, None, first:])
+        if self._segments is not None:
+            visible = visible & (self._segments[:, :, None] == self._segments[:, None, first:])
         return visible[:, None]
 
 
