@@ -118,7 +118,7 @@ def write(check: Attend) -> list[Pair]:
     make: Callable[..., tuple[Any, Any]] = new_rows
     launch: Callable[..., object] = rope_write
     apart: Callable[..., Apart] = _rows_apart
-    if check.shape.latent:
+    if check.kernel == "latent_write":
         make, launch, apart = new_latents, latent_write, _latents_apart
     positions, spec = np.arange(_ROWS), spec_of(check.shape)
     new, _ = make(check.shape, positions, check.rotation)

@@ -103,13 +103,13 @@ def _newest(
     case: Case, fresh: list[np.ndarray]
 ) -> tuple[tuple[mx.array, mx.array], list[np.ndarray]]:
     """The case's store before the newest rows are written, and its values after."""
-    before, after = [], []
+    before, after, newest = [], [], case.decodes.slot_mapping
     for row, kept, rows, new in zip(
         case.formats, case.kept, (case.keys, case.values), fresh, strict=True
     ):
         kept, rows = kept.copy(), rows.copy()
-        kept[case.newest] = 0xFFFFFFFF if row.bits else np.nan
-        rows[case.newest] = rounded(new[:-1], case.shape.dtype)
+        kept[newest] = 0xFFFFFFFF if row.bits else np.nan
+        rows[newest] = rounded(new[:-1], case.shape.dtype)
         before.append(mx.array(kept).astype(row.kept_dtype))
         after.append(rows)
     mx.eval(before)

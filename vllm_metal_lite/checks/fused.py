@@ -86,7 +86,7 @@ def _gelu(x: np.ndarray) -> np.ndarray:
 
 def write(check: Check[AttentionShape]) -> Found:
     """Few rows and many; of latents few."""
-    counts = (_ROWS,) if check.shape.latent else (_ROWS, profile().rope_many_rows)
+    counts = (_ROWS,) if check.kernel == "latent_write" else (_ROWS, profile().rope_many_rows)
     return max(_written(check, count) for count in counts)
 
 
@@ -94,7 +94,7 @@ def _written(check: Check[AttentionShape], rows: int) -> Found:
     """So many new rows, of which every third has no slot, in an empty store."""
     make: Callable[..., tuple[Any, Sequence[np.ndarray]]] = new_rows
     launch: Callable[..., tuple[mx.array, mx.array]] = rope_write
-    if check.shape.latent:
+    if check.kernel == "latent_write":
         make, launch = new_latents, latent_write
     assert check.rotation is not None
     last = last_position(check.rotation)
