@@ -8,11 +8,9 @@ class HostError(RuntimeError):
 class KernelFault(RuntimeError):
     """A kernel did what no kernel may do.
 
-    Attributes:
-        kind: a word or two, such as "out of bounds", "race", "divergence".
-        kernel: the kernel's name.
-        location: "file:line" in the Metal text, or "" if unknown.
-        threadgroup, thread: positions in the grid and in the threadgroup, or None.
+    kind: a word or two, such as "out of bounds", "race", "divergence".  location: "file:line" in
+    the Metal text, or "" if unknown.  threadgroup, thread: positions in the grid and in the
+    threadgroup, or None.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import memory, mlx_source, origin, toolchain
-from .launch import Buffer, Library, load
+from .launch import Library, buffer_of, load
 from .options import HostOptions
 from .translate import Parameter, expand_includes, translate
 
@@ -18,14 +18,8 @@ class HostKernel:
     The source that is executed is the one MLX generates. Inputs are read where they lie: a kernel
     that writes into the memory of an input changes the array that was passed.
 
-    Args:
-        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs:
-            as for `mx.fast.metal_kernel`.
-        options: how to run; `metal.host.installed` gives its own to the kernels made under it.
-
-    Raises:
-        HostError: on a call, if there is no compiler or the source does not compile.
-        KernelFault: on a call, if the kernel does what no kernel may do.
+    name to atomic_outputs: as for `mx.fast.metal_kernel`.  A call raises HostError if there is no
+    compiler or the source does not compile, and KernelFault if the kernel does what no kernel may.
     """
 
     def __init__(
@@ -67,12 +61,10 @@ class HostKernel:
         stream=None,
         options: HostOptions | None = None,
     ) -> list[mx.array]:
-        """Runs the kernel; returns its outputs, which are evaluated.
+        """Run the kernel -> its outputs, evaluated.
 
-        Args:
-            inputs: arrays (MLX or numpy) or scalars.
-            options: for this call only.
-            The rest as for a kernel of `mx.fast.metal_kernel`; `stream` is ignored.
+        inputs: arrays (MLX or numpy) or scalars.  options: for this call only.  The rest as for a
+        kernel of `mx.fast.metal_kernel`; `stream` is ignored.
         """
         options = options or self.options
         arrays = [a if isinstance(a, mx.array) else mx.array(a) for a in inputs]
@@ -112,9 +104,7 @@ class HostKernel:
             else:
                 data, settings = _layout(memory.elements(named[stem]), suffix), {}
             keep.append(data)
-            buffers[parameter.index] = Buffer(
-                name, data.ctypes.data, data.nbytes, data.itemsize, **settings
-            )
+            buffers[parameter.index] = buffer_of(name, data, **settings)
         return buffers, keep
 
     def _build(self, arrays, template, output_dtypes, options, verbose):

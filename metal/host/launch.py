@@ -4,8 +4,9 @@ import ctypes
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from . import coverage, toolchain
 from .faults import HostError, KernelFault
@@ -16,25 +17,9 @@ MAX_BUFFERS = 64
 MAX_THREADS = 1024
 
 
-@dataclass
-class Buffer:
-    """Memory that a kernel is given: where it lies, and what may be done with it.
+class Buffer(ctypes.Structure):
+    """Memory that a kernel is given, as in cpu/launch.h; see `buffer_of`."""
 
-    All but the address matters to the checker only: `element` is the size of one element,
-    `misaligned` the bytes past a boundary of 16 at which it would lie on a GPU.
-    """
-
-    name: str
-    address: int
-    nbytes: int
-    element: int = 1
-    writable: bool = False
-    initialised: bool = True
-    must_fill: bool = False
-    misaligned: int = 0
-
-
-class _Buffer(ctypes.Structure):
     _fields_ = [
         ("address", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
@@ -45,6 +30,26 @@ class _Buffer(ctypes.Structure):
         ("must_fill", ctypes.c_uint32),
         ("misaligned", ctypes.c_uint32),
     ]
+
+
+def buffer_of(
+    name: str,
+    data: np.ndarray,
+    *,
+    writable: bool = False,
+    initialised: bool = True,
+    must_fill: bool = False,
+    misaligned: int = 0,
+) -> Buffer:
+    """The memory of `data`, which must live until the kernel has run, and what may be done with it.
+
+    misaligned: bytes past a boundary of 16 at which it would lie on a GPU.  All but the address
+    matters to the checker only.
+    """
+    return Buffer(
+        data.ctypes.data, data.nbytes, name.encode(), writable, initialised, data.itemsize,
+        must_fill, misaligned,
+    )  # fmt: skip
 
 
 class _Launch(ctypes.Structure):
@@ -58,7 +63,7 @@ class _Launch(ctypes.Structure):
         ("unused", ctypes.c_uint32),
         ("num_buffers", ctypes.c_uint32),
         ("num_shared", ctypes.c_uint32),
-        ("buffers", _Buffer * MAX_BUFFERS),
+        ("buffers", Buffer * MAX_BUFFERS),
         ("shared_bytes", ctypes.c_uint32 * MAX_BUFFERS),
     ]
 
@@ -103,17 +108,11 @@ class Library:
         shared_bytes: Mapping[int, int] | None = None,
         constants: Mapping[int, bytes] | None = None,
     ) -> None:
-        """Runs the kernel.
+        """Run the kernel over a grid of threads; threadgroups at the grid's edge are smaller.
 
-        Args:
-            grid: the size of the grid, in threads.
-            threads: the size of a threadgroup; groups at the grid's edge are smaller.
-            buffers: by index.
-            shared_bytes: the size of each `[[threadgroup(i)]]` argument.
-            constants: the bytes of each function constant.
-
-        Raises:
-            KernelFault: the kernel did what no kernel may do.
+        buffers: by index.  shared_bytes: the size of each `[[threadgroup(i)]]` argument.
+        constants: the bytes of each function constant.  Raises KernelFault if the kernel did what
+        no kernel may do.
         """
         threads = [min(t, g) for t, g in zip(threads, grid, strict=True)]
         total = threads[0] * threads[1] * threads[2]
@@ -131,16 +130,7 @@ class Library:
         launch.same_value_writes = options.same_value_writes
         launch.num_buffers = max(buffers, default=-1) + 1
         for index, buffer in buffers.items():
-            launch.buffers[index] = _Buffer(
-                buffer.address,
-                buffer.nbytes,
-                buffer.name.encode(),
-                buffer.writable,
-                buffer.initialised,
-                buffer.element,
-                buffer.must_fill,
-                buffer.misaligned,
-            )
+            launch.buffers[index] = buffer
         for index, size in (shared_bytes or {}).items():
             launch.shared_bytes[index] = size
         launch.num_shared = max(shared_bytes or {}, default=-1) + 1

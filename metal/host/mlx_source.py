@@ -42,9 +42,8 @@ def generated_source(
 ) -> str:
     """The text that MLX would hand to Metal's compiler, without its prelude.
 
-    Args:
-        definition: the arguments of `mx.fast.metal_kernel`.
-        inputs: only the dtype, the number of dimensions and whether the size is below 8 matter.
+    definition: the arguments of `mx.fast.metal_kernel`.  inputs: only the dtype, the number of
+    dimensions and whether the size is below 8 matter.
     """
     kernel = metal_kernel(**definition)
 

@@ -11,16 +11,14 @@ REVERSE = "reverse"
 class HostOptions:
     """How a kernel runs on the host.
 
-    Attributes:
-        checked: watch every memory access; slower by about four times.
-        schedule: the order in which threads and threadgroups run: "forward", "reverse", or a seed
-            for a random one.
-        poison: fill new outputs and threadgroup memory with 0xff bytes (NaN), and unset variables
-            with a pattern.
-        writable_inputs: inputs that the kernel may write in place.
-        partial_outputs: outputs that need not be written whole.
-        same_value_writes: let threads race in writing a value that is there already; MLX's
-            quantised matrix-vector product does, at the edge of a matrix.
+    checked: watch every memory access; slower by about four times.
+    schedule: the order in which threads and threadgroups run: "forward", "reverse", or a seed.
+    poison: fill new outputs and threadgroup memory with 0xff bytes (NaN), and unset variables with
+    a pattern.
+    writable_inputs: inputs that the kernel may write in place.
+    partial_outputs: outputs that need not be written whole.
+    same_value_writes: let threads race in writing a value that is there already; MLX's quantised
+    matrix-vector product does, at the edge of a matrix.
     """
 
     checked: bool = False

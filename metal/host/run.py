@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import memory, toolchain
-from .launch import Buffer, load
+from .launch import buffer_of, load
 from .options import HostOptions
 from .translate import Parameter, expand_includes, translate
 
@@ -27,24 +27,21 @@ def run_metal(
     options: HostOptions | None = None,
     name: str = "source.metal",
 ) -> None:
-    """Runs one kernel of a Metal source on buffers in place.
+    """Run one kernel of a Metal source on buffers in place.
 
-    Args:
-        source: a whole Metal source; quoted includes are looked up in `include_dirs`.
-        function: the kernel, with template arguments if it has any: "softmax_single_row<float>".
-        buffers: what is bound to [[buffer(i)]], by index or in order: a C-contiguous numpy or MLX
-            array, used where it lies; a numpy scalar, or bytes; None for a buffer that is absent.
-        grid_threads: the size of the grid in threads. For a dispatch given in threadgroups:
-            threadgroups times threads_per_threadgroup.
-        constants: numpy scalars (np.bool_, np.int32 ...) by [[function_constant(i)]].
-        threadgroup_memory: bytes by [[threadgroup(i)]].
-        outputs: the buffers that the kernel has to fill: checked, nothing else may be written, and
-            reading them before is a fault. By default any array may be written, and none must be.
-        name: what messages call the source.
+    source: a whole Metal source; quoted includes are looked up in `include_dirs`.  name: what
+    messages call it.
+    function: the kernel, with template arguments if it has any: "softmax_single_row<float>".
+    buffers: what is bound to [[buffer(i)]], by index or in order: a C-contiguous numpy or MLX
+    array, used where it lies; a numpy scalar, or bytes; None for a buffer that is absent.
+    grid_threads: the size of the grid in threads: threadgroups times threads_per_threadgroup.
+    constants: numpy scalars (np.bool_, np.int32 ...) by [[function_constant(i)]].
+    threadgroup_memory: bytes by [[threadgroup(i)]].
+    outputs: the buffers that the kernel has to fill: checked, nothing else may be written, and
+    reading them before is a fault.  By default any array may be written, and none must be.
 
-    Raises:
-        HostError: the source does not compile; a buffer is not contiguous.
-        KernelFault: the kernel did what no kernel may do.
+    Raises HostError if the source does not compile or a buffer is not contiguous; KernelFault if
+    the kernel did what no kernel may do.
     """
     options = options or HostOptions()
     unit, parameters = _translated(source, function, tuple(include_dirs), name)
@@ -58,11 +55,9 @@ def run_metal(
         keep.append(data)
         array = isinstance(given.get(parameter.index), (np.ndarray, mx.array))
         output = outputs is not None and parameter.index in outputs
-        bound[parameter.index] = Buffer(
+        bound[parameter.index] = buffer_of(
             parameter.name,
-            data.ctypes.data,
-            data.nbytes,
-            data.itemsize,
+            data,
             writable=array and (outputs is None or output),
             initialised=not output,
             must_fill=output and parameter.name not in options.partial_outputs,

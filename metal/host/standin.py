@@ -14,14 +14,8 @@ def installed(options: HostOptions | None = None, **settings) -> Iterator[list[H
     """While in force, `mx.fast.metal_kernel` makes kernels that run on the CPU.
 
     `mx.compile` is off meanwhile, since a host kernel needs values, not tracers. Kernels made
-    before or after are not touched: code that keeps kernels must make them under this.
-
-    Args:
-        options: how the kernels run.
-        settings: fields of `HostOptions`, in place of `options`.
-
-    Yields:
-        The kernels that were made, in order.
+    before or after are not touched: code that keeps kernels must make them under this.  Yields the
+    kernels that were made, in order.  settings: fields of `HostOptions`, in place of `options`.
     """
     options = options or HostOptions(**settings)
     made: list[HostKernel] = []

@@ -182,8 +182,7 @@ def _runtime_objects(flavour: Flavour) -> list[str]:
 def build(unit: Unit, name: str, flavour: Flavour) -> Path:
     """The shared library of a translated kernel, from the cache if the same text was built before.
 
-    Raises:
-        HostError: there is no compiler, or the text does not compile.
+    Raises HostError if there is no compiler, or the text does not compile.
     """
     if not compiler_available():
         raise HostError("no C++ compiler: pip install ziglang, or install clang++ or g++")

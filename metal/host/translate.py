@@ -56,13 +56,8 @@ class Parameter:
 def expand_includes(text: str, name: str, include_dirs: Sequence[Path]) -> str:
     """The text with every quoted include in place; Apple's own headers are dropped.
 
-    Args:
-        text: Metal source.
-        name: what `#line` calls it.
-        include_dirs: searched in order, after this package's replacements.
-
-    Raises:
-        HostError: a header is in none of the folders.
+    name: what `#line` calls it.  include_dirs: searched in order, after this package's
+    replacements.  Raises HostError if a header is in none of the folders.
     """
     seen: set[Path] = set()
 
@@ -113,11 +108,7 @@ def share_threadgroup_variables(text: str) -> str:
 
 
 def kernel_parameters(text: str, function: str) -> list[Parameter]:
-    """The parameters of the kernel `function`, in order.
-
-    Raises:
-        HostError: there is no such kernel in the text.
-    """
+    """The parameters of the kernel `function`, in order.  Raises HostError if there is none."""
     blank = without_comments(text)
     head = re.search(rf"\bkernel\b[^;{{}}]*?\bvoid\s+{re.escape(function)}\s*\(", blank)
     if not head:
@@ -161,10 +152,8 @@ def _split_arguments(text: str, start: int) -> list[str]:
 def translate(text: str, function: str, prelude: str = "") -> tuple[Unit, list[Parameter]]:
     """A C++ translation unit that runs one kernel, and the kernel's parameters.
 
-    Args:
-        text: Metal source without quoted includes (see `expand_includes`).
-        function: the kernel, with its template arguments if it is a template.
-        prelude: Metal source that other texts have before them too.
+    text: Metal source without quoted includes (see `expand_includes`).  function: the kernel, with
+    its template arguments if it is a template.  prelude: what other texts have before them too.
     """
     parameters = kernel_parameters(text, function.split("<")[0].strip())
     found = _CONSTANT.findall(without_comments(text))

@@ -1,7 +1,7 @@
 """Which decodes share a prefix, and whole engines whose decodes do."""
 
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from tests.support.attention_oracle import paged_attention
 from tests.support.declared_order import recording
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
+from vllm_metal_lite.attention.base import arrays_of, variant_of, with_arrays
 from vllm_metal_lite.attention.paged import common_prefix as shared
 from vllm_metal_lite.attention.paged import decodes
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -24,7 +25,6 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.kernels.cache_ops import kv_write
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.runner.compiled import _emptied
 
 BLOCK_SIZE = 8
 
@@ -321,19 +321,7 @@ def test_compiled_steps_that_share(steps, monkeypatch):
     assert engine.runner.compiled.reason is None
 
 
-def arrays_in(value) -> list[mx.array]:
-    if isinstance(value, mx.array):
-        return [value]
-    if is_dataclass(value):
-        value = [getattr(value, f.name) for f in fields(value)]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [a for entry in value for a in arrays_in(entry)]
-
-
-def test_a_step_without_its_arrays_holds_none(steps):
+def test_a_step_can_have_other_arrays(steps):
     """What a compiled step would keep of the one that it was made of."""
     engine = compile_on_cpu(tiny.engine("qwen3", block_size=BLOCK_SIZE))
     prepared, prepare = [], engine.runner.attention.prepare
@@ -341,6 +329,11 @@ def test_a_step_without_its_arrays_holds_none(steps):
     tokens_of(engine, [PREFIX[:20] + rest for rest in OTHERS[:2]], 4)
     step = prepared[-1]
     assert step.plan.decodes.prefix.length == 16
-    assert 16 in step.variant
-    assert arrays_in(step)
-    assert not arrays_in(step.with_arrays(_emptied(step.arrays)))
+    variant, arrays = variant_of(step._replace(variant=None)[1:]), arrays_of(step)
+    assert step.variant == variant
+    hash(variant)
+    none = mx.array(0)
+    empty = with_arrays(step, repeat(none))
+    assert all(a is none for a in arrays_of(empty))
+    again = with_arrays(empty, arrays)
+    assert [id(a) for a in arrays_of(again)] == [id(a) for a in arrays]

@@ -13,7 +13,6 @@ from tests.support.attention_cases import RAGGED, Case, check
 from tests.support.declared_order import Launches, recording
 from tests.support.device import change_device
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
-from vllm_metal_lite.attention.paged import step as paged_step
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
@@ -61,8 +60,7 @@ def test_a_step_of_decodes_prompts_and_chunks(segments, how, prefill):
 @pytest.mark.parametrize("bits", [None, 8])
 def test_prompts_by_the_calls_that_a_gpu_fuses(monkeypatch, how, bits):
     """MLX's SDPA takes the gathered keys as they lie; on a CPU no call is given to it."""
-    for module in (paged_step, sdpa_run):
-        monkeypatch.setattr(module, "unfused", lambda *_: None)
+    monkeypatch.setattr(sdpa_run, "unfused", lambda *_: None)
     case = KernelCase(RAGGED, prefill="gather", sinks=True, dim=64, bits=bits)
     check(case, padding=3, **how)
 

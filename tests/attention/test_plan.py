@@ -34,7 +34,7 @@ def visible(group: Group, window: int | None) -> np.ndarray:
     if window is not None:
         out &= kv_pos > q_pos - window
     if group.segments is not None:
-        out &= group.segments[:, :, None] == group.kv_segments[:, None, :]
+        out &= group.segments[:, :, None] == group.segments[:, None, :]
     return out
 
 

@@ -42,6 +42,10 @@ child.main()
 """
 
 
+def run(*checks, **options) -> list[CheckResult]:
+    return list(isolated.results(*checks, **options))
+
+
 @pytest.fixture
 def process(monkeypatch):
     def replace_it(script: str = PROCESS, **acts: str) -> None:
@@ -54,7 +58,7 @@ def process(monkeypatch):
 
 
 def lines(**options) -> dict[str, str]:
-    return {r.kernel: "right" if r.passed else str(r) for r in isolated.run(CHECKS, **options)}
+    return {r.kernel: "right" if r.passed else str(r) for r in run(CHECKS, **options)}
 
 
 RIGHT = {check.kernel: "right" for check in CHECKS}
@@ -62,7 +66,7 @@ RIGHT = {check.kernel: "right" for check in CHECKS}
 
 def test_results_cross_the_process_whole(process):
     process(varlen_prefill="CheckResult(check, failure='no such function')")
-    results = isolated.run(CHECKS, timed=True)
+    results = run(CHECKS, timed=True)
     assert [r.check for r in results] == CHECKS
     assert results[0] == CheckResult(CHECKS[0], 1e-6, 1e-4, speed=Speed(1.0, 2.0))
     assert results[2] == CheckResult(CHECKS[2], failure="no such function")
@@ -71,7 +75,7 @@ def test_results_cross_the_process_whole(process):
 def test_progress_is_told_before_each_check(process):
     process()
     told = []
-    isolated.run(CHECKS, lambda *what: told.append(what))
+    run(CHECKS, lambda *what: told.append(what))
     assert told == [(i, len(CHECKS), check) for i, check in enumerate(CHECKS)]
 
 
@@ -98,13 +102,13 @@ def test_what_needs_a_failed_kernel_says_nothing(process):
     assert list(lines()) == ["paged_decode", "varlen_prefill", "rope_write", "add_rms_norm"]
     process()
     failed = CheckResult(CHECKS[0], failure="found before")
-    assert len(isolated.run(CHECKS[1:], known=[failed])) == 3
+    assert len(run(CHECKS[1:], known=[failed])) == 3
 
 
 def test_a_kernel_that_hangs_is_not_tried_again(process):
     process(add_rms_norm="time.sleep(60)")
     others = [Check("add_rms_norm", NormShape(size, mx.float16)) for size in (64, 128, 256)]
-    assert len(isolated.run(others, deadline=0.2)) == 1
+    assert len(run(others, deadline=0.2)) == 1
 
 
 @pytest.mark.parametrize(
@@ -113,14 +117,14 @@ def test_a_kernel_that_hangs_is_not_tried_again(process):
 )
 def test_without_a_process_that_works_checks_run_here(process, script):
     process(script)
-    assert [r.error for r in isolated.run(CHECKS)] == [0.5] * len(CHECKS)
+    assert [r.error for r in run(CHECKS)] == [0.5] * len(CHECKS)
 
 
 @pytest.mark.parametrize("words", [None, ["/nowhere/python"]])
 def test_without_a_python_to_start_checks_run_here(process, monkeypatch, words):
     process()
     monkeypatch.setattr(isolated, "command", lambda: words)
-    assert [r.error for r in isolated.run(CHECKS)] == [0.5] * len(CHECKS)
+    assert [r.error for r in run(CHECKS)] == [0.5] * len(CHECKS)
 
 
 def test_the_command_is_that_of_this_python(monkeypatch):
@@ -151,7 +155,7 @@ from tests.checks.test_isolated import CHECKS, PROCESS
 act = "open(sys.argv[1], 'w').write(str(os.getpid())) and time.sleep(60)"
 script = PROCESS.replace("{ACTS}", "{'paged_decode': lambda check: %s}" % act)
 isolated.command = lambda: [sys.executable, "-c", script, sys.argv[1]]
-isolated.run(CHECKS)
+list(isolated.results(CHECKS))
 """
 
 

@@ -17,7 +17,7 @@ TINY = Sizes(launches=24, sequences=2, context=32, num_heads=2, num_kv_heads=1, 
 # Which argument the token is; rope_write takes it by name.
 TOKEN_AT = {
     "kv_write": 5, "kv_gather": 3, "paged_decode": 5, "varlen_prefill": 7, "latent_attention": 8,
-    "causal_conv": 6, "gated_delta": 7,
+    "causal_conv": 6, "gated_delta": 6,
 }  # fmt: skip
 # The host's stand-in for another order takes no MLX operation between launches: the merge has one.
 REORDERABLE = tuple(kernel for kernel in READS if kernel != "merge_partitions")

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
-from vllm_metal_lite.attention.heads import Heads
+from vllm_metal_lite.attention.heads import Heads, same_rope
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
@@ -223,7 +223,7 @@ def test_rotations_are_compared_by_what_they_do():
         heads,
     ]
     for i, a in enumerate(turned):
-        assert [a.same_rotation(b) for b in turned] == [i == j for j in range(5)]
+        assert [same_rope(a.rope, b.rope) for b in turned] == [i == j for j in range(5)]
 
 
 # Whole models on the CPU host.  Launches a layer of rope_write (in steps of decodes it is part of

@@ -270,7 +270,7 @@ def test_an_engine_times_a_model_that_passed_its_trial(monkeypatch, caplog, suit
         return Problem("wrong logits") if fusion.skinny_rows and not suits else None
 
     monkeypatch.setattr(decide._Trials, "problem", problem)
-    monkeypatch.setattr(isolated, "run", lambda *_, **__: [])
+    monkeypatch.setattr(isolated, "results", lambda *_, **__: [])
     with installed():
         engine = tiny.engine("qwen3", mx.bfloat16, attention="kernels")
     assert order == [(range(0), []), (ALL_ROWS, [])]

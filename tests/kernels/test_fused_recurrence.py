@@ -18,10 +18,9 @@ from tests.support.recurrent_cases import (
 )
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.gated_delta import fused_gated_delta
+from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.recurrence import Norm, column_gates, delta_gates, time_gates
-from vllm_metal_lite.kernels.ssm import fused_ssm_update
 
 pytestmark = pytest.mark.usefixtures("host_or_gpu")
 WRITTEN = ("states",)
@@ -43,13 +42,13 @@ def sigmoid(x):
 class Case:
     """A layer's projections in one array: q, k, v, and the logits of beta and of the gate."""
 
-    def __init__(self, segments, kind="softplus", dtype=mx.float32, normed=True):
+    def __init__(self, segments, kind="softplus", dtype=mx.float32):
         rng = np.random.default_rng(segments.seed)
         self.segments, self.kind, self.dtype = segments, kind, dtype
-        self.norm = NORM if normed else None
+        self.norm = None if kind == "time" else NORM
         rows = segments.num_rows
         draw = rng.standard_normal
-        self.q, self.k = rounded(draw((2, rows, K_HEADS, K_DIM)) / (1 if normed else 7), dtype)
+        self.q, self.k = rounded(draw((2, rows, K_HEADS, K_DIM)) / (1 if self.norm else 7), dtype)
         self.v = rounded(draw((rows, V_HEADS, V_DIM)), dtype)
         self.of_columns = rng.uniform(0.3, 1, (rows, V_HEADS, K_DIM)).astype(np.float32)
         self.a, self.b = rounded(draw((2, rows, V_HEADS)) * 2, dtype)
@@ -69,21 +68,17 @@ class Case:
         a_log, bias = mx.array(self.a_log), mx.array(self.bias).astype(self.dtype)
         states, segments = mx.array(self.pool), mx.array(self.segments.array)
         longest = self.segments.max_seqlen if max_seqlen is None else max_seqlen
+        skip = None
         if self.kind == "time":
-            y, token = fused_ssm_update(
-                v, k, q, time_gates(a, a_log, bias, LIMITS), mx.array(self.skip), states, segments,
-                new_token(), num_groups=K_HEADS, max_seqlen=longest,
-            )  # fmt: skip
+            gates, skip = time_gates(a, a_log, bias, LIMITS), mx.array(self.skip)
+        elif self.kind == "columns":
+            gates = column_gates(mx.array(self.of_columns), b)
         else:
-            gates = (
-                column_gates(mx.array(self.of_columns), b)
-                if self.kind == "columns"
-                else delta_gates(a, b, a_log, bias, **KINDS[self.kind])
-            )
-            y, token = fused_gated_delta(
-                q, k, v, gates, states, segments, new_token(), num_k_heads=K_HEADS,
-                max_seqlen=longest, norm=self.norm,
-            )  # fmt: skip
+            gates = delta_gates(a, b, a_log, bias, **KINDS[self.kind])
+        y, token = gated_delta(
+            q, k, v, gates, states, segments, new_token(), num_k_heads=K_HEADS,
+            max_seqlen=longest, norm=self.norm, skip=skip,
+        )  # fmt: skip
         mx.eval(y, token)
         return [np.array(array.astype(mx.float32)) for array in (y, states)]
 
@@ -117,7 +112,7 @@ class Case:
 @pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gates_of_every_kind(kind, tiles, dtype):
-    case = Case(Segments(**RAGGED), kind, dtype, normed=kind != "time")
+    case = Case(Segments(**RAGGED), kind, dtype)
     y, states = case.run(None if tiles else 1)
     expected, after = case.expected()
     rtol, atol = TOLERANCE[dtype]
@@ -130,7 +125,7 @@ def test_gates_of_every_kind(kind, tiles, dtype):
 @pytest.mark.parametrize("max_seqlen", [None, 1], ids=["tiles", "rows"])
 def test_nan_of_a_gate_stays_in_its_head(max_seqlen, kind):
     """And is not limited to a number, which would hide a broken model."""
-    case = Case(Segments([9, 1], fresh={0}), kind, normed=kind != "time")
+    case = Case(Segments([9, 1], fresh={0}), kind)
     case.a[3, 1] = np.nan
     with np.errstate(invalid="ignore"):
         expected = case.expected()
@@ -224,7 +219,7 @@ def test_bad_input_is_named(change, message):
               "a_log": mx.zeros(4), "dt_bias": mx.zeros(4)}  # fmt: skip
     rows = Columns(mx.zeros((2, 32)), 0)
     with pytest.raises(ValueError, match=message):
-        fused_gated_delta(
+        gated_delta(
             rows, rows, rows, delta_gates(**(arrays | change)), mx.zeros((3, 4, 8, 16)),
             mx.array(Segments([2]).array), new_token(), num_k_heads=2, max_seqlen=2, norm=NORM,
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """The kernels that write, copy and decode, executed on the CPU host, against float64 and scatter.
 
 What runs is the source that MLX generates for a Mac.  Every slot that a kernel must not read holds
-NaN.
+NaN.  `RowFormat` says, in MLX operations, what a store holds, quantised or not: what the kernels
+write has to be the same bits, and what they read the values that these stand for.
 """
 
 import numpy as np
@@ -29,8 +30,15 @@ from vllm_metal_lite.kernels.decode import (
 )
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+
+BITS = (None, 8, 4)
+ONE_ROUNDING = {mx.float32: 2.0**-22, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
+# (K, V): groups of 32, 64, 40 and 24 values, and unlike ones.
+DIMS = [(32, 32), (128, 128), (80, 80), (72, 72), (192, 128)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,15 +63,13 @@ def test_the_shapes_of_vllms_own_tests(heads, window, softcap, dtype):
     check([1328, 18, 463, 523, 37, 2011], plan=(4, 8), **how)
 
 
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
-    "dims",
-    [(32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (192, 128), (192, 192),
-     (256, 256), (576, 512)],
-    ids=str,
-)  # fmt: skip
-def test_head_sizes_and_types(dims, dtype):
-    check(RAGGED, dim=dims[0], v_dim=dims[1], dtype=dtype, plan=(2, 4))
+    "dims", [*DIMS, (64, 64), (96, 96), (112, 112), (192, 192), (256, 256), (576, 512)], ids=str
+)
+def test_head_sizes_and_types(dims, dtype, bits):
+    check(RAGGED, dim=dims[0], v_dim=dims[1], dtype=dtype, plan=(2, 4), bits=bits)
 
 
 @given(
@@ -74,12 +80,13 @@ def test_head_sizes_and_types(dims, dtype):
     st.none() | st.just(3.0),
     st.booleans(),
     st.sampled_from([(1, 4), (2, 2), (64, 1)]),
+    st.sampled_from(BITS),
     st.integers(0, 9),
 )
-@settings(max_examples=40)
-def test_random_sequences(seq_lens, heads, block_size, window, softcap, sinks, plan, seed):
+@settings(max_examples=60)
+def test_random_sequences(seq_lens, heads, block_size, window, softcap, sinks, plan, bits, seed):
     check(seq_lens, heads=heads, block_size=block_size, window=window, softcap=softcap,
-          sinks=sinks, plan=plan, seed=seed)  # fmt: skip
+          sinks=sinks, plan=plan, bits=bits, seed=seed)  # fmt: skip
 
 
 def test_rows_of_padding_give_zeros():
@@ -94,10 +101,11 @@ def test_scores_far_apart_do_not_overflow():
 
 @pytest.mark.parametrize("how", [{}, {"window": 9, "softcap": 2.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("plan", [(1, 4), (4, 2)])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_no_race_and_no_access_out_of_bounds(dtype, plan, how):
+def test_no_race_and_no_access_out_of_bounds(dtype, bits, plan, how):
     with installed(checked=True, schedule=3):
-        check(RAGGED, dtype=dtype, plan=plan, heads=(6, 2), **how)
+        check(RAGGED, dtype=dtype, plan=plan, heads=(6, 2), bits=bits, **how)
 
 
 @pytest.mark.parametrize(("heads", "plan"), [((1, 1), (1, 4)), ((4, 2), (1, 4)), ((2, 1), (2, 2))])
@@ -137,39 +145,61 @@ def test_merging_parts_is_attending_to_the_whole(empty, splits, seed):
 # Writing and copying
 
 
+def random_rows(spec: LayerSpec, count: int) -> list[mx.array]:
+    """K and V rows, those of the first head flat and those of the second huge."""
+    rng = np.random.default_rng(0)
+    rows = [draw(rng, count, spec.num_kv_heads, d) for d in (spec.k_head_dim, spec.v_head_dim)]
+    for array in rows:
+        array[:, 0] = 0.7
+        array[:, 1] *= 1e4
+    if spec.bits is None:
+        rows[0][0, 0, 0], rows[1][1, 1, 1] = np.nan, np.inf
+    return [mx.array(a).astype(spec.dtype) for a in rows]
+
+
 @pytest.mark.parametrize("checked", [False, True], ids=["plain", "checked"])
-@pytest.mark.parametrize("dims", [(32, 32), (80, 80), (192, 128)], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_kv_write_puts_the_bytes_that_scatter_puts(dtype, dims, checked):
+def test_kv_write_puts_the_bits_that_pack_gives(dtype, dims, bits, checked):
+    spec = LayerSpec(3, *dims, dtype, bits=bits)
     rng = np.random.default_rng(0)
     slots = np.append(rng.permutation(64)[:20], [-1, -1, -7]).astype(np.int32)
     rng.shuffle(slots)
-    store, rows = (
-        [mx.array(draw(rng, n, 3, d)).astype(dtype) for d in dims] for n in (64, len(slots))
-    )
-    rows[0][0, 0, 0], rows[1][1, 1, 1] = float("nan"), float("inf")
-    expected = [mx.array(s) for s in store]
-    for array, new in zip(expected, rows, strict=True):
-        array[mx.array(slots[slots >= 0])] = new[mx.array(np.flatnonzero(slots >= 0))]
-    mx.eval(store, rows, expected)
+    rows = random_rows(spec, len(slots))
+    formats = spec.k_row, spec.v_row
+    store = [mx.full((64, 3, row.width), 77, row.kept_dtype) for row in formats]
+    expected = [raw(a).copy() for a in store]
+    for array, row, new in zip(expected, formats, rows, strict=True):
+        array[slots[slots >= 0]] = raw(row.pack(new))[slots >= 0]
+    mx.eval(store, rows)
     with installed(checked=checked, schedule=5, writable_inputs=STORE):
-        mx.eval(kv_write(*rows, mx.array(slots), *store, new_token()))
+        mx.eval(kv_write(*rows, mx.array(slots), *store, new_token(), spec))
     for got, wanted in zip(store, expected, strict=True):
-        np.testing.assert_array_equal(raw(got), raw(wanted))
+        np.testing.assert_array_equal(raw(got), wanted)
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["plain", "checked"])
-@pytest.mark.parametrize("dims", [(32, 32), (80, 80), (192, 128)], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_kv_gather_copies_the_bytes(dtype, dims, checked):
-    rng = np.random.default_rng(0)
-    store = [mx.array(draw(rng, 64, 3, d)).astype(dtype) for d in dims]
-    slots = rng.integers(0, 64, 74).astype(np.int32)
+def test_kv_gather_gives_the_values_that_unpack_gives(dtype, dims, bits, checked):
+    spec = LayerSpec(3, *dims, dtype, bits=bits)
+    formats = spec.k_row, spec.v_row
+    store = [row.pack(new) for row, new in zip(formats, random_rows(spec, 64), strict=True)]
+    slots = np.random.default_rng(1).integers(0, 64, 74).astype(np.int32)
     mx.eval(store)
     with installed(checked=checked, schedule=5):
-        got = kv_gather(mx.array(slots), *store, new_token())[:2]
-    for copy, array in zip(got, store, strict=True):
-        np.testing.assert_array_equal(raw(copy), raw(array)[slots].swapaxes(0, 1))
+        got = kv_gather(mx.array(slots), *store, new_token(), spec)[:2]
+    for copy, row, array in zip(got, formats, store, strict=True):
+        wanted = row.unpack(array)[mx.array(slots)].swapaxes(0, 1)
+        assert copy.dtype == dtype
+        if bits is None:
+            np.testing.assert_array_equal(raw(copy), raw(wanted))
+            continue
+        largest = mx.abs(wanted).max(axis=-1, keepdims=True)
+        # A product and a sum, rounded once or twice, before the result is rounded to its type.
+        assert mx.all(mx.abs(copy - wanted) <= ONE_ROUNDING[dtype] * largest)
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["plain", "checked"])
@@ -220,6 +250,17 @@ def test_lanes_cover_a_row_in_whole_loads(size):
         lanes, k_width, v_width = decode._lanes(words, words)
         assert words % (lanes * k_width) == 0 == words % (lanes * v_width)
         assert lanes in (1, 2, 4, 8, 16, 32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_load_is_aligned_in_every_row_and_within_a_group(bits, dtype):
+    for dim in range(8, 577, 8):
+        row = LayerSpec(1, dim, dim, dtype, bits=bits).k_row
+        lanes, width, _ = decode._lanes(*[row.value_words] * 2, *[decode._load_words(row)] * 2)
+        assert row.value_words % (lanes * width) == 0
+        assert row.width % width == 0
+        assert row.group_size * bits // 32 % width == 0
 
 
 @given(

@@ -21,6 +21,7 @@ from vllm_metal_lite.kernels.experts import ExpertWeight, expert_product, plan_e
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.segments import plan_segments
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -89,8 +90,8 @@ def recurrence() -> None:
         data[-1] = 1
         k, gates = Columns(mx.zeros((1, 8 * 64)), 0), mx.ones((1, 8)) / 2
         y, _ = gated_delta(
-            Columns(mx.ones((1, 8 * 64)), 0), k, k, gates, gates, states, one_segment(slots)[0],
-            new_token(), num_k_heads=8, max_seqlen=1,
+            Columns(mx.ones((1, 8 * 64)), 0), k, k, given(gates, gates), states,
+            one_segment(slots)[0], new_token(), num_k_heads=8, max_seqlen=1,
         )  # fmt: skip
         mx.eval(y)
         np.testing.assert_array_equal(data[-1], 0.5)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.attention_oracle import paged_attention
-from tests.support.kernel_cases import TOLERANCE
+from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisoned_store
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import latent_problem
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
@@ -37,32 +37,15 @@ class Case:
         self.dtype, self.heads, self.padding = dtype, heads, padding
         self.how = {"block_size": block_size, "scale": (rank + rope) ** -0.5}
 
-        counts = -(-self.seq_lens // block_size)
-        free = rng.permutation(counts.sum() + 2)
-        self.block_tables = np.zeros((len(segments), counts.max(initial=1)), np.int32)
-        used = np.arange(self.block_tables.shape[1]) < counts[:, None]
-        self.block_tables[used] = free[: counts.sum()]
-        readable = np.zeros(len(free) * block_size, bool)
-        for table, seq_len in zip(self.block_tables, self.seq_lens, strict=True):
-            at = np.arange(seq_len)
-            readable[table[at // block_size] * block_size + at % block_size] = True
-
-        def draw(*shape: int) -> np.ndarray:
-            drawn = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-            return np.array(drawn.astype(mx.float32))
-
-        self.q = draw(q_lens.sum() + padding, heads, rank)
-        self.q_pe = draw(q_lens.sum() + padding, heads, rope)
-        self.q[q_lens.sum() :] = self.q_pe[q_lens.sum() :] = np.nan
-        self.spec = LayerSpec(1, rank, rope, dtype, bits=bits)
-        self.kept, self.values = [], []
-        for row in (self.spec.k_row, self.spec.v_row):
-            kept = row.pack(mx.array(draw(len(readable), 1, row.dim)).astype(dtype))
-            self.values.append(np.array(row.unpack(kept).astype(mx.float32)))
-            hidden = mx.array(~readable)[:, None, None]
-            poison = mx.array(0xFFFFFFFF if bits else float("nan"), kept.dtype)
-            self.kept.append(mx.where(hidden, poison, kept))
-            self.values[-1][~readable] = np.nan
+        rows, self.spec = q_lens.sum(), LayerSpec(1, rank, rope, dtype, bits=bits)
+        self.q, self.q_pe = (
+            draw(rng, rows + padding, heads, size, dtype=dtype) for size in (rank, rope)
+        )
+        self.q[rows:] = self.q_pe[rows:] = np.nan
+        self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
+        self.kept, self.values = poisoned_store(
+            rng, self.spec, self.block_tables, self.seq_lens, slots, block_size
+        )
 
     @property
     def tiles(self) -> np.ndarray:

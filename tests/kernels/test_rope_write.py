@@ -164,9 +164,9 @@ def test_what_is_not_rotated_may_be_infinite():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda c: c._replace(start=c.array.shape[1] - 100), "columns .* of an array of"),
+        (lambda c: c._replace(start=c.array.shape[1] - 100), "columns .* but its array is"),
         (lambda c: c._replace(start=-1), "q is columns -1 to 127"),
-        (lambda c: c._replace(array=c.array.astype(mx.float16)), "of mlx.core.float16, and the st"),
+        (lambda c: c._replace(array=c.array.astype(mx.float16)), "array is .* mlx.core.float16"),
     ],
 )
 def test_bad_columns_are_named(change, reason):
@@ -174,6 +174,24 @@ def test_bad_columns_are_named(change, reason):
     case.columns[0] = change(case.columns[0])
     with pytest.raises(ValueError, match=reason):
         case.run()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "dims", [(32, 32), (128, 128), (80, 80), (72, 72), (192, 128), (256, 256), (576, 512)], ids=str
+)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rope_write_puts_the_bits_that_pack_gives_of_what_it_puts_otherwise(dtype, dims, bits):
+    """Heads of several kinds a simdgroup; rows without a slot; nothing else is written."""
+    how = {"heads": (12, 3), "dims": dims, "rotated": dims[0] // 4 * 2, "dtype": dtype}
+    plain, case = (NewRowsCase([0, 1, 5, 13, 2, 40], **how, bits=b) for b in (None, bits))
+    (q, *rows), (got, *store) = plain.launch(), case.launch()
+    assert mx.array_equal(got, q)
+    written = mx.array(np.isin(np.arange(len(store[0])), case.slots))[:, None, None]
+    formats = case.spec.k_row, case.spec.v_row
+    for kept, row, array in zip(store, formats, rows, strict=True):
+        packed = mx.where(written, row.pack(array), 0xFFFFFFFF)
+        np.testing.assert_array_equal(np.array(kept), np.array(packed))
 
 
 # What it does not serve

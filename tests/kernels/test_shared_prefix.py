@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.attention_oracle import paged_attention
-from tests.support.kernel_cases import TOLERANCE, from_store, in_store
+from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisoned_store
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import shared_prefix
@@ -39,32 +39,15 @@ class Case:
         self.leader = int(np.argmax(self.prefix_lens))
         self.seq_lens = abs(own) + self.prefix_lens
 
-        counts = -(-self.seq_lens // block_size)
-        free = rng.permutation(counts.sum() + 2).astype(np.int32)
-        self.block_tables = np.zeros((len(own), counts.max(initial=1)), np.int32)
-        self.block_tables[np.arange(self.block_tables.shape[1]) < counts[:, None]] = free[:-2]
+        self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
         # Whole blocks, as in a step; a prefix that ends within one leaves the rest of it unread.
         blocks = -(-prefix_len // block_size)
         own_blocks = self.block_tables[self.prefix_lens > 0, :blocks]
         self.block_tables[self.prefix_lens > 0, :blocks] = own_blocks[:1]
-
-        def draw(*shape: int) -> np.ndarray:
-            drawn = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-            return np.array(drawn.astype(mx.float32))
-
-        self.q = draw(len(own), heads[0], dim)
-        self.keys = draw(len(free) * block_size, heads[1], dim)
-        self.values = draw(len(free) * block_size, heads[1], v_dim or dim)
-        self.sinks = 2 * draw(heads[0]) if sinks else None
-        readable = np.zeros(len(self.keys), bool)
-        for table, n in zip(self.block_tables, self.seq_lens, strict=True):
-            at = np.arange(n)
-            readable[table[at // block_size] * block_size + at % block_size] = True
-        self.keys[~readable] = self.values[~readable] = np.nan
-        rows = (self.spec.k_row, self.keys), (self.spec.v_row, self.values)
-        self.store = [in_store(*row) for row in rows]
-        self.keys, self.values = (
-            from_store(row, kept) for (row, _), kept in zip(rows, self.store, strict=True)
+        self.q = draw(rng, len(own), heads[0], dim, dtype=dtype)
+        self.sinks = 2 * draw(rng, heads[0], dtype=dtype) if sinks else None
+        self.store, (self.keys, self.values) = poisoned_store(
+            rng, self.spec, self.block_tables, self.seq_lens, slots, block_size
         )
 
     def attend_to_prefix(self) -> shared_prefix.SharedPrefix:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.attention_oracle import paged_attention
-from tests.support.kernel_cases import TOLERANCE, from_store, in_store
+from tests.support.kernel_cases import TOLERANCE, draw, permuted_blocks, poisoned_store
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import prefill
 from vllm_metal_lite.kv.store import LayerSpec
@@ -40,30 +40,15 @@ class Case:
         self.how = {"block_size": block_size, "scale": dim**-0.5, "window": window,
                     "softcap": softcap}  # fmt: skip
 
-        counts = -(-self.seq_lens // block_size)
-        free = rng.permutation(counts.sum() + 2)
-        self.block_tables = np.zeros((len(segments), counts.max(initial=1)), np.int32)
-        used = np.arange(self.block_tables.shape[1]) < counts[:, None]
-        self.block_tables[used] = free[: counts.sum()]
-
-        def draw(*shape: int) -> np.ndarray:
-            drawn = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-            return np.array(drawn.astype(mx.float32))
-
-        self.q = draw(q_lens.sum() + padding, heads[0], dim)
-        self.keys = draw(len(free) * block_size, heads[1], dim)
-        self.values = draw(len(free) * block_size, heads[1], v_dim or dim)
-        self.sinks = 2 * draw(heads[0]) if sinks else None
-        readable = np.zeros(len(self.keys), bool)
-        for table, q_len, seq_len in zip(self.block_tables, q_lens, self.seq_lens, strict=True):
-            at = np.arange(max(0, seq_len - q_len - window + 1) if window else 0, seq_len)
-            readable[table[at // block_size] * block_size + at % block_size] = True
-        self.keys[~readable] = self.values[~readable] = np.nan
-        self.q[q_lens.sum() :] = np.nan
-
-    @property
-    def store(self) -> list[mx.array]:
-        return [in_store(self.spec.k_row, self.keys), in_store(self.spec.v_row, self.values)]
+        rows = q_lens.sum()
+        self.q = draw(rng, rows + padding, heads[0], dim, dtype=dtype)
+        self.q[rows:] = np.nan
+        self.sinks = 2 * draw(rng, heads[0], dtype=dtype) if sinks else None
+        self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
+        self.store, self.values = poisoned_store(
+            rng, self.spec, self.block_tables, self.seq_lens, slots, block_size,
+            self.seq_lens - q_lens - window + 1 if window else 0,
+        )  # fmt: skip
 
     def run(self) -> np.ndarray:
         def array(a: np.ndarray) -> mx.array:
@@ -79,10 +64,8 @@ class Case:
         return np.array(out.astype(mx.float32))
 
     def expected(self) -> np.ndarray:
-        rows = zip((self.spec.k_row, self.spec.v_row), self.store, strict=True)
-        keys, values = (from_store(row, kept) for row, kept in rows)
         return paged_attention(
-            self.q, keys, values, self.block_tables, self.cu_seqlens_q, self.seq_lens,
+            self.q, *self.values, self.block_tables, self.cu_seqlens_q, self.seq_lens,
             sinks=self.sinks, **self.how,
         )  # fmt: skip
 
@@ -129,12 +112,6 @@ def test_quantised_head_dims(dim, v_dim, dtype, bits):
     check([(1, 40), (40, 57)], dim=dim, v_dim=v_dim, dtype=dtype, heads=(2, 1), bits=bits)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantised_window_softcap_and_sinks_together(dtype, bits):
-    check(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True, bits=bits, dim=72)
-
-
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (71, 1)])
 def test_any_number_of_query_heads_a_kv_head(heads):
     check(RAGGED, heads=heads)
@@ -145,9 +122,10 @@ def test_block_sizes(block_size):
     check(RAGGED, block_size=block_size)
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_window_softcap_and_sinks_together(dtype):
-    check(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True)
+def test_window_softcap_and_sinks_together(dtype, bits):
+    check(RAGGED, dtype=dtype, window=7, softcap=2.0, sinks=True, bits=bits, dim=72)
 
 
 def test_a_sink_of_minus_infinity_is_no_sink():
@@ -187,8 +165,7 @@ def test_in_chunks_a_prompt_gives_the_same_bits_as_at_once(split, how):
     expected = whole.run()
     chunks = Case([(split, split)], **how), Case([(77 - split, 77)], **how)
     for chunk, rows in zip(chunks, (slice(0, split), slice(split, 77)), strict=True):
-        chunk.q, chunk.keys, chunk.values = whole.q[rows], whole.keys, whole.values
-        chunk.block_tables = whole.block_tables
+        chunk.q, chunk.store, chunk.block_tables = whole.q[rows], whole.store, whole.block_tables
         np.testing.assert_array_equal(chunk.run(), expected[rows])
 
 

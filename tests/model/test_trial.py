@@ -56,7 +56,7 @@ class Restarting(ReferenceAttention):
 
     def prepare(self, batch, num_rows):
         step = super().prepare(batch, num_rows)
-        return replace(step, positions=step.positions % 4)
+        return step._replace(positions=step.positions % 4)
 
 
 class Swapped(ReferenceAttention):
@@ -65,7 +65,7 @@ class Swapped(ReferenceAttention):
     def prepare(self, batch, num_rows):
         step = super().prepare(batch, num_rows)
         other = super().prepare(replace(batch, block_tables=batch.block_tables ^ 2), num_rows)
-        return replace(step, plan=other.plan)
+        return step._replace(plan=other.plan)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])

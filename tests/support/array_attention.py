@@ -6,6 +6,7 @@ the state: they go into a compiled step and come out of it.
 
 from copy import copy
 
+from vllm_metal_lite.attention.base import Call
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
@@ -53,7 +54,7 @@ class ArrayStepAttention(ReferenceStepAttention):
         outputs, plan = [], self.step.plan
         group, prompts = self.store.group_of[layer], plan.prompts
         if decodes := plan.decodes:
-            tables, count = decodes.block_tables[group], decodes.count
+            tables, count = decodes.block_tables[group], decodes.num_rows
             if decodes.prefix and self.attention.shares[layer]:
                 # As if only the leader had its blocks.
                 blocks = decodes.prefix.lens[:count, None] // self.store.block_size
@@ -70,8 +71,9 @@ class ArrayStepAttention(ReferenceStepAttention):
             assert q.shape[1] // self.store.specs[layer].num_kv_heads in prompts.tiles
             outputs.append(self._varlen(layer, rows, prompts, scale, window))
         elif prompts is not None:
-            calls = prompts.calls(group, window)
-            outputs.append(run_calls(calls, rows, self._gather(layer, calls, False), scale=scale))
+            outputs.append(
+                run_calls(prompts, group, rows, Call(layer, scale, window), self._gather)
+            )
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _keys_and_values(self, layer, tables):

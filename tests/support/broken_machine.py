@@ -230,7 +230,7 @@ def _raise() -> None:
 
 
 def main() -> None:
-    kernel, kind, device = sys.argv[1:]
+    kernel, kind, device, _ = sys.argv[1:]
     if kind != "is slow":  # nothing else is timed here: tests are no place for it
         speed.measure = lambda check: None
     install(kernel, kind)

@@ -65,6 +65,42 @@ def powers_of_two(count: int) -> np.ndarray:
     return np.exp2(np.arange(count) % 12).astype(np.float32)
 
 
+def permuted_blocks(
+    rng: np.random.Generator, seq_lens: np.ndarray, block_size: int
+) -> tuple[np.ndarray, int]:
+    """Block tables, and the slots of their store; two blocks are nobody's."""
+    counts = -(-seq_lens // block_size)
+    free = rng.permutation(counts.sum() + 2).astype(np.int32)
+    tables = np.zeros((len(counts), counts.max(initial=1)), np.int32)
+    tables[np.arange(tables.shape[1]) < counts[:, None]] = free[:-2]
+    return tables, len(free) * block_size
+
+
+def poisoned_store(
+    rng: np.random.Generator,
+    spec: LayerSpec,
+    tables: np.ndarray,
+    seq_lens: np.ndarray,
+    slots: int,
+    block_size: int,
+    first: np.ndarray | int = 0,
+) -> tuple[list[mx.array], list[np.ndarray]]:
+    """K and V as a store keeps them, and their values.  NaN is where no sequence has a key, or only
+    one before its `first`."""
+    readable = np.zeros(slots, bool)
+    begins = np.broadcast_to(np.maximum(first, 0), seq_lens.shape)
+    for table, begin, end in zip(tables, begins, seq_lens, strict=True):
+        at = np.arange(begin, end)
+        readable[table[at // block_size] * block_size + at % block_size] = True
+    kept, values = [], []
+    for row in (spec.k_row, spec.v_row):
+        drawn = draw(rng, slots, spec.num_kv_heads, row.dim, dtype=spec.dtype)
+        drawn[~readable] = np.nan
+        kept.append(in_store(row, drawn))
+        values.append(from_store(row, kept[-1]))
+    return kept, values
+
+
 class PagedSequences:
     """Sequences of seq_lens keys, their blocks permuted over a store poisoned elsewhere."""
 
@@ -76,28 +112,14 @@ class PagedSequences:
         self.seq_lens, self.dtype, self.plan = np.array(seq_lens, np.int32), dtype, plan
         self.how = {"block_size": block_size, "scale": dim**-0.5, "window": window,
                     "softcap": softcap}  # fmt: skip
-        counts = -(-self.seq_lens // block_size)
-        free = rng.permutation(counts.sum() + 2)
-        self.block_tables = np.zeros((len(seq_lens), max(counts.max(), 1)), np.int32)
-        self.block_tables[np.arange(self.block_tables.shape[1]) < counts[:, None]] = free[:-2]
-        slots = len(free) * block_size
         self.q = draw(rng, len(seq_lens), heads[0], dim, dtype=dtype)
         self.spec = LayerSpec(heads[1], dim, v_dim or dim, dtype, bits=bits)
         self.sinks = 2 * draw(rng, heads[0]) if sinks else None
-        readable = np.zeros(slots, bool)
-        for table, n in zip(self.block_tables, self.seq_lens, strict=True):
-            at = np.arange(max(0, n - window) if window else 0, n)
-            readable[table[at // block_size] * block_size + at % block_size] = True
-        self.keys, self.values = (
-            self._fill(row, draw(rng, slots, heads[1], row.dim, dtype=dtype), readable)
-            for row in (self.spec.k_row, self.spec.v_row)
-        )
-
-    def _fill(self, row: RowFormat, values: np.ndarray, readable: np.ndarray) -> mx.array:
-        """A store of these rows; where nothing may be read it holds NaN, or a scale that is NaN."""
-        kept = row.pack(mx.array(values).astype(self.dtype))
-        nan = float("nan") if row.bits is None else 0xFFFFFFFF
-        return mx.where(mx.array(readable)[:, None, None], kept, mx.array(nan, kept.dtype))
+        self.block_tables, slots = permuted_blocks(rng, self.seq_lens, block_size)
+        (self.keys, self.values), self.floats = poisoned_store(
+            rng, self.spec, self.block_tables, self.seq_lens, slots, block_size,
+            self.seq_lens - window if window else 0,
+        )  # fmt: skip
 
     def run(self) -> np.ndarray:
         q, keys, values = mx.array(self.q).astype(self.dtype), self.keys, self.values
@@ -113,13 +135,9 @@ class PagedSequences:
     def expected(self) -> np.ndarray:
         rows = (self.seq_lens > 0).astype(int)
         cu = np.append(0, np.cumsum(rows))
-        keys, values = (
-            np.array(row.unpack(a).astype(mx.float32))
-            for row, a in ((self.spec.k_row, self.keys), (self.spec.v_row, self.values))
-        )
-        out = np.zeros((*self.q.shape[:2], values.shape[2]))
+        out = np.zeros((*self.q.shape[:2], self.spec.v_head_dim))
         out[rows > 0] = paged_attention(
-            self.q[rows > 0], keys, values, self.block_tables, cu, self.seq_lens,
+            self.q[rows > 0], *self.floats, self.block_tables, cu, self.seq_lens,
             sinks=self.sinks, **self.how,
         )  # fmt: skip
         return out

@@ -16,17 +16,16 @@ from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.expert_topk import Routing
 from vllm_metal_lite.kernels.expert_topk import expert_topk as expert_topk_of
 from vllm_metal_lite.kernels.experts import Activation, ExpertWeight
-from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
+from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
-from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, time_gates
+from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
 from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, RowNorm, skinny_gemm
-from vllm_metal_lite.kernels.ssm import fused_ssm_update, ssm_update
 from vllm_metal_lite.kernels.weights import quantised as quantised_weight
 from vllm_metal_lite.kernels.weights import shape_of, spread_of
 from vllm_metal_lite.kv.store import LayerSpec
@@ -388,58 +387,30 @@ def causal_conv_rows(dtype):
     return [mx.nan_to_num(states), y]
 
 
-def recurrent_rows(dtype, v_heads, k_dim):
-    step = Segments(**RAGGED)
+def recurrent_rows(dtype, form):
+    """Two heads of k, more rows of a state than a threadgroup has; gates of some form."""
+    step, k_dim = Segments(**RAGGED), 48
     rows = step.num_rows
-    joined = draw(rows, 4 * k_dim + v_heads * 72, seed=18, dtype=dtype) / k_dim**0.5
+    joined = draw(rows, 4 * k_dim + 4 * 72, seed=18, dtype=dtype) / k_dim**0.5
     wide = [Columns(joined, start) for start in (0, 2 * k_dim, 4 * k_dim)]
-    states = mx.array(step.pool(v_heads, 72, k_dim))
-    return step, wide, states, mx.sigmoid(draw(rows, v_heads, seed=19))
-
-
-def gated_delta_rows(dtype):
-    """A gate a column, two heads of k, more rows of a state than a threadgroup has."""
-    step, wide, states, beta = recurrent_rows(dtype, 4, 48)
-    gates = mx.sigmoid(draw(step.num_rows, 4, 48, seed=20))
+    states, beta = mx.array(step.pool(4, 72, k_dim)), mx.sigmoid(draw(rows, 4, seed=19))
+    norm, skip = None, draw(4, seed=22) if "ssm" in form else None
+    if form == "columns":
+        gates = given(mx.sigmoid(draw(rows, 4, k_dim, seed=20)), beta)
+    elif form == "ssm":
+        gates = given(mx.exp(beta * -mx.exp(draw(4, seed=21))), beta)
+    elif form == "logits":
+        a, b = (Columns(draw(rows, 12, seed=n, dtype=dtype), 4) for n in (23, 24))
+        gates = delta_gates(a, b, draw(4, seed=25), draw(4, seed=26, dtype=dtype), beta_scale=2)
+        norm = Norm(1e-3, 0.3)
+    else:
+        time = Columns(draw(rows, 12, seed=23), 4)
+        gates = time_gates(time, draw(4, seed=25), mx.ones(4), (0.5, 2.0))
     y, _ = gated_delta(
-        *wide, gates, beta, states, mx.array(step.array), new_token(), num_k_heads=2,
-        max_seqlen=step.max_seqlen,
-    )  # fmt: skip
-    mx.eval(y)  # MLX does not know that the pool is written
-    return [mx.nan_to_num(states), y]
-
-
-def ssm_update_rows(dtype):
-    step, (c, b, x), states, dt = recurrent_rows(dtype, 4, 48)
-    y, _ = ssm_update(
-        x, b, c, dt, -mx.exp(draw(4, seed=21)), draw(4, seed=22), states, mx.array(step.array),
-        new_token(), num_groups=2, max_seqlen=step.max_seqlen,
-    )  # fmt: skip
-    mx.eval(y)  # MLX does not know that the pool is written
-    return [mx.nan_to_num(states), y]
-
-
-def fused_delta_rows(dtype):
-    """Logits of gates, and keys and queries that the kernel normalises."""
-    step, wide, states, _ = recurrent_rows(dtype, 4, 48)
-    a, b = (Columns(draw(step.num_rows, 12, seed=n, dtype=dtype), 4) for n in (23, 24))
-    gates = delta_gates(a, b, draw(4, seed=25), draw(4, seed=26, dtype=dtype), beta_scale=2)
-    y, _ = fused_gated_delta(
         *wide, gates, states, mx.array(step.array), new_token(), num_k_heads=2,
-        max_seqlen=step.max_seqlen, norm=Norm(1e-3, 0.3),
+        max_seqlen=step.max_seqlen, norm=norm, skip=skip,
     )  # fmt: skip
-    mx.eval(y)
-    return [mx.nan_to_num(states), y]
-
-
-def fused_ssm_rows(dtype):
-    step, (c, b, x), states, _ = recurrent_rows(dtype, 4, 48)
-    dt, a_log, bias = Columns(draw(step.num_rows, 12, seed=23), 4), draw(4, seed=25), mx.ones(4)
-    y, _ = fused_ssm_update(
-        x, b, c, time_gates(dt, a_log, bias, (0.5, 2.0)), draw(4, seed=22), states,
-        mx.array(step.array), new_token(), num_groups=2, max_seqlen=step.max_seqlen,
-    )  # fmt: skip
-    mx.eval(y)
+    mx.eval(y)  # MLX does not know that the pool is written
     return [mx.nan_to_num(states), y]
 
 
@@ -464,10 +435,10 @@ RUN = {
     "expert_gemm/lanes": expert_gemm_in_lanes,
     "expert_sum": expert_sum,
     "causal_conv": causal_conv_rows,
-    "gated_delta": gated_delta_rows,
-    "gated_delta/ssm": ssm_update_rows,
-    "gated_delta/fused": fused_delta_rows,
-    "gated_delta/fused_ssm": fused_ssm_rows,
+    "gated_delta": lambda dtype: recurrent_rows(dtype, "columns"),
+    "gated_delta/ssm": lambda dtype: recurrent_rows(dtype, "ssm"),
+    "gated_delta/fused": lambda dtype: recurrent_rows(dtype, "logits"),
+    "gated_delta/fused_ssm": lambda dtype: recurrent_rows(dtype, "ssm of logits"),
     "gated_rms_norm": gated_norm_rows,
     "gated_rms_norm/long": lambda dtype: gated_norm_rows(dtype, 1, 900),
     "gather_rows": gathered_rows,

@@ -9,11 +9,10 @@ from functools import partial
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.causal_conv import causal_conv
 from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, gated_delta
+from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, time_gates
-from vllm_metal_lite.kernels.ssm import fused_ssm_update, ssm_update
+from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
 
 ROWS, SLOTS = 16, 20
 # Of k, of v; their sizes; a gate per column.
@@ -51,51 +50,27 @@ def _columns(heads: int, dim: int, dtype: mx.Dtype) -> Columns:
     return Columns(mx.zeros((ROWS, heads * dim), dtype), 0)
 
 
-def _delta(
-    k_heads: int, heads: int, k_dim: int, dim: int, vector: bool, dtype: mx.Dtype, max_seqlen: int
+def _recurrence(
+    k_heads: int, heads: int, k_dim: int, dim: int, form: str, dtype: mx.Dtype, max_seqlen: int
 ) -> None:
-    gates = mx.zeros((ROWS, heads, k_dim) if vector else (ROWS, heads))
+    of_k, of_rows, of_heads = (
+        _columns(k_heads, k_dim, dtype),
+        mx.zeros((ROWS, heads)),
+        mx.zeros(heads),
+    )
+    logits, bias = _columns(heads, 1, dtype), of_heads.astype(dtype)
+    gates = {
+        "delta": lambda: given(of_rows, of_rows.astype(dtype)),
+        "vector": lambda: given(mx.zeros((ROWS, heads, k_dim)), of_rows.astype(dtype)),
+        "ssm": lambda: given(of_rows, of_rows),
+        "fused delta": lambda: delta_gates(logits, logits, of_heads, bias),
+        "fused ssm": lambda: time_gates(logits, of_heads, bias, (0.0, 1.0)),
+    }  # fmt: skip
     gated_delta(
-        _columns(k_heads, k_dim, dtype), _columns(k_heads, k_dim, dtype),
-        _columns(heads, dim, dtype), gates, mx.zeros((ROWS, heads), dtype),
-        mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token(),
-        num_k_heads=k_heads, max_seqlen=max_seqlen,
-    )  # fmt: skip
-
-
-def _ssm(
-    groups: int, heads: int, state_dim: int, dim: int, dtype: mx.Dtype, max_seqlen: int
-) -> None:
-    ssm_update(
-        _columns(heads, dim, dtype), _columns(groups, state_dim, dtype),
-        _columns(groups, state_dim, dtype), mx.zeros((ROWS, heads)), mx.zeros(heads),
-        mx.zeros(heads), mx.zeros((SLOTS, heads, dim, state_dim)), _segments(), new_token(),
-        num_groups=groups, max_seqlen=max_seqlen,
-    )  # fmt: skip
-
-
-def _fused_delta(
-    k_heads: int, heads: int, k_dim: int, dim: int, dtype: mx.Dtype, max_seqlen: int
-) -> None:
-    logits, of_heads = _columns(heads, 1, dtype), mx.zeros(heads, dtype)
-    fused_gated_delta(
-        _columns(k_heads, k_dim, dtype), _columns(k_heads, k_dim, dtype),
-        _columns(heads, dim, dtype), delta_gates(logits, logits, mx.zeros(heads), of_heads),
+        of_k, of_k, _columns(heads, dim, dtype), gates[form](),
         mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token(), num_k_heads=k_heads,
-        max_seqlen=max_seqlen, norm=Norm(1e-6, k_dim**-0.5),
-    )  # fmt: skip
-
-
-def _fused_ssm(
-    groups: int, heads: int, state_dim: int, dim: int, dtype: mx.Dtype, max_seqlen: int
-) -> None:
-    of_heads = mx.zeros(heads, dtype)
-    gates = time_gates(_columns(heads, 1, dtype), mx.zeros(heads), of_heads, (0.0, 1.0))
-    fused_ssm_update(
-        _columns(heads, dim, dtype), _columns(groups, state_dim, dtype),
-        _columns(groups, state_dim, dtype), gates, of_heads,
-        mx.zeros((SLOTS, heads, dim, state_dim)), _segments(), new_token(), num_groups=groups,
-        max_seqlen=max_seqlen,
+        max_seqlen=max_seqlen, norm=Norm(1e-6, k_dim**-0.5) if form == "fused delta" else None,
+        skip={"ssm": of_heads, "fused ssm": bias}.get(form),
     )  # fmt: skip
 
 
@@ -123,15 +98,16 @@ def _cases() -> dict[str, Callable[[], None]]:
         for model, norm in NORMS.items():
             cases[f"gated_rms_norm {model} {name}"] = partial(_norm, *norm, dtype)
         for form, rows in (("rows", 1), ("tiles", 512)):
-            for model, shape in DELTA.items():
+            for model, (*shape, vector) in DELTA.items():
                 key = f"gated_delta {model} {name} {form}"
-                cases[key] = partial(_delta, *shape, dtype, rows)
-                if not shape[-1]:
-                    cases[f"{key} fused"] = partial(_fused_delta, *shape[:-1], dtype, rows)
+                own = "vector" if vector else "delta"
+                cases[key] = partial(_recurrence, *shape, own, dtype, rows)
+                if not vector:
+                    cases[f"{key} fused"] = partial(_recurrence, *shape, "fused delta", dtype, rows)
             for model, shape in SSM.items():
                 key = f"gated_delta {model} {name} {form}"
-                cases[key] = partial(_ssm, *shape, dtype, rows)
-                cases[f"{key} fused"] = partial(_fused_ssm, *shape, dtype, rows)
+                cases[key] = partial(_recurrence, *shape, "ssm", dtype, rows)
+                cases[f"{key} fused"] = partial(_recurrence, *shape, "fused ssm", dtype, rows)
     return cases
 
 

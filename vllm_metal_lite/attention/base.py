@@ -5,19 +5,18 @@ into a frozen `Step`.  `begin` binds the step to the previous step's state and r
 `StepAttention`, which the model's layers call in order.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from mlx.utils import tree_map
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import PAD_SLOT, ForwardBatch
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.base import StepRecurrence
 
-# MLX arrays or None in nested lists and tuples: an argument for `mx.compile`.
-Arrays = Any
+Tree = TypeVar("Tree", bound=tuple)
 
 
 def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
@@ -29,28 +28,42 @@ def pad_rows(rows: np.ndarray, num_rows: int, value: int = 0) -> np.ndarray:
     return out
 
 
-class Plan(Protocol):
-    """An attention path's plan for one step: computed with numpy, arrays on the device.
+def arrays_of(tree: Any) -> list[mx.array]:
+    """The arrays of a step: those in named tuples, tuples and dicts, in order."""
+    if isinstance(tree, mx.array):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple):
+        return []
+    return [array for part in tree for array in arrays_of(part)]
 
-    arrays: everything in the plan that differs between two steps of one variant.
-    """
 
-    @property
-    def arrays(self) -> Arrays: ...
-
-    def with_arrays(self, arrays: Arrays) -> Self: ...
+def with_arrays(tree: Tree, arrays: Iterable[mx.array]) -> Tree:
+    """The same step with other arrays."""
+    left = iter(arrays)
+    return tree_map(lambda leaf: next(left) if isinstance(leaf, mx.array) else leaf, tree)
 
 
-@dataclass(frozen=True)
-class Step:
+def variant_of(tree: Any) -> Any:
+    """Everything in a plan but the values of its arrays, to compare."""
+    if isinstance(tree, mx.array):
+        return tree.shape
+    if isinstance(tree, dict):
+        tree = tuple(tree.items())
+    return tuple(map(variant_of, tree)) if isinstance(tree, tuple) else tree
+
+
+class Step(NamedTuple):
     """The rows of a ForwardBatch (`batch`, on the host), padded to num_rows.
 
     token_ids, positions: (num_rows,) int32.  slot_mapping: (num_rows or more,) int32 per KV group.
     A padded row has position 0, its group's padding slot, and any token.
     num_live: (1,) int32, the number of rows that are no padding: the first ones.
     logits_indices: (R,) int32, the batch's, then padding; None: all rows get logits.
-    plan: a Plan of the attention path; only that path reads it.
-    variant: everything a compiled step depends on beside `arrays`; None if it is not compiled.
+    plan: the attention path's; only that path reads it.  Its arrays are all that differs between
+    two steps of one variant.
+    variant: what a compiled step depends on beside its arrays' values; None if it is not compiled.
     """
 
     batch: ForwardBatch
@@ -63,35 +76,11 @@ class Step:
     plan: Any
     variant: tuple | None = None
 
-    @property
-    def arrays(self) -> Arrays:
-        return (
-            self.token_ids,
-            self.positions,
-            self.slot_mapping,
-            self.num_live,
-            self.logits_indices,
-            self.plan.arrays,
-        )
-
-    def with_arrays(self, arrays: Arrays) -> "Step":
-        """A step of the same variant with other arrays."""
-        token_ids, positions, slot_mapping, num_live, logits_indices, of_plan = arrays
-        return replace(
-            self,
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=tuple(slot_mapping),
-            num_live=num_live,
-            logits_indices=logits_indices,
-            plan=self.plan.with_arrays(of_plan),
-        )
-
 
 def make_step(
     batch: ForwardBatch,
     num_rows: int,
-    plan: Plan,
+    plan: Any,
     *,
     padding_slots: Sequence[int] | None = None,
     num_slots: int = 0,
@@ -125,6 +114,18 @@ def make_step(
         logits_indices,
         plan,
     )
+
+
+class Call(NamedTuple):
+    """The arguments of `StepAttention.attend` beside the queries."""
+
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: mx.array | None = None
+    q_pe: mx.array | None = None
+    chunk: int | None = None
 
 
 class StepAttention(Protocol):

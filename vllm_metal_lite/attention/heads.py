@@ -28,10 +28,6 @@ class Heads:
             return None
         return Heads(self.columns, self.num_heads, self.head_dim, self.norm, rope)
 
-    def same_rotation(self, other: "Heads") -> bool:
-        """Whether both have the same rotation, or none."""
-        return same_rope(self.rope, other.rope)
-
 
 @dataclass(frozen=True, slots=True)
 class RotaryPart:

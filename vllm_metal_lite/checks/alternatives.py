@@ -7,6 +7,7 @@ host's, is timed.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from vllm_metal_lite.kernels.common import new_token
 from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
-from vllm_metal_lite.kernels.latent_write import latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape
@@ -38,6 +39,8 @@ Way = Callable[[], object]
 # By the kernel, and without it.
 Pair = tuple[Way, Way]
 Attend = Check[AttentionShape]
+# Rotated queries, keys and values.
+Apart = tuple[mx.array, mx.array, mx.array]
 
 
 def _attention(check: Attend, sequences: int, context: int, rows: int = 1, prefix: int = 0) -> Pair:
@@ -112,65 +115,48 @@ def _turned(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
 def write(check: Attend) -> list[Pair]:
     """One launch for the new rows of prompts, and norm, rotation and kv_write apart."""
     assert check.rotation is not None
-    shape, positions = check.shape, np.arange(_ROWS)
-    new, _ = new_rows(shape, positions, check.rotation)
-    spec = spec_of(shape)
-    store = PagedStore([spec], -(-_ROWS // 16), 16)
-    keys, values = store.keys[0], store.values[0]
-    where = mx.array(positions.astype(np.int32))
-    rope, token, joined = new.rope, new_token(), new.q.array
-    assert rope is not None
-    columns = (new.k.start, new.v.start)
-    mx.eval(new.arrays, where, token)
-
-    def turned(x: mx.array, norm: HeadNorm | None) -> mx.array:
-        if norm is not None:
-            x = mx.fast.rms_norm(x, norm.weight, norm.eps)
-        return _turned(x, rope, where)
-
-    def apart() -> object:
-        q, k, v = (
-            part.reshape(_ROWS, -1, 1, dim)
-            for part, dim in zip(
-                mx.split(joined, columns, axis=1),
-                (shape.k_head_dim, shape.k_head_dim, shape.v_head_dim),
-                strict=True,
-            )
-        )
-        q, k = turned(q, new.q_norm), turned(k, new.k_norm)
-        return q, kv_write(k.squeeze(2), v.squeeze(2), where, keys, values, token, spec)
-
-    together = partial(
-        rope_write, new, positions=where, slot_mapping=where, keys=keys, values=values,
-        token=token, spec=spec,
-    )  # fmt: skip
-    return [(together, apart)]
-
-
-def write_latents(check: Attend) -> list[Pair]:
-    """One launch for the new rows of a latent layer, and norm, rotations and kv_write apart."""
-    assert check.rotation is not None
-    shape, positions = check.shape, np.arange(_ROWS)
-    rank, heads = shape.k_head_dim, shape.num_heads
-    new, _ = new_latents(shape, positions, check.rotation)
-    spec = spec_of(shape)
+    make: Callable[..., tuple[Any, Any]] = new_rows
+    launch: Callable[..., object] = rope_write
+    apart: Callable[..., Apart] = _rows_apart
+    if check.kernel == "latent_write":
+        make, launch, apart = new_latents, latent_write, _latents_apart
+    positions, spec = np.arange(_ROWS), spec_of(check.shape)
+    new, _ = make(check.shape, positions, check.rotation)
     store = PagedStore([spec], -(-_ROWS // 16), 16)
     keys, values, token = store.keys[0], store.values[0], new_token()
-    where, rope = mx.array(positions.astype(np.int32)), new.rope
-    mx.eval(new.q.array, new.latent.array, new.norm.weight, where, token)
+    where = mx.array(positions.astype(np.int32))
+    mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, token)
 
-    def apart() -> object:
-        q = new.q.array.reshape(_ROWS, heads, 1, -1)[..., -shape.v_head_dim :]
-        latents, k_pe = mx.split(new.latent.array, [rank], axis=1)
-        latents = mx.fast.rms_norm(latents, new.norm.weight, new.norm.eps)[:, None]
-        rotary = _turned(k_pe[:, None, None], rope, where).squeeze(2)
-        return _turned(q, rope, where), kv_write(latents, rotary, where, keys, values, token, spec)
+    def separately() -> object:
+        q, k, v = apart(new, check.shape, where)
+        return q, kv_write(k, v, where, keys, values, token, spec)
 
     together = partial(
-        latent_write, new, positions=where, slot_mapping=where, keys=keys, values=values,
+        launch, new, positions=where, slot_mapping=where, keys=keys, values=values,
         token=token, spec=spec,
     )  # fmt: skip
-    return [(together, apart)]
+    return [(together, separately)]
+
+
+def _rows_apart(new: NewRows, shape: AttentionShape, where: mx.array) -> Apart:
+    rope = new.rope
+    assert rope is not None
+    parts = mx.split(new.q.array, (new.k.start, new.v.start), axis=1)
+    dims = shape.k_head_dim, shape.k_head_dim, shape.v_head_dim
+    q, k, v = (x.reshape(_ROWS, -1, 1, dim) for x, dim in zip(parts, dims, strict=True))
+    q, k = (
+        _turned(mx.fast.rms_norm(x, norm.weight, norm.eps) if norm else x, rope, where)
+        for x, norm in ((q, new.q_norm), (k, new.k_norm))
+    )
+    return q, k.squeeze(2), v.squeeze(2)
+
+
+def _latents_apart(new: NewLatents, shape: AttentionShape, where: mx.array) -> Apart:
+    q = new.q.array.reshape(_ROWS, shape.num_heads, 1, -1)[..., -shape.v_head_dim :]
+    latents, k_pe = mx.split(new.latent.array, [shape.k_head_dim], axis=1)
+    latents = mx.fast.rms_norm(latents, new.norm.weight, new.norm.eps)[:, None]
+    rotary = _turned(k_pe[:, None, None], new.rope, where).squeeze(2)
+    return _turned(q, new.rope, where), latents, rotary
 
 
 def fused_decode(check: Attend) -> list[Pair]:

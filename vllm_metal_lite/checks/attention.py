@@ -57,25 +57,16 @@ def gather(check: Check[AttentionShape]) -> Found:
 
 
 def decode(check: Check[AttentionShape]) -> Found:
-    return _decode(check, WHOLE)
-
-
-def merge(check: Check[AttentionShape]) -> Found:
-    return latents(check, SPLIT.splits) if check.shape.latent else _decode(check, SPLIT)
-
-
-def share(check: Check[AttentionShape]) -> Found:
-    return _decode(check, WHOLE, shares=True)
-
-
-def _decode(check: Check[AttentionShape], plan: DecodePlan, shares: bool = False) -> Found:
     """One query per sequence, and a row of padding.
 
-    With a rotation, decodes normalise, rotate and write their own rows.  shares: some sequences
-    share a prefix, in many splits.  plan: of their own keys.
+    With a rotation, decodes normalise, rotate and write their own rows.  With `shared_prefix` some
+    sequences share a prefix, in many splits.
     """
+    plan = SPLIT if check.kernel == "merge_partitions" else WHOLE
+    if check.shape.latent:
+        return _latent_decodes(check, plan.splits)
     case = case_of(check.shape, check.block_size)
-    shares |= "shared_prefix" in check.beside
+    shares = "shared_prefix" in (check.kernel, *check.beside)
     batch, lens = case.sharing(SHARING) if shares else (case.decodes, np.zeros(0, np.int32))
     rows: mx.array | NewRows
     if check.rotation is None:
@@ -112,13 +103,13 @@ def _newest(
     case: Case, fresh: list[np.ndarray]
 ) -> tuple[tuple[mx.array, mx.array], list[np.ndarray]]:
     """The case's store before the newest rows are written, and its values after."""
-    before, after = [], []
+    before, after, newest = [], [], case.decodes.slot_mapping
     for row, kept, rows, new in zip(
         case.formats, case.kept, (case.keys, case.values), fresh, strict=True
     ):
         kept, rows = kept.copy(), rows.copy()
-        kept[case.newest] = 0xFFFFFFFF if row.bits else np.nan
-        rows[case.newest] = rounded(new[:-1], case.shape.dtype)
+        kept[newest] = 0xFFFFFFFF if row.bits else np.nan
+        rows[newest] = rounded(new[:-1], case.shape.dtype)
         before.append(mx.array(kept).astype(row.kept_dtype))
         after.append(rows)
     mx.eval(before)
@@ -128,35 +119,25 @@ def _newest(
 
 def prefill(check: Check[AttentionShape]) -> Found:
     """Whole prompts and chunks, with one row of padding."""
-    case = case_of(check.shape, check.block_size)
+    case, shape = case_of(check.shape, check.block_size), check.shape
     batch, q = case.prompts, padded(case.q)
-    tiles = plan_tiles(
-        batch.cu_seqlens_q, len(q), check.shape.num_heads // check.shape.num_kv_heads
-    )
+    tiles = plan_tiles(batch.cu_seqlens_q, len(q), shape.num_heads // shape.num_kv_heads)
+    arrays = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, tiles
+    tables, cu_seqlens_q, seq_lens, tiles_of_q = map(mx.array, arrays)
+    where = tables, cu_seqlens_q, seq_lens, tiles_of_q
+    if shape.latent:
+        return _latents(case, batch, where, splits=1)
     out, _ = varlen_prefill(
-        case.array(q), mx.array(batch.block_tables), mx.array(batch.cu_seqlens_q),
-        mx.array(batch.seq_lens), mx.array(tiles), *case.store(), new_token(), spec=case.spec,
-        **case.how(),
-    )  # fmt: skip
+        case.array(q), *where, *case.store(), new_token(), spec=case.spec, **case.how()
+    )
     return _compare(case, batch, case.q, out)
 
 
-def latents(check: Check[AttentionShape], splits: int = 1) -> Found:
-    """One query per sequence, and a row of padding."""
+def _latent_decodes(check: Check[AttentionShape], splits: int) -> Found:
     case = case_of(check.shape, check.block_size)
     tables, seq_lens = decode_arrays(case.decodes)
     cu_seqlens_q, tiles = decode_tiles(len(CONTEXTS) + 1, check.shape.num_heads)
-    where = tables, cu_seqlens_q, seq_lens, tiles
-    return _latents(case, case.decodes, where, splits)
-
-
-def latent_prompts(check: Check[AttentionShape]) -> Found:
-    """Whole prompts and chunks, with one row of padding."""
-    case = case_of(check.shape, check.block_size)
-    batch = case.prompts
-    tiles = plan_tiles(batch.cu_seqlens_q, len(case.q) + 1, check.shape.num_heads)
-    lens = mx.array(batch.cu_seqlens_q), mx.array(batch.seq_lens)
-    return _latents(case, batch, (mx.array(batch.block_tables), *lens, mx.array(tiles)), 1)
+    return _latents(case, case.decodes, (tables, cu_seqlens_q, seq_lens, tiles), splits)
 
 
 def _latents(case: Case, batch: ForwardBatch, where: Where, splits: int) -> Found:

@@ -68,48 +68,35 @@ class Case:
         self.decodes = sequences.batch(np.ones_like(CONTEXTS))
         self.prompts = sequences.batch(_PROMPT_ROWS)
         slots = (self.num_blocks + 1) * block_size
-        owned = np.zeros(slots, bool)
-        for table, n in zip(self.decodes.block_tables, CONTEXTS, strict=True):
-            owned[_slots(table, np.arange(n), block_size)] = True
-        self.owned = np.flatnonzero(owned)
+        self.owned = np.sort(sequences.batch(CONTEXTS).slot_mapping)
         self.spec = spec_of(shape)
         self.formats = self.spec.k_row, self.spec.v_row
         self.drawn = [
             draw(rng, (slots, shape.num_kv_heads, row.dim), shape.dtype) for row in self.formats
         ]
-        self.kept, (self.keys, self.values) = self._fill(owned)
-        self.q = draw(rng, (self.prompts.num_tokens, *self._head), shape.dtype)
+        self.kept, (self.keys, self.values) = self._fill()
+        heads = self.prompts.num_tokens, shape.num_heads
+        self.q = draw(rng, (*heads, shape.k_head_dim), shape.dtype)
         # Rotary parts of queries, whose latents are keys and values.
-        rotary = (*self.q.shape[:2], shape.v_head_dim)
-        self.q_pe = draw(rng, rotary, shape.dtype) if shape.latent else None
+        self.q_pe = draw(rng, (*heads, shape.v_head_dim), shape.dtype) if shape.latent else None
         self.sinks = 2 * draw(rng, (shape.num_heads,), shape.dtype) if shape.sinks else None
 
-    @property
-    def _head(self) -> tuple[int, int]:
-        return self.shape.num_heads, self.shape.k_head_dim
-
-    def _fill(self, owned: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def _fill(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The store's K and V, made on this machine's CPU, and their float32 values.
 
         Free slots are NaN.  In a quantised store all their bits are ones, so the scales are NaN.
         """
         kept, values = [], []
+        free = np.ones(len(self.drawn[0]), bool)
+        free[self.owned] = False
         for row, drawn in zip(self.formats, self.drawn, strict=True):
             with mx.stream(mx.cpu):
                 packed = row.pack(mx.array(drawn))
                 values.append(np.array(row.unpack(packed).astype(mx.float32)))
                 kept.append(np.array(packed if row.bits else packed.astype(mx.float32)))
-            values[-1][~owned] = np.nan
-            kept[-1][~owned] = 0xFFFFFFFF if row.bits else np.nan
+            values[-1][free] = np.nan
+            kept[-1][free] = 0xFFFFFFFF if row.bits else np.nan
         return kept, values
-
-    @property
-    def newest(self) -> np.ndarray:
-        """The slot of each sequence's last key."""
-        tables = self.decodes.block_tables
-        return np.array(
-            [_slots(t, n - 1, self.block_size) for t, n in zip(tables, CONTEXTS, strict=True)]
-        )
 
     def array(self, values: np.ndarray) -> mx.array:
         return mx.array(values.astype(np.float32)).astype(self.shape.dtype)
@@ -193,7 +180,3 @@ def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
         return values.astype(np.float32)
     with mx.stream(mx.cpu):
         return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
-
-
-def _slots(table: np.ndarray, positions: Any, block_size: int) -> Any:
-    return table[positions // block_size] * block_size + positions % block_size

@@ -1,14 +1,13 @@
-"""The process that runs checks for `isolated.py`: pickles in, pickles out.
+"""The process that runs checks for `isolated.py`, which it reaches by a pipe; its last argument is
+the pipe's descriptor.
 
 Its first answer names the device.  Then it answers each (check, timed) with a result.
 """
 
 import os
-import pickle
-import queue
 import sys
 import threading
-from typing import Any
+from multiprocessing.connection import Connection
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
@@ -16,23 +15,20 @@ from vllm_metal_lite.checks.run import run
 
 
 def main() -> None:
-    """Serve until stdin ends."""
-    with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # whatever else prints must not get between the answers
-        requests: queue.Queue[Any] = queue.Queue()
-        threading.Thread(target=_read, args=(requests,), daemon=True).start()
-        mx.eval(mx.zeros(8) + 1)  # fails here, not in a check, if this process cannot compute
-        answer: Any = backend.describe()
-        while True:
-            pickle.dump(answer, out)
-            out.flush()
-            answer = run(*requests.get())
+    """Serve until the parent is gone."""
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    mx.eval(mx.zeros(8) + 1)  # fails here, not in a check, if this process cannot compute
+    pipe = Connection(int(sys.argv[-1]))
+    pipe.send(backend.describe())
+    while True:
+        pipe.send(run(*pipe.recv()))
 
 
-def _read(requests: "queue.Queue[Any]") -> None:
-    """The parent holds the other end of stdin.  A kernel that hangs must not outlive it."""
-    try:
-        while True:
-            requests.put(pickle.load(sys.stdin.buffer))
-    finally:
-        os._exit(0)
+def _end_with_the_parent() -> None:
+    """It holds the other end of stdin.  A kernel that hangs must not outlive it."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ from vllm_metal_lite.specs import (
     KernelUse,
     Quantisation,
     RecurrenceShape,
+    RecurrentShape,
     Rotation,
     WeightShape,
 )
@@ -95,86 +96,43 @@ COMMON: dict[str, KernelUse] = {
 
 def full_list() -> list[KernelUse]:
     """Uses that vary each dimension in turn: many more than a model has."""
-    return _of_attention() + _of_fused() + _of_recurrent()
-
-
-def _of_attention() -> list[KernelUse]:
     heads = ((4, 4), (8, 2), (5, 1), (16, 8), (24, 2), (71, 1))
     dims = ((32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128),
-            (192, 192), (256, 256))  # fmt: skip
-    extras = ({"window": 20}, {"softcap": 5.0}, {"sinks": True},
-              {"window": 70, "softcap": 20.0, "sinks": True})  # fmt: skip
-    cases = []
-    for dtype in TOLERANCE:
-        cases += [(AttentionShape(*h, 64, 64, dtype), 16) for h in heads]
-        cases += [(AttentionShape(4, 2, *d, dtype), 16) for d in dims]
-        cases += [(AttentionShape(8, 2, 128, 128, dtype, **e), 16) for e in extras]
-        cases += [(AttentionShape(4, 2, 128, 128, dtype), bs) for bs in BLOCK_SIZES]
-        cases += [
-            (AttentionShape(8, 2, *d, dtype, kv_bits=bits), 16)
-            for bits in (8, 4)
-            for d in ((64, 64), (80, 80), (128, 128), (192, 128))
-        ]
-        cases += [
-            (AttentionShape(heads, 1, rank, rope, dtype, latent=True, kv_bits=bits), 16)
-            for heads, rank, rope in ((20, 512, 64), (40, 256, 32), (64, 512, 64))
-            for bits in (None, 8, 4)
-        ]
-    turns = Rotation(64, traditional=True), Rotation(32, base=None)  # of rotary keys
-    return [
-        KernelUse((shape,), block_size, turns if shape.latent else ())
-        for shape, block_size in cases
-    ]
-
-
-def _of_fused() -> list[KernelUse]:
-    shapes = []
-    for dtype in TOLERANCE:
-        shapes += [AttentionShape(*h, 64, 64, dtype) for h in ((4, 4), (5, 1), (16, 8), (71, 1))]
-        shapes += [
-            AttentionShape(4, 2, *d, dtype)
-            for d in ((32, 32), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
-        ]
-        shapes += [
-            AttentionShape(8, 2, *d, dtype, kv_bits=bits)
-            for bits in (8, 4)
-            for d in ((80, 80), (128, 128), (192, 128), (256, 256))
-        ]
-    quantised_weights = [WeightShape(100, depth, how) for how in READABLE for depth in (128, 1152)]
-    return [
-        KernelUse(
-            (shape,),
-            16,
-            (
-                Rotation(shape.k_head_dim, eps=1e-5),
-                Rotation(
-                    shape.k_head_dim // 4 * 2, traditional=True, base=None, factor=YARN_FACTOR
-                ),
-            ),
-            (shape.num_heads * shape.k_head_dim, 1001),
-            (WeightShape(100, 96), WeightShape(100, 1056), *quantised_weights),
-        )
-        for shape in shapes
-    ]
-
-
-def _of_recurrent() -> list[KernelUse]:
+            (192, 192), (256, 256), (576, 512))  # fmt: skip
+    masks = ({"window": 20}, {"softcap": 5.0}, {"sinks": True},
+             {"window": 70, "softcap": 20.0, "sinks": True})  # fmt: skip
+    in_bits = (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)
+    latents = (20, 512, 64), (40, 256, 32), (64, 512, 64)
     uses = []
     for dtype in TOLERANCE:
-        uses += [
-            KernelUse((), 16, recurrences=(ConvShape(channels, size, bias, silu, dtype),))
-            for channels, size, bias, silu in (
-                (64, 2, False, False), (300, 3, True, False), (2048, 4, False, True),
-            )
+        shapes = [AttentionShape(*h, 64, 64, dtype) for h in heads]
+        shapes += [AttentionShape(4, 2, *d, dtype) for d in dims]
+        shapes += [AttentionShape(8, 2, 128, 128, dtype, **mask) for mask in masks]
+        shapes += [AttentionShape(8, 2, *d, dtype, kv_bits=b) for b in (8, 4) for d in in_bits]
+        for shape in shapes:
+            dim = shape.k_head_dim
+            partly = Rotation(dim // 4 * 2, traditional=True, base=None, factor=YARN_FACTOR)
+            rotations = Rotation(dim, eps=1e-5), partly
+            uses.append(KernelUse((shape,), _BLOCK, rotations, (shape.num_heads * dim, 1001)))
+        shape = AttentionShape(4, 2, 128, 128, dtype)
+        uses += [KernelUse((shape,), size) for size in BLOCK_SIZES]
+        how = None, *READABLE
+        weights = [WeightShape(100, depth, h) for h in how for depth in (128, 1152)]
+        uses.append(KernelUse((shape,), _BLOCK, weights=(*weights, WeightShape(100, 96))))
+        turns = Rotation(64, traditional=True), Rotation(32, base=None)  # of rotary keys
+        for count, rank, rope in latents:
+            for bits in (None, 8, 4):
+                shape = AttentionShape(count, 1, rank, rope, dtype, latent=True, kv_bits=bits)
+                uses.append(KernelUse((shape,), _BLOCK, turns))
+        recurrences: list[RecurrentShape] = [
+            *(ConvShape(*shape, dtype)
+              for shape in ((64, 2, False, False), (300, 3, True, False), (2048, 4, False, True))),
+            *(RecurrenceShape(*heads, dtype, delta, vector, True)
+              for heads in ((1, 3, 64, 64), (4, 8, 128, 128), (2, 2, 256, 40))
+              for delta, vector in ((True, False), (True, True), (False, False))),
+            *(GatedNormShape(dim, groups, dtype, first, not first)
+              for dim, groups in ((64, 5), (128, 32), (1001, 2), (8192, 1))
+              for first in (False, True)),
         ]  # fmt: skip
-        uses += [
-            KernelUse((), 16, recurrences=(RecurrenceShape(*heads, dtype, delta, vector, True),))
-            for heads in ((1, 3, 64, 64), (4, 8, 128, 128), (2, 2, 256, 40))
-            for delta, vector in ((True, False), (True, True), (False, False))
-        ]
-        uses += [
-            KernelUse((), 16, recurrences=(GatedNormShape(dim, groups, dtype, first, not first),))
-            for dim, groups in ((64, 5), (128, 32), (1001, 2), (8192, 1))
-            for first in (False, True)
-        ]
+        uses.append(KernelUse((), _BLOCK, recurrences=tuple(recurrences)))
     return uses

@@ -19,7 +19,7 @@ from vllm_metal_lite.kernels.experts import (
     plan_experts,
 )
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS
-from vllm_metal_lite.kernels.weights import QuantisedWeight, Weight, dequantised, quantised
+from vllm_metal_lite.kernels.weights import Weight, dequantised, quantised
 from vllm_metal_lite.specs import Quantisation
 
 _ROWS, _MANY_ROWS, _TOP_K = 20, 300, 4
@@ -176,22 +176,16 @@ def _weight(
     rng: np.random.Generator, depth: int, dtype: mx.Dtype, how: Quantisation | None, biased: bool
 ) -> tuple[ExpertWeight, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
     """A weight, and its product by definition."""
-    values = rounded(draw(rng, (_EXPERTS * _OUTPUTS, depth), dtype) / depth**0.5, dtype)
+    values = rounded(draw(rng, (_EXPERTS, _OUTPUTS, depth), dtype) / depth**0.5, dtype)
     plain = mx.array(values).astype(dtype)
-    weight: Weight = plain.reshape(_EXPERTS, _OUTPUTS, depth)
+    weight: Weight = plain
     if how is not None:
-        flat = quantised(plain, how)
-        values = rounded(dequantised(flat), dtype)
-        of_each = (_EXPERTS, _OUTPUTS, -1)
-        biases = None if flat.biases is None else flat.biases.reshape(of_each)
-        weight = QuantisedWeight(
-            flat.words.reshape(of_each), flat.scales.reshape(of_each), biases, how
-        )
+        weight = quantised(plain, how)
+        values = rounded(dequantised(weight), dtype)
     bias = draw(rng, (_EXPERTS, _OUTPUTS), dtype) if biased else None
 
     def by_definition(rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-        of_all = values.reshape(_EXPERTS, _OUTPUTS, depth)
-        product = np.einsum("pod,pd->po", of_all[pairs], rows)
+        product = np.einsum("pod,pd->po", values[pairs], rows)
         return product if bias is None else product + bias[pairs]
 
     added = None if bias is None else mx.array(bias).astype(dtype)

@@ -62,7 +62,7 @@ def measure(
     batch = max(1, min(sizes.batch, sizes.copy // (sizes.context * per_token)))
     sdpa, decode = _attention(shape, batch, sizes.context)
     progress("products")
-    mlx, by_words, skinny, skinny_words = _products(shape.dtype, sizes.width)
+    mlx, by_words, skinny = _products(shape.dtype, sizes.width)
     references = {"a copy": copy, "MLX's attention": sdpa}
     found = [
         Floor("a copy", None, copy, {}),
@@ -71,15 +71,12 @@ def measure(
         Floor("MLX's product, weights in 16 bits", None, mlx, {"a copy": copy}),
         Floor("MLX's product, weights in 4 bits", None, by_words, {"a copy": copy}),
     ]
-    if skinny:
-        references = {"a copy": copy, "MLX's product": mlx}
-        name = "products of 8 rows, weights in 16 bits"
-        found.append(Floor(name, "skinny_gemm", skinny, references))
-        # Bound by instructions, so not compared with a copy.
-        references = {"MLX's product of one row": by_words}
-        name = "products of 8 rows, weights in 4 bits"
-        found.append(Floor(name, "skinny_gemm", skinny_words, references))
-    return found
+    # In 4 bits bound by instructions, so not compared with a copy.
+    others = {"a copy": copy, "MLX's product": mlx}, {"MLX's product of one row": by_words}
+    return found + [
+        Floor(f"products of 8 rows, weights in {bits} bits", "skinny_gemm", speed, beside)
+        for bits, speed, beside in zip((16, 4), skinny, others, strict=False)
+    ]
 
 
 def seconds_per_call(
@@ -129,9 +126,9 @@ def _attention(shape: AttentionShape, batch: int, context: int) -> tuple[float, 
     return size / by_mlx, size / ours
 
 
-def _products(dtype: mx.Dtype, width: int) -> tuple[float, float, float, float]:
+def _products(dtype: mx.Dtype, width: int) -> tuple[float, float, list[float]]:
     """Bytes of weights per second: MLX's product of 8 rows, its quantised one of one row, and
-    `skinny_gemm` of 8 rows, plain and quantised (0 in float32)."""
+    `skinny_gemm` of 8 rows, plain and quantised (not in float32)."""
     x = mx.random.normal((8, width)).astype(dtype)
     w = (mx.random.normal((width, width)) / width**0.5).astype(dtype)
     packed = quantised(w, Quantisation(4, 64))
@@ -141,15 +138,12 @@ def _products(dtype: mx.Dtype, width: int) -> tuple[float, float, float, float]:
         words, scales, biases = packed.words, packed.scales, packed.biases
         return mx.quantized_matmul(x, words, scales, biases, group_size=64, bits=4)
 
-    chain, size = 10, sum(a.nbytes for a in packed.arrays)
-    by_mlx = w.nbytes / seconds_per_call(lambda x: x @ w.T, x, chain)
-    by_words = size / seconds_per_call(quantised_product, x[:1], chain)
+    def speed(size: int, product: Callable[[mx.array], mx.array], rows: int = 8) -> float:
+        return size / seconds_per_call(product, x[:rows], chain=10)
+
+    size = sum(a.nbytes for a in packed.arrays)
+    by_mlx, by_words = speed(w.nbytes, lambda x: x @ w.T), speed(size, quantised_product, 1)
     if dtype == mx.float32:
-        return by_mlx, by_words, 0.0, 0.0
-    skinny = w.nbytes / seconds_per_call(lambda x: skinny_gemm(x, w), x, chain)
-    return (
-        by_mlx,
-        by_words,
-        skinny,
-        size / seconds_per_call(lambda x: skinny_gemm(x, packed), x, chain),
-    )
+        return by_mlx, by_words, []
+    skinny = speed(w.nbytes, lambda x: skinny_gemm(x, w))
+    return by_mlx, by_words, [skinny, speed(size, lambda x: skinny_gemm(x, packed))]

@@ -85,23 +85,17 @@ def _gelu(x: np.ndarray) -> np.ndarray:
 
 
 def write(check: Check[AttentionShape]) -> Found:
-    """Few rows and many."""
-    made = (_written(check, n, rope_write, new_rows) for n in (_ROWS, profile().rope_many_rows))
-    return max(made)
+    """Few rows and many; of latents few."""
+    counts = (_ROWS,) if check.kernel == "latent_write" else (_ROWS, profile().rope_many_rows)
+    return max(_written(check, count) for count in counts)
 
 
-def write_latents(check: Check[AttentionShape]) -> Found:
-    """Latents, rotary keys and queries."""
-    return _written(check, _ROWS, latent_write, new_latents)
-
-
-def _written(
-    check: Check[AttentionShape],
-    rows: int,
-    launch: Callable[..., tuple[mx.array, mx.array]],
-    make: Callable[..., tuple[Any, Sequence[np.ndarray]]],
-) -> Found:
+def _written(check: Check[AttentionShape], rows: int) -> Found:
     """So many new rows, of which every third has no slot, in an empty store."""
+    make: Callable[..., tuple[Any, Sequence[np.ndarray]]] = new_rows
+    launch: Callable[..., tuple[mx.array, mx.array]] = rope_write
+    if check.kernel == "latent_write":
+        make, launch = new_latents, latent_write
     assert check.rotation is not None
     last = last_position(check.rotation)
     positions = np.linspace(0, last, rows).astype(np.int64)

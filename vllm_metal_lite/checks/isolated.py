@@ -6,15 +6,13 @@ the rest goes on.  If no process can be started, the checks run in this one.
 
 import logging
 import os
-import pickle
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
 from typing import IO, Any
 
 from vllm_metal_lite import backend
@@ -41,19 +39,13 @@ def command() -> list[str] | None:
     """
     if backend.is_cpu() or not sys.executable:
         return None
-    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks"]
+    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.child"]
 
 
-def run(
-    checks: Sequence[Check],
-    progress: Progress | None = None,
-    *,
-    timed: bool = False,
-    deadline: float | None = None,
-    known: Sequence[CheckResult] = (),
-) -> list[CheckResult]:
-    """All of `results`, as a list."""
-    return list(results(checks, progress, timed=timed, deadline=deadline, known=known))
+def environment() -> dict[str, str]:
+    """Of a process with the packages that this one uses, wherever it found them."""
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def results(
@@ -118,62 +110,51 @@ class _Child:
     """One process.  Raises OSError if it cannot be started."""
 
     def __init__(self, words: list[str]) -> None:
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         self._errors = _scratch()
-        self._process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors or subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        self._replies: queue.Queue[Any] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*words, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=self._errors or subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+            )
         try:
-            self._expect_ready()
+            if (device := self._answer(_START)) != backend.describe():
+                raise OSError(f"it computes on {device}")
         except BaseException:
             self.stop()
             raise
 
-    def _expect_ready(self) -> None:
-        try:
-            ready = self._replies.get(timeout=_START)
-        except queue.Empty:
-            raise OSError(f"it is not ready after {_START:g} s") from None
-        if ready is None:
-            raise OSError(self._why())
-        if ready != backend.describe():
-            raise OSError(f"it computes on {ready}")
-
     def ask(self, check: Check, timed: bool, deadline: float) -> CheckResult:
         """The result of one check, whatever the kernel does."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, and no reply will come
-            pickle.dump((check, timed), self._process.stdin)
-            self._process.stdin.flush()
         try:
-            reply = self._replies.get(timeout=deadline)
-        except queue.Empty:
-            failure = f"hangs: no result after {deadline:g} s"
-            return CheckResult(check, failure=failure, ended=True)
-        if reply is None:
-            return CheckResult(check, failure=f"ends the process: {self._why()}", ended=True)
-        return reply
+            with suppress(BrokenPipeError):  # it has ended, and no answer will come
+                self._pipe.send((check, timed))
+            return self._answer(deadline)
+        except TimeoutError as e:
+            return CheckResult(check, failure=f"hangs: {e}", ended=True)
+        except OSError as e:
+            return CheckResult(check, failure=f"ends the process: {e}", ended=True)
+
+    def _answer(self, seconds: float) -> Any:
+        """Raises TimeoutError; OSError, which says how the process ended."""
+        try:
+            if self._pipe.poll(seconds):
+                return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise OSError(self._why()) from None
+        raise TimeoutError(f"no result after {seconds:g} s")
 
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
-        for file in (self._process.stdin, self._process.stdout, self._errors):
-            with suppress(OSError, ValueError):  # flushing a pipe without a reader; in use
-                if file is not None:
-                    file.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with suppress(Exception):  # the end, or no pickle: the process is no longer of use
-            while True:
-                self._replies.put(pickle.load(self._process.stdout))
-        self._replies.put(None)
+        self._pipe.close()
+        for file in (self._process.stdin, self._errors):
+            if file is not None:
+                file.close()
 
     def _why(self) -> str:
         """How the process ended, and the last line that it printed."""

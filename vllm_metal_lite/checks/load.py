@@ -68,18 +68,11 @@ class Load:
             window=self.shape.window, softcap=self.shape.softcap, spec=self.spec,
         )[0]  # fmt: skip
 
-    def by(
-        self, prefill: str, *without: str, rows_as_decodes: int = 0
-    ) -> Callable[[mx.array], mx.array]:
+    def by(self, prefill: str, *without: str) -> Callable[[mx.array], mx.array]:
         """Attention as serving calls it, but for the kernels in `without`."""
         s = self.shape
-        attention = KernelAttention(
-            self.store,
-            prefill,
-            {s.num_heads // s.num_kv_heads},
-            without=without,
-            rows_as_decodes=rows_as_decodes,
-        )
+        groups = {s.num_heads // s.num_kv_heads}
+        attention = KernelAttention(self.store, prefill, groups, without=without)
         step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
         sinks = mx.zeros(s.num_heads) if s.sinks else None
 

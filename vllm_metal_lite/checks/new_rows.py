@@ -77,19 +77,13 @@ def new_latents(
     joined, queries = (mx.array(a.reshape(rows, -1)).astype(shape.dtype) for a in (kv, q))
     norm = HeadNorm(mx.array(weight).astype(shape.dtype), EPS)
     turn, rates = _rope(rotation)
-    new = NewLatents(
-        Columns(queries, rope),
-        2 * rope,
-        heads,
-        Columns(joined, 0),
-        Columns(joined, rank),
-        norm,
-        turn,
-    )
-    q_pe, k_pe = (
+    latent, k_pe = Columns(joined, 0), Columns(joined, rank)
+    new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, turn)
+    turned = (
         _turn(x, positions, rotation, rates, shape.dtype) for x in (q[..., rope:], kv[..., rank:])
     )
-    return new, [q_pe, rms_norm(kv[..., :rank], weight, EPS, shape.dtype), k_pe]
+    rotary_q, rotary_k = turned
+    return new, [rotary_q, rms_norm(kv[..., :rank], weight, EPS, shape.dtype), rotary_k]
 
 
 def _turn(

@@ -9,7 +9,6 @@ and with all launches in one.  MLX reads the variables for that when it opens th
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.checks.isolated import environment
 from vllm_metal_lite.checks.ordering_graph import Read, Sizes, build
 from vllm_metal_lite.errors import one_line
 
@@ -67,11 +67,8 @@ def stress(deadline: float = 120.0, command: Sequence[str] = ()) -> Iterator[Out
     module.
     """
     command = command or (sys.executable, "-P", "-m", __spec__.name)
-    # The packages that this process uses, wherever it found them.
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     for buffers, variables in BUFFERS.items():
-        environment = {**os.environ, "PYTHONPATH": path, **variables}
-        yield _in_process(buffers, command, environment, deadline)
+        yield _in_process(buffers, command, environment() | variables, deadline)
 
 
 def _in_process(

@@ -22,6 +22,7 @@ from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attent
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
 from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
+from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.segments import plan_segments
 from vllm_metal_lite.kernels.shared_prefix import shared_prefix
@@ -104,7 +105,8 @@ class Graph:
         """Store `number` in all slots (kv_write) or in a half of them (the others)."""
         store, where = self.stores[layer], mx.array(self.order)
         if kernel == "kv_write":
-            k, v = self._new(self.num_slots, number)
+            shape = self.num_slots, self.sizes.num_kv_heads, self.sizes.head_dim
+            k, v = mx.zeros(shape, _DTYPE), mx.full(shape, number, _DTYPE)
             self.token = kv_write(k, v, where, *store, self.token)
             self.slots[layer][:] = number
             return
@@ -197,10 +199,10 @@ class Graph:
     def _causal_conv(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
         """A row is the row before it."""
         segments, before = self._segments(), self._replace("causal_conv", number)
-        rows = mx.full((len(before), _CHANNELS), number, _DTYPE)
+        rows = _columns(len(before), _CHANNELS, number)
         weight = mx.repeat(mx.array([[1.0, 0.0]], _DTYPE), _CHANNELS, axis=0)
         y, self.token = causal_conv(
-            Columns(rows, 0), weight, None, self.states["causal_conv"], mx.array(segments),
+            rows, weight, None, self.states["causal_conv"], mx.array(segments),
             mx.array(plan_conv_tiles(segments)), self.token, silu=False,
         )  # fmt: skip
         return y, before
@@ -208,12 +210,11 @@ class Graph:
     def _gated_delta(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
         """A state has two columns in use; one is replaced, and the other one is read."""
         segments, before = self._segments(), self._replace("gated_delta", number)
-        rows = len(before)
-        k, q = (Columns(_one_hot(rows, column), 0) for column in next(self.columns))
+        rows, ones = len(before), mx.ones((len(before), 1))
+        k, q = (_one_hot(rows, column) for column in next(self.columns))
         y, self.token = gated_delta(
-            q, k, Columns(mx.full((rows, _WIDTH), number, _DTYPE), 0), mx.ones((rows, 1)),
-            mx.ones((rows, 1)), self.states["gated_delta"], mx.array(segments), self.token,
-            num_k_heads=1, max_seqlen=1,
+            q, k, _columns(rows, _WIDTH, number), given(ones, ones),
+            self.states["gated_delta"], mx.array(segments), self.token, num_k_heads=1, max_seqlen=1,
         )  # fmt: skip
         return y, before
 
@@ -239,30 +240,30 @@ class Graph:
     def _queries(self, rows: int) -> mx.array:
         return mx.ones((rows, self.sizes.num_heads, self.sizes.head_dim), _DTYPE)
 
-    def _new(self, rows: int, number: int) -> tuple[mx.array, mx.array]:
-        shape = rows, self.sizes.num_kv_heads, self.sizes.head_dim
-        return mx.zeros(shape, _DTYPE), mx.full(shape, number, _DTYPE)
-
     def _new_rows(self, rows: int, number: int) -> NewRows:
-        k, v = (Columns(a.reshape(rows, -1), 0) for a in self._new(rows, number))
-        q = Columns(self._queries(rows).reshape(rows, -1), 0)
-        rope = Rope(self.sizes.head_dim, False, 10_000.0, 1.0, None)
-        return NewRows(q, k, v, self.sizes.num_heads, rope, None, None)
+        heads, kv_heads, dim = self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.head_dim
+        q, k = _columns(rows, heads * dim, 1), _columns(rows, kv_heads * dim, 0)
+        rope = Rope(dim, False, 10_000.0, 1.0, None)
+        return NewRows(q, k, _columns(rows, kv_heads * dim, number), heads, rope, None, None)
 
     def _new_latents(self, rows: int, number: int) -> NewLatents:
         """Ones, whose norm has the weight `number`."""
-        heads = self.sizes.num_heads
-        sizes = heads * _ROPE, _RANK, _ROPE
+        heads, norm = self.sizes.num_heads, HeadNorm(mx.full((_RANK,), number, _DTYPE), 0.0)
         q, latent, k_pe = (
-            Columns(mx.full((rows, n), one, _DTYPE), 0)
-            for n, one in zip(sizes, (1, 1, 0), strict=True)
+            _columns(rows, heads * _ROPE, 1),
+            _columns(rows, _RANK, 1),
+            _columns(rows, _ROPE, 0),
         )
-        norm = HeadNorm(mx.full((_RANK,), number, _DTYPE), 0.0)
         return NewLatents(q, _ROPE, heads, latent, k_pe, norm, Rope(_ROPE, False, 1e4, 1.0, None))
 
 
-def _one_hot(rows: int, column: int) -> mx.array:
-    return mx.array(np.eye(_WIDTH, dtype=np.float32)[[column] * rows]).astype(_DTYPE)
+def _columns(rows: int, width: int, number: int) -> Columns:
+    return Columns(mx.full((rows, width), number, _DTYPE), 0)
+
+
+def _one_hot(rows: int, column: int) -> Columns:
+    one_hot = np.eye(_WIDTH, dtype=np.float32)[[column] * rows]
+    return Columns(mx.array(one_hot).astype(_DTYPE), 0)
 
 
 def build(sizes: Sizes, reads: Sequence[str] = READS) -> list[Read]:

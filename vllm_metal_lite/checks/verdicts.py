@@ -48,7 +48,7 @@ def remember(results: Sequence[CheckResult], found: Remembered | None = None) ->
 def _run(checks: Sequence[Check], known: Sequence[CheckResult]) -> list[CheckResult]:
     start = time.perf_counter()
     # Without a GPU, kernels run only in tests, where timing means nothing.
-    results = isolated.run(checks, _report, timed=not backend.is_cpu(), known=known)
+    results = list(isolated.results(checks, _report, timed=not backend.is_cpu(), known=known))
     seconds = time.perf_counter() - start
     logger.info(f"{len(checks)} checks of kernels took {seconds:.1f} s")
     return results

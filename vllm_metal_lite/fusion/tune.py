@@ -177,5 +177,5 @@ def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
     plan = step.plan
     if plan.decodes is not None:
         no_keys = mx.zeros_like(plan.decodes.seq_lens)
-        plan = replace(plan, decodes=replace(plan.decodes, seq_lens=no_keys))
-    return replace(step, slot_mapping=nowhere, plan=plan)
+        plan = plan._replace(decodes=plan.decodes._replace(seq_lens=no_keys))
+    return step._replace(slot_mapping=nowhere, plan=plan)

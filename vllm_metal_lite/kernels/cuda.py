@@ -10,8 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.envs import cache_folder
 from vllm_metal_lite.kernels.remembered import write_whole
-from vllm_metal_lite.kernels.source import FOLDER, cache_folder, strip_comments
+from vllm_metal_lite.kernels.source import FOLDER, strip_comments
 
 # Metal's index variables from CUDA's; `mx.fast.cuda_kernel` declares none.
 _CUDA_INDICES = """\

@@ -9,7 +9,14 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS, GemmPlan, multiplies_in_lanes
-from vllm_metal_lite.kernels.weights import Weight, inputs_of, readable, shape_of, spread_of
+from vllm_metal_lite.kernels.weights import (
+    Weight,
+    described,
+    inputs_of,
+    readable,
+    shape_of,
+    spread_of,
+)
 from vllm_metal_lite.specs import ExpertActivation, ExpertShape, WeightShape
 
 _PLAN = Kernel("expert_plan", ["indices", "num_live"], ["plan"])
@@ -98,7 +105,7 @@ def experts_problem(experts: Experts) -> str | None:
     """Why the kernels cannot serve these experts for rows of any type, or None if they can."""
     for part in experts.parts:
         if not readable(part.weight):
-            return f"the kernels do not read weights {_text(part.weight)}"
+            return f"the kernels do not read weights {described(part.weight)}"
     other = experts.up or experts.gate
     gate, up, down = experts.gate.weight, other.weight, experts.down.weight
     if gate.shape != up.shape or down.shape != (gate.shape[0], gate.shape[2], gate.shape[1]):
@@ -144,7 +151,7 @@ def expert_mlp(
         why = experts_problem(experts)
         raise ValueError(
             f"x {x.shape} {x.dtype} with indices {indices.shape} and experts "
-            f"{_text(experts.gate.weight)} must be of one 16-bit float type and depth, at most "
+            f"{described(experts.gate.weight)} must be of one 16-bit float type and depth, at most "
             f"{MAX_ROWS} rows, and have {_MAX_ELEMENTS} elements in all pairs"
             + (f": {why}" if why else "")
         )
@@ -277,8 +284,3 @@ def expert_sum(x: mx.array, weights: mx.array, dtype: mx.Dtype | None = None) ->
         [x, weights], template, (-(-x.shape[1] // (4 * threads)), rows, 1), threads,
         [(rows, x.shape[1])], [dtype or product],
     )[0]  # fmt: skip
-
-
-def _text(weight: Weight) -> str:
-    how = shape_of(weight).quantisation
-    return f"{weight.shape} {weight.dtype}" + (f" ({how})" if how else "")

@@ -1,11 +1,11 @@
-"""The gated delta rule over packed rows, and the recurrence that Mamba 2 shares with it."""
+"""The gated delta rule over packed rows, and Mamba 2's state space update, a form of it."""
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import TOKEN_SHAPE, head_size_problem, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.recurrence import Gates, Norm, given
-from vllm_metal_lite.kernels.segments import check_pool, columns_template
+from vllm_metal_lite.kernels.new_rows import Columns, columns_template
+from vllm_metal_lite.kernels.recurrence import Gates, Norm
+from vllm_metal_lite.kernels.segments import check_pool
 
 _GATED_DELTA = Kernel(
     "gated_delta",
@@ -32,60 +32,41 @@ def gated_delta(
     q: Columns,
     k: Columns,
     v: Columns,
-    gates: mx.array,
-    beta: mx.array,
+    gates: Gates,
     states: mx.array,
     segments: mx.array,
     token: mx.array,
     *,
     num_k_heads: int,
     max_seqlen: int,
+    norm: Norm | None = None,
+    skip: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The gated delta rule over N packed rows -> y (N, Hv, Dv), the token.
 
     For each row t of a segment and each head of v, with S the state (Dv, Dk):
 
-        S = S * gates[t];  S = S + beta[t] * (v[t] - S k[t]) k[t]^T;  y[t] = S q[t]
+        S = S * gate[t];  S = S + beta[t] * (v[t] - S k[t]) k[t]^T;  y[t] = S q[t]
 
-    q, k: num_k_heads heads of Dk, normalised and scaled by the caller; num_k_heads divides Hv.
-    v: Hv heads of Dv.  gates: float32, (N, Hv), or (N, Hv, Dk) for a gate per column of S (Kimi).
-    beta: (N, Hv).  states: the pool (slots, Hv, Dv, Dk) float32, written in place.  segments: from
-    `plan_segments`.  max_seqlen: rows of the longest segment; a step of single rows loads no tiles.
-    Neither max_seqlen nor how a prompt is cut changes the sums.  Sums are in float32, y is rounded
-    once, to the type of v.  Rows of padding give zeros.
+    skip (Hv,): the state space update instead, whose x, B and C are v, k and q:
+
+        S = S * gate[t];  S = S + beta[t] * v[t] k[t]^T;  y[t] = S q[t] + skip * v[t]
+
+    q, k: num_k_heads heads of Dk, normalised and scaled by the caller unless norm is given;
+    num_k_heads divides Hv.  v: Hv heads of Dv.  states: the pool (slots, Hv, Dv, Dk) float32,
+    written in place.  segments: from `plan_segments`.  max_seqlen: rows of the longest segment; a
+    step of single rows loads no tiles.  Neither max_seqlen nor how a prompt is cut changes the
+    sums.  Sums are in float32, y is rounded once, to the type of v.  Rows of padding give zeros.
 
     Raises ValueError unless Dk is a multiple of 16 up to 256 and Dv of 8 up to 1024, and for shapes
-    and types that do not fit together.  Source: Yang, Kautz and Hatamizadeh (2024), Gated Delta
-    Networks.
+    and types that do not fit together.  Sources: Yang, Kautz and Hatamizadeh (2024), Gated Delta
+    Networks; Dao and Gu (2024), Transformers are SSMs.
     """
-    made = given(gates, beta, len(v.array), states.shape[1], states.shape[-1])
-    return linear_recurrence(
-        q, k, v, made, None, states, segments, token,
-        num_k_heads=num_k_heads, max_seqlen=max_seqlen, delta=True,
-    )  # fmt: skip
-
-
-def fused_gated_delta(
-    q: Columns, k: Columns, v: Columns, gates: Gates, states: mx.array, segments: mx.array,
-    token: mx.array, *, num_k_heads: int, max_seqlen: int, norm: Norm | None,
-) -> tuple[mx.array, mx.array]:  # fmt: skip
-    """As `gated_delta`, with gates as `recurrence.py` says, and with q and k as the convolution
-    gives them: norm is what happens to them first."""
-    return linear_recurrence(
-        q, k, v, gates, None, states, segments, token,
-        num_k_heads=num_k_heads, max_seqlen=max_seqlen, delta=True, norm=norm,
-    )  # fmt: skip
-
-
-def linear_recurrence(
-    q: Columns, k: Columns, v: Columns, gates: Gates, skip: mx.array | None,
-    states: mx.array, segments: mx.array, token: mx.array,
-    *, num_k_heads: int, max_seqlen: int, delta: bool, norm: Norm | None = None,
-) -> tuple[mx.array, mx.array]:  # fmt: skip
-    """The recurrence with the delta rule's correction or without; skip: (Hv,) float32 or None."""
     rows, dtype = len(v.array), v.array.dtype
     _, v_heads, v_dim, k_dim = states.shape
     check_pool(states, (v_heads, v_dim, k_dim), mx.float32)
+    if skip is not None and skip.shape != (v_heads,):
+        raise ValueError(f"skip {skip.shape} is not ({v_heads},)")
     if v_heads % num_k_heads or not len(q.array) == len(k.array) == rows:
         raise ValueError(
             f"q of {len(q.array)} rows, k of {len(k.array)}, both of {num_k_heads} heads, and v of "
@@ -104,7 +85,7 @@ def linear_recurrence(
         **columns_template("v", v, v_heads * v_dim, dtype),
         **of_gates, **Norm.template(norm),
         "T": dtype, "K_HEADS": num_k_heads, "V_HEADS": v_heads, "K_DIM": k_dim, "V_DIM": v_dim,
-        "DELTA": delta, "SKIP": skip is not None, "TILES": tiles, "SIMDGROUPS": simdgroups,
+        "DELTA": skip is None, "SKIP": skip is not None, "TILES": tiles, "SIMDGROUPS": simdgroups,
     }  # fmt: skip
     y, token = _GATED_DELTA(
         [q.array, k.array, v.array, *arrays, unused() if skip is None else skip,

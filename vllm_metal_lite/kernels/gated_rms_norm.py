@@ -3,8 +3,7 @@
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.segments import columns_template
+from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
 _GATED_RMS_NORM = Kernel("gated_rms_norm", ["x", "z", "weight"], ["y"])
 

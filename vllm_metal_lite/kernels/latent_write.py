@@ -13,7 +13,7 @@ from vllm_metal_lite.kernels.common import (
     unused,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope, columns_template
 from vllm_metal_lite.kv.store import LayerSpec
 
 _LATENT_WRITE = Kernel(
@@ -70,17 +70,10 @@ def latent_write(
         "ROPE": v_row.dim, "BITS": store["BITS"], "K_GROUP": store["K_GROUP"],
         "V_GROUP": store["V_GROUP"], "Q_STRIDE": rows.stride, "EPS": bits(rows.norm.eps),
         **rope.template, "SIMDGROUPS": _SIMDGROUPS,
+        **columns_template("q", rows.q, (heads - 1) * rows.stride + v_row.dim, dtype),
+        **columns_template("l", rows.latent, k_row.dim, dtype),
+        **columns_template("p", rows.k_pe, v_row.dim, dtype),
     }  # fmt: skip
-    of_q = (heads - 1) * rows.stride + v_row.dim
-    columns = ("Q", rows.q, of_q), ("L", rows.latent, k_row.dim), ("P", rows.k_pe, v_row.dim)
-    for name, (array, start, _), size in columns:
-        width = array.shape[-1]
-        if not 0 <= start <= width - size or array.dtype != dtype:
-            raise ValueError(
-                f"columns {start} to {start + size} of an array of {width} columns of "
-                f"{array.dtype}, and the store is {dtype}"
-            )
-        template |= {f"{name}_WIDTH": width, f"{name}_START": start}
     freqs = unused() if rope.freqs is None else rope.freqs.astype(mx.float32)
     out, token = _LATENT_WRITE(
         [rows.q.array, rows.latent.array, rows.k_pe.array, weight, freqs, positions, slot_mapping,

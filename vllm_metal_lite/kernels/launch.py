@@ -79,14 +79,11 @@ class Kernel:
         store).  shapes, dtypes: of the outputs.
         """
         how = arrays, template, grid, threadgroup, shapes, dtypes
-        return self._launch_alone(*how) if _one_by_one.get() else self._launch(*how)
-
-    def _launch_alone(
-        self, arrays: Sequence[mx.array], template: Template, *how: Any
-    ) -> list[mx.array]:
+        if not _one_by_one.get():
+            return self._launch(*how)
         mx.eval(arrays)  # an error in here is not this kernel's
         try:
-            outputs = self._launch(arrays, template, *how)
+            outputs = self._launch(*how)
             mx.eval(outputs)
         except Exception as e:
             raise KernelError(registry.launched(self.name, template), e) from e

@@ -28,6 +28,20 @@ class Columns(NamedTuple):
     origin: Any = None
 
 
+def columns_template(name: str, columns: Columns, size: int, dtype: mx.Dtype) -> Template:
+    """Template values for `size` columns of the input `name`: NAME_WIDTH and NAME_START.
+
+    Raises ValueError if the columns lie outside their array or are not of dtype.
+    """
+    (array, start, _), width = columns, columns.array.shape[-1]
+    if not 0 <= start <= width - size or array.dtype != dtype:
+        raise ValueError(
+            f"{name} is columns {start} to {start + size} of {dtype}, "
+            f"but its array is {array.shape} {array.dtype}"
+        )
+    return {f"{name.upper()}_WIDTH": width, f"{name.upper()}_START": start}
+
+
 class Rope(NamedTuple):
     """The arguments of mx.fast.rope, and the factor of its input.
 
@@ -100,14 +114,8 @@ class NewRows(NamedTuple):
         k_dim, dtype = k_row.dim, k_row.dtype
         template = dict(_STILL if self.rope is None else self.rope.template)
         sizes = self.num_heads * k_dim, kv_heads * k_dim, kv_heads * v_row.dim
-        for name, (array, start, _), size in zip("QKV", self[:3], sizes, strict=True):
-            width = array.shape[-1]
-            if not 0 <= start <= width - size or array.dtype != dtype:
-                raise ValueError(
-                    f"{name.lower()} is columns {start} to {start + size} of an array of {width} "
-                    f"columns of {array.dtype}, and the store is {dtype}"
-                )
-            template |= {f"{name}_WIDTH": width, f"{name}_START": start}
+        for name, columns, size in zip("qkv", (self.q, self.k, self.v), sizes, strict=True):
+            template |= columns_template(name, columns, size, dtype)
         for name, norm in (("Q", self.q_norm), ("K", self.k_norm)):
             weight, eps = norm or (None, 0.0)
             template |= {

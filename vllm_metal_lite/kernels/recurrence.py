@@ -9,8 +9,7 @@ from typing import NamedTuple
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, unused
 from vllm_metal_lite.kernels.launch import Template
-from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.segments import columns_template
+from vllm_metal_lite.kernels.new_rows import Columns, columns_template
 
 _GIVEN, _SOFTPLUS, _BOUNDED, _TIME = range(4)  # as in metal/recurrence.h
 _LARGEST = 3e38  # for limits that are infinite: a compiler may assume that nothing is
@@ -75,19 +74,16 @@ class Gates(NamedTuple):
         return [_long(self.gates.array), _long(beta.array), *rest], template
 
 
-def given(gates: mx.array, beta: mx.array, rows: int, v_heads: int, k_dim: int) -> Gates:
-    """gates: (rows, v_heads) float32, or (rows, v_heads, k_dim).  beta: (rows, v_heads).
+def given(gates: mx.array, beta: mx.array) -> Gates:
+    """gates: (N, V) float32, or (N, V, K) for a gate per column of the state.  beta: (N, V).
 
     Raises ValueError for others.
     """
-    shape, vector = (rows, v_heads), gates.shape == (rows, v_heads, k_dim)
-    if not (vector or gates.shape == shape) or gates.dtype != mx.float32:
+    if gates.shape[:2] != beta.shape or gates.dtype != mx.float32:
         raise ValueError(
-            f"gates {gates.shape} {gates.dtype} are not {shape} or {(*shape, k_dim)} float32"
+            f"gates {gates.shape} {gates.dtype} are not {beta.shape}, as beta is, in float32"
         )
-    if beta.shape != shape:
-        raise ValueError(f"beta {beta.shape} is not {shape}")
-    return Gates(Columns(gates.reshape(rows, -1), 0), Columns(beta, 0), vector)
+    return Gates(Columns(gates.reshape(len(gates), -1), 0), Columns(beta, 0), gates.ndim == 3)
 
 
 def delta_gates(

@@ -64,19 +64,19 @@ _ROWS = (
         constants=("decode_fill", "min_split_context", "min_split_keys", "few_keys"),
     ),
     KernelRow(
-        "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.latents", "decode"
+        "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.decode", "decode"
     ),
     KernelRow(
         "merge_partitions",
         "contexts are not split",
-        "attention.merge",
+        "attention.decode",
         "merge",
         needs=("paged_decode", "latent_attention"),
     ),
     KernelRow(
         "latent_prefill",
         _GATHER,
-        "attention.latent_prompts",
+        "attention.prefill",
         "prompts",
         needs=("latent_attention",),
         form_of="latent_attention",
@@ -85,7 +85,7 @@ _ROWS = (
     KernelRow(
         "shared_prefix",
         "a shared prefix is read by each request",
-        "attention.share",
+        "attention.decode",
         "prefix",
         needs=("paged_decode",),
         constants=(
@@ -117,8 +117,8 @@ _ROWS = (
     KernelRow(
         "latent_write",
         "MLX's norm and rotation, and kv_write, are used",
-        "fused.write_latents",
-        "write_latents",
+        "fused.write",
+        "write",
     ),
     KernelRow("add_rms_norm", "MLX's sum and norm are used", "fused.add_norm", "add_norm"),
     KernelRow(

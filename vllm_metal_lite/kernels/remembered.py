@@ -11,6 +11,7 @@ from tempfile import NamedTemporaryFile
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.envs import cache_folder
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels import source
 
@@ -23,7 +24,7 @@ class Remembered:
     def __init__(self) -> None:
         identity = repr([backend.mlx_version(), backend.describe(), source.digest()])
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self.file = source.cache_folder() / f"kernels-{name}.json"
+        self.file = cache_folder() / f"kernels-{name}.json"
         self.known: dict[str, str] = {}
         with suppress(OSError, TypeError, ValueError):  # no file yet, or an unreadable one
             self.known = dict(json.loads(self.file.read_text(encoding="utf-8")))

@@ -13,8 +13,6 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.kernels.common import MIN_ELEMENTS
-from vllm_metal_lite.kernels.launch import Template
-from vllm_metal_lite.kernels.new_rows import Columns
 
 # As an initial slot: start from zeros.  As a slot to write: none.
 EMPTY = EMPTY_SLOT
@@ -67,17 +65,3 @@ def check_pool(states: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> Non
         raise ValueError(
             f"the pool of states is {states.shape} {states.dtype}, not (slots, {wanted}) {dtype}"
         )
-
-
-def columns_template(name: str, columns: Columns, size: int, dtype: mx.Dtype) -> Template:
-    """Template values for `size` columns of the input `name`: NAME_WIDTH and NAME_START.
-
-    Raises ValueError if the columns lie outside their array or are not of dtype.
-    """
-    (array, start, _), width = columns, columns.array.shape[-1]
-    if not 0 <= start <= width - size or array.dtype != dtype:
-        raise ValueError(
-            f"{name} is columns {start} to {start + size} of {dtype}, "
-            f"but its array is {array.shape} {array.dtype}"
-        )
-    return {f"{name.upper()}_WIDTH": width, f"{name.upper()}_START": start}

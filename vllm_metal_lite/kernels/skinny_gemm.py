@@ -8,6 +8,7 @@ from vllm_metal_lite.kernels.common import bits, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.weights import (
     Weight,
+    described,
     inputs_of,
     readable,
     shape_of,
@@ -148,7 +149,7 @@ def _check(
 ) -> None:
     if not fits(x, weight) or x.shape[1] != weight.shape[1] or odd:
         raise ValueError(
-            f"x {x.shape} {x.dtype} and weight {_text(weight)} must be of one 16-bit "
+            f"x {x.shape} {x.dtype} and weight {described(weight)} must be of one 16-bit "
             f"float type and depth, a multiple of 32, with at most {MAX_ROWS} rows of x"
             + ", and as many weights for gate as for up"
             * odd
@@ -163,8 +164,3 @@ def _check(
             raise ValueError(
                 f"the {name} must be {shape} {x.dtype}, not {array.shape} {array.dtype}"
             )
-
-
-def _text(weight: Weight) -> str:
-    how = shape_of(weight).quantisation
-    return f"{weight.shape} {weight.dtype}" + (f" ({how})" if how else "")

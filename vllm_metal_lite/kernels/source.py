@@ -10,8 +10,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-from vllm_metal_lite import envs
-
 MARKER = "// --- kernel body ---\n"
 
 _PACKAGE = Path(__file__).parents[1]
@@ -51,8 +49,3 @@ def _resolve(text: str) -> str:
         return _resolve((FOLDER / match[1]).read_text(encoding="utf-8"))
 
     return re.sub(r'^#include "(.+)"$', included, text, flags=re.MULTILINE)
-
-
-def cache_folder() -> Path:
-    """The folder for findings about the kernels, kept across processes."""
-    return envs.cache_folder()

@@ -79,6 +79,12 @@ def shape_of(weight: Weight) -> WeightShape:
     return WeightShape(outputs, depth, how)
 
 
+def described(weight: Weight) -> str:
+    """In an error message: shape, type and quantisation."""
+    how = shape_of(weight).quantisation
+    return f"{weight.shape} {weight.dtype}" + (f" ({how})" if how else "")
+
+
 def bits_of(shape: WeightShape) -> int:
     """Bits of a value, without its share of scales."""
     return shape.quantisation.bits if shape.quantisation else 16

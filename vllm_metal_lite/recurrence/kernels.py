@@ -8,7 +8,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, ForwardBatch
 from vllm_metal_lite.kernels.causal_conv import MAX_KERNEL_SIZE, causal_conv, plan_conv_tiles
 from vllm_metal_lite.kernels.common import MIN_ELEMENTS
-from vllm_metal_lite.kernels.gated_delta import fused_gated_delta, recurrence_problem
+from vllm_metal_lite.kernels.gated_delta import gated_delta, recurrence_problem
 from vllm_metal_lite.kernels.recurrence import (
     Gates,
     Norm,
@@ -18,7 +18,6 @@ from vllm_metal_lite.kernels.recurrence import (
     time_gates,
 )
 from vllm_metal_lite.kernels.segments import plan_segments
-from vllm_metal_lite.kernels.ssm import fused_ssm_update
 from vllm_metal_lite.kv.states import Key, StatePool
 from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, StateSpace
 from vllm_metal_lite.recurrence.columns import columns_of
@@ -68,14 +67,6 @@ class SegmentPlan(NamedTuple):
             2 if longest > 1 else 1,
         )
 
-    @property
-    def arrays(self) -> tuple[mx.array, mx.array]:
-        return self.segments, self.tiles
-
-    def with_arrays(self, arrays: tuple[mx.array, mx.array]) -> "SegmentPlan":
-        segments, tiles = arrays
-        return self._replace(segments=segments, tiles=tiles)
-
 
 class Ordered(Protocol):
     """What launches on one store share: each takes the token, and leaves the next one."""
@@ -106,7 +97,7 @@ class KernelRecurrence:
             q, k, norm = delta.q, delta.k, delta.norm
         else:
             (q, k), norm = delta.normalized, None
-        y, self.order.token = fused_gated_delta(
+        y, self.order.token = gated_delta(
             columns_of(q), columns_of(k), columns_of(delta.v), self._gates(delta),
             self.pool[key], self.plan.segments, self.order.token,
             num_k_heads=q.shape[-2], max_seqlen=self.plan.max_seqlen,
@@ -115,9 +106,8 @@ class KernelRecurrence:
         return y
 
     def _gates(self, delta: GatedDelta) -> Gates:
-        (rows, _, heads, _), k_dim = delta.v.shape, delta.k.shape[-1]
         if not self.fused:
-            return given(delta.gates.squeeze(1), delta.beta.squeeze(1), rows, heads, k_dim)
+            return given(delta.gates.squeeze(1), delta.beta.squeeze(1))
         b, scale = columns_of(delta.b), 2 if delta.allow_neg_eigval else 1
         if delta.is_vector:
             return column_gates(delta.gates.squeeze(1), b, beta_scale=scale)
@@ -127,17 +117,16 @@ class KernelRecurrence:
         )  # fmt: skip
 
     def state_space(self, key: Key, update: StateSpace) -> mx.array:
-        rows, _, heads, _ = update.x.shape
         if self.fused:
             limits = update.time_step_limit
             gates = time_gates(columns_of(update.dt), update.A_log, update.dt_bias, limits)
         else:
             steps = update.time_steps.squeeze(1)
             decays = mx.exp(steps * -mx.exp(update.A_log.astype(mx.float32)))
-            gates = given(decays, steps, rows, heads, update.b.shape[-1])
-        y, self.order.token = fused_ssm_update(
-            columns_of(update.x), columns_of(update.b), columns_of(update.c), gates, update.d,
+            gates = given(decays, steps)
+        y, self.order.token = gated_delta(
+            columns_of(update.c), columns_of(update.b), columns_of(update.x), gates,
             self.pool[key], self.plan.segments, self.order.token,
-            num_groups=update.b.shape[-2], max_seqlen=self.plan.max_seqlen,
+            num_k_heads=update.b.shape[-2], max_seqlen=self.plan.max_seqlen, skip=update.d,
         )  # fmt: skip
         return y

@@ -12,11 +12,11 @@ traced at once.  A variant with prompts is traced the second time.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Arrays, Attention, Step
+from vllm_metal_lite.attention.base import Attention, Step, arrays_of, with_arrays
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
@@ -25,7 +25,7 @@ from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
 _MAX_VARIANTS = 64
 
 State = list[mx.array]
-Forward = Callable[[Arrays, State], tuple[mx.array, State]]
+Forward = Callable[[list[mx.array], State], tuple[mx.array, State]]
 
 
 class CompiledSteps:
@@ -64,7 +64,7 @@ class CompiledSteps:
             forward = self._compile(step)
         _keep(self._variants, _key(step), forward)
         try:
-            result = forward(step.arrays, state)
+            result = forward(arrays_of(step), state)
         except Exception as e:  # models can fail to trace in any way
             self.reason = f"{type(e).__name__}: {one_line(e)}"
             self._variants.clear()
@@ -84,20 +84,14 @@ class CompiledSteps:
     def _compile(self, step: Step) -> Forward:
         # The closure keeps no array of this step.  Traced code must not read the batch.
         no_batch: Any = None
-        like = replace(step.with_arrays(_emptied(step.arrays)), batch=no_batch)
+        like = with_arrays(step._replace(batch=no_batch), repeat(mx.array(0)))
 
-        def forward(arrays: Arrays, state: State) -> tuple[mx.array, State]:
-            attention = self.attention.begin(like.with_arrays(arrays), state)
+        def forward(arrays: list[mx.array], state: State) -> tuple[mx.array, State]:
+            attention = self.attention.begin(with_arrays(like, arrays), state)
             logits = self.model(attention, attention.step.logits_indices, self.fusion)
             return logits, attention.state
 
         return mx.compile(forward)
-
-
-def _emptied(arrays: Arrays) -> Arrays:
-    if isinstance(arrays, (list, tuple)):
-        return type(arrays)(_emptied(a) for a in arrays)
-    return None
 
 
 def _key(step: Step) -> tuple:

@@ -10,7 +10,6 @@ place, so a step that fails may have changed some of them (`StatesLost`).
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -131,8 +130,8 @@ class ModelRunner:
     def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> Step:
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
         if not self.ranks.has_logits:  # any row: its evaluation is what sends the hidden states
-            step = replace(step, logits_indices=mx.zeros(1, mx.int32))
-        return step if after is None else replace(step, token_ids=after.complete(step))
+            step = step._replace(logits_indices=mx.zeros(1, mx.int32))
+        return step if after is None else step._replace(token_ids=after.complete(step))
 
     def _launch(
         self,

@@ -7,6 +7,7 @@ MLX's SDPA.  For latent models, `latent_attention` serves decodes and replaces `
 """
 
 from collections.abc import Collection
+from copy import copy
 
 import numpy as np
 
@@ -77,15 +78,10 @@ class KernelAttention:
             )
 
     def over(self, store: PagedStore) -> "KernelAttention":
-        """The same attention over another store."""
-        return KernelAttention(
-            store,
-            self.prefill,
-            self._head_groups,
-            without=self.without,
-            rows_as_decodes=self.rows_as_decodes,
-            latents=self.latents,
-        )
+        """The same attention over another store of the same layers."""
+        other = copy(self)
+        other.store = store
+        return other
 
     def new_state(self) -> list[mx.array]:
         state = [new_token()]
@@ -94,7 +90,7 @@ class KernelAttention:
 
     def prepare(self, batch: ForwardBatch, num_rows: int) -> Step:
         decodes = self._plan_decodes(batch, num_rows) if self._plan_decodes else None
-        first = decodes.count if decodes else 0
+        first = decodes.num_rows if decodes else 0
         prompts = None
         if first < batch.num_tokens:
             prompts = self._plan_prompts(batch, first, num_rows - first)

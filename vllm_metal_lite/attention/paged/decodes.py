@@ -1,12 +1,11 @@
 """The rows of a step that are attended to as decodes, and the prefix that these rows share."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Arrays
 from vllm_metal_lite.attention.paged.common_prefix import CommonPrefix, PrefixSearch
 from vllm_metal_lite.attention.paged.prompts import pad_tables, padded
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
@@ -17,11 +16,11 @@ from vllm_metal_lite.kernels.common import MIN_ELEMENTS
 from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan
 
 # Number of KV heads -> the plan of such layers.
-Plans = Mapping[int, DecodePlan]
+Plans = dict[int, DecodePlan]
 
 
 class Prefix(NamedTuple):
-    """length: the largest power of two within the prefix.  leader (1,), lens (count,): see
+    """length: the largest power of two within the prefix.  leader (1,), lens (num_rows,): see
     CommonPrefix.  plans: for the keys after the prefix."""
 
     length: int
@@ -30,40 +29,18 @@ class Prefix(NamedTuple):
     plans: Plans
 
 
-@dataclass(frozen=True)
-class Decodes:
-    """The first `count` rows of a step.  In a step of only decodes they include padded rows.
+class Decodes(NamedTuple):
+    """The first num_rows rows of a step.  In a step of only decodes they include padded rows.
 
-    block_tables (count, W), one per KV group; seq_lens (count,) int32, 0 for a padded row.  W and
-    the lengths of arrays are at least MIN_ELEMENTS.  plans: for all keys.
+    block_tables (num_rows, W), one per KV group; seq_lens (num_rows,) int32, 0 for a padded row.
+    W and the lengths of arrays are at least MIN_ELEMENTS.  plans: for all keys.
     """
 
-    count: int
+    num_rows: int
     block_tables: tuple[mx.array, ...]
     seq_lens: mx.array
     plans: Plans
     prefix: Prefix | None
-
-    @property
-    def variant(self) -> tuple:
-        """What a compiled step depends on beside `arrays`."""
-        if self.prefix is None:
-            return self.count, *self.plans.values()
-        plans = *self.plans.values(), *self.prefix.plans.values()
-        return self.count, self.prefix.length, *plans
-
-    @property
-    def arrays(self) -> Arrays:
-        prefix = self.prefix and (self.prefix.leader, self.prefix.lens)
-        return self.block_tables, self.seq_lens, prefix
-
-    def with_arrays(self, arrays: Arrays) -> "Decodes":
-        block_tables, seq_lens, of_prefix = arrays
-        prefix = self.prefix
-        if prefix is not None:
-            leader, lens = of_prefix
-            prefix = prefix._replace(leader=leader, lens=lens)
-        return replace(self, block_tables=tuple(block_tables), seq_lens=seq_lens, prefix=prefix)
 
 
 class DecodePlanner:

@@ -1,11 +1,12 @@
 """The prompts of a step, arranged for kernels that read the store in place."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from vllm_metal_lite.attention.base import Arrays, pad_rows
+from vllm_metal_lite.attention.base import pad_rows
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -26,8 +27,7 @@ def padded(rows: np.ndarray, num_rows: int) -> mx.array:
     return mx.array(pad_rows(rows, max(num_rows, MIN_ELEMENTS)))
 
 
-@dataclass(frozen=True)
-class VarlenPrompts:
+class VarlenPrompts(NamedTuple):
     """For `varlen_prefill`, or `latent_attention`: block_tables (S, W) per KV group, cu_seqlens_q
     (S+1,), seq_lens (S,).
 
@@ -57,20 +57,6 @@ class VarlenPrompts:
             mx.array(pad_rows(batch.seq_lens, segments)),
             {g: mx.array(plan_tiles(cu_seqlens_q, num_rows, g)) for g in sorted(head_groups)},
             repeats,
-        )
-
-    @property
-    def arrays(self) -> Arrays:
-        return self.block_tables, self.cu_seqlens_q, self.seq_lens, list(self.tiles.values())
-
-    def with_arrays(self, arrays: Arrays) -> "VarlenPrompts":
-        block_tables, cu_seqlens_q, seq_lens, tiles = arrays
-        return replace(
-            self,
-            block_tables=tuple(block_tables),
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            tiles=dict(zip(self.tiles, tiles, strict=True)),
         )
 
 

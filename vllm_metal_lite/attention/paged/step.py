@@ -1,15 +1,14 @@
 """Attention and K/V writes of one step, through the kernels of metal/."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import Call, Step
 from vllm_metal_lite.attention.heads import Heads, Latents, RotaryPart, same_rope
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.plan import PagedPlan
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
-from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.attention.sdpa.run import run_calls, take_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
@@ -25,17 +24,6 @@ from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, prefix_splits, s
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.recurrence.kernels import KernelRecurrence
 from vllm_metal_lite.specs import AttentionShape
-
-
-class _Call(NamedTuple):
-    """The arguments of `attend` that the kernels support."""
-
-    layer: int
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: mx.array | None
-    q_pe: mx.array | None
 
 
 class KernelStepAttention:
@@ -82,7 +70,7 @@ class KernelStepAttention:
         kept = [(spec.num_kv_heads, spec.k_head_dim), (spec.num_kv_heads, spec.v_head_dim)]
         if [(h.num_heads, h.head_dim) for h in (k, v)] != kept or q.head_dim != k.head_dim:
             return None
-        if v.norm or v.rope or not q.same_rotation(k) or not (k.rope or k.norm):
+        if v.norm or v.rope or not same_rope(q.rope, k.rope) or not (k.rope or k.norm):
             return None
         if any(h.columns.array.dtype != spec.dtype for h in (q, k, v)):
             return None
@@ -135,24 +123,12 @@ class KernelStepAttention:
         )  # fmt: skip
         return rows
 
-    def attend(
-        self,
-        layer: int,
-        q: mx.array | NewRows,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
-        q_pe: mx.array | None = None,
-        chunk: int | None = None,
-    ) -> mx.array:
-        if chunk is not None:
-            raise NotImplementedError("the kernels have no chunked attention")
+    def attend(self, layer: int, q: mx.array | NewRows, **how: Any) -> mx.array:
         decodes, prompts = self.plan.decodes, self.plan.prompts
         dtype, count = self.store.specs[layer].dtype, self.plan.num_decodes
-        q_pe = None if q_pe is None else q_pe.astype(dtype)
-        call = _Call(layer, scale, window, softcap, sinks, q_pe)
+        call = Call(layer, **how)
+        if call.q_pe is not None:
+            call = call._replace(q_pe=call.q_pe.astype(dtype))
         if isinstance(q, NewRows):
             assert decodes is not None, "new rows in a step without decodes"
             return self._decode(q, decodes, call)
@@ -166,7 +142,7 @@ class KernelStepAttention:
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return out.astype(q.dtype)
 
-    def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: "_Call") -> mx.array:
+    def _decode(self, q: mx.array | NewRows, decodes: Decodes, call: Call) -> mx.array:
         spec, seq_lens = self.store.specs[call.layer], decodes.seq_lens
         tables = decodes.block_tables[self.store.group_of[call.layer]]
         if call.q_pe is not None and isinstance(q, mx.array):
@@ -186,12 +162,12 @@ class KernelStepAttention:
         return out
 
     def _prefix(
-        self, q: mx.array | NewRows, tables: mx.array, decodes: Decodes, call: "_Call"
+        self, q: mx.array | NewRows, tables: mx.array, decodes: Decodes, call: Call
     ) -> SharedPrefix:
         spec, shared = self.store.specs[call.layer], decodes.prefix
         assert shared is not None
         num_heads = q.num_heads if isinstance(q, NewRows) else q.shape[1]
-        splits = prefix_splits(decodes.count, num_heads, spec.num_kv_heads, shared.length)
+        splits = prefix_splits(decodes.num_rows, num_heads, spec.num_kv_heads, shared.length)
         prefix = shared_prefix(
             q, tables, decodes.seq_lens, shared.leader, shared.lens, *self._kv(call.layer),
             self.token, block_size=self.store.block_size, scale=call.scale, softcap=call.softcap,
@@ -200,7 +176,7 @@ class KernelStepAttention:
         self.token = prefix.lse
         return prefix
 
-    def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: "_Call") -> mx.array:
+    def _varlen(self, q: mx.array, prompts: VarlenPrompts, call: Call) -> mx.array:
         tables = prompts.block_tables[self.store.group_of[call.layer]]
         spec = self.store.specs[call.layer]
         tiles = prompts.tiles[q.shape[1] // spec.num_kv_heads]
@@ -215,7 +191,7 @@ class KernelStepAttention:
         return out
 
     def _latents(
-        self, q: mx.array, q_pe: mx.array, where: Where, call: "_Call", splits: int = 1
+        self, q: mx.array, q_pe: mx.array, where: Where, call: Call, splits: int = 1
     ) -> mx.array:
         """where: block tables, cu_seqlens_q, seq_lens and tiles of decodes or of prompts."""
         out, self.token = latent_attention(
@@ -225,23 +201,12 @@ class KernelStepAttention:
         )  # fmt: skip
         return out
 
-    def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: "_Call") -> mx.array:
-        if call.q_pe is not None:
-            q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
-        limits = unfused(q.shape[1], q.shape[2], call.softcap)
+    def _sdpa(self, q: mx.array, prompts: SdpaPlan, call: Call) -> mx.array:
+        take = take_rows if "gather_rows" in self.without else gather_rows
         group = self.store.group_of[call.layer]
-        calls = prompts.calls(group, call.window, unfused=limits)
-        return run_calls(
-            calls,
-            q,
-            self._gather(call, calls),
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=call.sinks,
-            take=take_rows if "gather_rows" in self.without else gather_rows,
-        )
+        return run_calls(prompts, group, q, call, self._gather, take)
 
-    def _gather(self, call: "_Call", calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
+    def _gather(self, call: Call, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         spec = self.store.specs[call.layer]
         for slots, parts in calls.gathers:
             k, v, self.token = kv_gather(slots, *self._kv(call.layer), self.token, spec)

@@ -7,7 +7,6 @@ from itertools import accumulate
 import numpy as np
 
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import Arrays
 from vllm_metal_lite.attention.sdpa.fused import Unfused
 from vllm_metal_lite.attention.sdpa.gathers import joint_gathers
 from vllm_metal_lite.attention.sdpa.plan import Group, places, plan_groups
@@ -34,7 +33,7 @@ class DeviceGroup:
         self.group, self.window = group, window
         self._kv_slots, self._q_pos = mx.array(group.kv_slots), mx.array(group.q_pos)
         self._kv_pos = mx.array(group.kv_pos)
-        self._segments, self._kv_segments = map(on_device, (group.segments, group.kv_segments))
+        self._segments = on_device(group.segments)
         self._head_rows: dict[int, mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
@@ -72,8 +71,8 @@ class DeviceGroup:
         visible = kv_pos <= q_pos
         if self.window is not None:
             visible = visible & (kv_pos > q_pos - self.window)
-        if self._segments is not None and self._kv_segments is not None:
-            visible = visible & (self._segments[:, :, None] == self._kv_segments[:, None, first:])
+        if self._segments is not None:
+            visible = visible & (self._segments[:, :, None] == self._segments[:, None, first:])
         return visible[:, None]
 
 
@@ -131,10 +130,9 @@ class SdpaCalls:
 class SdpaPlan:
     """A batch cut into SDPA calls, once per step for each KV group, window and chunk of a layer.
 
-    A Plan without arrays: its calls differ between steps, so such a step is never compiled.
+    Its calls differ between steps, so such a step is never compiled.
     """
 
-    arrays: Arrays = None
     repeats = False
 
     def __init__(self, batch: ForwardBatch, num_rows: int) -> None:
@@ -168,6 +166,3 @@ class SdpaPlan:
             )  # fmt: skip
             self._plans[key] = SdpaCalls(planned, window, self.num_rows)
         return self._plans[key]
-
-    def with_arrays(self, arrays: Arrays) -> "SdpaPlan":
-        return self

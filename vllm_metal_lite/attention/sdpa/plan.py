@@ -37,10 +37,10 @@ class Group:
 
     q_rows (B, Lq): rows of the packed batch, padding repeats the last.
     kv_slots (B, Lk): slots of the store, padding repeats the first.  mask: None (all visible),
-    "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, the
-    segments of rows and keys).  num_visible: keys at the start that every row sees, or 0 if these
-    are fewer than half.  run: the segment and the first position of the keys, if they are keys of
-    one segment in a row.
+    "causal" (lower right) or "array" (from q_pos (B, Lq), kv_pos (B, Lk) and, in a pack, whose
+    rows and keys are the same, their segments).  num_visible: keys at the start that every row
+    sees, or 0 if these are fewer than half.  run: the segment and the first position of the keys,
+    if they are keys of one segment in a row.
     """
 
     q_rows: np.ndarray
@@ -50,7 +50,6 @@ class Group:
     mask: str | None
     num_visible: int = 0
     segments: np.ndarray | None = None
-    kv_segments: np.ndarray | None = None
     run: tuple[int, int] | None = None
 
 
@@ -257,7 +256,7 @@ def _packed(batch: ForwardBatch, pack: np.ndarray) -> Group:
     segments = np.repeat(pack, cu[pack + 1] - cu[pack]).astype(np.int32)[None]
     positions = batch.positions[rows]
     slots = batch.slot_mapping[rows]
-    return Group(rows, slots, positions, positions, "array", 0, segments, segments)
+    return Group(rows, slots, positions, positions, "array", segments=segments)
 
 
 def places(groups: list[Group], num_rows: int) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -6,10 +6,10 @@ segment may share blocks that another segment of the same step fills.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
-from vllm_metal_lite.attention.base import Step, make_step
+from vllm_metal_lite.attention.base import Call, Step, make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
-from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.attention.sdpa.run import run_calls
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
@@ -56,35 +56,18 @@ class ReferenceStepAttention:
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         self.store.write(layer, k, v, self.step.slot_mapping[self.store.group_of[layer]])
 
-    def attend(
-        self,
-        layer: int,
-        q: mx.array,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
-        q_pe: mx.array | None = None,
-        chunk: int | None = None,
-    ) -> mx.array:
-        if q_pe is not None:
-            q = mx.concatenate([q, q_pe], axis=-1)
-        calls = self.plan.calls(
-            self.store.group_of[layer], window, chunk, unfused(q.shape[1], q.shape[2], softcap)
-        )
-        gathered = self._gather(layer, calls, q_pe is not None)
-        return run_calls(calls, q, gathered, scale=scale, softcap=softcap, sinks=sinks)
+    def attend(self, layer: int, q: mx.array, **how: Any) -> mx.array:
+        call = Call(layer, **how)
+        return run_calls(self.plan, self.store.group_of[layer], q, call, self._gather)
 
-    def _gather(
-        self, layer: int, calls: SdpaCalls, latent: bool
-    ) -> Iterator[tuple[mx.array, mx.array]]:
+    def _gather(self, call: Call, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).
 
-        latent: keys are the latents concatenated with the rotary keys; values are the latents.
+        Of latent attention, keys are the latents concatenated with the rotary keys; values are the
+        latents.
         """
-        spec = self.store.specs[layer]
+        spec = self.store.specs[call.layer]
         for group in calls.groups:
-            k = spec.k_row.unpack(group.gather(self.store.keys[layer]))
-            v = spec.v_row.unpack(group.gather(self.store.values[layer]))
-            yield (mx.concatenate([k, v], axis=-1), k) if latent else (k, v)
+            k = spec.k_row.unpack(group.gather(self.store.keys[call.layer]))
+            v = spec.v_row.unpack(group.gather(self.store.values[call.layer]))
+            yield (k, v) if call.q_pe is None else (mx.concatenate([k, v], axis=-1), k)

@@ -6,7 +6,8 @@ products and softmax.
 
 from collections.abc import Callable, Iterable
 
-from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls
+from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.sdpa.calls import DeviceGroup, SdpaCalls, SdpaPlan
 from vllm_metal_lite.attention.sdpa.fused import unfused
 from vllm_metal_lite.backend import mx
 
@@ -22,28 +23,29 @@ def take_rows(rows: mx.array, index: mx.array) -> mx.array:
 
 
 def run_calls(
-    calls: SdpaCalls,
+    plan: SdpaPlan,
+    group: int,
     q: mx.array,
-    gathered: Iterable[tuple[mx.array, mx.array]],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
+    call: Call,
+    gather: Callable[[Call, SdpaCalls], Iterable[tuple[mx.array, mx.array]]],
     take: Take = take_rows,
 ) -> mx.array:
     """Attention of q (num_rows, H, D) -> (num_rows, H, Dv).
 
-    gathered: keys and values of each call, (B, num_kv_heads, Lk, head_dim).  take: selects rows
-    of queries and of results.
+    group: the layer's KV group.  call.q_pe: of the last num_rows rows.  gather: keys and values of
+    each SDPA call, (B, num_kv_heads, Lk, head_dim).  take: selects rows of queries and of results.
     """
-    outputs = []
+    if call.q_pe is not None:
+        q = mx.concatenate([q, call.q_pe[-len(q) :]], axis=-1)
+    limits = unfused(q.shape[1], q.shape[2], call.softcap)
+    calls, outputs = plan.calls(group, call.window, call.chunk, limits), []
     parts = calls.queries.cut(q if calls.q_rows is None else take(q, calls.q_rows))
-    limits = unfused(q.shape[1], q.shape[2], softcap)
-    for call, queries, (k, v) in zip(calls.groups, parts, gathered, strict=True):
-        if limits is None or limits.fuses(queries.shape[2], call.group.mask):
-            out = _sdpa(queries, k, v, scale=scale, mask=call.mask(q.dtype), sinks=sinks)
+    for one, queries, (k, v) in zip(calls.groups, parts, gather(call, calls), strict=True):
+        if limits is None or limits.fuses(queries.shape[2], one.group.mask):
+            mask = one.mask(q.dtype)
+            out = _sdpa(queries, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
         else:
-            out = _by_products(queries, k, v, call, scale, softcap, sinks)
+            out = _by_products(queries, k, v, one, call.scale, call.softcap, call.sinks)
         outputs.append(out.swapaxes(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return out if calls.place is None else take(out, calls.place)
