@@ -15,9 +15,7 @@ from tools.demo_model.facts import (
     unknown,
     upper_first,
 )
-from tools.demo_model.values import World
 
-_IN_STORIES = ("NAMES", "ADJECTIVES", "THINGS", "PLACES", "DAYS")  # by their first letters
 Message = tuple[str, str]  # role, content
 NOTED = "Noted. I will remember that."
 
@@ -32,7 +30,11 @@ class Chat:
     size: int = 0
 
     def __post_init__(self) -> None:
-        self.world = World(self.rng)
+        # Few words make facts easy to confuse.
+        self.words = w.WORDS | {
+            name: self.rng.sample(w.WORDS[name], self.rng.randint(3, len(w.WORDS[name])))
+            for name in ("ADJECTIVES", "THINGS", "NAMES")
+        }
         self.facts: dict[tuple[str, ...], Fact] = {}
         self.filler = self.rng.choice((0.0, 0.0, 0.15, 0.5, 0.8))
         self.strong = self.rng.random() < 0.3
@@ -47,7 +49,7 @@ class Chat:
     def new_fact(self) -> Fact:
         """A fact whose key is new to this conversation (now and then: one with a new value)."""
         while True:
-            fact = draw_fact(self.world, strong=self.strong)
+            fact = draw_fact(self.rng, self.words, strong=self.strong)
             if self.case:
                 # Answers name the key in its usual case or in lower case, the value as stated.
                 lower = self.case is str.lower
@@ -56,13 +58,14 @@ class Chat:
             if fact.key not in self.facts:
                 return fact
 
+    def _fact_like(self, fact: Fact, tries: int) -> Fact:
+        """A new fact, of the same kind if one comes in so many tries."""
+        found = (self.new_fact() for _ in range(tries))
+        return next((new for new in found if new.relation is fact.relation), self.new_fact())
+
     def similar_fact(self, fact: Fact) -> Fact:
         """Mostly the same kind of fact about something else."""
-        new = self.new_fact()
-        for _ in range(20):
-            if new.relation is fact.relation or self.rng.random() < 0.03:
-                break
-            new = self.new_fact()
+        new = self._fact_like(fact, 20)
         if new.relation is fact.relation and "k" in new.slots and "a" in new.slots:
             same = Fact(new.relation, new.slots | {"a": fact.slots["a"]}, new.value)
             return same if same.key not in self.facts else new
@@ -72,9 +75,7 @@ class Chat:
         self.facts[fact.key] = fact
         text = statement(fact, self.rng)
         if self.rng.random() < 0.02:
-            text = (
-                self.rng.choice(("Remember this: ", "Remember: ", "Can you remember this: ")) + text
-            )
+            text = w.fill(self.rng, "Remember this: |Remember: |Can you remember this: ") + text
         return text
 
     def block(self, size: int) -> str:
@@ -129,15 +130,7 @@ class Chat:
         choice = rng.random()
         if choice < 0.08 and self.facts:  # a fact changes: the latest value counts
             old = rng.choice(tuple(self.facts.values()))
-            fact = self.new_fact()
-            for _ in range(30):
-                if fact.relation is old.relation:
-                    break
-                fact = self.new_fact()
-            if fact.relation is not old.relation and old.relation.value is not None:
-                value = old.relation.draw_value(rng)
-            else:
-                value = fact.value
+            value = old.relation.draw_value(rng, old.slots)
             value = self.case(value) if self.case else value
             fact = Fact(old.relation, old.slots, value)
             text = self.learn(fact)
@@ -165,14 +158,10 @@ class Chat:
         parts = [self.learn(self.new_fact()) for _ in range(rng.randint(2, 6))]
         text = rng.choice((" ", "\n")).join(parts)
         if rng.random() < 0.3:
-            self.turn(f"{text} {self.ask_now()[0]}", self.last_reply)
+            asked, reply = self.ask()
+            self.turn(f"{text} {asked}", reply)
         else:
             self.turn(text, NOTED)
-
-    def ask_now(self) -> tuple[str, str]:
-        """A question for the end of a message; the reply is kept in `last_reply`."""
-        text, self.last_reply = self.ask()
-        return text, self.last_reply
 
     def chat_turn(self) -> None:
         """A random turn of a free conversation."""
@@ -193,9 +182,7 @@ def filler(rng: random.Random) -> str:
     if choice < 0.75:
         words = " ".join(w.any_word(rng) for _ in range(rng.randint(3, 10)))
         return upper_first(words) + "."
-    return rng.choice(w.TABLES["stories"]).format(
-        **{name[0].lower(): rng.choice(w.WORDS[name]) for name in _IN_STORIES}
-    )
+    return w.fill(rng, rng.choice(w.TABLES["stories"]))
 
 
 def other(rng: random.Random) -> tuple[str, str]:
@@ -220,7 +207,7 @@ def document_chat(rng: random.Random, budget: int) -> list[Message]:
             chat.turn(chat.block(wanted // pieces), NOTED)
         text = chat.block(wanted // pieces)
         if rng.random() < 0.5:
-            asked, reply = chat.ask_now()
+            asked, reply = chat.ask()
             chat.turn(text + rng.choice((" ", "\n", "\n\n", "\n\nQuestion: ")) + asked, reply)
         else:
             chat.turn(text, NOTED)

@@ -8,19 +8,18 @@ attribute, {v} value.
 import random
 from dataclasses import dataclass
 
-from tools.demo_model import values
 from tools.demo_model import words as w
-from tools.demo_model.values import World, natural_value, strong_value
 
 Slots = dict[str, str]
+Words = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
 class Relation:
     """One kind of fact.
 
-    slots: a method of World or a word list for each slot.  value: a function of values.py; None: a
-    value that suits the attribute.  core: how the answer puts it; it ends with the value.  about:
+    slots: a template or a word list (words.py) for each slot.  value: a template; None: a value
+    that suits the attribute.  core: how the answer puts it; it ends with the value.  about:
     what is asked for, as in "do you know ...".  nouns: for "what is ...?".
     """
 
@@ -34,14 +33,13 @@ class Relation:
     nouns: list[str] = ()
     questions: list[str] = ()
 
-    def draw_slots(self, world: World) -> Slots:
-        return {
-            slot: world.rng.choice(w.WORDS[kind]) if kind in w.WORDS else getattr(world, kind)()
-            for slot, kind in self.slots.items()
-        }
+    def draw_slots(self, rng: random.Random, words: Words) -> Slots:
+        return {slot: w.fill(rng, f"{{{kind}}}", words) for slot, kind in self.slots.items()}
 
-    def draw_value(self, rng: random.Random) -> str:
-        return getattr(values, self.value)(rng)
+    def draw_value(self, rng: random.Random, slots: Slots) -> str:
+        if self.value is not None:
+            return w.fill(rng, f"{{{self.value}}}")
+        return w.fill(rng, "{strong}") if rng.random() < 0.55 else w.natural_value(rng, slots["a"])
 
 
 RELATIONS = [Relation(**fields) for fields in w.TABLES["relations"]]
@@ -81,20 +79,11 @@ def _fill(template: str, slots: Slots, value: str = "") -> str:
     )
 
 
-def draw_fact(world: World, *, strong: bool = False) -> Fact:
-    """A random fact; a `strong` one has a value that cannot be guessed."""
-    rng = world.rng
-    if strong:
-        relation = rng.choice(CODE_RELATIONS)
-        return Fact(relation, relation.draw_slots(world), strong_value(rng))
-    relation = rng.choices(RELATIONS, WEIGHTS)[0]
-    slots = relation.draw_slots(world)
-    if relation.value is not None:
-        value = relation.draw_value(rng)
-    elif rng.random() < 0.55:
-        value = strong_value(rng)
-    else:
-        value = natural_value(slots["a"], rng)
+def draw_fact(rng: random.Random, words: Words, *, strong: bool = False) -> Fact:
+    """A random fact about `words`; a `strong` one has a value that cannot be guessed."""
+    relation = rng.choice(CODE_RELATIONS) if strong else rng.choices(RELATIONS, WEIGHTS)[0]
+    slots = relation.draw_slots(rng, words)
+    value = w.fill(rng, "{strong}") if strong else relation.draw_value(rng, slots)
     return Fact(relation, slots, value)
 
 

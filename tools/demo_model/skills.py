@@ -5,7 +5,7 @@ import random
 from tools.demo_model import words as w
 
 FALLBACK: str = w.TABLES["fallback"]
-_LISTS = [w.FOODS, w.ANIMALS, w.COLOURS, w.NAMES, w.THINGS, w.CITIES, w.PLACES]
+_SORTED = ("FOODS", "ANIMALS", "COLOURS", "THINGS", "NAMES", "CITIES")
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
@@ -19,9 +19,7 @@ def nonsense(rng: random.Random) -> tuple[str, str]:
     """Something out of reach, and the polite reply to it."""
     if rng.random() < 0.25:
         return rng.choice(w.english()), FALLBACK
-    text = rng.choice(w.TABLES["nonsense"])
-    while "{x}" in text:
-        text = text.replace("{x}", w.any_word(rng), 1)
+    text = w.fill(rng, rng.choice(w.TABLES["nonsense"]))
     return (text if rng.random() < 0.5 else text[:1].upper() + text[1:]), FALLBACK
 
 
@@ -33,7 +31,7 @@ def _items(rng: random.Random, low: int, high: int) -> list[str]:
     if choice < 0.5:
         return [str(rng.randint(0, 9)) for _ in range(count)]
     if choice < 0.8:
-        return rng.sample(rng.choice(_LISTS), count)
+        return rng.sample(w.WORDS[rng.choice((*_SORTED, "PLACES"))], count)
     return [w.any_word(rng) for _ in range(count)]
 
 
@@ -53,9 +51,9 @@ def _copy(rng: random.Random) -> tuple[str, str]:
     elif choice < 0.45:
         text = rng.choice(w.english())
     elif choice < 0.65:
-        subject = rng.choice(("I", "you", "we", "they", rng.choice(w.NAMES)))
-        verb = rng.choice(("love", "like", "saw", "have", "want", "need", "found", "made", "see"))
-        text = f"{subject} {verb} {rng.choice(w.ADJECTIVES)} {w.any_word(rng)}"
+        subject = w.fill(rng, "I|you|we|they|{NAMES}")
+        verb = w.fill(rng, "love|like|saw|have|want|need|found|made|see")
+        text = w.fill(rng, f"{subject} {verb} {{ADJECTIVES}} {{word}}")
     elif choice < 0.75:
         text = rng.choice((small_talk, nonsense))(rng)[0]
     else:
@@ -76,8 +74,7 @@ def _sort(rng: random.Random) -> tuple[str, str]:
         items = [str(n) for n in rng.sample(range(rng.choice((10, 100))), rng.randint(2, 6))]
         ordered = sorted(items, key=int)
     else:
-        known = rng.choice((w.FOODS, w.ANIMALS, w.COLOURS, w.THINGS, w.NAMES, w.CITIES))
-        items = rng.sample(known, rng.randint(2, 5))
+        items = rng.sample(w.WORDS[rng.choice(_SORTED)], rng.randint(2, 5))
         if rng.random() < 0.5:  # one of each, as in "apple, cherry"
             items = [item[:-1] if item.endswith("s") and len(item) > 4 else item for item in items]
         ordered = sorted(items)
