@@ -47,7 +47,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-cases",
         action="store_true",
-        help="run all cases, and the tests marked `thorough`",
+        help="run all cases, and the tests marked `long` or `thorough`",
+    )
+    parser.addoption(
+        "--long", action="store_true", help="run the tests marked `long`, and no others"
     )
 
 
@@ -58,12 +61,16 @@ def pytest_collection_modifyitems(config, items):
     paths = [TESTS / line for line in lines if not line.startswith("#")]
     if missing := [str(path) for path in paths if not path.exists()]:
         raise pytest.UsageError(f"slow.txt names what is not there: {', '.join(missing)}")
+    files = {item.path for item in items}
+    slow = {file for file in files if any(file.is_relative_to(path) for path in paths)}
     for item in items:
-        if any(item.path.is_relative_to(path) for path in paths):
+        if item.path in slow:
             item.add_marker(pytest.mark.slow)
     result = yield  # -k and -m
     if not config.getoption("all_cases"):
         dropped = {item for item in items if item.get_closest_marker("thorough")}
+        long = config.getoption("long")
+        dropped.update(i for i in items if (i.get_closest_marker("long") is not None) != long)
         one_in = config.getoption("one_in")
         dropped.update(most_of_many(items, one_in))
         try_fewer_examples(items, one_in)

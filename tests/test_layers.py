@@ -6,6 +6,7 @@ Read off the source, so imports inside of functions and for type checkers count 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -69,11 +70,16 @@ def _module(path: Path) -> str:
 
 
 FILES = {_module(path): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {module: ast.parse(path.read_text("utf-8")) for module, path in FILES.items()}
+
+
+# Read when a test runs: every worker of pytest-xdist imports this file.
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {module: ast.parse(path.read_text("utf-8")) for module, path in FILES.items()}
 
 
 def _imports(module: str) -> Iterator[Import]:
-    tree = TREES[module]
+    tree = trees()[module]
     checked = {
         id(node)
         for block in ast.walk(tree)
@@ -99,8 +105,13 @@ def _imports(module: str) -> Iterator[Import]:
             yield Import(module, target if own else name, node.lineno, own, id(node) in checked)
 
 
-IMPORTS = [found for module in FILES for found in _imports(module)]
-OWN = [found for found in IMPORTS if found.own]
+@cache
+def imports() -> list[Import]:
+    return [found for module in FILES for found in _imports(module)]
+
+
+def own() -> list[Import]:
+    return [found for found in imports() if found.own]
 
 
 def layer(module: str) -> str:
@@ -114,7 +125,7 @@ def test_every_module_has_a_layer():
 def test_imports_go_down():
     wrong = [
         str(found)
-        for found in OWN
+        for found in own()
         if layer(found.source) != layer(found.target)
         and HEIGHT[layer(found.source)] <= HEIGHT[layer(found.target)]
     ]
@@ -129,7 +140,7 @@ def test_no_circle_within_a_layer():
         return folder if "." in folder else module
 
     graph: dict[str, set[str]] = {}
-    for found in OWN:
+    for found in own():
         for name in (lambda module: module), node:
             source, target = name(found.source), name(found.target)
             if source != target:
@@ -140,14 +151,14 @@ def test_no_circle_within_a_layer():
 def test_what_is_below_the_backend_knows_no_mlx():
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in imports()
         if HEIGHT[layer(found.source)] < HEIGHT["backend"] and found.target.startswith(MLX)
     ]
     assert not wrong
 
 
 def test_mlx_has_one_door():
-    doors = {found.source for found in IMPORTS if found.target.startswith("mlx.core")}
+    doors = {found.source for found in imports() if found.target.startswith("mlx.core")}
     assert doors == {"backend"}
 
 
@@ -155,7 +166,7 @@ def test_who_imports_by_name():
     """`runner.build` takes the rooms that are there; the front doors load late what they need."""
     callers = {
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and getattr(node.func, "attr", getattr(node.func, "id", None))
@@ -166,7 +177,7 @@ def test_who_imports_by_name():
 
 def test_imports_for_type_checkers_are_few():
     """They hide a module that is in the wrong place, or a circle."""
-    found = {i.source for i in OWN if i.for_type_checkers}
+    found = {i.source for i in own() if i.for_type_checkers}
     assert found == FOR_TYPE_CHECKERS
-    others = {i for i in IMPORTS if i.for_type_checkers and not i.own}
+    others = {i for i in imports() if i.for_type_checkers and not i.own}
     assert all(layer(i.source) == "vllm_plugin" and i.target.startswith("vllm.") for i in others)

@@ -1,4 +1,4 @@
-"""vllm_metal_lite: a light Apple-Silicon backend for vLLM on MLX.
+"""A light LLM engine for Macs with Apple silicon, on MLX.
 
 Importing this package imports neither MLX, torch nor vLLM; what is named below is loaded when it
 is first used.

@@ -18,6 +18,8 @@ from tests.support.scripted_model import TASKS, call, text, write_scripted
 KINDS = ("claude", "codex", "opencode")
 ENDLESS = "word " * 20_000
 
+pytestmark = pytest.mark.long
+
 
 def script(kind: str, folder: Path, word: str, thoughts: str = "") -> list[dict]:
     """Read a file, edit it, run a command, and say so."""

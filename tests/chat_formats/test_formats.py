@@ -4,12 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.chat_text import TOOLS, check_cuts, check_splits, cut, parse
+from tests.support.chat_text import check_cuts, check_splits, cut, parse
 from tests.support.chat_writers import RAW_STRINGS, WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
 
 HERMES, QWEN_XML, PLAIN = FORMATS["hermes"], FORMATS["qwen3_coder"], FORMATS["plain"]
-
 
 ALL = pytest.mark.parametrize("name", list(WRITERS))
 CALLS = [
@@ -57,7 +56,7 @@ def test_a_call_of_an_unknown_tool_is_text(name):
     assert (said.text, said.calls) == (text, [])
 
 
-@ALL
+@MARKED
 def test_a_marker_without_a_call_is_text(name):
     form = FORMATS[name]
     for marker in form.call_starts:
@@ -82,6 +81,8 @@ def test_calls_and_markers_within_thoughts():
         said = check_splits(HERMES, text)
         assert (said.text, said.called) == ("Done.", [("now", {})])
         assert said.reasoning == f"I write {marker} here.\nMore."
+    said = check_splits(HERMES, f"<think>\nLate? {call}")
+    assert (said.reasoning, said.called) == ("Late?", [("now", {})])
 
 
 def test_answers_that_go_on_within_thoughts():
@@ -90,20 +91,9 @@ def test_answers_that_go_on_within_thoughts():
     assert not HERMES.is_thinking("")
 
 
-def test_a_call_within_thoughts():
-    call = ("now", {})
-    said = check_splits(HERMES, f"<think>\nLate? {WRITERS['hermes']([call])}")
-    assert said.reasoning == "Late?"
-    assert said.called == [call]
-
-
 @pytest.mark.parametrize("text", ["  a\n b  \n", "", "\n", "a"])
 def test_plain_text_is_passed_as_it_is(text):
     assert check_splits(PLAIN, text).text == text
-
-
-def test_special_tokens_that_are_no_markers_are_hidden():
-    assert parse(PLAIN, ["a", "<|x|>", "b"], hidden={"<|x|>"}).text == "ab"
 
 
 @pytest.mark.parametrize(
@@ -120,34 +110,27 @@ def test_json_calls_in_other_shapes(text):
     ]
 
 
-def test_arguments_that_are_no_json_are_passed_on_as_they_are():
-    text = '<tool_call>{"name": "read", "arguments": {\'path\': \'a\'}}</tool_call> b'
-    said = check_splits(HERMES, text)
-    assert [(c.name, c.text, c.is_whole) for c in said.calls] == [("read", "{'path': 'a'}", False)]
+@pytest.mark.parametrize(
+    ("behind", "arguments"),
+    [(", \"arguments\": {'path': 'a'}}", "{'path': 'a'}"), (" oh no", "oh no")],
+)
+def test_arguments_that_are_no_json_are_passed_on_as_they_are(behind, arguments):
+    said = check_splits(HERMES, f'<tool_call>{{"name": "read"{behind}</tool_call> b')
+    assert [(c.name, c.text, c.is_whole) for c in said.calls] == [("read", arguments, False)]
     assert said.text == "b"
 
 
-def test_a_call_that_goes_wrong_behind_its_name():
-    said = check_splits(HERMES, '<tool_call>{"name": "read" oh no</tool_call> b')
-    assert [(c.name, c.text, c.is_whole) for c in said.calls] == [("read", "oh no", False)]
-    assert said.text == "b"
-
-
-def test_values_follow_their_schema():
-    def value(name: str, text: str):
-        call = (
-            f"<tool_call><function=run><parameter={name}>{text}</parameter></function></tool_call>"
-        )
-        return check_splits(QWEN_XML, call).called[0][1][name]
-
-    assert value("cmd", "12") == "12"
-    assert value("cmd", "\n\na\n\n") == "\na\n"
-    assert value("dry", "True") is True
-    assert value("scale", "\n2\n") == 2
-    assert value("note", "null") is None
-    assert value("note", "5") == "5"
-    assert value("args", "\nnot json\n") == "not json"
-    assert value("other", "5") == "5"
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("cmd", "12", "12"), ("cmd", "\n\na\n\n", "\na\n"), ("dry", "True", True),
+        ("scale", "\n2\n", 2), ("note", "null", None), ("note", "5", "5"),
+        ("args", "\nnot json\n", "not json"), ("other", "5", "5"),
+    ],
+)  # fmt: skip
+def test_values_follow_their_schema(name, text, value):
+    call = f"<tool_call><function=run><parameter={name}>{text}</parameter></function></tool_call>"
+    assert check_splits(QWEN_XML, call).called == [("run", {name: value})]
 
 
 CUTS = st.lists(st.integers(0, 200))
@@ -213,7 +196,3 @@ def test_markers_that_say_nothing_are_dropped():
     assert (said.reasoning, said.text, said.called) == ("Which file?", "I look.", CALLS[:1])
     said = check_splits(FORMATS["minimax_m3"], "</mm:think>Yes.")
     assert (said.reasoning, said.text) == ("", "Yes.")
-
-
-def test_tools_are_named_once():
-    assert len({tool.name for tool in TOOLS}) == len(TOOLS)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.chat_text import check_splits, parse
 from vllm_metal_lite.chat_formats.detect import PLAIN
-from vllm_metal_lite.chat_formats.hermes import HERMES
+from vllm_metal_lite.chat_formats.json_markers import HERMES
 
 HIDDEN = ("<|a|>", "<|a|b>", "<pad>", "[X]")
 

@@ -1,32 +1,18 @@
 """Chat templates of real models: the format that they show reads the calls that they write."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.support.chat_text import check_splits, parse
+from tests.support.chat_text import check_splits
 from tests.support.real_parts import template, templates
 from tests.support.real_tokenizers import llama_cpp_templates
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import detect
-from vllm_metal_lite.chat_formats.tool import Tool
+from vllm_metal_lite.chat_formats.trial import ARGUMENTS, TOOL, reads, written_calls
 
-ARGUMENTS = {"path": "src/a b.txt", "limit": 3}
-# Some templates need a description of each parameter.
-TOOLS = (
-    Tool("read", "Read a file.", {
-        "type": "object",
-        "properties": {
-            "path": {"type": "string", "description": "Of the file."},
-            "limit": {"type": "integer", "description": "Lines."},
-        },
-        "required": ["path"],
-    }),
-    Tool("now", "The time."),
-)  # fmt: skip
 USER = {"role": "user", "content": "Read it."}
 
 MODELS = {
@@ -59,30 +45,6 @@ MODELS = {
 }
 
 
-def written(text: str, chat_format: ChatFormat) -> list[str]:
-    """What a template writes for an answer that calls: behind the generation prompt, or, where that
-    differs, behind the user's turn.  Arguments are an object, or else a string."""
-    adapt = chat_format.adapt or list
-    found, error = [], None
-    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
-        call = {
-            "id": "abcdefghi", "type": "function",
-            "function": {"name": "read", "arguments": arguments},
-        }  # fmt: skip
-        for content in ("", None):
-            answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-            try:
-                whole = _render(text, adapt([USER, answer]), False)
-                starts = [_render(text, [USER], generation) for generation in (True, False)]
-            except Exception as e:  # templates raise anything
-                error = e
-                continue
-            found += [whole[_num_common(start, whole) :] for start in starts]
-    if not found and error is not None:
-        raise error
-    return found
-
-
 def renderer(text: str) -> Callable[[list[dict], list[dict], bool], str]:
     """As a tokenizer with this template renders."""
 
@@ -96,20 +58,10 @@ def renderer(text: str) -> Callable[[list[dict], list[dict], bool], str]:
     return render
 
 
-def _render(text: str, messages: list[dict], generation: bool) -> str:
-    return renderer(text)(messages, [tool.for_template() for tool in TOOLS], generation)
-
-
-def _num_common(a: str, b: str) -> int:
-    both = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
-
-
-def reads(chat_format: ChatFormat, answer: str) -> bool:
-    said = parse(chat_format, answer, TOOLS)
-    return [(c.name, c.is_whole) for c in said.calls] == [("read", True)] and (
-        said.calls[0].arguments == ARGUMENTS
-    )
+def called(text: str, chat_format: ChatFormat) -> list[str]:
+    """The calls that a template writes and the format reads."""
+    answers = written_calls(renderer(text), chat_format.adapt)
+    return [answer for answer in answers if reads(chat_format, answer)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -117,8 +69,8 @@ def test_a_rendered_call_is_read_under_every_split(name):
     text = template(name)
     chat_format = detect(text, renderer(text))
     assert chat_format.name == MODELS[name]
-    answer = next(answer for answer in written(text, chat_format) if reads(chat_format, answer))
-    assert check_splits(chat_format, answer, tools=TOOLS).called == [("read", ARGUMENTS)]
+    answer = called(text, chat_format)[0]
+    assert check_splits(chat_format, answer, tools=[TOOL]).called == [(TOOL.name, ARGUMENTS)]
 
 
 def test_a_format_reads_what_its_template_writes_or_there_is_none():
@@ -128,12 +80,9 @@ def test_a_format_reads_what_its_template_writes_or_there_is_none():
         if "tool_calls" not in text:
             continue
         chat_format = detect(text, renderer(text))
-        try:
-            answers = [answer for answer in written(text, chat_format) if "read" in answer]
-        except Exception:
-            answers = []
-        if chat_format.has_calls and not any(reads(chat_format, answer) for answer in answers):
+        if chat_format.has_calls and not called(text, chat_format):
             unread.append(name)
+            answers = written_calls(renderer(text), chat_format.adapt)
             assert not any(ARGUMENTS["path"] in answer for answer in answers), name
         counts[chat_format.name if chat_format.has_calls else "none"] += 1
     assert counts.total() == 389
@@ -146,9 +95,8 @@ def test_templates_that_are_newer(name):
     text = llama_cpp_templates()[name]
     chat_format = detect(text, renderer(text))
     assert chat_format.name == name.lower().replace("-", "_")
-    answer = next(answer for answer in written(text, chat_format) if reads(chat_format, answer))
-    said = check_splits(chat_format, answer, tools=TOOLS)
-    assert said.called == [("read", ARGUMENTS)]
+    said = check_splits(chat_format, called(text, chat_format)[0], tools=[TOOL])
+    assert said.called == [(TOOL.name, ARGUMENTS)]
     prompt = renderer(text)([USER], [], True)
     assert chat_format.opens_reasoning(prompt) == (name == "Kimi-K3")
 
@@ -186,6 +134,7 @@ def test_templates_that_take_one_call_a_message(name):
     ]
     results = [{"role": "tool", "tool_call_id": f"c{i}", "content": f"result {i}"} for i in "12"]
     said = {"role": "assistant", "content": "", "tool_calls": calls}
-    whole = _render(text, detect(text).adapt([USER, said, *results]), True)
+    messages = detect(text).adapt([USER, said, *results])
+    whole = renderer(text)(messages, [TOOL.for_template()], True)
     places = [whole.index(part) for part in ('"path": "1"', "result 1", '"path": "2"', "result 2")]
     assert places == sorted(places)

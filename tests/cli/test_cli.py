@@ -10,43 +10,40 @@ from tests.support.cli_kit import COMMAND, SAFETY, model_folder, pipe
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli.main import main
 
-# As ("chat", ...) or ("generate", ...) each of these is one line on stderr and exit code 2.
-USAGE = [
-    [],
-    ["--bogus"],
-    ["bogus"],
-    ["chat", "--bogus"],
-    ["chat", "--block-size", "7"],
-    ["chat", "--block-size", "many"],
-    ["chat", "--num-blocks", "0"],
-    ["chat", "--dtype", "int4"],
-    ["chat", "--prefill-policy", "never"],
-    ["chat", "--memory-fraction", "nan"],
-    ["chat", "--temperature", "-1"],
-    ["chat", "--top-p", "0"],
-    ["chat", "--stop", ""],
-    ["chat", "--max-tokens", "0"],
-    ["launch", "claude", "--print", "--port", "0"],
-    ["generate"],
-    ["generate", "/nowhere/in.jsonl"],
-    ["generate", "/"],
-    ["generate", "/dev/null", "-o", "/nowhere/out.jsonl"],
-]
+# A command line, and what the one line on stderr says.
+USAGE = {
+    "": "", "bogus": "", "generate": "", "generate /": "", "generate /nowhere/in.jsonl": "",
+    "generate /dev/null -o /nowhere/out.jsonl": "",
+    "--nope": "there is no option --nope (see vllm-metal-lite --help)",
+    "chat --nope": "there is no option --nope (see vllm-metal-lite chat --help)",
+    "generate --nope": "there is no option --nope (see vllm-metal-lite generate --help)",
+    "chat --temprature=1": "there is no option --temprature: did you mean --temperature? (see "
+    "vllm-metal-lite chat --help)",
+    "chat a b": "unrecognized arguments: b (see vllm-metal-lite chat --help)",
+    "chat --block-size 7": "--block-size", "chat --block-size many": "--block-size",
+    "chat --num-blocks 0": "--num-blocks", "chat --dtype int4": "--dtype",
+    "chat --prefill-policy never": "--prefill-policy", "chat --memory-fraction nan": "--memory",
+    "chat --temperature -1": "--temperature", "chat --top-p 0": "--top-p",
+    "chat --stop=": "--stop", "chat --max-tokens 0": "--max-tokens",
+    "launch claude --print --port 0": "argument --port: must be an integer from 1 to",
+}  # fmt: skip
 
 
-def test_help_is_instant_and_shows_examples():
+@pytest.mark.parametrize("command", [(), ("chat",), ("generate",), ("bench",), ("serve",)])
+def test_help_is_instant_and_shows_examples(command):
     script = (
         "import sys; from vllm_metal_lite.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as e: assert not e.code\n"
-        "assert not {'mlx', 'numpy', 'transformers'} & set(sys.modules)"
+        "assert not {'mlx', 'numpy', 'transformers', 'uvicorn', 'starlette'} & set(sys.modules)"
     )
-    for command in (), ("chat",), ("generate",), ("bench",):
-        done = subprocess.run(
-            [sys.executable, "-c", script, *command, "--help"], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert "examples:" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command, "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+    for default in ("127.0.0.1", "8000", "32", "256", "10", "5") if "serve" in command else ():
+        assert f"(default: {default})" in " ".join(done.stdout.split())
 
 
 def test_version(capsys):
@@ -56,12 +53,12 @@ def test_version(capsys):
     assert __version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", USAGE, ids=" ".join)
-def test_a_bad_command_line_is_one_line_and_2(argv, capsys):
-    assert main(argv) == 2
+@pytest.mark.parametrize("line", USAGE)
+def test_a_bad_command_line_is_one_line_and_2(line, capsys):
+    assert main(line.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: ")
+    assert err.startswith(f"error: {USAGE[line]}")
     assert err.count("\n") == 1
 
 
@@ -92,6 +89,14 @@ def test_a_bad_model_is_one_line_and_1(tmp_path, capsys):
         assert lines[1].startswith("error: ")
         assert str(name) in lines[1]
         assert not out_file.exists()
+
+
+@pytest.mark.parametrize(("command", "flags"), [("serve", ["--port", "0"]), ("doctor", [])])
+def test_a_model_that_is_not_there(command, flags, tmp_path, capsys):
+    assert main([command, str(tmp_path / "none"), *flags]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" or command == "doctor"  # which describes the machine first
+    assert err.splitlines()[-1].startswith(f"error: {tmp_path / 'none'}: no such folder")
 
 
 def test_a_pipe_gets_the_error_and_nothing_else(tmp_path, capsys, monkeypatch):

@@ -20,7 +20,7 @@ class Screen(io.StringIO):
 
 def shown(monkeypatch, stream) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
-    with log.shown(), log.progress():
+    with log.shown():
         for i in (1, 2):
             logger.info(f"checking, {i} of 2", extra={"transient": True})
         logger.info("took 2 s")
@@ -43,37 +43,23 @@ def test_a_file_gets_warnings_only(monkeypatch):
     assert shown(monkeypatch, io.StringIO()) == "warning: a kernel hangs\n"
 
 
-def test_information_that_is_marked_is_printed(monkeypatch):
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
+def test_information_that_is_marked_is_printed(capsys):
     with log.shown():
         logger.info("a model is loaded", extra={"shown": True})
         logger.info("a detail", extra={"shown": False})
-    assert stream.getvalue() == "a model is loaded\n"
-
-
-def test_a_line_of_progress_is_no_longer_than_the_terminal_is_wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
-    screen = Screen()
-    monkeypatch.setattr(sys, "stderr", screen)
-    with log.shown(), log.progress():
-        logger.info("word " * 20, extra={"transient": True})
-    assert all(len(part) < 20 for part in screen.getvalue().split("\r\x1b[K"))
+    assert capsys.readouterr().err == "a model is loaded\n"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_begins_a_line(monkeypatch, error):
-    screen = Screen()
-    monkeypatch.setattr(sys, "stderr", screen)
-
-    def start() -> None:
-        with log.shown(), log.progress():
-            logger.info("checking", extra={"transient": True})
-            raise error
-
-    with pytest.raises(error):
-        start()
-    assert screen.getvalue().endswith("\r\x1b[K")
+def test_a_line_of_progress_fits_the_terminal_and_goes_with_an_error(monkeypatch, error):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    with pytest.raises(error), log.shown():  # noqa: PT012
+        log.progress("word " * 20)
+        raise error
+    *_, line, end = screen.getvalue().split("\r\x1b[K")
+    assert 0 < len(line) < 20
+    assert end == ""
 
 
 def test_the_log_is_as_it_was_afterwards(monkeypatch):

@@ -132,82 +132,58 @@ def test_the_estimate_of_a_step_is_near_the_measurement(folders, name):
     assert measured / 3 < estimate < measured * 3
 
 
-def broken_json(path: Path) -> None:
-    (path / "config.json").write_text('{"model_type": "lla')
+def with_code(config: bytes) -> str:
+    return json.dumps({**json.loads(config), "model_file": "x.py"})
 
 
-def pointer(path: Path) -> None:
-    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid x\n")
+# Weights of another model: a header with its length, and three floats.
+OTHER = b'{"x":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
+OTHER = len(OTHER).to_bytes(8, "little") + OTHER + bytes(12)
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+SHARDS = {"a": WEIGHTS, "b": "model-00002-of-00002.safetensors"}
+# Files of the folder: what they become, None for a file that is missing; and the reason.
+BROKEN = {
+    "cut JSON": ({"config.json": '{"model_type": "lla'}, "not readable as JSON"),
+    "pointer": (
+        {WEIGHTS: "version https://git-lfs.github.com/spec/v1\noid x\n"},
+        "is a git-lfs pointer",
+    ),
+    "unknown": (
+        {"config.json": '{"model_type": "nothing_like_it"}'},
+        "Model type nothing_like_it not supported",
+    ),
+    "refused": (
+        {"config.json": '{"model_type": "plamo3"}'},
+        "plamo3 is not supported: its decoding",
+    ),
+    "cut weights": ({WEIGHTS: lambda data: data[: len(data) // 2]}, ""),
+    "garbage": ({WEIGHTS: b"\xff" * 100}, ""),
+    "other weights": ({WEIGHTS: OTHER}, "parameters"),
+    "no weights": ({WEIGHTS: None}, "no model*.safetensors"),
+    "missing shard": (
+        {INDEX: json.dumps({"weight_map": SHARDS})},
+        "1 of its 2 files of weights are missing, such as model-00002",
+    ),
+    "odd index": ({INDEX: "[]"}, f"{INDEX}: not readable"),
+    "no tokenizer": ({"tokenizer.json": None, "tokenizer_config.json": None}, "tokenizer"),
+    "own code": (
+        {"config.json": with_code, "x.py": "raise SystemExit('ran')"},
+        "set --trust-remote-code to run it",
+    ),
+}
 
 
-def unknown(path: Path) -> None:
-    (path / "config.json").write_text('{"model_type": "nothing_like_it"}')
-
-
-def refused(path: Path) -> None:
-    (path / "config.json").write_text('{"model_type": "plamo3"}')
-
-
-def cut(path: Path) -> None:
-    data = (path / "model.safetensors").read_bytes()
-    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
-
-
-def garbage(path: Path) -> None:
-    (path / "model.safetensors").write_bytes(b"\xff" * 100)
-
-
-def other_weights(path: Path) -> None:
-    mx.save_safetensors(str(path / "model.safetensors"), {"x": mx.zeros(3)}, {"format": "mlx"})
-
-
-def no_weights(path: Path) -> None:
-    (path / "model.safetensors").unlink()
-
-
-def missing_shard(path: Path) -> None:
-    weight_map = {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}
-    index = path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-
-
-def odd_index(path: Path) -> None:
-    (path / "model.safetensors.index.json").write_text("[]")
-
-
-def no_tokenizer(path: Path) -> None:
-    (path / "tokenizer.json").unlink()
-    (path / "tokenizer_config.json").unlink()
-
-
-def own_code(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "model_file": "x.py"}))
-    (path / "x.py").write_text("raise SystemExit('ran')")
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (broken_json, "not readable as JSON"),
-        (pointer, "is a git-lfs pointer"),
-        (unknown, "Model type nothing_like_it not supported"),
-        (refused, "plamo3 is not supported: its decoding"),
-        (cut, ""),
-        (garbage, ""),
-        (other_weights, "parameters"),
-        (no_weights, "no model*.safetensors"),
-        (missing_shard, "1 of its 2 files of weights are missing, such as model-00002"),
-        (odd_index, "model.safetensors.index.json: not readable"),
-        (no_tokenizer, "tokenizer"),
-        (own_code, "set --trust-remote-code to run it"),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else "",
-)
-def test_a_broken_folder_is_listed_with_the_reason(folders, tmp_path, damage, reason):
+@pytest.mark.parametrize("damage", BROKEN)
+def test_a_broken_folder_is_listed_with_the_reason(folders, tmp_path, damage):
     path = tmp_path / "broken"
     shutil.copytree(folders / "tiny" / "llama", path)
-    damage(path)
+    files, reason = BROKEN[damage]
+    for name, content in files.items():
+        content = content((path / name).read_bytes()) if callable(content) else content
+        if content is None:
+            (path / name).unlink()
+        else:
+            (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     entry = entries(tmp_path)["broken"]
     assert not entry.supported
     assert entry.problem

@@ -12,16 +12,10 @@ from tests.support import broken_machine
 from tests.support.miscompiled import miscompile, seeming_gpu
 from vllm_metal_lite import devices
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import (
-    floors,
-    generation,
-    isolated,
-    ordering,
-    verdicts,
-)
+from vllm_metal_lite.checks import floors, generation, isolated, ordering, verdicts
 from vllm_metal_lite.checks.ordering import Outcome
 from vllm_metal_lite.checks.result import CheckResult, Speed
-from vllm_metal_lite.cli import doctor, doctor_time
+from vllm_metal_lite.cli import doctor, machine
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.specs import AttentionShape, KernelUse, Rotation, WeightShape
 
@@ -59,11 +53,6 @@ def test_a_model_is_described_on_a_cpu_too(capsys):
     assert model["kv_store_tokens"] >= model["max_model_len"]
 
 
-def test_a_bad_model_is_one_line_and_1(capsys, tmp_path):
-    assert run(str(tmp_path / "none")) == 1
-    assert "no such folder" in capsys.readouterr().err
-
-
 def test_the_report_is_the_json(capsys, tmp_path):
     file = tmp_path / "report.json"
     assert run("--report", str(file), "--json") == 0
@@ -80,7 +69,7 @@ def test_a_report_that_cannot_be_written_is_refused_first(capsys, tmp_path, monk
 
 
 def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor.platform, "node", lambda: "adas-mac")
+    monkeypatch.setattr(machine.platform, "node", lambda: "adas-mac")
     model = tmp_path / "secret"
     model.mkdir()
     report = {
@@ -88,7 +77,7 @@ def test_a_report_has_no_names_of_the_user(monkeypatch, tmp_path):
         "checks": [{"failure": f"{Path.home()}/x.metal of {model} on adas-mac: bad"}],
         "problems": ("plain",),
     }
-    found = doctor._without_names(report, str(model))
+    found = machine.without_names(report, str(model))
     assert found["checks"][0]["failure"] == "~/x.metal of MODEL on HOST: bad"
     assert found["machine"] == {"chip": "Apple"}
 
@@ -182,37 +171,46 @@ def no_work(a_gpu, monkeypatch):
     return found
 
 
-def test_a_slow_kernel_is_right_and_a_report_is_asked_for(no_work, capsys):
-    first, *rest = no_work["results"]
-    slow = next(r for r in rest if r.kernel == "paged_decode")
-    rest[rest.index(slow)] = replace(slow, speed=Speed(1e-3, 1e-4))
-    no_work["results"] = [first, *rest]
-    assert run() == 0
-    out = capsys.readouterr().out
-    assert "1,000 us, its alternative 100 us" in out
-    assert "SLOW: right, and 10.0 times slower than its alternative" in out
-    assert "uses the alternative where that is faster; please open an issue" in out
-    assert "all is right, but something is slow" in out
+def a_slow_kernel(found):
+    number = next(i for i, r in enumerate(found["results"]) if r.kernel == "paged_decode")
+    found["results"][number] = replace(found["results"][number], speed=Speed(1e-3, 1e-4))
 
 
-def test_slow_reads_are_said_beside_a_copy(no_work, capsys):
-    no_work["floors"] = [
+def slow_reads(found):
+    found["floors"] = [
         floors.Floor("a copy", None, 100e9, {}),
         floors.Floor("decodes", "paged_decode", 10e9, {"a copy": 100e9, "MLX's": 80e9}),
         floors.Floor("a product", None, 30e9, {"a copy": 100e9}),
     ]
-    assert run() == 0
-    out = capsys.readouterr().out
-    assert "10 GB/s, 10 % of a copy\n  SLOW: 8.0 times slower than a copy and MLX's" in out
-    assert "SLOW: 3.3 times slower than a copy\n  This is MLX alone" in out
 
 
-def test_launches_out_of_order_are_a_problem(no_work, capsys):
-    no_work["order"] = [Outcome("one", 9, None), Outcome("all", 9, "read 3 saw 1")]
-    assert run() == 1
+def launches_out_of_order(found):
+    found["order"] = [Outcome("one", 9, None), Outcome("all", 9, "read 3 saw 1")]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (a_slow_kernel, 0, [
+            "1,000 us, its alternative 100 us",
+            "SLOW: right, and 10.0 times slower than its alternative",
+            "uses the alternative where that is faster; please open an issue",
+            "all is right, but something is slow",
+        ]),
+        (slow_reads, 0, [
+            "10 GB/s, 10 % of a copy\n  SLOW: 8.0 times slower than a copy and MLX's",
+            "SLOW: 3.3 times slower than a copy\n  This is MLX alone",
+        ]),
+        (launches_out_of_order, 1, [
+            "Order:     WRONG, all: read 3 saw 1", "use `--attention reference`"
+        ]),
+    ],
+)  # fmt: skip
+def test_what_is_found_is_said(no_work, capsys, change, code, words):
+    change(no_work)
+    assert run() == code
     out = capsys.readouterr().out
-    assert "Order:     WRONG, all: read 3 saw 1" in out
-    assert "use `--attention reference`" in out
+    assert [text for text in words if text not in out] == []
 
 
 @pytest.mark.parametrize("is_tie", [True, False])
@@ -227,11 +225,18 @@ def test_other_tokens_are_a_problem_unless_they_tie(no_work, capsys, is_tie):
     assert ("use `--attention reference`" in out) == (not is_tie)
 
 
+def forbid(monkeypatch, *parts):
+    """Fail if any of these parts begins."""
+    works = {"floors": floors, "ordering": ordering, "answers": generation}
+    names = {"floors": "measure", "ordering": "stress", "answers": "compare"}
+    for part in parts:
+        monkeypatch.setattr(works[part], names[part], lambda *_: pytest.fail("must not begin"))
+
+
 def test_after_a_hang_no_graph_with_that_kernel_is_run(no_work, monkeypatch, capsys):
     hung = replace(no_work["results"][0], failure="hangs: no result after 60 s", ended=True)
     no_work["results"][0] = hung
-    for module, name in ((ordering, "stress"), (floors, "measure")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it would hang"))
+    forbid(monkeypatch, "ordering", "floors")
     assert run() == 1
     out = capsys.readouterr().out
     assert "hangs: no result after 60 s" in out
@@ -286,24 +291,13 @@ def test_a_hang_costs_its_deadline_once(a_gpu, monkeypatch, capsys):
 # The time
 
 
-class Clock:
-    """Goes on by one second for each check that begins."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def slow_checks(a_gpu, monkeypatch):
     """Each check takes a second of an injected clock.  Returns the checks that were run."""
-    clock, tried = Clock(), []
-    monkeypatch.setattr(doctor, "Budget", lambda seconds: doctor_time.Budget(seconds, clock))
+    tried = []
+    monkeypatch.setattr(doctor, "monotonic", lambda: len(tried))
 
     def check(check, timed):
-        clock.now += 1
         tried.append(check)
         return CheckResult(check, 0.0, 1.0)
 
@@ -316,7 +310,7 @@ def slow_checks(a_gpu, monkeypatch):
 def test_the_checks_keep_to_their_share_of_the_time(slow_checks, capsys, tmp_path):
     file = tmp_path / "report.json"
     assert run("--seconds", "30", "--report", str(file)) == 0
-    assert len(slow_checks) == 30 * doctor_time.CHECKS_SHARE
+    assert len(slow_checks) == 30 * doctor.CHECKS_SHARE
     report, out = json.loads(file.read_text()), capsys.readouterr().out
     total = report["not_tried"]["of_checks"]
     left = total - len(slow_checks)
@@ -337,22 +331,22 @@ def test_each_kernel_is_tried_once_first(slow_checks):
 
 
 def test_answers_need_the_checks_of_their_model(slow_checks, monkeypatch, capsys):
-    monkeypatch.setattr(generation, "compare", lambda *_: pytest.fail("its start would check"))
+    forbid(monkeypatch, "answers")  # its start would check
     assert run("--seconds", "5") == 0
     assert "Answers:   not tried for time; --full tries all" in capsys.readouterr().out
 
 
 def test_no_part_begins_when_the_time_is_over(no_work, monkeypatch, capsys):
-    monkeypatch.setattr(doctor.Budget, "is_used", lambda self, share=1.0: share == 1.0)
-    for module, name in ((ordering, "stress"), (floors, "measure"), (generation, "compare")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(doctor.Examination, "is_over", lambda self, share=1.0: share == 1.0)
+    forbid(monkeypatch, "ordering", "floors", "answers")
     report = report_of(capsys)
     assert report["not_tried"]["parts"] == ["floors", "ordering", "answers"]
     assert report["problems"] == []
 
 
-def test_full_has_no_limit():
-    assert not doctor_time.Budget(None, iter([0.0, 1e9]).__next__).is_used()
+def test_full_has_no_limit(monkeypatch):
+    monkeypatch.setattr(doctor, "monotonic", iter([0.0, 1e9]).__next__)
+    assert not doctor.Examination({}, None, print).is_over()
 
 
 def test_full_adds_shapes(no_work, monkeypatch):

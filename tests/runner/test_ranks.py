@@ -110,6 +110,7 @@ def one_rank(name):
 
 
 @needs_compiler
+@pytest.mark.long
 def test_ranks_with_kernels_answer_as_one_rank_without():
     """Chunked, mixed, preempted, with shared prefixes, one step ahead.  A kernel that is wrong on
     one rank is used by none.  Products and experts of few rows follow rank 0's timing."""

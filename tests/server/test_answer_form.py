@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_metal_lite.chat_formats.detect import PLAIN
-from vllm_metal_lite.chat_formats.hermes import HERMES
+from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 from vllm_metal_lite.server.answer_form import answer_form
 from vllm_metal_lite.server.errors import ApiError

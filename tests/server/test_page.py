@@ -60,6 +60,16 @@ def answer_with(page, *deltas, usage=None, finish="stop"):
     )
 
 
+def lasting_samples(page):
+    """Let the sample requests run until they are stopped, however slow the browser is."""
+
+    def longer(route):
+        body = route.request.post_data_json
+        route.continue_(post_data=json.dumps({**body, "max_tokens": 3000}))
+
+    page.route("**/v1/completions", longer)
+
+
 # Without a browser
 
 
@@ -626,6 +636,7 @@ def test_samples_can_be_sent_and_ended(show, running):
     page = shown.page
     expect(page.locator("#chat")).to_be_hidden()
     expect(page.locator("#timeline")).to_be_visible()
+    lasting_samples(page)
     page.click("#samples")
     expect(page.locator("#requests li")).to_have_count(18)
     page.click("#samples")
@@ -699,6 +710,7 @@ def test_a_laptop_shows_the_engine_whole(show, width):
     if width < 1440:
         page.click("#engine-toggle")
     expect(page.locator("#legend li")).to_have_count(4)
+    lasting_samples(page)
     page.click("#samples")
     expect(page.locator("#requests li")).to_have_count(18)
     expect(page.locator("#requests li").nth(4)).to_be_in_viewport(ratio=1)

@@ -61,11 +61,10 @@ def stopped(pid: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("number", "group", "code"),
     [
-        (signal.SIGTERM, False, 0),
-        (signal.SIGTERM, True, 0),
-        (signal.SIGINT, True, 130),
+        pytest.param(signal.SIGTERM, False, 0, id="SIGTERM", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, True, 0, id="SIGTERM to all"),
+        pytest.param(signal.SIGINT, True, 130, id="Ctrl-C", marks=pytest.mark.long),
     ],
-    ids=["SIGTERM", "SIGTERM to all", "Ctrl-C"],
 )
 def test_the_answers_under_way_are_finished(tmp_path, number, group, code):
     with up(tmp_path, "--drain", str(SAFETY)) as (command, client), ExitStack() as streams:

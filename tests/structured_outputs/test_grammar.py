@@ -8,9 +8,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import validate
+from llguidance import LLTokenizer
 
 from tests.support.guided import allowed, walk
 from tests.support.json_schemas import schemas
@@ -18,7 +19,7 @@ from vllm_metal_lite.errors import SamplingError
 from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.structured_outputs.build import build
-from vllm_metal_lite.structured_outputs.compiler import check
+from vllm_metal_lite.structured_outputs.compiler import Compiler, check
 from vllm_metal_lite.structured_params import StructuredOutputsParams
 
 
@@ -54,20 +55,12 @@ PERSON = {
 
 
 @given(schema=schemas, seed=st.integers(0, 1000), bare=st.booleans())
+@example(schema=PERSON, seed=1, bare=True)
+@example(schema=PERSON, seed=2, bare=False)
 def test_answers_of_random_schemas_are_valid(tokenizer, schema, seed, bare):
     text = draw(tokenizer, seed, json=schema, disable_any_whitespace=bare)
     if text is not None:
         validate(json.loads(text), schema)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_json_of_a_schema(tokenizer, seed):
-    text = draw(tokenizer, seed, json=PERSON, disable_any_whitespace=True)
-    if text is not None:
-        value = json.loads(text)
-        assert value["kind"] in ("cat", "dog")
-        assert len(value["name"]) <= 5
-        assert value.keys() <= {"name", "age", "kind"}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -227,6 +220,7 @@ def test_a_model_without_a_tokenizer():
         build(params, None, 10, [1])
 
 
+PROPERTIES = {f"p{i}": {"type": "null"} for i in range(3000)}
 HOSTILE = {
     "characters": ({"regex": "a" * 2_000_000}, "2000000 characters"),
     "choices": ({"choice": ["abcdefgh" * 10] * 10_000}, "800000 characters"),
@@ -234,15 +228,7 @@ HOSTILE = {
     "gbnf": ({"grammar": "root ::= r0\n" + 'r0 ::= "a"\n' * 600}, "602 lines, and at most 500"),
     "nesting": ({"regex": "(" * 90_000 + "a" + ")" * 90_000}, "regex"),
     "json": ({"json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "recursion"),
-    "properties": (
-        {
-            "json": {
-                "type": "object",
-                "properties": {f"p{i}": {"type": "null"} for i in range(3000)},
-            }
-        },
-        "json: ",
-    ),
+    "properties": ({"json": {"type": "object", "properties": PROPERTIES}}, "json: "),
 }
 
 
@@ -261,16 +247,12 @@ def chain(count: int) -> dict:
     return {"$defs": {**parts, f"a{count}": {"type": "null"}}, "$ref": "#/$defs/a0"}
 
 
+RULES = "".join(f"r{i}: r{i + 1}\n" for i in range(3500))
+
+
 @pytest.mark.parametrize(
     "form",
-    [
-        {"json": chain(1500)},
-        {
-            "grammar": "start: r0\n"
-            + "".join(f"r{i}: r{i + 1}\n" for i in range(3500))
-            + 'r3500: "a"'
-        },
-    ],
+    [{"json": chain(1500)}, {"grammar": f'start: r0\n{RULES}r3500: "a"'}],
     ids=["json", "grammar"],
 )
 def test_long_chains_of_references_do_not_overflow_the_stack(tokenizer, form):
@@ -322,3 +304,11 @@ def test_forms_pass_through_a_pipe():
 
 def test_ids_of_tokens_are_not_checked_without_a_model():
     check(StructuredOutputsParams(grammar='start: <[151657]> "a" <[200000-200005]>'))
+
+
+def test_few_grammars_are_kept_compiled():
+    """A short regex may hold much memory."""
+    compiler = Compiler(LLTokenizer("byte"))
+    for length in range(20):
+        compiler.compile(StructuredOutputsParams(regex=f"a{{{100 + length}}}"))
+    assert len(compiler._compiled) == 8

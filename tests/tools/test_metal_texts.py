@@ -3,12 +3,15 @@
 import subprocess
 import sys
 
+import pytest
+
 from metal.host import mlx_source
 from vllm_metal_lite.kernels import source
 
 TOOL = "tools.prove.metal_texts"
 
 
+@pytest.mark.long
 def test_every_kernel_is_written_with_the_prelude(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", TOOL, tmp_path / "new"], capture_output=True, text=True, check=True

@@ -1,26 +1,24 @@
 """Write docs/models.md: run every architecture of mlx-lm through the conformance suite."""
 
-import re
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
 
 import tests.conftest  # noqa: F401  (the CPU, before anything imports MLX)
 from tests.support.arch_configs import CANNOT_RUN, CONFIGS
-from tests.support.conformance import HITS, TOLERANCE, Result, check
+from tests.support.conformance import TOLERANCE, Result, check
 
 ROOT = Path(__file__).resolve().parents[2]
 
 PATH = ROOT / "docs" / "models.md"
 
 _PAGE = Path(__file__).with_name("models_page.md")
-_MODES = ("packed", "chunked", "mixed", "preempted")
-_COLUMNS = ("architecture", "keeps", "attention", "recurrent", *_MODES)
-_COLUMNS += ("engine", "prefix cache", "error")
+_INDENT = "  "  # of a list's further lines
 
 
 def render(results: list[Result]) -> str:
-    """The page."""
-    passed = [r for r in results if r.status in ("passed", "failed")]
+    """The page; a configuration that fails is not on it."""
+    passed = [r for r in results if r.status == "passed"]
     refused = [r for r in results if r.status == "refused"]
     cannot = [r for r in results if r.status == "cannot run"]
 
@@ -32,18 +30,18 @@ def render(results: list[Result]) -> str:
         f"work, {modules(refused)} are refused when they are loaded, mlx-lm itself cannot run "
         f"{modules(cannot)} on the CPU."
     )
-    parts = [
-        f"| {' | '.join(_COLUMNS)} |",
-        "|" + " --- |" * len(_COLUMNS),
-        *(row(r) for r in sorted(passed, key=lambda r: r.name.lower())),
-        "",
-    ]
+    lists: dict[str, list[str]] = {}
+    for r in sorted(passed, key=lambda r: r.name.lower()):
+        lists.setdefault(head(r), []).append(r.name)
+    parts = []
+    for kind, names in sorted(lists.items(), key=lambda item: (-len(item[1]), item)):
+        text = f"- {kind}: {', '.join(names)}"
+        parts.append(textwrap.fill(text, 118, subsequent_indent=_INDENT, break_on_hyphens=False))
+    parts.append("")
     # The loader says "... is not supported: why".
     why_refused = {_module(r): r.reason.partition("not supported: ")[2] for r in refused}
-    why_off = {r.name: f"{r.no_prefix_cache}." for r in passed if r.no_prefix_cache}
     why_not = {m: CANNOT_RUN.get(m, r.reason) for r in cannot for m in [_module(r)]}
     for title, reasons in (
-        ("Without a prefix cache", why_off),
         ("Refused when loaded", why_refused),
         ("What mlx-lm itself cannot run on the CPU", why_not),
     ):
@@ -54,19 +52,21 @@ def render(results: list[Result]) -> str:
     )
 
 
-def without_errors(page: str) -> str:
-    """The page but for its measured numbers."""
-    return re.sub(r"\| [0-9.e+-]+ \|$", "| |", page, flags=re.MULTILINE)
+def head(r: Result) -> str:
+    """What the list of a configuration begins with."""
+    notes = {
+        "attention by segment": r.attention == "by segment",
+        "recurrent layers by runs": r.recurrent == "by runs",
+        "no prefix cache": bool(r.no_prefix_cache),
+    }
+    return "; ".join([f"**{r.state}**", *(note for note, holds in notes.items() if holds)])
 
 
-def row(r: Result) -> str:
-    """The table's row of a configuration that runs."""
-    works = {mode for mode, error in r.errors.items() if error < TOLERANCE}
-    hits = HITS & set(r.errors)
-    prefix = "off" if not hits else "yes" if works >= hits else "no"
-    marks = ["yes" if mode in works else "no" for mode in (*_MODES, "engine")]
-    cells = [r.name, r.state, r.attention, r.recurrent, *marks, prefix, f"{r.worst:.0e}"]
-    return f"| {' | '.join(cells)} |"
+def listed(page: str) -> dict[str, set[str]]:
+    """The configurations of each list of the page, by its head."""
+    lines = page.replace(f"\n{_INDENT}", " ").splitlines()
+    lists = (line.removeprefix("- ").split(": ") for line in lines if line.startswith("- **"))
+    return {kind: set(names.split(", ")) for kind, names in lists}
 
 
 def _module(r: Result) -> str:

@@ -22,7 +22,7 @@ BUDGET = {
     ),
     "tools": (("tools/**/*.py", "tools/*", "tools/dev/*.sh"), 7_350, 6_000),
     "tests": (("tests/**/*.py",), 46_300, 42_000),
-    "docs": (("docs/*.md",), 4_000, 3_200),
+    "docs": (("docs/*.md",), 3_200, 3_200),
 }
 
 

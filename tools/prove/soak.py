@@ -9,9 +9,9 @@ while, heads that drip, two further models with room for one of them, and a mode
 cut.  Resident memory of the server and of the first model's process is read every 10 seconds.  The
 buffers that MLX has freed and keeps are taken off the engine's: they grow with each size that MLX
 meets, up to a limit of MLX's own, for longer than the soak.  Fails if a reply is wrong, if /status
-is not clean at the end, or if memory or open files grow: the median of the last quarter may be at
-most 3 % + 4 MiB, or 4 files, above that of the second quarter.  The first quarter warms up.  Prints
-a table.
+is not clean at the end, or if memory or open files grow: the median memory of the last quarter may
+be at most 3 % + 4 MiB above that of the second quarter (the first quarter warms up), and 4 files
+more than before the first client may be open after the last one.  Prints a table.
 """
 
 import argparse
@@ -184,8 +184,8 @@ class Soak:
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
-    def growth(self) -> list[str]:
-        """What has grown."""
+    def growth(self, opened: list[int], left: list[int]) -> list[str]:
+        """What has grown.  opened, left: files before the first client, and after the last."""
         quarter = max(len(self.rows) // 4, 1)
         grown = []
         print("| process | MiB, second quarter | MiB, last quarter | limit |")
@@ -199,12 +199,10 @@ class Soak:
             print(f"| {name} | {before:.1f} | {after:.1f} | {limit:.1f} |")
             if after > limit:
                 grown.append(f"{name}: {before:.1f} MiB became {after:.1f}, limit {limit:.1f}")
-        for name, column in (("server", 5), ("engine", 6)):
-            files = [row[column] for row in self.rows]
-            before, after = map(statistics.median, (files[quarter : 2 * quarter], files[-quarter:]))
-            print(f"Open files of the {name}: {before:.0f}, then {after:.0f}")
-            if after > before + ALLOWED_FILES:
-                grown.append(f"{name}: {before:.0f} open files became {after:.0f}")
+        print(f"Open files of the server and the engine: {opened}, then {left}")
+        for first, last in zip(opened, left, strict=True):
+            if last > first + ALLOWED_FILES:
+                grown.append(f"{first} open files became {last}")
         return grown
 
 
@@ -227,13 +225,14 @@ async def soak(url: str, pid: int, args: argparse.Namespace) -> int:
     crowd = await prepare(url, 24)
     status = await get(url, "/status")
     running = Soak(url, (pid, status["models"][0]["pid"]), crowd)
+    files = [num_fds(pid) for pid in running.pids]
     await running.run(60 * args.minutes, args.clients)
     wrong = crowd.faults[:20]
     if left := await until(lambda: unclean(url), 30):
         wrong.append(f"/status still shows {left}")
     metrics = (await get(url, "/status"))["models"][0]["metrics"]
     print(f"{dict(crowd.counts)}; {metrics['preemptions']:,} preemptions")
-    wrong += running.growth()
+    wrong += running.growth(files, [num_fds(pid) for pid in running.pids])
     print("\n".join(wrong) or "nothing is wrong")
     return 1 if wrong else 0
 

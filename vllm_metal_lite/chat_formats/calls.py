@@ -13,7 +13,10 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class CallWriter:
-    """The calls of an answer.  is_open: a call has begun and not ended."""
+    """The calls of an answer.  is_open: a call has begun and not ended.
+
+    Arguments come as the text of one JSON object, or one by one: then `names` has those so far.
+    """
 
     def __init__(
         self, reader: Reader, tools: Sequence[Tool], emit: Callable[[Event], None]
@@ -21,6 +24,7 @@ class CallWriter:
         self._reader, self._emit = reader, emit
         self._tools = {tool.name: tool for tool in tools}
         self.is_open = False
+        self.names: list[str] = []
         self._parts: list[str] = []  # of the arguments
 
     def knows(self, name: Any) -> bool:
@@ -31,9 +35,8 @@ class CallWriter:
         """A call's name is read.  Raises Malformed for a tool that the request does not have."""
         if not self.knows(name):
             raise Malformed
-        self._emit(ToolCall(name, call_id))
-        self.is_open, self._parts = True, []
-        self._reader.taken = ""  # the call is no text any longer
+        self._send(ToolCall(name, call_id))
+        self.is_open, self.names, self._parts = True, [], []
         return self._tools[name]
 
     def arguments(self, text: str) -> None:
@@ -41,23 +44,45 @@ class CallWriter:
         self._reader.taken = ""
         if text:
             self._parts.append(text)
-            self._emit(Arguments(text))
+            self._send(Arguments(text))
+
+    def key(self, name: str) -> None:
+        """The name of the next argument; its value follows."""
+        self.arguments(f"{', ' if self.names else '{'}{_encode(name)}: ")
+        self.names.append(name)
+
+    def value(self, value: Any) -> None:
+        """A whole value."""
+        self.arguments(_encode(value))
+
+    def quote(self) -> None:
+        """A string begins or ends."""
+        self.arguments('"')
+
+    def string_piece(self, text: str) -> None:
+        self.arguments(_encode(text)[1:-1])
 
     def end(self) -> None:
         """The call's arguments are complete."""
-        if not self._parts:
-            self.arguments("{}")
+        if self.names or not self._parts:
+            self.arguments("}" if self.names else "{}")
         try:
             is_whole = isinstance(loads("".join(self._parts)), dict)
         except Malformed:
             is_whole = False
-        self._close(is_whole)
+        self._send(ToolCallEnd(is_whole))
+        self.is_open = False
 
     def cut(self) -> None:
         """The text ended, or went wrong, within the call."""
         if not self._parts:
             self.arguments("{")  # clients take no text for an empty object
-        self._close(False)
+        self._send(ToolCallEnd(False))
+        self.is_open = False
+
+    def _send(self, event: Event) -> None:
+        self._emit(event)
+        self._reader.taken = ""  # what is read so far is a call, and no text any longer
 
     def guard(self, reading: Reading[None], ends: Sequence[str]) -> Reading[None]:
         """Read a call.  If it goes wrong behind its name, all up to one of `ends` that is not
@@ -85,50 +110,22 @@ class CallWriter:
         more = True
         while more:
             yield from self.guard(read(), (call_end, end))
-            yield from reader.skip_space()
             more = yield from reader.has(start)
         yield from reader.has(end)
 
-    def _close(self, is_whole: bool) -> None:
-        self._emit(ToolCallEnd(is_whole))
-        self.is_open = False
-        self._reader.taken = ""
 
-
-class ObjectWriter:
-    """Arguments that a format writes one by one, as one JSON object."""
-
-    def __init__(self, calls: CallWriter) -> None:
-        self._calls, self.names = calls, list[str]()
-
-    def key(self, name: str) -> None:
-        self._calls.arguments(f"{', ' if self.names else '{'}{_encode(name)}: ")
-        self.names.append(name)
-
-    def value(self, value: Any) -> None:
-        """A whole value."""
-        self._calls.arguments(_encode(value))
-
-    def string_start(self) -> None:
-        self._calls.arguments('"')
-
-    def string_piece(self, text: str) -> None:
-        self._calls.arguments(_encode(text)[1:-1])
-
-    def string_end(self) -> None:
-        self._calls.arguments('"')
-
-    def end(self) -> None:
-        self._calls.arguments("}" if self.names else "{}")
-        self._calls.end()
+def json_list(reader: Reader, calls: CallWriter, name_key: str = "name") -> Reading[None]:
+    """Calls as a JSON list of objects, each as `json_call` reads it."""
+    yield from reader.expect("[")
+    more = True
+    while more:
+        yield from json_call(reader, calls, name_key, end="]")
+        more = yield from reader.has(",")
+    yield from reader.expect("]")
 
 
 def json_call(
-    reader: Reader,
-    calls: CallWriter,
-    name_key: str = "name",
-    argument_keys: Sequence[str] = ("arguments", "parameters"),
-    end: str = "",
+    reader: Reader, calls: CallWriter, name_key: str = "name", end: str = ""
 ) -> Reading[None]:
     """A call as a JSON object with a name and arguments, in any order; other keys are ignored.
 
@@ -144,22 +141,20 @@ def json_call(
         if key == name_key and not calls.is_open:
             calls.begin((yield from reader.json()))
             calls.arguments("".join(early))
-        elif key in argument_keys and not done:
+        elif key in ("arguments", "parameters") and not done:
             yield from json_arguments(reader, calls.arguments if calls.is_open else early.append)
             done = True
         else:
             yield from reader.json()
-        if (yield from reader.peek()) == ",":
-            reader.take(1)
-        elif reader.rest[:1] != "}":
+        if not (yield from reader.has(",")) and reader.rest[:1] != "}":
             if done and end and (yield from reader.follows((end,))):
                 break
             raise Malformed
     if not calls.is_open:
         raise Malformed
     calls.end()
-    while (yield from reader.peek()) == "}":
-        reader.take(1)
+    while (yield from reader.has("}")):
+        pass
 
 
 def json_arguments(reader: Reader, pass_on: Callable[[str], None]) -> Reading[None]:

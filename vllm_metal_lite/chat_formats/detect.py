@@ -3,23 +3,26 @@
 from collections.abc import Container, Sequence
 
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.chat_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_1
 from vllm_metal_lite.chat_formats.gemma import FUNCTION_GEMMA, GEMMA_4
 from vllm_metal_lite.chat_formats.glm import GLM_4_5, GLM_4_7, LONGCAT_2
 from vllm_metal_lite.chat_formats.harmony import HARMONY
-from vllm_metal_lite.chat_formats.hermes import HERMES
-from vllm_metal_lite.chat_formats.hunyuan import HUNYUAN
 from vllm_metal_lite.chat_formats.invoke_xml import DEEPSEEK_V3_2, DEEPSEEK_V4, MINIMAX_M2
 from vllm_metal_lite.chat_formats.json_markers import (
     COHERE,
     GRANITE_3,
+    HERMES,
+    LLAMA_3,
     LONGCAT,
     NEMOTRON,
     TOOL_CALLS,
 )
-from vllm_metal_lite.chat_formats.kimi import KIMI_K2
+from vllm_metal_lite.chat_formats.json_sections import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V3_1,
+    HUNYUAN,
+    KIMI_K2,
+)
 from vllm_metal_lite.chat_formats.kimi_k3 import KIMI_K3
-from vllm_metal_lite.chat_formats.llama3 import LLAMA_3
 from vllm_metal_lite.chat_formats.minicpm5 import MINICPM_5
 from vllm_metal_lite.chat_formats.minimax_m3 import MINIMAX_M3
 from vllm_metal_lite.chat_formats.mistral import MISTRAL, MISTRAL_LIST
@@ -27,8 +30,8 @@ from vllm_metal_lite.chat_formats.pythonic import LFM2, OLMO_3
 from vllm_metal_lite.chat_formats.qwen_xml import QWEN_XML, SEED_OSS
 from vllm_metal_lite.chat_formats.trial import Render, reads, shows_tools, written_calls
 
-PLAIN = ChatFormat("plain")
-THINKING = ChatFormat("thinking", think_start="<think>", think_end="</think>")
+PLAIN = ChatFormat("plain", think_start="", think_end="")
+THINKING = ChatFormat("thinking")
 
 # The first whose texts are all in the template, or in a call that the template writes.
 _SHOWN: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
@@ -64,10 +67,8 @@ _SHOWN: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
     (HERMES, ("<tool_call>",)),
     (TOOL_CALLS, ("<tool_calls>", "</tool_calls>")),
 )
-# Of templates that show tools and write no calls: the first whose tokens the vocabulary has.
-_TOKENS: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
-    (LFM2, ("<|tool_call_start|>", "<|tool_call_end|>")),
-)
+# Some of its templates show tools and write no calls: then the vocabulary tells.
+_LFM2_TOKENS = "<|tool_call_start|>", "<|tool_call_end|>"
 
 FORMATS: dict[str, ChatFormat] = {
     f.name: f for f in (PLAIN, THINKING, *(shown for shown, _ in _SHOWN))
@@ -90,8 +91,7 @@ def detect(
                 written = written_calls(render, chat_format.adapt)
             if not written or any(reads(chat_format, answer) for answer in written):
                 return chat_format
-    if render is not None and not written and shows_tools(render):
-        for chat_format, tokens in _TOKENS:
-            if all(token in vocabulary for token in tokens):
-                return chat_format
+    has_tokens = all(token in vocabulary for token in _LFM2_TOKENS)
+    if has_tokens and render is not None and not written and shows_tools(render):
+        return LFM2
     return THINKING if "</think>" in shown else PLAIN

@@ -1,124 +1,141 @@
-"""Gemma 4 and FunctionGemma: `call:NAME{key:value}`, with strings between marks of their own."""
+"""Gemma 4 and FunctionGemma: `call:NAME{key:value}`, with strings between marks of their own.
 
+Keys have no marks; models also write other quotes.
+"""
+
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.chat_formats.gemma_grammar import gemma_calls
+from vllm_metal_lite.chat_formats.grammars import SpecialTokens, calls_grammar, literal, texts
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
+from vllm_metal_lite.chat_formats.schema_rules import SCALARS, SchemaRules
+from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.chat_formats.typed import value_of
 
 
-class _Values:
-    """Reads values.  quote: stands before and behind a string; models also write other quotes."""
+def _value(reader: Reader, quote: str, schema: Any) -> Reading[object]:
+    first = yield from reader.peek()
+    if first == '"':
+        return (yield from reader.json())
+    if opened := (yield from _opened(reader, quote)):
+        return (yield from reader.until(opened))
+    if first == "{":
+        members: dict[str, object] = {}
 
-    def __init__(self, quote: str) -> None:
-        self.quote = quote
+        def member() -> Reading[None]:
+            key = yield from _key(reader, quote)
+            members[key] = yield from _value(reader, quote, {})
 
-    def read(self, reader: Reader, schema: Any) -> Reading[object]:
-        first = yield from reader.peek()
-        if first == '"':
-            return (yield from reader.json())
-        if quote := (yield from self._quote(reader)):
-            return (yield from reader.until(quote))
-        if first == "{":
-            return (yield from self._object(reader))
-        if first == "[":
-            return (yield from self._list(reader))
-        parts: list[str] = []
-        yield from reader.before([",", "}", "]"], parts.append)
-        text = "".join(parts).strip()
-        if self.quote in text or '"' in text:
-            raise Malformed
-        return value_of(text, schema)
+        reader.take(1)
+        yield from _items(reader, "}", member)
+        return members
+    if first == "[":
+        elements: list[object] = []
 
-    def key(self, reader: Reader) -> Reading[str]:
-        yield from reader.skip_space()
-        if quote := (yield from self._quote(reader)):
-            key = yield from reader.until(quote)
-            yield from reader.expect(":")
-            return key
-        key, end = yield from reader.name(":", ",", "}")
-        if end != ":":
-            raise Malformed
+        def element() -> Reading[None]:
+            elements.append((yield from _value(reader, quote, {})))
+
+        reader.take(1)
+        yield from _items(reader, "]", element)
+        return elements
+    parts: list[str] = []
+    yield from reader.before([",", "}", "]"], parts.append)
+    text = "".join(parts).strip()
+    if quote in text or '"' in text:
+        raise Malformed
+    return value_of(text, schema)
+
+
+def _key(reader: Reader, quote: str) -> Reading[str]:
+    if opened := (yield from _opened(reader, quote)):
+        key = yield from reader.until(opened)
+        yield from reader.expect(":")
         return key
-
-    def _quote(self, reader: Reader) -> Reading[str]:
-        for quote in (self.quote, '"', "'"):
-            if (yield from reader.has(quote)):
-                return quote
-        return ""
-
-    def _object(self, reader: Reader) -> Reading[object]:
-        reader.take(1)
-        value: dict[str, object] = {}
-        while (yield from reader.peek()) != "}":
-            key = yield from self.key(reader)
-            value[key] = yield from self.read(reader, {})
-            yield from comma(reader, "}")
-        reader.take(1)
-        return value
-
-    def _list(self, reader: Reader) -> Reading[object]:
-        reader.take(1)
-        value: list[object] = []
-        while (yield from reader.peek()) != "]":
-            value.append((yield from self.read(reader, {})))
-            yield from comma(reader, "]")
-        reader.take(1)
-        return value
+    key, end = yield from reader.name(":", ",", "}")
+    if end != ":":
+        raise Malformed
+    return key
 
 
-def comma(reader: Reader, end: str) -> Reading[None]:
-    """Read a comma, unless `end` comes."""
-    if (yield from reader.peek()) == ",":
-        reader.take(1)
-    elif reader.rest[:1] != end:
-        yield from reader.expect(end)
+def _opened(reader: Reader, quote: str) -> Reading[str]:
+    """The mark that a string begins with, which is read; "": it is none."""
+    for mark in (quote, '"', "'"):
+        if (yield from reader.has(mark)):
+            return mark
+    return ""
 
 
-def _format(
-    name: str, start: str, end: str, quote: str, think_start: str | None, think_end: str | None
-) -> ChatFormat:
-    values = _Values(quote)
+def _items(reader: Reader, end: str, read: Callable[[], Reading[None]]) -> Reading[None]:
+    """What `read` reads, with commas between, up to `end`, which is read too."""
+    while not (yield from reader.has(end)):
+        yield from read()
+        if not (yield from reader.has(",")) and reader.rest[:1] != end:
+            yield from reader.expect(end)
+
+
+def _format(name: str, start: str, end: str, quote: str, thoughts: tuple[str, str]) -> ChatFormat:
+    """quote: stands before and behind a string."""
 
     def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
         yield from reader.expect("call:")
         tool_name, _ = yield from reader.name("{")
         tool = calls.begin(tool_name)
-        arguments = ObjectWriter(calls)
-        while (yield from reader.peek()) != "}":
-            key = yield from values.key(reader)
-            arguments.key(key)
-            yield from reader.skip_space()
+
+        def argument() -> Reading[None]:
+            key = yield from _key(reader, quote)
+            calls.key(key)
             if (yield from reader.has(quote)):
-                arguments.string_start()
-                yield from reader.before([quote], arguments.string_piece)
+                calls.quote()
+                yield from reader.before([quote], calls.string_piece)
                 reader.take(len(quote))
-                arguments.string_end()
+                calls.quote()
             else:
                 schema = tool.properties.get(key, {})
-                arguments.value((yield from values.read(reader, schema)))
-            yield from comma(reader, "}")
-        reader.take(1)
-        arguments.end()
-        yield from reader.skip_space()
+                calls.value((yield from _value(reader, quote, schema)))
+
+        yield from _items(reader, "}", argument)
+        calls.end()
         yield from reader.has(end)  # a model may end its answer without
 
-    return ChatFormat(
-        name,
-        call_starts=(start,),
-        call_ends=(end,),
-        read_calls=read,
-        think_start=think_start,
-        think_end=think_end,
-        grammar=gemma_calls(start, end, quote),
-    )
+    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+        arguments = _Rules(quote, special, lines).arguments(tool.parameters)
+        return f"{literal(f'call:{tool.name}')} {arguments} {texts(end, special)}"
+
+    return ChatFormat(name, (start,), (end,), read, calls_grammar(rule, start=start), *thoughts)
+
+
+class _Rules(SchemaRules):
+    def __init__(self, quote: str, special: SpecialTokens, lines: list[str]) -> None:
+        self._quote = mark = literal(quote, special)
+        by_id = quote in special  # so no text holds the mark
+        super().__init__(lines, [
+            "any: string | scalar | list | object",
+            f"scalar: %json {json.dumps({'type': SCALARS})}",
+            'list: "[" (any ("," any)*)? "]"',
+            'object: "{" (pair ("," pair)*)? "}"',
+            'pair: /[A-Za-z_][A-Za-z0-9_]*/ ":" any',
+            f"string: {mark} text {mark}" if by_id else f"string: {mark} text",
+            "text: /(?s:.*)/" if by_id else f"text[suffix={mark}]: /(?s:.*)/",
+        ])  # fmt: skip
+
+    def key(self, name: str) -> str:
+        return literal(f"{name}:")
+
+    def constant(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self._quote} {literal(value)} {self._quote}"
+        return literal(json.dumps(value))
+
+    def order(self, names: Mapping[str, Any]) -> list[str]:
+        return sorted(names, key=str.lower)
 
 
 GEMMA_4 = _format(
-    "gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>thought", "<channel|>"
+    "gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', ("<|channel>thought", "<channel|>")
 )
 FUNCTION_GEMMA = _format(
-    "function_gemma", "<start_function_call>", "<end_function_call>", "<escape>", None, None
+    "function_gemma", "<start_function_call>", "<end_function_call>", "<escape>", ("", "")
 )

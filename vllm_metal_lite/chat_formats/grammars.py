@@ -43,13 +43,13 @@ def literal(text: str, special_tokens: SpecialTokens = _NONE) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def texts(text: str, special_tokens: SpecialTokens) -> list[str]:
-    """Text as terminals, with special tokens in it by their names; none for no text."""
+def texts(text: str, special_tokens: SpecialTokens) -> str:
+    """Text as terminals, with special tokens in it by their ids; none for no text."""
     found = [token for token in special_tokens if token in text]
     if not found:
-        return [literal(text)] if text else []
+        return literal(text) if text else ""
     pieces = re.split(f"({'|'.join(map(re.escape, sorted(found, key=len, reverse=True)))})", text)
-    return [literal(piece, special_tokens) for piece in pieces if piece]
+    return " ".join(literal(piece, special_tokens) for piece in pieces if piece)
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
@@ -57,120 +57,95 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **tool.parameters, **_SPACES}
 
 
-def answer(
-    rules: dict[str, str],
-    choice: ToolChoice,
-    begin: str,
-    between: str,
-    opening: str = "",
-    close: str = "",
-) -> list[str]:
-    """The start rule of calls by tool name, and the rules of the tools that `choice` allows.
-
-    rules: of a call, by tool.  begin: stands before each call; with `close`, `begin` and `opening`
-    stand before the first, and `close` behind the last.  In mode "auto" text may stand around
-    calls, and there need not be any.
-    """
-    allowed = [rules[choice.name]] if choice.name is not None else list(rules.values())
-    lines = [f"call: {' | '.join(f'call_{i}' for i in range(len(allowed)))}"]
-    lines += [f"call_{i}: {rule}" for i, rule in enumerate(allowed)]
-    space = f"{json.dumps(between)} " if between else ""
-    more = f" ({space}call)*" if close and choice.parallel else ""
-    lines.append(f"block: begin {opening} call{more} {close}")
-    if choice.mode != "auto":
-        more = f" ({space}block)*" if not close and choice.parallel else ""
-        return [f"start: block{more}", f"begin: {begin}", *lines]
-    first = "block* TEXT" if choice.parallel else "block | TEXT"
-    if begin == '""':  # a call is the whole answer
-        return ["start: block | TEXT", "TEXT: /([^{](?s:.*))?/", f"begin: {begin}", *lines]
-    # No text holds a special token; text before another marker ends with the marker.
-    head = "begin[lazy]" if begin.startswith('"') else "begin"
-    return [f"start: {first}", "TEXT: /(?s:.*)/", f"{head}: TEXT {begin}", *lines]
+# The rule of a call of the tool of this number; the rules that it needs join the lines.
+CallRule = Callable[[int, Tool, SpecialTokens, list[str]], str]
 
 
-def json_calls(
-    *,
-    start: str,
-    end: str = "",
-    head: str,
-    middle: str,
-    tail: str = "",
-    between: str = "",
-    opening: str = "",
-    close: str = "",
-    quoted: bool = True,
+def calls_grammar(
+    rule: CallRule, *, start: str, between: str = "", opening: str = "", close: str = ""
 ) -> CallGrammar:
-    """Calls with JSON arguments: start head NAME middle ARGUMENTS tail end.
-
-    quoted: the name is a JSON string.  With `close`, `start` and `opening` stand before all calls,
-    and `close` behind them.
-    """
+    """start: stands before each call; with `close`, `start` and `opening` stand before the first,
+    and `close` behind the last.  In mode "auto" text may stand around calls, and there need not be
+    any."""
 
     def grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) -> str:
-        rules, schemas = {}, []
-        for i, tool in enumerate(tools):
-            name = json.dumps(tool.name) if quoted else tool.name
-            parts = [*texts(f"{head}{name}{middle}", special), f"args_{i}"]
-            rules[tool.name] = " ".join([*parts, *texts(tail, special), *texts(end, special)])
-            schemas.append(f"args_{i}: %json {json.dumps(schema_of(tool))}")
-        around = [" ".join(texts(text, special)) for text in (opening, close)]
-        lines = answer(rules, choice, literal(start, special), between, *around)
-        return "\n".join([*lines, *schemas])
+        lines: list[str] = []
+        rules = {tool.name: rule(i, tool, special, lines) for i, tool in enumerate(tools)}
+        allowed = [rules[choice.name]] if choice.name is not None else list(rules.values())
+        lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(allowed)))}")
+        lines += [f"call_{i}: {rule}" for i, rule in enumerate(allowed)]
+        space = f"{json.dumps(between)} " if between else ""
+        more = f"({space}call)*" if close and choice.parallel else ""
+        lines.append(f"block: begin {texts(opening, special)} call {more} {texts(close, special)}")
+        begin = literal(start, special)
+        if choice.mode != "auto":
+            more = f"({space}block)*" if not close and choice.parallel else ""
+            return "\n".join([f"start: block {more}", f"begin: {begin}", *lines])
+        if not start:  # a call is the whole answer
+            first = ["start: block | TEXT", "TEXT: /([^{](?s:.*))?/", f"begin: {begin}"]
+        else:
+            # No text holds a special token; text before another marker ends with the marker.
+            head = "begin[lazy]" if begin.startswith('"') else "begin"
+            blocks = "block* TEXT" if choice.parallel else "block | TEXT"
+            first = [f"start: {blocks}", "TEXT: /(?s:.*)/", f"{head}: TEXT {begin}"]
+        return "\n".join([*first, *lines])
 
     return grammar
 
 
+def json_calls(
+    *, start: str, head: str, middle: str, tail: str = "", quoted: bool = True, **around: str
+) -> CallGrammar:
+    """Calls with JSON arguments: start head NAME middle ARGUMENTS tail.
+
+    quoted: the name is a JSON string.  around: see `calls_grammar`.
+    """
+
+    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+        name = json.dumps(tool.name) if quoted else tool.name
+        lines.append(f"args_{number}: %json {json.dumps(schema_of(tool))}")
+        return f"{texts(f'{head}{name}{middle}', special)} args_{number} {texts(tail, special)}"
+
+    return calls_grammar(rule, start=start, **around)
+
+
 def parameter_calls(
-    *,
-    start: str,
-    end: str,
-    head: str,
-    tail: str = "",
-    parameter: str,
-    parameter_end: str,
-    between: str,
-    opening: str = "",
-    close: str = "",
+    *, start: str, head: str, tail: str, parameter: str, parameter_end: str, **around: str
 ) -> CallGrammar:
     """Calls with a parameter for each argument, in the order of the schema.
 
     head and parameter hold {} for a name, and parameter perhaps another for whether the value is a
     string.  Other values are JSON.  A string ends with the mark in `parameter_end`, whatever stands
-    before the mark: so it is read.
+    before the mark: so it is read.  around: see `calls_grammar`.
     """
     end_mark = parameter_end.strip()
     line_break = parameter_end[parameter_end.index(end_mark) + len(end_mark) :]
 
-    def grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) -> str:
-        rules, more = {}, []
-        for i, tool in enumerate(tools):
-            required = names_of(tool.parameters.get("required"))
-            parts = texts(head.format(tool.name), special)
-            for j, (name, schema) in enumerate(tool.properties.items()):
-                choices = _choices(schema)
-                # A string has no quotes, so what may be one is text.
-                is_text = not choices and (schema == {} or "string" in types_of(schema))
-                is_string = is_text or all(isinstance(v, str) for v in choices or [None])
-                rule, before = f"p_{i}_{j}", parameter.format(name, str(is_string).lower())
-                parts.append(rule if name in required else f"{rule}?")
-                before, after = (" ".join(texts(t, special)) for t in (before, parameter_end))
-                value, behind = f"v_{i}_{j}", ""
-                if choices:
-                    value, behind = f"{value}: {' | '.join(map(_bare, choices))}", after
-                elif not is_text:
-                    value, behind = f"{value}: {_json(schema, tool)}", after
-                elif end_mark in special:  # by its id, so no text holds the mark
-                    value, behind = f"{value}: /(?s:.*)/", after
-                else:
-                    value = f"{value}[suffix={literal(end_mark)}]: /(?s:.*)/"
-                    behind = " ".join(texts(line_break, special))
-                more += [f"{rule}: {before} v_{i}_{j} {behind}", value]
-            rules[tool.name] = " ".join([*parts, *texts(tail, special), *texts(end, special)])
-        around = [" ".join(texts(text, special)) for text in (opening, close)]
-        lines = answer(rules, choice, literal(start, special), between, *around)
-        return "\n".join([*lines, *more])
+    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+        required = names_of(tool.parameters.get("required"))
+        parts = [texts(head.format(tool.name), special)]
+        for j, (name, schema) in enumerate(tool.properties.items()):
+            choices = _choices(schema)
+            # A string has no quotes, so what may be one is text.
+            is_text = not choices and (schema == {} or "string" in types_of(schema))
+            is_string = is_text or all(isinstance(v, str) for v in choices or [None])
+            pair, value = f"p_{number}_{j}", f"v_{number}_{j}"
+            parts.append(pair if name in required else f"{pair}?")
+            before = texts(parameter.format(name, str(is_string).lower()), special)
+            behind = texts(parameter_end, special)
+            if choices:
+                lines.append(f"{value}: {' | '.join(map(_bare, choices))}")
+            elif not is_text:
+                lines.append(f"{value}: {_json(schema, tool)}")
+            elif end_mark in special:  # by its id, so no text holds the mark
+                lines.append(f"{value}: /(?s:.*)/")
+            else:
+                lines.append(f"{value}[suffix={literal(end_mark)}]: /(?s:.*)/")
+                behind = texts(line_break, special)
+            lines.append(f"{pair}: {before} {value} {behind}")
+        return " ".join([*parts, texts(tail, special)])
 
-    return grammar
+    return calls_grammar(rule, start=start, **around)
 
 
 def _choices(schema: Any) -> Sequence[Any]:

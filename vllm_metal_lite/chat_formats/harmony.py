@@ -10,6 +10,7 @@ call that is none of the request's, the user sees the body: headers are no text.
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 
 from vllm_metal_lite.chat_formats.answer_writer import AnswerWriter
 from vllm_metal_lite.chat_formats.calls import json_arguments
@@ -22,6 +23,7 @@ from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = "<|end|>", "<|call|>", "<|return|>"
+_SHOWN = "commentary", "final"  # channels of text for the user
 _TO = " to="
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
@@ -48,7 +50,7 @@ def _recipient_first(reader: Reader) -> Reading[str | None]:
     """The beginning of an answer that goes on with the header that the prompt has begun; None: the
     answer begins otherwise."""
     try:
-        return _TO if (yield from reader.has(_TO)) else None
+        return _TO if (yield from reader.begins(_TO)) else None
     except CutShort:
         return None
 
@@ -57,15 +59,10 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
     """The text of a message; reads and returns the marker behind it."""
     channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
     ends = [*_ENDS, _START, _CHANNEL]
-    if recipient is not None:
-        calls, name = writer.calls, recipient[1]
-        if not writer.has_tools or not calls.knows(name):
-            writer.text.at_marker()
-            end = yield from reader.pass_until(ends, writer.text)
-            writer.text.at_marker()
-            return end
+    if recipient is not None and writer.calls.knows(recipient[1]):
         writer.text.at_marker()
-        calls.begin(name)
+        calls = writer.calls
+        calls.begin(recipient[1])
         try:  # a marker within a string is text
             yield from json_arguments(reader, calls.arguments)
         except CutShort:
@@ -74,11 +71,14 @@ def _body(reader: Reader, writer: AnswerWriter, header: str) -> Reading[str | No
             return None
         except Malformed:
             pass
-        end = yield from reader.pass_until(ends, calls.arguments, drops_begun=True)
+        found = None
+        with suppress(CutShort):  # a marker that has begun is no argument
+            found = yield from reader.before(ends, calls.arguments)
+        reader.take(len(reader.rest if found is None else found))
         calls.end()
-        return end
-    is_text = channel is None or channel[1] in ("final", "commentary")
-    out = writer.text if is_text else writer.reasoning
+        return found
+    is_thought = recipient is None and channel is not None and channel[1] not in _SHOWN
+    out = writer.reasoning if is_thought else writer.text
     out.at_marker()
     end = yield from reader.pass_until(ends, out)
     writer.text.at_marker()
@@ -91,35 +91,32 @@ def _grammar(tools: Sequence[Tool], choice: ToolChoice, special: SpecialTokens) 
     call = " | ".join(f"call_{i}" for i in range(len(allowed)))
     if choice.mode == "auto":
         call = f"{call} | final"
-    heads = {
-        name: " ".join(texts(f"{_CHANNEL}{name}{_MESSAGE}", special))
-        for name in ("analysis", "commentary", "final")
-    }
-    end = " ".join(texts(f"<|end|>{_START}assistant", special))
+    analysis, commentary, final = (
+        texts(f"{_CHANNEL}{name}{_MESSAGE}", special) for name in ("analysis", *_SHOWN)
+    )
+    end = texts(f"<|end|>{_START}assistant", special)
     lines = [
         f"start: before* ({call})",
-        f"before: ({heads['analysis']} | {heads['commentary']}) TEXT {end}",
-        f"final: {heads['final']} TEXT",
+        f"before: ({analysis} | {commentary}) TEXT {end}",
+        f"final: {final} TEXT",
         "TEXT: /(?s:.*)/",
     ]
     for i, tool in enumerate(allowed):
         head = f"{_CHANNEL}commentary to=functions.{tool.name} {_CONSTRAIN}json{_MESSAGE}"
-        lines.append(f"call_{i}: {' '.join(texts(head, special))} args_{i}")
+        lines.append(f"call_{i}: {texts(head, special)} args_{i}")
         lines.append(f"args_{i}: %json {json.dumps(schema_of(tool))}")
     return "\n".join(lines)
 
 
 HARMONY = ChatFormat(
     "harmony",
-    call_ends=(_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),
+    # Calls are in `commentary`, or name a recipient.
+    (f"{_CHANNEL}commentary", f"{_CHANNEL}analysis to", f"{_START}assistant to"),
+    (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),
     think_start=f"{_CHANNEL}analysis{_MESSAGE}",
     think_end=f"<|end|>{_START}assistant",
     thinks_in_channel=True,
-    # Calls are in `commentary`, or name a recipient.
-    banned_without_calls=(
-        f"{_CHANNEL}commentary", f"{_CHANNEL}analysis to", f"{_START}assistant to"
-    ),
     read_answer=_read,
     grammar=_grammar,
     adapt=lambda messages: one_call_each(text_as_thoughts(messages)),
-)  # fmt: skip
+)

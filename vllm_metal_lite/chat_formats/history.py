@@ -1,7 +1,6 @@
 """Earlier messages in the shape that the templates of a format take."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
@@ -10,15 +9,11 @@ Adapt = Callable[[Messages], list[dict[str, Any]]]
 CallId = Callable[[str, int, str], str]
 
 
-def with_call_ids(call_id: CallId) -> Adapt:
+def with_call_ids(call_id: CallId, messages: Messages) -> list[dict[str, Any]]:
     """Calls and their results get the ids that the format has.
 
     A client's id that comes again belongs to the last call that has it.
     """
-    return partial(_with_call_ids, call_id)
-
-
-def _with_call_ids(call_id: CallId, messages: Messages) -> list[dict[str, Any]]:
     found: dict[Any, str] = {}
     number, renamed = 0, []
     for message in messages:

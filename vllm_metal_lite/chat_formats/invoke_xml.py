@@ -5,11 +5,11 @@ DSML says of each parameter whether it is a string; MiniMax leaves that to the t
 
 import re
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
-from vllm_metal_lite.chat_formats.typed import Tags, read_typed
+from vllm_metal_lite.chat_formats.typed import Tags, read_call
 
 _NAME = re.compile(r'\s*name="([^"]*)"\s*(?:string="(true|false)"\s*)?$')
 
@@ -23,46 +23,27 @@ def _format(name: str, prefix: str, section: str) -> ChatFormat:
     tags = Tags(parameter_end, parameter, opened, invoke_end, (end, invoke))
 
     def read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-        yield from calls.section(lambda: call(reader, calls), invoke, invoke_end, end)
+        return calls.section(lambda: call(reader, calls), invoke, invoke_end, end)
 
     def call(reader: Reader, calls: CallWriter) -> Reading[None]:
-        tool_name, _ = yield from _attributes(reader)
-        tool = calls.begin(tool_name)
-        arguments = ObjectWriter(calls)
-        yield from reader.skip_space()
-        while (yield from reader.has(parameter)):
-            key, is_string = yield from _attributes(reader)
-            schema = tool.properties.get(key)
-            if is_string is not None:
-                schema = {"type": "string"} if is_string == "true" else {}
-            yield from read_typed(reader, arguments, tool, key, tags, schema=schema)
-            yield from reader.skip_space()
-        if not (yield from reader.has(invoke_end)) and not (yield from reader.follows(tags.outer)):
-            raise Malformed
-        arguments.end()
+        tool = calls.begin((yield from _attributes(reader))[0])
+        yield from read_call(reader, calls, tool, tags, _attributes)
 
-    return ChatFormat(
-        name,
-        call_starts=(start,),
-        call_ends=(end,),
-        read_calls=read,
-        think_start="<think>",
-        think_end="</think>",
-        grammar=parameter_calls(
-            start=start, opening="\n", head=f'{invoke} name="{{}}">\n', end=f"{invoke_end}\n",
-            parameter=opened + (' string="{}">' if prefix else ">"),
-            parameter_end=f"{parameter_end}\n", between="", close=end,
-        ),
+    grammar = parameter_calls(
+        start=start, opening="\n", head=f'{invoke} name="{{}}">\n', tail=f"{invoke_end}\n",
+        parameter=opened + (' string="{}">' if prefix else ">"),
+        parameter_end=f"{parameter_end}\n", close=end,
     )  # fmt: skip
+    return ChatFormat(name, (start,), (end,), read, grammar)
 
 
-def _attributes(reader: Reader) -> Reading[tuple[str, str | None]]:
+def _attributes(reader: Reader) -> Reading[tuple[str, bool | None]]:
     """The name, and whether the value is a string, if that is said."""
     text, _ = yield from reader.name(">")
     found = _NAME.match(text)
     if found is None or not found[1]:
         raise Malformed
-    return found[1], found[2]
+    return found[1], found[2] == "true" if found[2] else None
 
 
 MINIMAX_M2 = _format("minimax_m2", "", "minimax:tool_call")

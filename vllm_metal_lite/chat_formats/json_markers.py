@@ -1,73 +1,89 @@
-"""JSON between markers: an object, or a list of objects."""
+"""JSON objects with name and arguments between markers, or a list of them; Llama 3 needs no marker.
+
+Hermes is also that of Qwen 2.5 and 3, SmolLM 3 and many others.
+"""
 
 from functools import partial
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, json_call
+from vllm_metal_lite.chat_formats.calls import CallWriter, json_call, json_list
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import json_calls
+from vllm_metal_lite.chat_formats.history import one_call_each
 from vllm_metal_lite.chat_formats.reader import Reader, Reading
 
 
-def _read(
-    reader: Reader, calls: CallWriter, marker: str, *, end: str, name_key: str = "name"
-) -> Reading[None]:
-    is_list = (yield from reader.peek()) == "["
-    if is_list:
-        reader.take(1)
-    last = "]" if is_list else end
-    yield from json_call(reader, calls, name_key, end=last)
-    while is_list and (yield from reader.peek()) == ",":
-        reader.take(1)
-        yield from json_call(reader, calls, name_key, end=last)
-    if is_list:
-        yield from reader.expect("]")
-    yield from reader.skip_space()
+def _object(reader: Reader, calls: CallWriter, marker: str, *, end: str) -> Reading[None]:
+    yield from json_call(reader, calls, end=end)
     yield from reader.has(end)  # a model may end its answer without
 
 
+def _list_or_object(
+    reader: Reader, calls: CallWriter, marker: str, *, end: str, name_key: str = "name"
+) -> Reading[None]:
+    if (yield from reader.peek()) == "[":
+        yield from json_list(reader, calls, name_key)
+    else:
+        yield from json_call(reader, calls, name_key, end=end)
+    yield from reader.has(end)  # a model may end its answer without
+
+
+def _objects(name: str, prefix: str) -> ChatFormat:
+    """prefix: of the names of all markers."""
+    start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
+    grammar = json_calls(
+        start=start, head='\n{"name": ', middle=', "arguments": ', tail=f"}}\n{end}", between="\n"
+    )
+    thoughts = f"<{prefix}think>", f"</{prefix}think>"
+    return ChatFormat(name, (start,), (end,), partial(_object, end=end), grammar, *thoughts)
+
+
 def _lists(name: str, start: str, end: str) -> ChatFormat:
-    """Lists of objects with name and arguments."""
-    return ChatFormat(
-        name,
-        call_starts=(start,),
-        call_ends=(end,) if end else (),
-        read_calls=partial(_read, end=end),
-        think_start="<think>",
-        think_end="</think>",
-        grammar=json_calls(
-            start=start, opening="[", head='{"name": ', middle=', "arguments": ', tail="}",
-            between=", ", close=f"]{end}",
-        ),
+    grammar = json_calls(
+        start=start, opening="[", head='{"name": ', middle=', "arguments": ', tail="}",
+        between=", ", close=f"]{end}",
     )  # fmt: skip
+    ends = (end,) if end else ()
+    return ChatFormat(name, (start,), ends, partial(_list_or_object, end=end), grammar)
 
 
+HERMES = _objects("hermes", "")
+LONGCAT = _objects("longcat", "longcat_")
 # Apriel, Jamba, MiniMax M1.
 TOOL_CALLS = _lists("tool_calls_json", "<tool_calls>", "</tool_calls>")
 GRANITE_3 = _lists("granite", "<|tool_call|>", "")
 NEMOTRON = _lists("nemotron_json", "<TOOLCALL>", "</TOOLCALL>")
-LONGCAT = ChatFormat(
-    "longcat",
-    call_starts=("<longcat_tool_call>",),
-    call_ends=("</longcat_tool_call>",),
-    read_calls=partial(_read, end="</longcat_tool_call>"),
-    think_start="<longcat_think>",
-    think_end="</longcat_think>",
-    grammar=json_calls(
-        start="<longcat_tool_call>", head='\n{"name": ', middle=', "arguments": ', tail="}\n",
-        end="</longcat_tool_call>", between="\n",
-    ),
-)  # fmt: skip
 # Command R7B and A.
 COHERE = ChatFormat(
     "cohere",
-    call_starts=("<|START_ACTION|>",),
-    call_ends=("<|END_ACTION|>",),
-    read_calls=partial(_read, end="<|END_ACTION|>", name_key="tool_name"),
-    think_start="<|START_THINKING|>",
-    think_end="<|END_THINKING|>",
-    grammar=json_calls(
+    ("<|START_ACTION|>",),
+    ("<|END_ACTION|>",),
+    partial(_list_or_object, end="<|END_ACTION|>", name_key="tool_name"),
+    json_calls(
         start="<|START_ACTION|>", opening="[",
         head='\n    {"tool_call_id": "0", "tool_name": ', middle=', "parameters": ', tail="}",
         between=",", close="\n]<|END_ACTION|>",
     ),
+    think_start="<|START_THINKING|>",
+    think_end="<|END_THINKING|>",
 )  # fmt: skip
+
+
+def _read_llama(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+    more = True
+    while more:
+        yield from json_call(reader, calls)
+        more = yield from reader.has(";")
+
+
+# Llama 3.1 to 3.3.
+LLAMA_3 = ChatFormat(
+    "llama3_json",
+    ("<|python_tag|>",),
+    (),
+    _read_llama,
+    json_calls(start="", head='{"name": ', middle=', "parameters": ', tail="}", between="; "),
+    think_start="",
+    think_end="",
+    bare_start="{",
+    adapt=one_call_each,
+)

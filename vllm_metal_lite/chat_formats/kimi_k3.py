@@ -10,10 +10,10 @@ The arguments may be one tag `json` instead.
 
 import re
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter, json_arguments
+from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
-from vllm_metal_lite.chat_formats.typed import Tags, read_typed
+from vllm_metal_lite.chat_formats.typed import Tags, read_call
 
 _OPEN, _CLOSE, _SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
@@ -35,12 +35,11 @@ _TAGS = Tags(
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     ends = _closed("call"), _closed("tools")
-    yield from calls.section(lambda: _call(reader, calls), f"{_OPEN}call", *ends)
+    return calls.section(lambda: _call(reader, calls), f"{_OPEN}call", *ends)
 
 
 def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
     tool = calls.begin((yield from _attributes(reader)).get("tool"))
-    yield from reader.skip_space()
     if (yield from reader.has(f"{_OPEN}json")):
         yield from reader.until(_SEPARATOR)
         yield from json_arguments(reader, calls.arguments)
@@ -48,17 +47,14 @@ def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
         yield from reader.expect(_closed("call"))
         calls.end()
         return
-    arguments = ObjectWriter(calls)
-    while not (yield from reader.has(_closed("call"))):
-        yield from reader.expect(f"{_OPEN}argument")
-        attributes = yield from _attributes(reader)
-        if not (key := attributes.get("key")):
-            raise Malformed
-        is_string = attributes.get("type", "string") == "string"
-        schema = {"type": "string"} if is_string else {}
-        yield from read_typed(reader, arguments, tool, key, _TAGS, schema=schema)
-        yield from reader.skip_space()
-    arguments.end()
+    yield from read_call(reader, calls, tool, _TAGS, _key)
+
+
+def _key(reader: Reader) -> Reading[tuple[str, bool]]:
+    attributes = yield from _attributes(reader)
+    if not (key := attributes.get("key")):
+        raise Malformed
+    return key, attributes.get("type", "string") == "string"
 
 
 def _attributes(reader: Reader) -> Reading[dict[str, str]]:
@@ -71,9 +67,9 @@ def _attributes(reader: Reader) -> Reading[dict[str, str]]:
 
 KIMI_K3 = ChatFormat(
     "kimi_k3",
-    call_starts=(_opened("tools"),),
-    call_ends=(_closed("tools"),),
-    read_calls=_read,
+    (_opened("tools"),),
+    (_closed("tools"),),
+    _read,
     think_start=_opened("think"),
     think_end=_closed("think"),
     dropped=(_opened("response"), _closed("response"), _closed("message")),

@@ -5,7 +5,7 @@ Strings with special characters stand between `<![CDATA[` and `]]>`.
 
 import re
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import parameter_calls
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
@@ -21,17 +21,14 @@ _NAME = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|([^\s"'<>]+))\s*$""")
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     tool = calls.begin((yield from _name(reader)))
-    arguments = ObjectWriter(calls)
-    yield from reader.skip_space()
     while not (yield from reader.has(_END)):
         yield from reader.expect(_PARAMETER)
         key = yield from _name(reader)
-        is_raw = yield from reader.has(_RAW)
-        yield from read_typed(reader, arguments, tool, key, _RAW_TAGS if is_raw else _TAGS)
+        is_raw = yield from reader.begins(_RAW)
+        yield from read_typed(reader, calls, tool, key, _RAW_TAGS if is_raw else _TAGS)
         if is_raw:
             yield from reader.expect(_PARAMETER_END)
-        yield from reader.skip_space()
-    arguments.end()
+    calls.end()
 
 
 def _name(reader: Reader) -> Reading[str]:
@@ -43,13 +40,14 @@ def _name(reader: Reader) -> Reading[str]:
 
 MINICPM_5 = ChatFormat(
     "minicpm5",
-    call_starts=(_START,),
-    call_ends=(_END,),
-    read_calls=_read,
-    think_start="<think>",
-    think_end="</think>",
-    grammar=parameter_calls(
-        start=f'{_START}"', end=_END, head='{}">', parameter=f'{_PARAMETER}"{{}}">',
-        parameter_end=_PARAMETER_END, between="",
+    (_START,),
+    (_END,),
+    _read,
+    parameter_calls(
+        start=f'{_START}"',
+        head='{}">',
+        tail=_END,
+        parameter=f'{_PARAMETER}"{{}}">',
+        parameter_end=_PARAMETER_END,
     ),
-)  # fmt: skip
+)

@@ -6,7 +6,7 @@ Objects are tags by key, and lists are tags `<item>`, as deep as need be.
 import re
 from typing import Any
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading
 from vllm_metal_lite.chat_formats.typed import Tags, read_typed, types_of, value_of
@@ -19,14 +19,12 @@ _MOST_LEVELS = 64  # of lists and objects in a value
 
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
-    yield from calls.section(lambda: _call(reader, calls), _INVOKE, _INVOKE_END, _END)
+    return calls.section(lambda: _call(reader, calls), _INVOKE, _INVOKE_END, _END)
 
 
 def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
     name = _NAME.match((yield from reader.until(">")))
     tool = calls.begin(name[1] if name else None)
-    arguments = ObjectWriter(calls)
-    yield from reader.skip_space()
     while not (yield from reader.has(_INVOKE_END)):
         yield from reader.expect(f"{_TAG}<")
         key, _ = yield from reader.name(">")
@@ -35,12 +33,11 @@ def _call(reader: Reader, calls: CallWriter) -> Reading[None]:
         schema = tool.properties.get(key)
         if types_of(schema) == {"string"}:
             tags = Tags(f"{_TAG}</{key}>", f"{_TAG}<", f"{_TAG}<{{}}>")
-            yield from read_typed(reader, arguments, tool, key, tags)
+            yield from read_typed(reader, calls, tool, key, tags)
         else:
-            arguments.key(key)
-            arguments.value((yield from _value(reader, key, schema, _MOST_LEVELS)))
-        yield from reader.skip_space()
-    arguments.end()
+            calls.key(key)
+            calls.value((yield from _value(reader, key, schema, _MOST_LEVELS)))
+    calls.end()
 
 
 def _value(reader: Reader, key: str, schema: Any, levels: int) -> Reading[Any]:
@@ -69,9 +66,9 @@ def _value(reader: Reader, key: str, schema: Any, levels: int) -> Reading[Any]:
 
 MINIMAX_M3 = ChatFormat(
     "minimax_m3",
-    call_starts=(_START,),
-    call_ends=(_END,),
-    read_calls=_read,
+    (_START,),
+    (_END,),
+    _read,
     think_start="<mm:think>",
     think_end="</mm:think>",
     dropped=("</mm:think>",),  # begins an answer without thoughts

@@ -3,9 +3,10 @@
 """
 
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments, json_call
+from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments, json_list
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import json_calls
 from vllm_metal_lite.chat_formats.history import with_call_ids
@@ -16,7 +17,7 @@ _START, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     if (yield from reader.peek()) == "[":
-        yield from _read_list(reader, calls)
+        yield from json_list(reader, calls)
         return
     name, found = yield from reader.name(_ARGUMENTS, _ID)
     if found == _ID:
@@ -24,15 +25,6 @@ def _read(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
     calls.begin(name)
     yield from json_arguments(reader, calls.arguments)
     calls.end()
-
-
-def _read_list(reader: Reader, calls: CallWriter) -> Reading[None]:
-    reader.take(1)
-    yield from json_call(reader, calls, end="]")
-    while (yield from reader.peek()) == ",":
-        reader.take(1)
-        yield from json_call(reader, calls, end="]")
-    yield from reader.expect("]")
 
 
 def _call_id(name: str, number: int, given: str) -> str:
@@ -44,12 +36,13 @@ def _call_id(name: str, number: int, given: str) -> str:
 
 MISTRAL = ChatFormat(
     "mistral",
-    call_starts=(_START,),
-    read_calls=_read,
+    (_START,),
+    (),
+    _read,
+    json_calls(start=_START, head="", middle=_ARGUMENTS, quoted=False),
     think_start="[THINK]",
     think_end="[/THINK]",
-    adapt=with_call_ids(_call_id),
-    grammar=json_calls(start=_START, head="", middle=_ARGUMENTS, quoted=False),
+    adapt=partial(with_call_ids, _call_id),
 )
 MISTRAL_LIST = replace(
     MISTRAL,

@@ -40,33 +40,24 @@ class ChatParser:
         self._writer = AnswerWriter(self._reader, tools, self._events.append, hidden)
         read = chat_format.read_answer or read_answer
         self._reading = read(self._reader, self._writer, chat_format, in_reasoning)
-        self._is_over = False
 
     def feed(self, text: str) -> list[Event]:
         """The events of the next piece of text."""
         self._reader.rest += text
-        return self._go_on()
+        next(self._reading, None)
+        return self._take()
 
     def close(self) -> list[Event]:
         """The events at the answer's end."""
         self._reader.is_closed = True
-        events = self._go_on()
+        for _ in self._reading:
+            pass
         self._writer.reasoning.at_marker()
         self._writer.text.close()
-        return events + self._take()
-
-    def _go_on(self) -> list[Event]:
-        while not self._is_over:
-            try:
-                next(self._reading)
-            except StopIteration:
-                self._is_over = True
-            if not self._reader.is_closed:
-                break
         return self._take()
 
     def _take(self) -> list[Event]:
-        events = list(self._events)
+        events = self._events.copy()
         self._events.clear()
         return events
 
@@ -75,17 +66,15 @@ def read_answer(
     reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, in_reasoning: bool
 ) -> Reading[None]:
     """An answer of text with marked thoughts and calls."""
-    starts = [*chat_format.dropped]
+    starts = [*chat_format.dropped, *filter(None, [chat_format.think_start])]
     if writer.has_tools:
         starts += chat_format.call_starts
-    if chat_format.think_start:
-        starts.append(chat_format.think_start)
     if in_reasoning:
         yield from _thoughts(reader, writer, chat_format)
     if writer.has_tools and chat_format.bare_start:
         writer.text.at_marker()
         if (yield from reader.peek()) == chat_format.bare_start:
-            yield from read_calls(reader, writer, chat_format, "", writer.text)
+            yield from _calls(reader, writer, chat_format, "", writer.text)
     while True:
         marker = yield from reader.pass_until(starts, writer.text)
         if marker is None:
@@ -96,12 +85,11 @@ def read_answer(
         elif marker in chat_format.dropped:
             writer.text.at_marker()
         else:
-            yield from read_calls(reader, writer, chat_format, marker, writer.text)
+            yield from _calls(reader, writer, chat_format, marker, writer.text)
 
 
 def _thoughts(reader: Reader, writer: AnswerWriter, chat_format: ChatFormat) -> Reading[None]:
     writer.reasoning.at_marker()
-    assert chat_format.think_end is not None, "a format with thoughts says where they end"
     # A model may call before it has closed its thoughts, or think of markers.
     calls = chat_format.call_starts if writer.has_tools else ()
     while True:
@@ -109,15 +97,11 @@ def _thoughts(reader: Reader, writer: AnswerWriter, chat_format: ChatFormat) -> 
         if marker is None or marker == chat_format.think_end:
             writer.text.at_marker()
             return
-        yield from read_calls(reader, writer, chat_format, marker, writer.reasoning)
+        yield from _calls(reader, writer, chat_format, marker, writer.reasoning)
 
 
-def read_calls(
-    reader: Reader,
-    writer: AnswerWriter,
-    chat_format: ChatFormat,
-    marker: str,
-    out: Trimmed,
+def _calls(
+    reader: Reader, writer: AnswerWriter, chat_format: ChatFormat, marker: str, out: Trimmed
 ) -> Reading[None]:
     """One or more calls behind their marker, by the format's reader, and the rules for bad ones.
 
@@ -130,11 +114,11 @@ def read_calls(
         yield from calls.guard(reading, chat_format.call_ends)
         out.at_marker()
     except Malformed as e:
-        if not calls.is_open:
+        if calls.is_open:
+            calls.cut()
+            out.at_marker()
+        else:
             out(reader.taken or "")
             if isinstance(e, CutShort) and not reader.taken:
                 reader.take(len(reader.rest))  # an end marker that has begun
-        else:
-            calls.cut()
-            out.at_marker()
     reader.taken = None

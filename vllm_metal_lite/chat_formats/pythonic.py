@@ -4,15 +4,18 @@ The arguments come at once: of Python's literals only the end tells what they ar
 """
 
 import ast
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
-from vllm_metal_lite.chat_formats.calls import CallWriter, ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
-from vllm_metal_lite.chat_formats.grammars import CallGrammar
-from vllm_metal_lite.chat_formats.pythonic_grammar import pythonic_calls
+from vllm_metal_lite.chat_formats.grammars import SpecialTokens, calls_grammar, literal
 from vllm_metal_lite.chat_formats.reader import CutShort, Malformed, Reader, Reading
+from vllm_metal_lite.chat_formats.schema_rules import SchemaRules
+from vllm_metal_lite.chat_formats.tool import Tool
 from vllm_metal_lite.chat_formats.typed import JSON_NAMES, python_value
 
 # Names of tools and parameters need not be Python's: `-A`, `get-weather`, `class`.
@@ -37,11 +40,10 @@ def _read(reader: Reader, calls: CallWriter, marker: str, *, end: str) -> Readin
             calls.arguments(_written(source, call, names))
             calls.cut()
             continue
-        arguments = ObjectWriter(calls)
         for key, value in values.items():
-            arguments.key(key)
-            arguments.value(value)
-        arguments.end()
+            calls.key(key)
+            calls.value(value)
+        calls.end()
 
 
 def _written(source: str, call: ast.Call, names: dict[str, str]) -> str:
@@ -100,25 +102,60 @@ def _calls(text: str) -> Iterator[ast.Call]:
             yield element
 
 
-def _format(name: str, start: str, end: str, grammar: CallGrammar) -> ChatFormat:
-    return ChatFormat(
-        name,
-        call_starts=(start,),
-        call_ends=(end,),
-        read_calls=partial(_read, end=end),
-        think_start="<think>",
-        think_end="</think>",
-        grammar=grammar,
-    )
+class _Rules(SchemaRules):
+    """Python's literals; also JSON's constants, which the models write too."""
+
+    separator = ", "
+
+    def __init__(self, lines: list[str]) -> None:
+        # Strings with those escapes only that mean the same in Python and in JSON.
+        super().__init__(lines, [
+            "any: string | number | boolean | null | list | object",
+            f"number: %json {json.dumps({'type': 'number'})}",
+            'boolean: "True" | "False" | "true" | "false"',
+            'null: "None" | "null"',
+            'list: "[" (any (", " any)*)? "]"',
+            'object: "{" (pair (", " pair)*)? "}"',
+            'pair: string ": " any',
+            r"""string: /"([^"\\\x00-\x1f]|\\["\\nrt])*"|'([^'\\\x00-\x1f]|\\['\\nrt])*'/""",
+        ])  # fmt: skip
+
+    def keywords(self, schema: Mapping[str, Any]) -> str:
+        """The name of a rule for the arguments of a call; "" for none."""
+        if not schema.get("properties"):
+            return ""
+        return self.pairs(schema, schema, lambda name: literal(f"{name}="))
+
+    def key(self, name: str) -> str:
+        return f'{self.constant(name)} ": "'
+
+    def constant(self, value: Any) -> str:
+        if isinstance(value, bool):
+            return f'("{value}" | "{str(value).lower()}")'
+        if value is None:
+            return "null"
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str):
+            return f"({literal(text)} | {literal(repr(value))})"
+        return literal(text)
+
+    def scalar(self, schema: Mapping[str, Any]) -> str:
+        kind = schema["type"]
+        return kind if kind in ("boolean", "null") else super().scalar(schema)
 
 
-_LFM2, _LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+def _format(name: str, start: str, end: str, **around: str) -> ChatFormat:
+    """around: see `calls_grammar`."""
+
+    def rule(number: int, tool: Tool, special: SpecialTokens, lines: list[str]) -> str:
+        return f'{literal(f"{tool.name}(")} {_Rules(lines).keywords(tool.parameters)} ")"'
+
+    grammar = calls_grammar(rule, start=start, **around)
+    return ChatFormat(name, (start,), (end,), partial(_read, end=end), grammar)
+
+
+_LFM2_END, _OLMO_END = "<|tool_call_end|>", "</function_calls>"
 LFM2 = _format(
-    "lfm2", _LFM2, _LFM2_END,
-    pythonic_calls(start=_LFM2, opening="[", between=", ", close=f"]{_LFM2_END}"),
-)  # fmt: skip
-_OLMO, _OLMO_END = "<function_calls>", "</function_calls>"
-OLMO_3 = _format(
-    "olmo3", _OLMO, _OLMO_END,
-    pythonic_calls(start=_OLMO, opening="", between="\n", close=_OLMO_END),
-)  # fmt: skip
+    "lfm2", "<|tool_call_start|>", _LFM2_END, opening="[", between=", ", close=f"]{_LFM2_END}"
+)
+OLMO_3 = _format("olmo3", "<function_calls>", _OLMO_END, between="\n", close=_OLMO_END)

@@ -14,6 +14,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 _SPACE = " \t\r\n"
+_BEHIND_SCALAR = re.compile(r"[^\w+.-]|_")  # behind a number, true, false or null
 
 
 def _finite(text: str) -> float:
@@ -65,23 +66,18 @@ class Reader:
             raise CutShort
 
     def pass_until(
-        self, markers: Sequence[str], pass_on: Callable[[str], None], drops_begun: bool = False
+        self, markers: Sequence[str], pass_on: Callable[[str], None]
     ) -> Reading[str | None]:
         """Pass text on as it comes, up to the first of `markers`; reads and returns the marker.
 
         None: the text has ended, and all of it was passed on, a marker that had begun included.
-        drops_begun: such a marker is not passed on.
         """
-        search = _search(tuple(markers))
-        while True:
-            found = search(self.rest)
-            pass_on(self.take(found.start() if found else len(self.rest)))
-            if found and found["marker"]:
-                return self.take(len(found["marker"]))
-            if not (yield from self.more()):
-                begun = self.take(len(self.rest))
-                pass_on("" if drops_begun else begun)
-                return None
+        try:
+            marker = yield from self.before(markers, pass_on)
+        except CutShort:
+            pass_on(self.take(len(self.rest)))
+            return None
+        return self.take(len(marker))
 
     def before(self, markers: Sequence[str], pass_on: Callable[[str], None]) -> Reading[str]:
         """Pass text on up to the first of `markers`, which is returned and not read.
@@ -130,7 +126,12 @@ class Reader:
         return self.rest[:1]
 
     def has(self, text: str) -> Reading[bool]:
-        """Whether the text goes on so; if it does, that is read.  Raises CutShort if the text ends
+        """As `begins`, behind whitespace, which is read in any case."""
+        yield from self.skip_space()
+        return (yield from self.begins(text))
+
+    def begins(self, text: str) -> Reading[bool]:
+        """Whether the rest begins so; if it does, that is read.  Raises CutShort if the text ends
         before that is clear."""
         while len(self.rest) < len(text) and text.startswith(self.rest):
             if not (yield from self.more()):
@@ -158,7 +159,6 @@ class Reader:
 
     def expect(self, text: str) -> Reading[None]:
         """Read whitespace and `text`.  Raises Malformed."""
-        yield from self.skip_space()
         if not (yield from self.has(text)):
             raise Malformed if self.rest else CutShort
 
@@ -171,7 +171,11 @@ class Reader:
         if not (yield from self.peek()):
             raise CutShort
         if self.rest[0] not in '{["':
-            yield from self._scalar(pass_on)
+            while not (behind := _BEHIND_SCALAR.search(self.rest)):
+                yield from self.need()
+            if not behind.start():
+                raise Malformed
+            pass_on(self.take(behind.start()))
             return
         depth, in_string, escaped = 0, False, False
         while True:
@@ -196,21 +200,6 @@ class Reader:
                     return
             pass_on(self.take(len(self.rest))[start:])
             yield from self.need()
-
-    def _scalar(self, pass_on: Callable[[str], None]) -> Reading[None]:
-        """A number, true, false or null."""
-        length = 0
-        while True:
-            while length < len(self.rest) and (
-                self.rest[length].isalnum() or self.rest[length] in "+-."
-            ):
-                length += 1
-            if length < len(self.rest):
-                break
-            yield from self.need()
-        if not length:
-            raise Malformed
-        pass_on(self.take(length))
 
     def json(self) -> Reading[object]:
         """A whole JSON value.  Raises Malformed, CutShort."""

@@ -10,14 +10,18 @@ SCALARS = "integer", "number", "boolean", "null"
 
 
 class SchemaRules:
-    """lines: the rules, which grow as they are needed.  A format says how it writes values; its own
-    lines define the rules `any`, `string` and `object`."""
+    """The rules of one tool's arguments.
+
+    lines: of all tools, which grow as rules are needed.  base: a format's own lines, which define
+    the rules `any`, `string` and `object`.  A format says how it writes values.
+    """
 
     separator = ","
 
-    def __init__(self, lines: Sequence[str]) -> None:
-        self.lines = list(lines)
-        self._shared: dict[str, str] = {}  # rules by `$ref`, of the tool at hand
+    def __init__(self, lines: list[str], base: Sequence[str]) -> None:
+        self._lines, self._shared = lines, dict[str, str]()  # rules by `$ref`
+        if not lines:
+            lines += base
 
     def key(self, name: str) -> str:
         """The key of an object, with what stands behind it, as terminals."""
@@ -33,7 +37,6 @@ class SchemaRules:
 
     def arguments(self, schema: Mapping[str, Any]) -> str:
         """The name of a rule for a tool's arguments, which are an object."""
-        self._shared = {}
         return self._rule({"type": "object", **schema}, schema)
 
     def pairs(
@@ -58,8 +61,8 @@ class SchemaRules:
         return list(names)
 
     def _add(self, text: str) -> str:
-        self.lines.append(f"r_{len(self.lines)}: {text}")
-        return f"r_{len(self.lines) - 1}"
+        self._lines.append(f"r_{len(self._lines)}: {text}")
+        return f"r_{len(self._lines) - 1}"
 
     def _rule(self, schema: Any, root: Mapping[str, Any]) -> str:
         if not isinstance(schema, dict):
@@ -91,8 +94,8 @@ class SchemaRules:
     def _referred(self, path: str, root: Mapping[str, Any]) -> str:
         """The rule of a shared part of the schema, which may refer to itself."""
         if path not in self._shared:
-            at = len(self.lines)
+            at = len(self._lines)
             self._shared[path] = f"s_{at}"
-            self.lines.append("")  # holds the place
-            self.lines[at] = f"s_{at}: {self._rule(pointed(root, path), root)}"
+            self._lines.append("")  # holds the place
+            self._lines[at] = f"s_{at}: {self._rule(pointed(root, path), root)}"
         return self._shared[path]

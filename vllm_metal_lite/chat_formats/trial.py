@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
@@ -14,7 +15,7 @@ from vllm_metal_lite.chat_formats.tool import Tool
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
 
 # Some templates need a description of each parameter.
-_TOOL = Tool("read_canary", "Read a file.", {
+TOOL = Tool("read_canary", "Read a file.", {
     "type": "object",
     "properties": {
         "path": {"type": "string", "description": "Of the file."},
@@ -22,13 +23,13 @@ _TOOL = Tool("read_canary", "Read a file.", {
     },
     "required": ["path"],
 })  # fmt: skip
-_ARGUMENTS = {"path": "src/canary.txt", "limit": 3}
+ARGUMENTS = {"path": "src/canary.txt", "limit": 3}
 _USER = {"role": "user", "content": "Read it."}
 
 
 def shows_tools(render: Render) -> bool:
     """Whether a template shows the tools of a request to the model."""
-    return any(_TOOL.name in text for text in _texts(render, [_USER], True))
+    return any(TOOL.name in text for text in _texts(render, [_USER], True))
 
 
 def written_calls(render: Render, adapt: Adapt | None = None) -> list[str]:
@@ -39,40 +40,33 @@ def written_calls(render: Render, adapt: Adapt | None = None) -> list[str]:
     """
     starts = [text for generation in (True, False) for text in _texts(render, [_USER], generation)]
     found = []
-    for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
+        function = {"name": TOOL.name, "arguments": arguments}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
         for content in ("", None):
-            messages = [_USER, _answer(arguments, content)]
+            answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+            messages: list[Mapping[str, Any]] = [_USER, answer]
             for whole in _texts(render, adapt(messages) if adapt else messages, False):
-                found += [whole[_num_common(start, whole) :] for start in starts]
-    return [text for text in found if _TOOL.name in text]
+                for start in starts:
+                    found.append(whole[len(commonprefix([start, whole])) :])  # noqa: RUF071
+    return [text for text in found if TOOL.name in text]
 
 
 def reads(chat_format: ChatFormat, answer: str) -> bool:
     """Whether a format finds the call in an answer."""
-    parser = ChatParser(chat_format, [_TOOL])
+    parser = ChatParser(chat_format, [TOOL])
     events = [*parser.feed(answer), *parser.close()]
     if [event for event in events if isinstance(event, ToolCall | ToolCallEnd)][1:] != [
         ToolCallEnd()
     ]:
         return False
     said = "".join(event.text for event in events if isinstance(event, Arguments))
-    return bool(json.loads(said) == _ARGUMENTS)
+    return bool(json.loads(said) == ARGUMENTS)
 
 
 def _texts(render: Render, messages: Sequence[Mapping[str, Any]], generation: bool) -> list[str]:
     """A conversation as text; empty if the template refuses it."""
     try:
-        return [render([dict(m) for m in messages], [_TOOL.for_template()], generation)]
+        return [render([dict(m) for m in messages], [TOOL.for_template()], generation)]
     except Exception:  # templates raise any error
         return []
-
-
-def _answer(arguments: Any, content: str | None) -> dict[str, Any]:
-    function = {"name": _TOOL.name, "arguments": arguments}
-    call = {"id": "abcdefghi", "type": "function", "function": function}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
-
-
-def _num_common(a: str, b: str) -> int:
-    both = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))

@@ -1,12 +1,12 @@
 """Arguments that a format writes as plain text: what they are is in the tool's schema."""
 
 import ast
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
-from vllm_metal_lite.chat_formats.calls import ObjectWriter
+from vllm_metal_lite.chat_formats.calls import CallWriter
 from vllm_metal_lite.chat_formats.reader import Malformed, Reader, Reading, loads
 from vllm_metal_lite.chat_formats.tool import Tool
 
@@ -17,6 +17,7 @@ class Tags:
 
     end: stands behind a value.  begun: how the tag of any argument begins.  opened: that tag, with
     {} for the argument's name.  close: ends the call.  outer: any of them may follow `close`.
+    newlines: one line break at either side of a string belongs to the format.
     """
 
     end: str
@@ -24,6 +25,7 @@ class Tags:
     opened: str = ""
     close: str = ""
     outer: tuple[str, ...] = ()
+    newlines: bool = False
 
     @property
     def nexts(self) -> list[str]:
@@ -37,33 +39,49 @@ class Tags:
         return sorted(m for m in marks if not any(m.startswith(o) for o in marks - {m}))
 
 
-_OF_TOOL: Any = object()
+# Reads an argument's name, and whether the value is a string; None: that is in the tool's schema.
+ReadKey = Callable[[Reader], Reading[tuple[str, bool | None]]]
+
+
+def read_call(
+    reader: Reader, calls: CallWriter, tool: Tool, tags: Tags, read_key: ReadKey
+) -> Reading[None]:
+    """A call that has begun: arguments, and its end, which models forget before a tag of `outer`.
+
+    Raises Malformed, CutShort.
+    """
+    while (yield from reader.has(tags.begun)):
+        key, is_string = yield from read_key(reader)
+        yield from read_typed(reader, calls, tool, key, tags, is_string)
+    if (yield from reader.follows(tags.outer)) is None:
+        yield from reader.expect(tags.close)
+    calls.end()
 
 
 def read_typed(
     reader: Reader,
-    arguments: ObjectWriter,
+    calls: CallWriter,
     tool: Tool,
     name: str,
     tags: Tags,
-    newlines: bool = False,
-    schema: Any = _OF_TOOL,
+    is_string: bool | None = None,
 ) -> Reading[None]:
     """The argument `name`, up to its end, which is read.  Strings are passed on as they come.
 
-    newlines: one line break at either side belongs to the format.  schema: by default the tool's.
-    Raises Malformed, CutShort.
+    is_string: None: by the tool's schema.  Raises Malformed, CutShort.
     """
-    arguments.key(name)
-    schema = tool.properties.get(name) if schema is _OF_TOOL else schema
-    others = [n for n in tool.properties if tags.opened and n not in arguments.names]
+    calls.key(name)
+    schema = tool.properties.get(name)
+    if is_string is not None:
+        schema = {"type": "string"} if is_string else {}
+    others = [n for n in tool.properties if tags.opened and n not in calls.names]
     coming = [tags.opened.format(other) for other in others]
     if types_of(schema) != {"string"}:
         text, _ = yield from _value(reader, tags, coming, lambda text: None, is_json=True)
-        arguments.value(value_of(text, schema))
+        calls.value(value_of(text, schema))
         return
-    if newlines:
-        yield from reader.has("\n")
+    if tags.newlines:
+        yield from reader.begins("\n")
     held = ""  # a line break that may be the last
 
     def pass_on(text: str) -> None:
@@ -72,13 +90,13 @@ def read_typed(
         if text.endswith("\n"):
             text, held = text[:-1], "\n"
         if text:
-            arguments.string_piece(text)
+            calls.string_piece(text)
 
-    arguments.string_start()
+    calls.quote()
     _, has_end = yield from _value(reader, tags, coming, pass_on, is_json=False)
-    if has_end and not newlines:
-        arguments.string_piece(held)
-    arguments.string_end()
+    if has_end and not tags.newlines:
+        calls.string_piece(held)
+    calls.quote()
 
 
 def _value(
@@ -196,25 +214,18 @@ def _of_python(text: str, default: str) -> Any:
 JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
+class _JsonNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
+
+
 def python_value(node: ast.expr) -> Any:
     """A literal of Python that JSON has too; names of JSON's constants count as such."""
-    match node:
-        case ast.Name(id=name) if name in JSON_NAMES:
-            return JSON_NAMES[name]
-        case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [python_value(element) for element in elements]
-        case ast.Dict(keys=keys, values=values):
-            if any(not isinstance(key, ast.Constant) for key in keys):
-                raise Malformed
-            names = [key.value for key in keys if isinstance(key, ast.Constant)]
-            return {str(k): python_value(v) for k, v in zip(names, values, strict=True)}
     try:
-        value = ast.literal_eval(node)
+        value = ast.literal_eval(_JsonNames().visit(node))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (ValueError, TypeError, RecursionError):
         raise Malformed from None
-    if not isinstance(value, str | int | float | bool | None) or value in (inf, -inf):
-        raise Malformed
-    return value
 
 
 def _without_newlines(text: str, value: Any) -> str:

@@ -1,1 +1,1 @@
-"""The command line: `vllm-metal-lite chat`, `generate`, `doctor` and `bench`."""
+"""The command line, `vllm-metal-lite`: chat, serve, launch, generate, models, bench and doctor."""

@@ -15,8 +15,8 @@ from vllm_metal_lite.engine.interrupt import DeferredInterrupt
 from vllm_metal_lite.errors import MetalLiteError
 from vllm_metal_lite.outputs import RequestOutput
 
+_STOPPING = "\nStopping after the step that is under way ..."
 _IDLE_SECONDS = 0.1  # longest wait for a line; Ctrl-C is handled between waits
-
 _REFRESH_SECONDS = 0.2  # between updates of the progress bar
 
 
@@ -48,7 +48,7 @@ class Batch:
         """
         start = time.perf_counter()
         with (
-            DeferredInterrupt(_say_stopping) as interrupt,
+            DeferredInterrupt(lambda: tqdm.write(_STOPPING, file=sys.stderr)) as interrupt,
             tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=not show_bar) as bar,
         ):
             shown = start
@@ -89,7 +89,9 @@ class Batch:
                 self._add(str(number), job)
             except MetalLiteError as e:
                 job_id = e.id if isinstance(e, BadLine) else job.id
-                self._refuse(position, job_id, f"line {number}: {e.spelled(engine_flag)}")
+                message = f"line {number}: {e.spelled(engine_flag)}"
+                self._count_error(message)
+                self._writer.put(position, {"id": job_id, "error": message})
                 bar.update()
             else:
                 self._jobs[str(number)] = position, job
@@ -103,10 +105,6 @@ class Batch:
         self._engine.add_request(
             request_id, prompt, job.params, priority=job.priority, checkpoints=checkpoints
         )
-
-    def _refuse(self, position: int, job_id: Any, message: str) -> None:
-        self._count_error(message)
-        self._writer.put(position, {"id": job_id, "error": message})
 
     def _count_error(self, message: str) -> None:
         self.num_refused += 1
@@ -131,10 +129,6 @@ class Batch:
 
     def _num_new(self) -> int:
         return self._new_tokens + sum(map(_num_new, self._live.values()))
-
-
-def _say_stopping() -> None:
-    tqdm.write("\nStopping after the step that is under way ...", file=sys.stderr)
 
 
 def _num_new(output: RequestOutput) -> int:

@@ -1,8 +1,9 @@
 """The commands: their flags, help and examples."""
 
 from argparse import HelpFormatter
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli import options
@@ -59,25 +60,12 @@ examples:
   echo '{"prompt": "Once upon a time"}' | vllm-metal-lite generate - | jq -r .text
 """
 
-_DOCTOR = (
-    "Check every kernel against the reference on this machine, in a process of its own; measure "
-    "its speed beside MLX's own operations; check that launches run in order; and compare the "
-    "tokens of a model with the reference's.  Exit code 1 if a kernel is wrong, launches run out "
-    "of order or tokens differ; 0 also without a GPU."
-)
 _DOCTOR_EXAMPLES = """\
 examples:
   vllm-metal-lite doctor
   vllm-metal-lite doctor mlx-community/Qwen3-0.6B-4bit
   vllm-metal-lite doctor --report report.json          to attach to an issue
 """
-
-
-_MODELS = (
-    "List the models in the Hugging Face cache (HF_HUB_CACHE) and in folders: whether each is "
-    "supported, how it would run, and how much context fits in this machine's memory.  Reads no "
-    "weights and downloads nothing."
-)
 _MODELS_EXAMPLES = """\
 examples:
   vllm-metal-lite models
@@ -119,135 +107,52 @@ def make_parser() -> options.Parser:
     )
     parser.add_argument("--version", action="version", version=f"vllm-metal-lite {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    # The server is a room that can be taken away.
+    of_server = [_add_serve, _add_launch] if find_spec("vllm_metal_lite.server") else []
+    for add in (_add_chat, *of_server, _add_generate, _add_bench, _add_models, _add_doctor):
+        add(partial(commands.add_parser, formatter_class=_HelpFormatter))
+    return parser
 
-    chat = commands.add_parser(
+
+Command = Callable[..., options.Parser]
+
+
+def _add_chat(command: Command) -> None:
+    chat = command(
         "chat",
         help="talk to a model",
         description="Talk to a model.  With a pipe on stdin, all of it is one message, and only "
         "the answer is printed.",
         epilog=_CHAT_EXAMPLES,
-        formatter_class=_HelpFormatter,
     )
-    chat.add_argument(
-        "model",
-        nargs="?",
-        default="demo",
-        metavar="MODEL",
-        help="'demo' (default), a folder, or a Hugging Face name",
-    )
+    options.add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
-    chat.add_argument(
-        "--no-thinking",
-        action="store_true",
-        help="ask a model that can think first to answer at once",
-    )
-    chat.add_argument(
-        "--verbose", action="store_true", help="notices on stderr also when stdin is a pipe"
-    )
+    text = "ask a model that can think first to answer at once"
+    chat.add_argument("--no-thinking", action="store_true", help=text)
+    text = "notices on stderr also when stdin is a pipe"
+    chat.add_argument("--verbose", action="store_true", help=text)
     options.add_sampling_options(chat, max_tokens="what the context holds")
     # A conversation needs one seat, and seats determine the size of the store.
     options.add_engine_options(chat, max_num_seqs=1)
 
-    if find_spec("vllm_metal_lite.server") is not None:  # a room that can be taken away
-        _add_serve(commands)
-        _add_launch(commands)
 
-    generate = commands.add_parser(
-        "generate",
-        help="answer a file of prompts",
-        description="Answer a file of prompts, many at a time.",
-        epilog=_GENERATE_NOTES,
-        formatter_class=_HelpFormatter,
-    )
-    generate.add_argument("input", metavar="INPUT.jsonl", help="one JSON object a line; -: stdin")
-    generate.add_argument(
-        "-o", "--output", default="-", metavar="OUTPUT.jsonl", help="default: stdout"
-    )
-    generate.add_argument(
-        "--model",
-        default="demo",
-        metavar="MODEL",
-        help="'demo' (default), a folder, or a Hugging Face name",
-    )
-    options.add_sampling_options(generate, max_tokens="256")
-    options.add_engine_options(generate, max_num_seqs=64)
-
-    bench = commands.add_parser(
-        "bench",
-        help="measure a model's speed",
-        description="Measure prompt and decode speed with few and many requests.",
-        epilog=_BENCH_NOTES,
-        formatter_class=_HelpFormatter,
-    )
-    bench.add_argument(
-        "model",
-        nargs="?",
-        default="demo",
-        metavar="MODEL",
-        help="'demo' (default; tiny), a folder, or a Hugging Face name",
-    )
-    options.add_bench_options(bench)
-    options.add_engine_options(bench, max_num_seqs=32)
-
-    models = commands.add_parser(
-        "models",
-        help="list the models on this machine",
-        description=_MODELS,
-        epilog=_MODELS_EXAMPLES,
-        formatter_class=_HelpFormatter,
-    )
-    models.add_argument(
-        "folders", nargs="*", metavar="FOLDER", help="also look in this folder, 3 levels deep"
-    )
-    models.add_argument("--json", action="store_true", help="print everything known, as JSON")
-
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine",
-        description=_DOCTOR,
-        epilog=_DOCTOR_EXAMPLES,
-        formatter_class=_HelpFormatter,
-    )
-    doctor.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="check the shapes of this model: a folder or a Hugging Face name (default: the shapes "
-        "that most models have, and the answers of the demo)",
-    )
-    doctor.add_argument(
-        "--full", action="store_true", help="check many more shapes, without a limit: minutes"
-    )
-    options.add_seconds(doctor, 60.0, "time to use, after the model is loaded")
-    doctor.add_argument(
-        "--report", metavar="FILE", help="write everything as one JSON file, for an issue"
-    )
-    doctor.add_argument("--json", action="store_true", help="print the same JSON")
-    return parser
-
-
-def _add_serve(commands: Any) -> None:
-    serve = commands.add_parser(
+def _add_serve(command: Command) -> None:
+    serve = command(
         "serve",
         help="serve models over HTTP",
         description="Serve models over HTTP: the API of OpenAI and of Anthropic, and a page with a "
         "chat and a view of the engine.  Needs pip install 'vllm-metal-lite[serve]'.",
         epilog=_SERVE_EXAMPLES,
-        formatter_class=_HelpFormatter,
     )
-    serve.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="'demo' (default), a folder, or a Hugging Face name",
-    )
+    options.add_model(serve)
     options.add_server_options(serve)
     options.add_engine_options(serve, max_num_seqs=32)
-    serve.set_defaults(max_num_batched_tokens=None)  # by the device
+    # The model: none if --model is given.  The tokens of a step: by the device.
+    serve.set_defaults(model=None, max_num_batched_tokens=None)
 
 
-def _add_launch(commands: Any) -> None:
-    launch = commands.add_parser(
+def _add_launch(command: Command) -> None:
+    launch = command(
         "launch",
         help="start a coding agent on a local model",
         usage="%(prog)s [OPTIONS] AGENT [-- ARGS FOR THE AGENT]",
@@ -255,10 +160,10 @@ def _add_launch(commands: Any) -> None:
         "the server that runs on the port, or starts one that ends with the agent.  Your own "
         "configuration of the agent is not changed.",
         epilog=_LAUNCH_EXAMPLES,
-        formatter_class=_HelpFormatter,
     )
-    launch.add_argument("agent", choices=("claude", "codex", "opencode"), metavar="AGENT",
-                        help="claude, codex or opencode")  # fmt: skip
+    agents = ("claude", "codex", "opencode")
+    text = "claude, codex or opencode"
+    launch.add_argument("agent", choices=agents, metavar="AGENT", help=text)
     launch.rest = "agent_args"
     launch.set_defaults(agent_args=[])
     launch.add_argument(
@@ -268,7 +173,72 @@ def _add_launch(commands: Any) -> None:
         "(default: its first)",
     )
     options.add_port(launch)
-    launch.add_argument(
-        "--print", action="store_true", help="print the agent's command and variables, and end"
-    )
+    text = "print the agent's command and variables, and end"
+    launch.add_argument("--print", action="store_true", help=text)
     options.add_engine_options(launch, max_num_seqs=32)
+
+
+def _add_generate(command: Command) -> None:
+    generate = command(
+        "generate",
+        help="answer a file of prompts",
+        description="Answer a file of prompts, many at a time.",
+        epilog=_GENERATE_NOTES,
+    )
+    generate.add_argument("input", metavar="INPUT.jsonl", help="one JSON object a line; -: stdin")
+    text = "default: stdout"
+    generate.add_argument("-o", "--output", default="-", metavar="OUTPUT.jsonl", help=text)
+    options.add_model(generate, "--model")
+    options.add_sampling_options(generate, max_tokens="256")
+    options.add_engine_options(generate, max_num_seqs=64)
+
+
+def _add_bench(command: Command) -> None:
+    bench = command(
+        "bench",
+        help="measure a model's speed",
+        description="Measure prompt and decode speed with few and many requests.",
+        epilog=_BENCH_NOTES,
+    )
+    options.add_model(bench, note="; tiny")
+    options.add_bench_options(bench)
+    options.add_engine_options(bench, max_num_seqs=32)
+
+
+def _add_models(command: Command) -> None:
+    models = command(
+        "models",
+        help="list the models on this machine",
+        description="List the models in the Hugging Face cache (HF_HUB_CACHE) and in folders: "
+        "whether each is supported, how it would run, and how much context fits in this machine's "
+        "memory.  Reads no weights and downloads nothing.",
+        epilog=_MODELS_EXAMPLES,
+    )
+    text = "also look in this folder, 3 levels deep"
+    models.add_argument("folders", nargs="*", metavar="FOLDER", help=text)
+    models.add_argument("--json", action="store_true", help="print everything known, as JSON")
+
+
+def _add_doctor(command: Command) -> None:
+    doctor = command(
+        "doctor",
+        help="check this machine",
+        description="Check every kernel against the reference on this machine, in a process of its "
+        "own; measure its speed beside MLX's own operations; check that launches run in order; and "
+        "compare the tokens of a model with the reference's.  Exit code 1 if a kernel is wrong, "
+        "launches run out of order or tokens differ; 0 also without a GPU.",
+        epilog=_DOCTOR_EXAMPLES,
+    )
+    doctor.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="check the shapes of this model: a folder or a Hugging Face name (default: the shapes "
+        "that most models have, and the answers of the demo)",
+    )
+    text = "check many more shapes, without a limit: minutes"
+    doctor.add_argument("--full", action="store_true", help=text)
+    options.add_seconds(doctor, 60.0, "time to use, after the model is loaded")
+    text = "write everything as one JSON file, for an issue"
+    doctor.add_argument("--report", metavar="FILE", help=text)
+    doctor.add_argument("--json", action="store_true", help="print the same JSON")

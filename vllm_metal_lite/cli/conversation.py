@@ -18,12 +18,47 @@ class ContextFull(RequestError):
 
 @dataclass(frozen=True)
 class Turn:
-    """The result of a turn.  kept: False if the answer stopped before its first token."""
+    """The result of a turn.  max_model_len: tokens that the context holds."""
 
     output: RequestOutput
     seconds_to_first: float
     seconds: float
-    kept: bool
+    max_model_len: int
+
+    @property
+    def kept(self) -> bool:
+        """False if the answer stopped before its first token."""
+        return bool(self.output.outputs[0].token_ids)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit ended the answer."""
+        return self.output.outputs[0].finish_reason == "length"
+
+    @property
+    def fills_context(self) -> bool:
+        """Whether there is no room for one more token."""
+        num_tokens = len(self.output.prompt_token_ids) + len(self.output.outputs[0].token_ids)
+        return num_tokens >= self.max_model_len
+
+    def __str__(self) -> str:
+        """One line: tokens, speed, and whether a limit cut the answer."""
+        prompt, answer = self.output.prompt_token_ids, self.output.outputs[0]
+        cached, new = self.output.num_cached_tokens, len(answer.token_ids)
+        line = f"[{len(prompt)} prompt tokens, {cached} of them cached, {new} new"
+        later = self.seconds - self.seconds_to_first
+        if new > 1 and later > 0:
+            line += f", {(new - 1) / later:.1f} tokens/s"
+        if new:
+            line += f", first after {self.seconds_to_first:.2f} s"
+        if self.is_cut and self.fills_context:
+            return f"{line}] cut: the context of {self.max_model_len} tokens is full (/reset)"
+        if self.is_cut:
+            return f"{line}] cut: max_tokens"
+        if answer.finish_reason == "stop":
+            return f"{line}]"
+        why = "stopped" if self.kept else "stopped before its first token, message taken back"
+        return f"{line}] {why}"
 
 
 class Conversation:
@@ -49,7 +84,7 @@ class Conversation:
         self,
         text: str,
         write: Callable[[str], None],
-        stopping: Callable[[], None] | None = None,
+        stopping: Callable[[], object] = lambda: None,
     ) -> Turn:
         """Say something and stream the answer to `write`.
 
@@ -67,11 +102,11 @@ class Conversation:
                 f"and the context holds {self.engine.max_model_len}"
             )
         turn = self._run(prompt, checkpoints, write, stopping)
-        if (error := turn.output.outputs[0].error) is not None:
-            raise RequestError(error)
+        answer = turn.output.outputs[0]
+        if answer.error is not None:
+            raise RequestError(answer.error)
         if turn.kept:
-            answer = turn.output.outputs[0].text
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return turn
 
     def _run(
@@ -79,7 +114,7 @@ class Conversation:
         prompt: list[int],
         checkpoints: tuple[int, ...],
         write: Callable[[str], None],
-        stopping: Callable[[], None] | None,
+        stopping: Callable[[], object],
     ) -> Turn:
         request_id = f"turn-{next(self._ids)}"
         start = first = time.perf_counter()
@@ -87,7 +122,7 @@ class Conversation:
         output: RequestOutput | None = None
 
         def pressed() -> None:
-            if stopping is not None and output is None:
+            if output is None:
                 stopping()
 
         try:
@@ -111,9 +146,5 @@ class Conversation:
                 raise
         finally:
             self.engine.abort(request_id)
-        return Turn(
-            output,
-            first - start,
-            time.perf_counter() - start,
-            bool(output.outputs[0].token_ids),
-        )
+        end = time.perf_counter()
+        return Turn(output, first - start, end - start, self.engine.max_model_len)

@@ -9,16 +9,13 @@ named, and is no reason for 1.
 
 import argparse
 import json
-import logging
-import platform
-import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from pathlib import Path
+from time import monotonic, perf_counter
 from typing import Any
 
 from vllm_metal_lite import backend, devices, envs
@@ -29,7 +26,6 @@ from vllm_metal_lite.checks.common import COMMON, full_list
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import CheckResult
 from vllm_metal_lite.cli import doctor_text, log, machine
-from vllm_metal_lite.cli.doctor_time import CHECKS_SHARE, Budget, in_rounds
 from vllm_metal_lite.cli.machine import Report
 from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.config import EngineConfig
@@ -38,9 +34,10 @@ from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.runner.memory import size_store, store_bytes
 from vllm_metal_lite.specs import AttentionShape, KernelUse
 
-logger = logging.getLogger(__name__)
-
 _BLOCK = 16
+# The share of the time after which no further check begins; the rest is for speed, order, answers.
+CHECKS_SHARE = 0.6
+FLOOR_SIZES = floors.Sizes()  # tests make them smaller
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,43 +49,42 @@ def run(args: argparse.Namespace) -> int:
     def show(part: doctor_text.Part) -> None:
         """Print a part as soon as it is known."""
         log.clear()
-        lines = () if args.json else part(_without_names(report, args.model))
-        for line in lines:
+        for line in () if args.json else part(machine.without_names(report, args.model)):
             print(wrap(line, sys.stdout), flush=True)
 
     try:
-        with log.progress():
-            budget = Budget(None if args.full else args.seconds)
-            Examination(report, budget, show).run(args.model, args.full)
+        seconds = None if args.full else args.seconds
+        Examination(report, seconds, show).run(args.model, args.full)
     except KeyboardInterrupt:
         report["interrupted"] = True
         show(doctor_text.describe_interrupted)
-    report = _without_names(report, args.model)
+    report = machine.without_names(report, args.model)
     if args.json:
         print(json.dumps(report, indent=2))
     if args.report is not None:
         machine.write(args.report, report)
         if not args.json:
             print(f"Report:    written to {args.report}; attach it to an issue, as it is")
-    if report["interrupted"]:
-        return 130
-    return 1 if report["problems"] else 0
-
-
-FLOOR_SIZES = floors.Sizes()  # tests make them smaller
+    return 130 if report["interrupted"] else int(bool(report["problems"]))
 
 
 class Examination:
     """Fills a report, part by part, while there is time.
 
-    show: gets each part of the text when the report has what the part needs.
+    seconds: from here on; None: no limit.  show: gets each part of the text when the report has
+    what the part needs.
     """
 
     def __init__(
-        self, report: Report, budget: Budget, show: Callable[[doctor_text.Part], object]
+        self, report: Report, seconds: float | None, show: Callable[[doctor_text.Part], object]
     ) -> None:
-        self.report, self.budget, self.show = report, budget, show
+        self.report, self.seconds, self.show = report, seconds, show
+        self.start = monotonic()
         self.results: list[CheckResult] = []
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the time is over."""
+        return self.seconds is not None and monotonic() - self.start >= share * self.seconds
 
     def run(self, name: str | None, full: bool) -> None:
         """name: of a model; None: the demo model, then the shapes that most models have.  full:
@@ -110,11 +106,11 @@ class Examination:
         common = [] if model is not None else list(COMMON.values())
         model = model or load("demo")
         use = model.kernel_use(_BLOCK)
+        own = checks_for(use)
         try:
             with self._section("checks", "checking the kernels"):
-                all_known = self._check(use, common, full)
+                all_known = self._check(own, common, full)
         finally:
-            own = checks_for(use)
             verdicts.remember([result for result in self.results if result.check in own])
             show(doctor_text.describe_checks)
         if not report["problems"]:
@@ -133,7 +129,7 @@ class Examination:
 
     def _is_late(self, part: str, already: bool = False) -> bool:
         """Whether there is no time for a part; notes it."""
-        late = already or self.budget.is_used()
+        late = already or self.is_over()
         if late:
             self.report["not_tried"]["parts"].append(part)
         return late
@@ -144,20 +140,20 @@ class Examination:
         if not sys.stderr.isatty():
             print(f"doctor: {title}", file=sys.stderr, flush=True)
         _say(title)
-        start = time.perf_counter()
+        start = perf_counter()
         try:
             yield
         finally:
-            self.report["seconds"][name] = round(time.perf_counter() - start, 1)
+            self.report["seconds"][name] = round(perf_counter() - start, 1)
 
-    def _check(self, use: KernelUse, common: Sequence[KernelUse], full: bool) -> bool:
+    def _check(self, own: Sequence[Check], common: Sequence[KernelUse], full: bool) -> bool:
         """Run checks in order of importance, while there is time.
 
-        The checks of `use` and of the first common use come first, each kernel once at first, with
-        times.  Returns whether the checks of `use` are done.
+        A model's own checks and those of the first common use come first, each kernel once at
+        first, with times.  Returns whether the model's own are done.
         """
-        own = in_rounds(checks_for(use))
-        first = dict.fromkeys(own + in_rounds([c for u in common[:1] for c in checks_for(u)], own))
+        own = _in_rounds(own)
+        first = dict.fromkeys(own + _in_rounds([c for u in common[:1] for c in checks_for(u)], own))
         rest = [*common[1:], *(full_list() if full else [])]
         more = dict.fromkeys(c for u in rest for c in checks_for(u) if c not in first)
         total, reached = len(first) + len(more), 0
@@ -168,7 +164,7 @@ class Examination:
             _say(f"checking kernels: {reached} of {total}, {check}")
 
         for checks, timed in ((list(first), True), (list(more), False)):
-            if self.budget.is_used(CHECKS_SHARE):
+            if self.is_over(CHECKS_SHARE):
                 break
             known = tuple(self.results)
             with closing(isolated.results(checks, progress, timed=timed, known=known)) as running:
@@ -177,7 +173,7 @@ class Examination:
                     self.report["checks"].append(_check_as_json(result))
                     if not result.passed:
                         self.report["problems"].append(str(result))
-                    if self.budget.is_used(CHECKS_SHARE):
+                    if self.is_over(CHECKS_SHARE):
                         break
         self.report["not_tried"] |= {"checks": total - reached, "of_checks": total}
         return reached >= len(own)
@@ -211,12 +207,8 @@ class Examination:
                 report["problems"].append(f"answers: {one_line(e)}")
                 return
         name = report["model"]["name"] if report["model"] else "demo"
-        report["answers"] = {
-            "model": name,
-            "problem": None,
-            **asdict(found),
-            "agrees": found.agrees,
-        }
+        more = {"model": name, "problem": None, "agrees": found.agrees}
+        report["answers"] = {**asdict(found), **more}
         if not found.agrees:
             count = sum(not d.is_tie for d in found.differences)
             report["problems"].append(
@@ -225,14 +217,27 @@ class Examination:
             )
 
 
+def _in_rounds(checks: Sequence[Check], before: Sequence[Check] = ()) -> list[Check]:
+    """Each kernel once, then each kernel a second time, and so on; those before count.
+
+    The order within a round is kept, so a check still follows those that it needs.
+    """
+    seen = Counter(check.kernel for check in before)
+
+    def round_of(check: Check) -> int:
+        seen[check.kernel] += 1
+        return seen[check.kernel]
+
+    return sorted(checks, key=round_of)
+
+
 def _begin() -> Report:
     """A report with what is known without a measurement.  problems: what exit code 1 is for."""
-    report = machine.new_report("doctor")
-    profile, limit = devices.profile(), backend.memory_limit()
+    profile = devices.profile()
     folder = next(p for p in (envs.cache_folder(), *envs.cache_folder().parents) if p.is_dir())
-    report |= {
+    return machine.new_report("doctor") | {
         "model": None,
-        "engine_memory_bytes": int(limit * profile.memory_fraction),
+        "engine_memory_bytes": int(backend.memory_limit() * profile.memory_fraction),
         "free_disk_bytes": shutil.disk_usage(folder).free,
         "profile": {"constants": asdict(profile)},
         "no_kernels": "there is no GPU, or MLX does not use it" if backend.is_cpu() else None,
@@ -245,7 +250,6 @@ def _begin() -> Report:
         "problems": [],
         "seconds": {},
     }
-    return report
 
 
 def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
@@ -271,11 +275,10 @@ def _describe_model(name: str, model: LoadedModel) -> dict[str, Any]:
 
 
 def _check_as_json(result: CheckResult) -> dict[str, Any]:
-    check: Check = result.check
     speed = result.speed
     return {
         "kernel": result.kernel,
-        "check": str(check),
+        "check": str(result.check),
         "error": result.error if result.failure is None else None,
         "tolerance": result.tolerance,
         "passed": result.passed,
@@ -287,28 +290,4 @@ def _check_as_json(result: CheckResult) -> dict[str, Any]:
 
 
 def _say(what: str) -> None:
-    logger.info(f"doctor: {what}", extra={"transient": True})
-
-
-def _without_names(report: Report, model: str | None) -> Report:
-    """The report without the user's folders and the machine's name, which errors may contain."""
-    hidden = {str(Path.home()): "~"}
-    if model is not None and machine.public_name(model) == "local":
-        folder = Path(model).expanduser()
-        hidden = {str(folder.resolve()): "MODEL", str(folder): "MODEL", model: "MODEL", **hidden}
-    hidden[platform.node()] = "HOST"
-    kept = {"machine": report["machine"]}  # a host may be called "Apple"
-    return {key: kept.get(key) or _replaced(value, hidden) for key, value in report.items()}
-
-
-def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        for text, other in hidden.items():
-            if text:
-                value = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", other, value)
-        return value
-    if isinstance(value, dict):
-        return {key: _replaced(item, hidden) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replaced(item, hidden) for item in value]
-    return value
+    log.progress(f"doctor: {what}")

@@ -7,9 +7,8 @@ from vllm_metal_lite.cli import machine
 from vllm_metal_lite.cli.machine import Report
 from vllm_metal_lite.kernels.registry import REGISTRY
 
-_REPORT = "vllm-metal-lite doctor --report report.json"
 _MORE = "--full tries all"
-_SEND = f"please open an issue with the file of `{_REPORT}`"
+_SEND = "please open an issue with the file of `vllm-metal-lite doctor --report report.json`"
 _FASTER = f"The engine uses the alternative where that is faster; {_SEND}"
 
 
@@ -17,14 +16,13 @@ _FASTER = f"The engine uses the alternative where that is faster; {_SEND}"
 Part = Callable[[Report], Iterable[str]]
 
 
-def describe_machine(report: Report) -> list[str]:
-    lines = machine.describe(report["machine"])
+def describe_machine(report: Report) -> Iterator[str]:
+    yield from machine.describe(report["machine"])
     used, disk = report["engine_memory_bytes"], report["free_disk_bytes"]
-    lines.append(
+    yield (
         f"Memory:    the engine would use {_gib(used)} of it for weights, steps, K and V; "
         f"{_gib(disk)} of disk are free"
     )
-    return lines
 
 
 def describe_model(report: Report) -> Iterator[str]:
@@ -67,7 +65,8 @@ def describe_checks(report: Report) -> Iterator[str]:
         times = [c for c in own if c["seconds"]]
         if times:
             slowest = max(times, key=_times_slower)
-            text += f"; {_beside(slowest)}"
+            ours, other = (1e6 * slowest[key] for key in ("seconds", "alternative_seconds"))
+            text += f"; {ours:,.0f} us, its alternative {other:,.0f} us"
         yield label + text
         if any(check["is_slow"] for check in own):
             times_slower = f"{_times_slower(slowest):.1f} times slower"
@@ -91,10 +90,8 @@ def describe_floors(report: Report) -> Iterator[str]:
             continue
         beside = " and ".join(floor["references"])
         yield f"  SLOW: {floor['times_slower']:.1f} times slower than {beside}"
-        if floor["kernel"]:
-            yield f"  {_FASTER}"
-        else:
-            yield "  This is MLX alone: does another program use the GPU, or is power saved?"
+        alone = "This is MLX alone: does another program use the GPU, or is power saved?"
+        yield f"  {_FASTER if floor['kernel'] else alone}"
 
 
 def describe_order(report: Report) -> Iterator[str]:
@@ -173,8 +170,3 @@ def _failure(check: dict[str, Any]) -> str:
 
 def _times_slower(check: dict[str, Any]) -> float:
     return check["seconds"] / check["alternative_seconds"]
-
-
-def _beside(check: dict[str, Any]) -> str:
-    ours, other = (1e6 * check[key] for key in ("seconds", "alternative_seconds"))
-    return f"{ours:,.0f} us, its alternative {other:,.0f} us"

@@ -3,10 +3,9 @@
 import argparse
 import sys
 
-from vllm_metal_lite.cli import options
+from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.cli.files import LineReader, OrderedWriter, count_lines, open_input
 from vllm_metal_lite.cli.startup import start_engine
-from vllm_metal_lite.cli.wrap import wrap
 
 _MAX_TOKENS = 256
 # Requests in the engine per seat: enough to keep every seat busy, in bounded memory.
@@ -19,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_input(args.input)
     writer = OrderedWriter(args.output, source)
     try:
-        engine = start_engine(args.model, config, _say, "--model")
+        engine = start_engine(args.model, config, log.say, "--model")
         from vllm_metal_lite.cli.batch import Batch  # it imports MLX
 
         defaults = {**engine.model.sampling_defaults, "max_tokens": _MAX_TOKENS, **given}
@@ -27,22 +26,18 @@ def run(args: argparse.Namespace) -> int:
         total = count_lines(source)
         writer.start()
         batch = Batch(engine, LineReader(source, window), writer, defaults, window)
-        results_on_screen = args.output == "-" and sys.stdout.isatty()
-        interrupted = batch.run(total, sys.stderr.isatty() and not results_on_screen)
+        on_screen = args.output == "-" and sys.stdout.isatty()
+        interrupted = batch.run(total, sys.stderr.isatty() and not on_screen)
     finally:
         writer.close()
-    _say(batch.summary())
+    log.say(batch.summary())
     if interrupted:
-        _say(f"interrupted: {writer.num_written} results are kept")
+        log.say(f"interrupted: {writer.num_written} results are kept")
         return 130
     if batch.num_refused:
-        _say(
+        log.say(
             f"error: {batch.num_refused} of {writer.num_written} lines were refused or failed; "
             f"the first: {batch.first_refusal}"
         )
         return 1
     return 0
-
-
-def _say(text: str) -> None:
-    print(wrap(text, sys.stderr), file=sys.stderr, flush=True)

@@ -49,17 +49,14 @@ def parse_line(line: bytes, number: int, defaults: Mapping[str, Any]) -> Job:
         job_id = _id(entry.pop("id", None), number)
         entry = {name: whole(value) for name, value in entry.items()}
         priority, checkpoints = entry.pop("priority", 0), entry.pop("checkpoints", ())
-        named = [name for name in _PROMPTS if name in entry]
-        if len(named) != 1:
+        prompts = {name: entry.pop(name) for name in _PROMPTS if name in entry}
+        if len(prompts) != 1:
             raise RequestError(f"there must be exactly one of {', '.join(_PROMPTS)}")
-        (name,) = named
-        prompt = entry.pop(name)
-        is_chat = name == "messages"
-        unknown = entry.keys() - SAMPLING_RULES.keys()
-        if unknown:
+        if unknown := entry.keys() - SAMPLING_RULES.keys():
             raise RequestError(f"unknown field {show(min(unknown))}")
         params = _params({**defaults, **entry})
-        prompt = prompt if is_chat else {name: prompt}
+        is_chat = "messages" in prompts
+        prompt = prompts["messages"] if is_chat else prompts
         return Job(job_id, prompt, is_chat, params, priority, checkpoints)
     except MetalLiteError as e:
         raise BadLine(str(e), job_id) from None

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -24,8 +24,6 @@ from vllm_metal_lite import envs
 from vllm_metal_lite.cli import options
 from vllm_metal_lite.errors import MetalLiteError, show
 
-_HOST = "127.0.0.1"
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -33,7 +31,7 @@ class Setup:
     added to the environment."""
 
     command: list[str]
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -125,27 +123,31 @@ def run(args: argparse.Namespace) -> int:
     program = shutil.which(args.agent)
     if program is None and not args.print:
         raise MetalLiteError(f"{args.agent} is not installed: {install}")
-    url = f"http://{_HOST}:{args.port}"
+    url = f"http://127.0.0.1:{args.port}"
     key = envs.api_key() or "none"
     flags = options.engine_flags(options.engine_config(args), max_num_seqs=32)
-    if args.print:
-        model = _running(url, key, args.model, flags) or Served(
-            url, args.model or "demo", None, key
+    running = _asked(url, key, args.model)
+    if running is not None:
+        print(f"Using the server at {url}", file=sys.stderr)
+    if running is not None and flags:
+        print(
+            f"warning: that server has its own options, and does not get {shlex.join(flags)}: "
+            "stop it, or give another --port",
+            file=sys.stderr,
         )
-        print(_shown(make(model), args.agent_args))
+    if args.print:  # as a shell takes it
+        setup = make(running or Served(url, args.model or "demo", None, key))
+        env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
+        print(" \\\n  ".join([*env, shlex.join([*setup.command, *args.agent_args])]))
         return 0
-    with _server(url, key, args, flags) as model:
+    with nullcontext(running) if running else _started(url, key, args, flags) as model:
         setup = make(model)
         command = [str(program), *setup.command[1:], *args.agent_args]
         agent = subprocess.Popen(command, env={**os.environ, **setup.env})
-        with _for_the_agent():
-            return _exit_code(agent.wait())
-
-
-def _shown(setup: Setup, agent_args: list[str]) -> str:
-    """The command, as a shell takes it."""
-    env = [f"{name}={shlex.quote(value)}" for name, value in setup.env.items()]
-    return " \\\n  ".join([*env, shlex.join([*setup.command, *agent_args])])
+        # Ctrl-C goes to the agent, which is in this terminal too; we wait for its end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        code = agent.wait()
+    return code if code >= 0 else 128 - code  # as a shell has it
 
 
 def _asked(url: str, key: str, name: str | None) -> Served | None:
@@ -172,26 +174,9 @@ def _asked(url: str, key: str, name: str | None) -> Served | None:
     return Served(url, found["id"], context, key)
 
 
-def _running(url: str, key: str, name: str | None, flags: list[str]) -> Served | None:
-    """As `_asked`, and tells the user; flags: engine options, which such a server does not get."""
-    model = _asked(url, key, name)
-    if model is not None:
-        print(f"Using the server at {url}", file=sys.stderr)
-        if flags:
-            print(
-                f"warning: that server has its own options, and does not get {shlex.join(flags)}: "
-                "stop it, or give another --port",
-                file=sys.stderr,
-            )
-    return model
-
-
 @contextmanager
-def _server(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> Iterator[Served]:
-    """A model of the server at a URL.  If none runs, one is started, and ends with the block."""
-    if (model := _running(url, key, args.model, flags)) is not None:
-        yield model
-        return
+def _started(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> Iterator[Served]:
+    """The model of a server at a URL that is started, and ends with the block."""
     command = [
         sys.executable, "-m", "vllm_metal_lite", "serve", args.model or "demo",
         "--port", str(args.port), *flags,
@@ -210,18 +195,3 @@ def _server(url: str, key: str, args: argparse.Namespace, flags: list[str]) -> I
             server.wait(30)
         except subprocess.TimeoutExpired:
             server.kill()
-
-
-@contextmanager
-def _for_the_agent() -> Iterator[None]:
-    """Ctrl-C goes to the agent, which is in this terminal too; we wait for its end."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _exit_code(code: int) -> int:
-    """As a shell has it."""
-    return code if code >= 0 else 128 - code

@@ -27,13 +27,12 @@ class _Lines(logging.Handler):
                 self._open = True
                 text = f"{record.getMessage()} ..."[: shutil.get_terminal_size().columns - 1]
                 print(_CLEAR + text, end="", file=sys.stderr, flush=True)
-            return
-        self.clear()
-        if record.levelno >= logging.WARNING:
-            line = f"{record.levelname.lower()}: {record.getMessage()}"
-            print(wrap(line, sys.stderr), file=sys.stderr)
+        elif record.levelno >= logging.WARNING:
+            say(f"{record.levelname.lower()}: {record.getMessage()}")
         elif getattr(record, "shown", False):
-            print(wrap(record.getMessage(), sys.stderr), file=sys.stderr, flush=True)
+            say(record.getMessage())
+        else:
+            self.clear()
 
     def clear(self) -> None:
         """Remove the line of progress."""
@@ -43,30 +42,30 @@ class _Lines(logging.Handler):
 
 
 _lines = _Lines(logging.INFO)
+# Remove the line of progress, before something is printed to stdout.
+clear = _lines.clear
+
+
+def say(text: str, style: str = "{}") -> None:
+    """Print text for people in the place of the line of progress.  style: {} is the text."""
+    clear()
+    print(style.format(wrap(text, sys.stderr)), file=sys.stderr, flush=True)
+
+
+def progress(text: str) -> None:
+    """Show what is done now, until something else is shown."""
+    _LOGGER.info(text, extra={"transient": True})
 
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Show the warnings and errors that the package logs."""
+    """Show the warnings and errors that the package logs; the line of progress ends here."""
     level = _LOGGER.level
     _LOGGER.addHandler(_lines)
     _LOGGER.setLevel(logging.INFO)
     try:
         yield
     finally:
+        clear()
         _LOGGER.setLevel(level)
         _LOGGER.removeHandler(_lines)
-
-
-def clear() -> None:
-    """Remove the line of progress, before something else is printed."""
-    _lines.clear()
-
-
-@contextmanager
-def progress() -> Iterator[None]:
-    """The line of progress ends here."""
-    try:
-        yield
-    finally:
-        _lines.clear()

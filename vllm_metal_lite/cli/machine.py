@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -101,6 +102,30 @@ def write(name: str, report: Report) -> None:
         raise
     except OSError as e:
         raise MetalLiteError(f"{shorten(name)}: {_reason(e)}") from None
+
+
+def without_names(report: Report, model: str | None) -> Report:
+    """The report without the user's folders and the machine's name, which errors may contain."""
+    hidden = {str(Path.home()): "~"}
+    if model is not None and public_name(model) == "local":
+        folder = Path(model).expanduser()
+        hidden = {str(folder.resolve()): "MODEL", str(folder): "MODEL", model: "MODEL", **hidden}
+    hidden[platform.node()] = "HOST"
+    kept = {"machine": report["machine"]}  # a host may be called "Apple"
+    return {key: kept.get(key) or _replaced(value, hidden) for key, value in report.items()}
+
+
+def _replaced(value: Any, hidden: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        for text, other in hidden.items():
+            if text:
+                value = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", other, value)
+        return value
+    if isinstance(value, dict):
+        return {key: _replaced(item, hidden) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replaced(item, hidden) for item in value]
+    return value
 
 
 def _is_special(name: str) -> bool:

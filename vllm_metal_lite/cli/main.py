@@ -11,7 +11,6 @@ from importlib import import_module
 
 from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.cli.commands import make_parser
-from vllm_metal_lite.cli.wrap import wrap
 from vllm_metal_lite.errors import MetalLiteError
 
 
@@ -44,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    line = " ".join(message.split("\n"))
-    print(wrap(f"error: {line}", sys.stderr), file=sys.stderr)
+    log.say("error: " + " ".join(message.split("\n")))
     return code
 
 

@@ -5,11 +5,11 @@ No weight is read, and nothing is downloaded.
 
 import gc
 import io
-import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.model_table import ModelEntry
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import (
-    MetalLiteError,
-    ModelLoadError,
-    OutOfMemoryError,
-    one_line,
+from vllm_metal_lite.errors import MetalLiteError, ModelLoadError, OutOfMemoryError, one_line
+from vllm_metal_lite.model.files import (
+    DEMO_PATH,
+    hub_names,
+    in_cache,
+    read_config,
+    read_json,
+    weights,
 )
-from vllm_metal_lite.model.files import DEMO_PATH, hub_names, in_cache, read_config, weights
 from vllm_metal_lite.model.loader import LoadedModel, preview
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.runner.step_peak import estimated_step_peak
@@ -93,7 +95,9 @@ def describe(found: ModelEntry) -> ModelEntry:
 def _read(name: str, path: Path, facts: dict[str, Any]) -> None:
     """Put what is known into `facts`, as far as it goes."""
     facts["size_bytes"] = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-    facts["model_type"] = _model_type(path)
+    with suppress(ModelLoadError, OSError):  # also of a model that cannot be loaded
+        model_type = read_json(path / "config.json").get("model_type")
+        facts["model_type"] = model_type if isinstance(model_type, str) else None
     config = read_config(path, name)
     quantization = config.get("quantization") or config.get("quantization_config")
     facts["quantization"] = quantization
@@ -126,25 +130,16 @@ def _memory(model: LoadedModel, options: EngineConfig) -> dict[str, Any]:
     return {"max_model_len": store.max_model_len, "num_tokens": num_tokens}
 
 
-def _model_type(path: Path) -> str | None:
-    try:
-        model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return model_type if isinstance(model_type, str) else None
-
-
 def _bits(path: Path, quantization: dict[str, Any] | None) -> list[int]:
     """Bits of a weight, by the configuration, or by the headers of its files."""
     if quantization:
         layers = [quantization, *(v for v in quantization.values() if isinstance(v, dict))]
         return sorted({b for layer in layers if isinstance(b := layer.get("bits"), int)})
-    sizes: dict[int, int] = {}
+    sizes = Counter[int]()
     for _, weight in weights(path):
         if mx.issubdtype(weight.dtype, mx.floating):
-            bits = 8 * weight.itemsize
-            sizes[bits] = sizes.get(bits, 0) + weight.nbytes
-    return [max(sizes, key=sizes.__getitem__)] if sizes else []
+            sizes[8 * weight.itemsize] += weight.nbytes
+    return [bits for bits, _ in sizes.most_common(1)]
 
 
 def _reason(e: MetalLiteError | OSError, name: str) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _HEADINGS = ("type", "size", "bits", "context", "runs", "cache", "fits")
-_NAME = "name"
 _GAP, _INDENT = "  ", "    "
 _SHORTEST_NAME = 8  # columns for names, however narrow the terminal
 
@@ -56,7 +55,7 @@ def table(entries: Sequence[ModelEntry], width: int | None) -> Iterator[str]:
 
 
 def _lines(entries: Sequence[ModelEntry], width: int | None) -> Iterator[str]:
-    rows: list[tuple[str, tuple[str, ...]]] = [(_NAME, _HEADINGS)]
+    rows: list[tuple[str, tuple[str, ...]]] = [("name", _HEADINGS)]
     rows += [(entry.name, _cells(entry)) for entry in entries if entry.supported]
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(_HEADINGS))]
     room = max(len(name) for name, _ in rows)
@@ -88,15 +87,9 @@ def _with_type(entry: ModelEntry) -> str:
 def _indented(text: str, width: int | None) -> list[str]:
     if width is None:
         return [_INDENT + text]
-    room = max(width, len(_INDENT) + _SHORTEST_NAME)
-    return textwrap.wrap(
-        text,
-        room,
-        initial_indent=_INDENT,
-        subsequent_indent=_INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    room = max(width - len(_INDENT), _SHORTEST_NAME)
+    lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+    return [_INDENT + line for line in lines]
 
 
 def _cells(entry: ModelEntry) -> tuple[str, ...]:

@@ -2,23 +2,19 @@
 
 import argparse
 import json
-import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.cli import log
-from vllm_metal_lite.cli.model_table import ModelEntry, gib, table
+from vllm_metal_lite.cli.model_table import gib, table
 from vllm_metal_lite.cli.options import UsageError
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.errors import shorten
-
-logger = logging.getLogger(__name__)
 
 _LEGEND = """\
 context  tokens that the model was made for
@@ -37,15 +33,20 @@ def run(args: argparse.Namespace) -> int:
     from vllm_metal_lite.cli.model_list import describe, find_models
 
     entries = []
-    with log.progress():
-        logger.info("looking for models", extra={"transient": True})
-        found = find_models(folders)
-        for i, model in enumerate(found):
-            text = f"reading {i + 1} of {len(found)}: {model.name}"
-            logger.info(text, extra={"transient": True})
-            entries.append(describe(model))
+    log.progress("looking for models")
+    found = find_models(folders)
+    for i, model in enumerate(found):
+        log.progress(f"reading {i + 1} of {len(found)}: {model.name}")
+        entries.append(describe(model))
+    log.clear()
     if args.json:
-        print(json.dumps(_report(entries), indent=2))
+        report = {
+            "backend": backend.name(),
+            "memory_bytes": backend.memory_limit(),
+            "memory_fraction": _fraction(),
+            "models": [asdict(entry) for entry in entries],
+        }
+        print(json.dumps(report, indent=2))
         return 0
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in table(entries, width):
@@ -69,12 +70,3 @@ def _folder(name: str) -> Path:
 def _fraction() -> float:
     """The share of the memory that an engine may use."""
     return EngineConfig().memory_fraction or profile().memory_fraction
-
-
-def _report(entries: Sequence[ModelEntry]) -> dict[str, object]:
-    return {
-        "backend": backend.name(),
-        "memory_bytes": backend.memory_limit(),
-        "memory_fraction": _fraction(),
-        "models": [asdict(entry) for entry in entries],
-    }

@@ -8,16 +8,15 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from vllm_metal_lite.config import ENGINE_RULES, EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
 from vllm_metal_lite.sampling_params import SamplingParams
 
-# Limits of the numbers that `bench` takes.
-_MOST, _LONGEST = 1_000_000, 86_400
+T = TypeVar("T", int, float)
 
 
 class UsageError(MetalLiteError):
@@ -72,7 +71,7 @@ def _allowed(field: str) -> str:
     return ENGINE_RULES[field].allowed
 
 
-# field, metavar, help; ENGINE_RULES has the allowed values
+# field, metavar, help: of EngineConfig, whose ENGINE_RULES have the allowed values,
 _ENGINE = (
     ("block_size", "N", f"tokens a block of the KV store holds: {_allowed('block_size')}"),
     ("num_blocks", "N", "blocks of the KV store (default: what the memory holds)"),
@@ -88,38 +87,62 @@ _ENGINE = (
     ("attention", "NAME", _allowed("attention")),
     ("seed", "N", "seed of requests that have none of their own"),
 )
+# of SamplingParams,
 _SAMPLING = (
     ("temperature", "T", "0: always the most likely token"),
     ("top_k", "N", "only the N most likely tokens; 0: all"),
     ("top_p", "P", "only the most likely tokens that together have probability P"),
     ("min_p", "P", "only tokens at least P times as likely as the most likely one"),
-    ("max_tokens", "N", "longest answer"),
     ("repetition_penalty", "X", "above 1: tokens seen before become less likely"),
     ("presence_penalty", "X", "-2 to 2, for tokens in the answer so far"),
     ("frequency_penalty", "X", "-2 to 2, times how often they are in it"),
 )
+# and of ServerConfig.
+_SERVER = (
+    ("host", "ADDRESS", "address to listen on; another than loopback needs an API key"),
+    ("port", "N", "port to listen on; 0: any that is free"),
+    ("api_key", "KEY", "key that requests must send (default: METAL_LITE_API_KEY, or none)"),
+    ("max_body_mib", "N", "largest request in MiB"),
+    ("max_waiting", "N", "requests that may wait for a seat; more get 503"),
+    ("max_logprobs", "N", "log-probabilities a token that a request may ask for"),
+    ("drain", "S", "seconds that running requests get at the end"),
+    ("keep_alive", "S", "seconds without a token, after which a stream gets a sign of life"),
+    ("memory_budget_gib", "N", "GiB for all models together (default: what is safe)"),
+)
+_TEXTS = ("host", "api_key")  # also where they look like numbers
+_REPEATED = {"allowed_hosts": "--allowed-host", "allowed_origins": "--allowed-origin"}
+
+
+def _add(group: Any, rows: Iterable[tuple[str, str, str]], defaults: object = None) -> None:
+    """Add a flag for each row; defaults: an object with the fields."""
+    for field, metavar, text in rows:
+        default = getattr(defaults, field, None)
+        if default is not None:
+            shown = f"{default:g}" if isinstance(default, float) else default
+            text = f"{text} (default: {shown})"
+        kind = str if field in _TEXTS else _value
+        group.add_argument(flag(field), type=kind, metavar=metavar, help=text, default=default)
+
+
+def add_model(parser: argparse.ArgumentParser, name: str = "model", note: str = "") -> None:
+    """Add the name of a model; "demo" by default."""
+    nargs = None if name.startswith("--") else "?"
+    text = f"'demo' (default{note}), a folder, or a Hugging Face name"
+    parser.add_argument(name, default="demo", metavar="MODEL", help=text, nargs=nargs)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
     """Add the engine's flags; `max_num_seqs` is this command's default."""
     group = parser.add_argument_group("engine options")
-    defaults = EngineConfig(max_num_seqs=max_num_seqs)
-    for field, metavar, text in _ENGINE:
-        default = getattr(defaults, field)
-        if default is not None:
-            text = f"{text} (default: {default})"
-        group.add_argument(flag(field), type=_value, metavar=metavar, help=text, default=default)
+    _add(group, _ENGINE, EngineConfig(max_num_seqs=max_num_seqs))
     group.add_argument(
-        "--no-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_false",
+        "--no-prefix-caching", dest="enable_prefix_caching", action="store_false",
         help="compute every prompt from its first token",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--trust-remote-code",
-        action="store_true",
+        "--trust-remote-code", action="store_true",
         help="run Python code from the model's folder, if its tokenizer needs that",
-    )
+    )  # fmt: skip
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -143,99 +166,58 @@ def engine_flags(config: EngineConfig, max_num_seqs: int) -> list[str]:
     return flags + (["--trust-remote-code"] if config.trust_remote_code else [])
 
 
-# field of ServerConfig, metavar, help
-_SERVER = (
-    ("host", "ADDRESS", "address to listen on; another than loopback needs an API key"),
-    ("port", "N", "port to listen on; 0: any that is free"),
-    ("api_key", "KEY", "key that requests must send (default: METAL_LITE_API_KEY, or none)"),
-    ("max_body_mib", "N", "largest request in MiB"),
-    ("max_waiting", "N", "requests that may wait for a seat; more get 503"),
-    ("max_logprobs", "N", "log-probabilities a token that a request may ask for"),
-    ("drain", "S", "seconds that running requests get at the end"),
-    ("keep_alive", "S", "seconds without a token, after which a stream gets a sign of life"),
-    ("memory_budget_gib", "N", "GiB for all models together (default: what is safe)"),
-)
-_TEXTS = ("host", "api_key")
-_SERVER_FIELDS = {field for field, *_ in _SERVER}
-_REPEATED = {"allowed_hosts": "--allowed-host", "allowed_origins": "--allowed-origin"}
-
-
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `serve`."""
     from vllm_metal_lite.server.settings import ServerConfig
 
-    parser.add_argument(
-        "--model", dest="models", action="append", metavar="[NAME=]MODEL",
-        help="one more model, loaded when a request names it; repeatable",
-    )  # fmt: skip
-    parser.add_argument(
-        "--pin", action="append", metavar="NAME",
-        help="load this model at the start, and never unload it; repeatable",
-    )  # fmt: skip
-    parser.add_argument(
-        "--chat-format", dest="chat_formats", action="append", metavar="[NAME=]FORMAT",
-        help="how a model writes thoughts and tool calls, if its chat template does not show it: "
-        "hermes, qwen3_coder, ...; repeatable",
+    def repeated(name: str, field: str, metavar: str, text: str) -> None:
+        parser.add_argument(
+            name, dest=field, action="append", metavar=metavar, help=f"{text}; repeatable"
+        )
+
+    repeated("--model", "models", "[NAME=]MODEL", "one more model, loaded when a request names it")
+    repeated("--pin", "pin", "NAME", "load this model at the start, and never unload it")
+    repeated(
+        "--chat-format", "chat_formats", "[NAME=]FORMAT",
+        "how a model writes thoughts and tool calls, if its chat template does not show it: "
+        "hermes, qwen3_coder, ...",
     )  # fmt: skip
     parser.add_argument("--served-model-name", metavar="NAME", help="what requests call MODEL")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--log-requests", action="store_true", help="print a line a request")
-    group = parser.add_argument_group("server options")
-    defaults = ServerConfig()
-    for field, metavar, text in _SERVER:
-        default = getattr(defaults, field)
-        if default is not None:
-            shown = f"{default:g}" if isinstance(default, float) else default
-            text = f"{text} (default: {shown})"
-        kind = str if field in _TEXTS else _value
-        group.add_argument(flag(field), type=kind, metavar=metavar, help=text, default=default)
-    group.add_argument(
-        _REPEATED["allowed_hosts"], dest="allowed_hosts", action="append", metavar="NAME",
-        help="also accept this name in the Host header; repeatable",
-    )  # fmt: skip
-    group.add_argument(
-        _REPEATED["allowed_origins"], dest="allowed_origins", action="append", metavar="ORIGIN",
-        help="web pages of this origin may call the server; *: any; repeatable",
-    )  # fmt: skip
+    _add(parser.add_argument_group("server options"), _SERVER, ServerConfig())
+    hosts, origins = _REPEATED
+    repeated(_REPEATED[hosts], hosts, "NAME", "also accept this name in the Host header")
+    text = "web pages of this origin may call the server; *: any"
+    repeated(_REPEATED[origins], origins, "ORIGIN", text)
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench`."""
-    parser.add_argument(
-        "--requests", type=_counts, default="1,4,16,32", metavar="N,N,...",
-        help="requests that arrive together (default: 1,4,16,32)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--context", type=_counts, default="512,4096", metavar="N,N,...",
-        help="tokens of each prompt (default: 512,4096)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--new-tokens", type=_count, default=64, metavar="N",
-        help="counted tokens of each answer (default: 64)",
-    )  # fmt: skip
+    add = parser.add_argument
+    for name, default, text in (
+        ("--requests", "1,4,16,32", "requests that arrive together"),
+        ("--context", "512,4096", "tokens of each prompt"),
+    ):
+        text = f"{text} (default: {default})"
+        add(name, type=_counts, default=default, metavar="N,N,...", help=text)
+    text = "counted tokens of each answer (default: 64)"
+    add("--new-tokens", type=_count, default=64, metavar="N", help=text)
     add_seconds(parser, 140.0, "time for measuring, after the model is loaded")
-    parser.add_argument(
-        "--compare", action="store_true",
-        help="measure mlx-lm on the same weights too, in turns",
-    )  # fmt: skip
-    parser.add_argument("--report", metavar="FILE", help="write a new JSON file to share")
-    parser.add_argument(
-        "--plot", metavar="FILE",
-        help="draw a picture (.png, .svg, .pdf); needs matplotlib",
-    )  # fmt: skip
+    text = "measure mlx-lm on the same weights too, in turns"
+    add("--compare", action="store_true", help=text)
+    add("--report", metavar="FILE", help="write a new JSON file to share")
+    add("--plot", metavar="FILE", help="draw a picture (.png, .svg, .pdf); needs matplotlib")
 
 
 def add_seconds(parser: argparse.ArgumentParser, default: float, what: str) -> None:
-    parser.add_argument(
-        "--seconds", type=_seconds, default=default, metavar="S",
-        help=f"{what} (default: {default:g})",
-    )  # fmt: skip
+    text, kind = f"{what} (default: {default:g})", _number(float, 86_400)
+    parser.add_argument("--seconds", type=kind, default=default, metavar="S", help=text)
 
 
 def add_port(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--port", type=_port, default=8000, metavar="N", help="port of the server (default: 8000)"
-    )
+    text, kind = "port of the server (default: 8000)", _number(int, 65535)
+    parser.add_argument("--port", type=kind, default=8000, metavar="N", help=text)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
@@ -243,46 +225,34 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> No
     group = parser.add_argument_group(
         "sampling options", "Those not given are the model's own (its generation_config.json)."
     )
-    for field, metavar, text in _SAMPLING:
-        if field == "max_tokens":
-            text = f"{text} (default: {max_tokens})"
-        group.add_argument(flag(field), type=_value, metavar=metavar, help=text)
-    group.add_argument(
-        "--sample-seed",
-        dest="sample_seed",
-        type=_value,
-        metavar="N",
-        help="the same tokens for the same prompt, whatever else is running",
-    )
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end an answer before TEXT; repeatable"
-    )
-    group.add_argument(
-        "--structured-outputs", type=_json, metavar="JSON",
-        help="form of the answers, such as '{\"choice\": [\"yes\", \"no\"]}'",
-    )  # fmt: skip
+    _add(group, _SAMPLING)
+    _add(group, [
+        ("max_tokens", "N", f"longest answer (default: {max_tokens})"),
+        ("sample_seed", "N", "the same tokens for the same prompt, whatever else is running"),
+    ])  # fmt: skip
+    text = "end an answer before TEXT; repeatable"
+    group.add_argument("--stop", action="append", metavar="TEXT", help=text)
+    text = 'form of the answers, such as \'{"choice": ["yes", "no"]}\''
+    group.add_argument("--structured-outputs", type=_json, metavar="JSON", help=text)
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The SamplingParams fields set by flags; UsageError if one is out of range."""
-    given = {field: getattr(args, field) for field, *_ in _SAMPLING}
-    given |= {"seed": args.sample_seed, "stop": args.stop}
-    given |= {"structured_outputs": args.structured_outputs}
+    fields = [field for field, *_ in _SAMPLING] + ["max_tokens", "stop", "structured_outputs"]
+    given = {"seed": args.sample_seed, **{field: getattr(args, field) for field in fields}}
     given = {field: value for field, value in given.items() if value is not None}
     try:
         SamplingParams(**given)
     except SamplingError as e:
-        spell = lambda field: flag("sample_seed" if field == "seed" else field)  # noqa: E731
-        raise UsageError(e.spelled(spell)) from None
+        raise UsageError(e.spelled(lambda f: flag("sample_seed" if f == "seed" else f))) from None
     return given
 
 
 def engine_flag(field: str) -> str:
     """The spelling of a field in errors of an engine or a server: an option as its flag, others
     unchanged."""
-    if field in _REPEATED:
-        return _REPEATED[field]
-    return flag(field) if field in ENGINE_RULES or field in _SERVER_FIELDS else field
+    known = field in ENGINE_RULES or any(field == name for name, *_ in _SERVER)
+    return _REPEATED.get(field) or (flag(field) if known else field)
 
 
 def _value(text: str) -> int | float | str:
@@ -301,32 +271,25 @@ def _json(text: str) -> Any:
         return text
 
 
-def _count(text: str) -> int:
-    """An integer from 1 to _MOST."""
-    with suppress(ValueError):
-        if 1 <= int(text) <= _MOST:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"must be an integer from 1 to {_MOST:,}, got {text!r}")
+def _number(kind: Callable[[str], T], most: int) -> Callable[[str], T]:
+    """Parses a number from 1 to `most`."""
+
+    def parse(text: str) -> T:
+        with suppress(ValueError):
+            if 1 <= (number := kind(text)) <= most:
+                return number
+        a_number = "an integer" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"must be {a_number} from 1 to {most:,}, got {text!r}")
+
+    return parse
 
 
-def _port(text: str) -> int:
-    """A port that a server may be reached at."""
-    with suppress(ValueError):
-        if 1 <= int(text) <= 65535:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text!r}")
+_count = _number(int, 1_000_000)
 
 
 def _counts(text: str) -> list[int]:
     """Integers with commas between them, ascending."""
     return sorted({_count(part) for part in text.split(",")})
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 1 <= float(text) <= _LONGEST:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 1 to {_LONGEST:,}, got {text!r}")
 
 
 def flag(field: str) -> str:

@@ -15,6 +15,7 @@ from vllm_metal_lite import backend, envs
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.cli import log, options
+from vllm_metal_lite.cli.startup import DEMO
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import ConfigError, MetalLiteError
 from vllm_metal_lite.server.settings import ServerConfig
@@ -23,11 +24,6 @@ from vllm_metal_lite.server.settings import ServerConfig
 # in chunks of 256 at most 0.8 s a step, and a fifth more in all (the demo model).
 _CPU_STEP = 256
 
-_DEMO = (
-    "demo is a tiny model that is shipped to show that everything works.  For a real one, give its "
-    "name or its folder: vllm-metal-lite serve mlx-community/Qwen3-0.6B-4bit"
-)
-
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
@@ -35,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
         most = _CPU_STEP if backend.is_cpu() else EngineConfig.max_num_batched_tokens
         args.max_num_batched_tokens = most
     engine, config, named = options.engine_config(args), _server_config(args), _named(args)
+    formats = _chat_formats(args, named)
     try:
         from vllm_metal_lite.server.models import Models, ModelSpec
         from vllm_metal_lite.server.run import Stopping, listen, serve, stop_on_signals
@@ -43,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
         raise MetalLiteError(
             f"the server needs {e.name}: pip install 'vllm-metal-lite[serve]'"
         ) from None
-    formats = _chat_formats(args, named)
     specs = [
         ModelSpec(name, source, name in (args.pin or ()), formats.get(name))
         for name, source in named.items()
@@ -55,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             for line in client.facts.description:
                 print(line, file=sys.stderr)
             if server.models.specs[name].source == "demo":
-                print(_DEMO, file=sys.stderr)
+                print(DEMO.format("vllm-metal-lite serve"), file=sys.stderr)
         print(
             f"Server:    {url} - a chat and a view of the engine; OpenAI's API at {url}/v1, "
             f"Anthropic's at {url}",
@@ -76,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
             await serve(bound, config, models, stopping, greet)
         return 130 if signal.SIGINT in came[:1] else 0
 
-    with log.progress():
-        return asyncio.run(main())
+    return asyncio.run(main())
 
 
 def _server_config(args: argparse.Namespace) -> ServerConfig:

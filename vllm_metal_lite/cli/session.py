@@ -1,6 +1,5 @@
 """The loop of a chat: messages and commands, until the user leaves."""
 
-from vllm_metal_lite.cli import report
 from vllm_metal_lite.cli.conversation import Conversation, Turn
 from vllm_metal_lite.cli.options import engine_flag
 from vllm_metal_lite.cli.terminal import Terminal
@@ -13,7 +12,6 @@ _HELP = """\
 /stats          what the engine has done so far
 /quit           leave (also Ctrl-D)
 A line that ends in a backslash goes on in the next.  Ctrl-C stops an answer."""
-_TAKE_TEXT = ("/system",)
 
 
 class Session:
@@ -21,13 +19,6 @@ class Session:
 
     def __init__(self, conversation: Conversation, terminal: Terminal) -> None:
         self._conversation, self._terminal = conversation, terminal
-        self._commands = {
-            "/help": self._help,
-            "/reset": self._reset,
-            "/system": self._system,
-            "/stats": self._stats,
-            "/quit": self._quit,
-        }
         self._left = False
 
     def run(self) -> int:
@@ -59,26 +50,18 @@ class Session:
         turn = self._turn(message)
         if turn.output.outputs[0].finish_reason == "abort":
             return 130
-        if not report.is_cut(turn):
-            return 0
-        limit = self._conversation.engine.max_model_len
-        if report.fills_context(turn, limit):
+        if turn.is_cut and turn.fills_context:
+            limit = turn.max_model_len
             self._terminal.warn(f"error: the answer is cut: the context of {limit} tokens is full")
             return 1
-        max_tokens = self._conversation.params.max_tokens
-        self._terminal.warn(f"The answer is cut at {max_tokens} tokens (--max-tokens).")
+        if turn.is_cut:
+            max_tokens = self._conversation.params.max_tokens
+            self._terminal.warn(f"The answer is cut at {max_tokens} tokens (--max-tokens).")
         return 0
 
     def _take(self, message: str) -> None:
         if message.startswith("/"):
-            name, *rest = message.split(maxsplit=1)
-            text = rest[0].strip() if rest else ""
-            if name not in self._commands:
-                self._refuse(f"There is no command {name}; /help lists them.")
-            elif text and name not in _TAKE_TEXT:
-                self._refuse(f"{name} takes no text after it.")
-            else:
-                self._commands[name](text)
+            self._obey(*message.strip().split(maxsplit=1))
         elif message.strip():
             try:
                 self._turn(message.strip())
@@ -89,6 +72,24 @@ class Session:
                     "starts over)."
                 )
 
+    def _obey(self, command: str, text: str = "") -> None:
+        if text and command in ("/help", "/quit", "/reset", "/stats"):
+            self._refuse(f"{command} takes no text after it.")
+            return
+        match command:
+            case "/help":
+                self._terminal.notice(_HELP)
+            case "/quit":
+                self._left = True
+            case "/reset":
+                self._reset()
+            case "/stats":
+                self._stats()
+            case "/system":
+                self._system(text)
+            case _:
+                self._refuse(f"There is no command {command}; /help lists them.")
+
     def _refuse(self, why: str) -> None:
         self._terminal.notice(f"{why}  (To send this as a message, put a space before the slash.)")
 
@@ -96,25 +97,31 @@ class Session:
         turn = self._conversation.ask(message, self._terminal.write, self._stopping)
         if not turn.output.outputs[0].text.endswith("\n"):
             self._terminal.write("\n")
-        self._terminal.status(report.turn_line(turn, self._conversation.engine.max_model_len))
+        self._terminal.status(str(turn))
         return turn
 
     def _stopping(self) -> None:
         self._terminal.status("\n[stopping after the step that is under way]")
 
-    def _quit(self, _: str) -> None:
-        self._left = True
-
-    def _help(self, _: str) -> None:
-        self._terminal.notice(_HELP)
-
-    def _stats(self, _: str) -> None:
+    def _stats(self) -> None:
         engine = self._conversation.engine
-        attention = f"{engine.runner.attention.name} ({engine.attention_reason})"
-        stats = report.engine_stats(engine.metrics(), engine.config.block_size, attention)
-        self._terminal.notice(stats)
+        m, size = engine.metrics(), engine.config.block_size
+        asked, hit = m["prefix_cache_queried_tokens"], m["prefix_cache_hit_tokens"]
+        share = f"{100 * hit / asked:.0f} %" if asked else "-"
+        self._terminal.notice(
+            f"steps     {m['steps']:,}: {m['prefill_tokens']:,} prompt tokens computed, "
+            f"{m['decode_tokens']:,} decoded\n"
+            f"cache     {hit:,} of {asked:,} prompt tokens found ({share})\n"
+            f"preempted {m['preemptions']:,} times, {m['recomputed_tokens']:,} tokens computed "
+            "again\n"
+            f"blocks    {m['blocks_total']:,} of {size} tokens: {m['blocks_free']:,} free, "
+            f"{m['blocks_cached']:,} cached, {m['blocks_owned']:,} owned "
+            f"(at most {m['blocks_peak_owned']:,})\n"
+            f"requests  {m['requests_running']:,} running, {m['requests_waiting']:,} waiting\n"
+            f"attention {engine.runner.attention.name} ({engine.attention_reason})"
+        )
 
-    def _reset(self, _: str) -> None:
+    def _reset(self) -> None:
         self._conversation.reset()
         self._terminal.notice("The conversation starts over.")
 
@@ -122,7 +129,7 @@ class Session:
         conversation = self._conversation
         if text:
             conversation.system = None if text == "-" else text
-            self._reset("")
+            self._reset()
         elif conversation.system:
             self._terminal.notice(f"The system prompt is: {conversation.system}")
         else:

@@ -11,38 +11,41 @@ if TYPE_CHECKING:
     from vllm_metal_lite.engine.engine import LLMEngine
     from vllm_metal_lite.model.loader import LoadedModel
 
-_DEMO = (
+DEMO = (  # {}: the words before a model's name on the command line
     "demo is a tiny model (about 3 million parameters) that is shipped to show that everything "
     "works: it recalls what you tell it, copies, sorts, and does small sums, and knows nothing "
     "else.\nFor a real one, give its name or its folder: {} mlx-community/Qwen3-0.6B-4bit"
 )
+Say = Callable[[str], None]  # gets the lines for the user
 
 
-def start_engine(
-    name: str,
-    config: EngineConfig,
-    say: Callable[[str], None],
-    name_after: str,
-    configure: "Callable[[LoadedModel, EngineConfig], EngineConfig] | None" = None,
-) -> "LLMEngine":
-    """Load a model and build its engine; `say` gets the lines for the user.
+def start_engine(name: str, config: EngineConfig, say: Say, name_after: str) -> "LLMEngine":
+    """Load a model and build its engine.
 
     name_after: the words before a model's name on the command line, for a usage hint.
-    configure: gives the options that suit the loaded model.
     """
+    return build_engine(load_model(name, config, say), config, say, name_after)
+
+
+def load_model(name: str, config: EngineConfig, say: Say) -> "LoadedModel":
     say(f"Loading {name} ...")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from vllm_metal_lite.engine.describe import describe
-    from vllm_metal_lite.engine.engine import LLMEngine
     from vllm_metal_lite.model.loader import load
 
-    with log.progress():
-        model = load(name, config.dtype, config.trust_remote_code)
-        if configure is not None:
-            config = configure(model, config)
-        engine = LLMEngine(model, config)
+    return load(name, config.dtype, config.trust_remote_code)
+
+
+def build_engine(
+    model: "LoadedModel", config: EngineConfig, say: Say, name_after: str
+) -> "LLMEngine":
+    """The second half of `start_engine`."""
+    from vllm_metal_lite.engine.describe import describe
+    from vllm_metal_lite.engine.engine import LLMEngine
+
+    engine = LLMEngine(model, config)
+    log.clear()
     for line in describe(engine):
         say(line)
-    if name == "demo":
-        say(_DEMO.format(name_after))
+    if model.name == "demo":
+        say(DEMO.format(name_after))
     return engine

@@ -3,13 +3,12 @@
 import sys
 from io import TextIOWrapper
 from types import ModuleType
-from typing import TextIO
 
 from vllm_metal_lite import envs
-from vllm_metal_lite.cli.wrap import wrap
+from vllm_metal_lite.cli import log
 
 _PROMPT, _MORE = ">>> ", "... "
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_DIM = "\x1b[2m{}\x1b[0m"
 
 # A model's output must not control the terminal, so control characters become visible.
 _CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"}
@@ -26,7 +25,7 @@ class Terminal:
     def __init__(self, verbose: bool = False) -> None:
         self.interactive = sys.stdin.isatty()
         self._quiet = not (self.interactive or verbose)
-        self._dim = _has_colour(sys.stderr)
+        self._dim = _DIM if sys.stderr.isatty() and not envs.no_color() else "{}"
         self._filter = sys.stdout.isatty()
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
@@ -47,15 +46,12 @@ class Terminal:
 
     def warn(self, text: str) -> None:
         """Something the user must know; shown even if notices are off."""
-        self._print("{}", text)
+        log.say(text)
 
     def status(self, text: str) -> None:
         """Something the user may know: dim."""
         if not self._quiet:
-            self._print(_DIM + "{}" + _PLAIN if self._dim else "{}", text)
-
-    def _print(self, style: str, text: str) -> None:
-        print(style.format(wrap(text, sys.stderr)), file=sys.stderr, flush=True)
+            log.say(text, self._dim)
 
     def read_all(self) -> str:
         """All of stdin as one message."""
@@ -107,7 +103,3 @@ def _readline() -> ModuleType | None:
     if "libedit" not in (readline.__doc__ or ""):
         readline.parse_and_bind("set enable-bracketed-paste on")
     return readline
-
-
-def _has_colour(stream: TextIO) -> bool:
-    return stream.isatty() and not envs.no_color()

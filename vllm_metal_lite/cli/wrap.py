@@ -14,17 +14,13 @@ _LONGEST_LABEL = 20
 
 def wrap(text: str, stream: TextIO) -> str:
     """Wrap lines wider than the terminal of `stream`; lines to files stay whole."""
-    width = _width(stream)
-    if width is None:
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # no terminal, or no file at all
+        return text
+    if not width:
         return text
     return "\n".join(_wrap_line(line, max(width, _NARROWEST)) for line in text.split("\n"))
-
-
-def _width(stream: TextIO) -> int | None:
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or None
-    except (OSError, ValueError):  # no terminal, or no file at all
-        return None
 
 
 def _wrap_line(line: str, width: int) -> str:
@@ -32,10 +28,7 @@ def _wrap_line(line: str, width: int) -> str:
         return line
     label = _LABEL.match(line)
     hang = label.end() if label and label.end() <= min(_LONGEST_LABEL, width // 2) else 0
-    rest = textwrap.wrap(
-        line[hang:],
-        width - hang,
-        break_long_words=False,  # paths and commands stay in one piece, to be copied
-        break_on_hyphens=False,
-    )
+    # Paths and commands stay in one piece, to be copied.
+    whole = textwrap.TextWrapper(width - hang, break_long_words=False, break_on_hyphens=False)
+    rest = whole.wrap(line[hang:])
     return line[:hang] + ("\n" + " " * hang).join(rest)

@@ -76,8 +76,8 @@ async def prepare(
     params = replace(params, structured_outputs=form)
     if choice.mode == "none" and tools:
         tools = []
-        banned = chat_format.banned_without_calls or chat_format.call_starts
-        params = replace(params, bad_words=[*(params.bad_words or ()), *banned])
+        banned = [*(params.bad_words or ()), *chat_format.call_starts]
+        params = replace(params, bad_words=banned)
     if chat_format.thinks_in_channel and conversation.thinks_not:
         thinking_budget = 0  # templates of such formats have no other way
     if (form is not None or thinking_budget is not None) and not is_over:
@@ -105,7 +105,7 @@ def _thinking(
         return None
     is_channel = engine.chat_format.thinks_in_channel
     markers = engine.chat_format.think_start, engine.chat_format.think_end
-    if None in markers or (is_channel and budget is None):
+    if not all(markers) or (is_channel and budget is None):
         return None
     start, end = (engine.tokenizer.encode(m, add_special_tokens=False) for m in markers)
     return ThinkingParams(start, end, in_reasoning, budget, is_channel)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -31,7 +31,8 @@ _MAX_THREADS = 8
 # does nothing else overflows a stack of 64 MB, and an overflow ends the process.
 _STACK_BYTES = 512 << 20
 _LIMITS = LLParserLimits(max_grammar_size=20_000, max_lexer_states=50_000, verbose_errors=False)
-_MAX_KEPT = 200_000  # characters of all grammars that are kept compiled
+# Grammars that are kept compiled.  One may hold 35 MiB, however short its text is.
+_MAX_KEPT, _MAX_KEPT_CHARACTERS = 8, 200_000
 _TOKEN_IDS = re.compile(r"<\[[\d,\s-]+\]>")  # in Lark: tokens by their ids
 _stack, _threads = threading.Lock(), threading.Semaphore(_MAX_THREADS)
 
@@ -40,7 +41,7 @@ class Compiler:
     """The grammars of one tokenizer.  Those used last are kept.  Threads may share it."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # by text, oldest first
         self._lock = threading.Lock()
 
@@ -50,10 +51,13 @@ class Compiler:
         with self._lock:
             matcher = self._compiled.pop(grammar, None)
         if matcher is None:
-            matcher = _compile(params, grammar, self._tokenizer)
+            matcher = _compile(params, grammar, self.tokenizer)
         with self._lock:
             self._compiled[grammar] = matcher
-            while sum(map(len, self._compiled)) > _MAX_KEPT:
+            while (
+                len(self._compiled) > _MAX_KEPT
+                or sum(map(len, self._compiled)) > _MAX_KEPT_CHARACTERS
+            ):
                 self._compiled.popitem(last=False)
         return matcher.deep_copy()
 
@@ -89,16 +93,20 @@ def check(params: StructuredOutputsParams) -> None:
     if params.grammar is not None:
         params = replace(params, grammar=_TOKEN_IDS.sub("<[0]>", params.grammar))
     try:
-        _without_model().compile(params)
+        _check(params)
     except GrammarError as e:
         if "special token" not in e.why:
             raise
 
 
+@lru_cache(64)  # verdicts; what was compiled goes
+def _check(params: StructuredOutputsParams) -> None:
+    _compile(params, grammar_text(params), _bytes())
+
+
 @cache
-def _without_model() -> Compiler:
-    """Its tokens are the bytes."""
-    return Compiler(LLTokenizer("byte"))
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def _begun(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:

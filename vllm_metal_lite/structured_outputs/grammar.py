@@ -47,25 +47,12 @@ class GrammarConstraint:
     def forced(self) -> list[int]:
         if self._matcher.is_stopped():
             return []
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        return tokens
-
-
-class _ModelGrammars:
-    """The grammars of one model.  Made once: reading a vocabulary of 150,000 takes a second."""
-
-    def __init__(
-        self, tokenizer: TokenizerWrapper, vocab_size: int, eos_token_ids: Sequence[int]
-    ) -> None:
-        hf_tokenizer = tokenizer._tokenizer
-        self.num_tokens = max(vocab_size, len(hf_tokenizer))
-        self.compiler = Compiler(
-            from_tokenizer(hf_tokenizer, n_vocab=self.num_tokens, eos_token=list(eos_token_ids))
-        )
+        return list(self._matcher.compute_ff_tokens())
 
 
 _making = Lock()
-_models: "WeakKeyDictionary[TokenizerWrapper, _ModelGrammars]" = WeakKeyDictionary()
+# Made once for a model: reading a vocabulary of 150,000 takes a second.
+_compilers: "WeakKeyDictionary[TokenizerWrapper, Compiler]" = WeakKeyDictionary()
 
 
 def grammar_constraint(
@@ -81,14 +68,18 @@ def grammar_constraint(
             f" need a token that ends an answer: this model has no eos_token_id in its vocabulary "
             f"of {vocab_size}",
         )
+    tokens = tokenizer._tokenizer
     with _making:
-        if tokenizer not in _models:
+        if tokenizer not in _compilers:
+            most = max(vocab_size, len(tokens))
             try:
-                _models[tokenizer] = _ModelGrammars(tokenizer, vocab_size, eos_token_ids)
+                _compilers[tokenizer] = Compiler(
+                    from_tokenizer(tokens, n_vocab=most, eos_token=list(eos_token_ids))
+                )
             except Exception as e:  # slow tokenizers, and those that llguidance cannot read
                 raise SamplingError(
                     Option("structured_outputs"),
                     f" cannot be used with this model's tokenizer: {one_line(e)}",
                 ) from e
-    model = _models[tokenizer]
-    return GrammarConstraint(model.compiler.compile(params), model.num_tokens)
+    compiler = _compilers[tokenizer]
+    return GrammarConstraint(compiler.compile(params), compiler.tokenizer.vocab_size)

@@ -1,6 +1,6 @@
 """JSON schemas: their parts, and what llguidance must not see of them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from math import isfinite
 from typing import Any
@@ -44,19 +44,15 @@ class Literal(float):
     text: str
 
 
-def parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas right within a schema, with their places."""
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
+    """The schemas right within a schema: what holds each, under which key, and its place."""
     for key in _BY_NAME:
         if isinstance(named := schema.get(key), dict):
-            yield from ((f".{key}.{name}", part) for name, part in _dicts(named.items()))
+            yield from ((named, name, f".{key}.{name}") for name in named)
     for key in _LISTS:
         if isinstance(listed := schema.get(key), list):
-            yield from ((f".{key}.{i}", part) for i, part in _dicts(enumerate(listed)))
-    yield from ((f".{key}", part) for key, part in _dicts((key, schema.get(key)) for key in _ONE))
-
-
-def _dicts(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    return ((name, part) for name, part in pairs if isinstance(part, dict))
+            yield from ((listed, i, f".{key}.{i}") for i in range(len(listed)))
+    yield from ((schema, key, f".{key}") for key in _ONE if key in schema)
 
 
 Change = Callable[[dict[str, Any], str], dict[str, Any]]
@@ -66,16 +62,9 @@ def rebuilt(schema: Any, change: Change, place: str = "") -> Any:
     """The schema with each of its parts, and then itself, replaced by change(part, place)."""
     if not isinstance(schema, dict):
         return schema
-    new = dict(schema)
-    for key in _BY_NAME:
-        if isinstance(named := schema.get(key), dict):
-            new[key] = {k: rebuilt(v, change, f"{place}.{key}.{k}") for k, v in named.items()}
-    for key in _LISTS:
-        if isinstance(listed := schema.get(key), list):
-            new[key] = [rebuilt(v, change, f"{place}.{key}.{i}") for i, v in enumerate(listed)]
-    for key in _ONE:
-        if isinstance(part := schema.get(key), dict):
-            new[key] = rebuilt(part, change, f"{place}.{key}")
+    new = {k: v.copy() if isinstance(v, dict | list) else v for k, v in schema.items()}
+    for holder, key, at in _parts(new):
+        holder[key] = rebuilt(holder[key], change, place + at)
     return change(new, place)
 
 
@@ -148,19 +137,19 @@ def _decimal(value: float) -> Decimal:
         return Decimal("NaN")
 
 
-def locate(schema: Any, error_of: Callable[[Any], str | None]) -> str:
+def locate(schema: dict[str, Any], error_of: Callable[[Any], str | None]) -> str:
     """The smallest part of a schema that has the same error as all of it, as ".properties.age":
     llguidance says what is wrong, and not always where.
 
     error_of: of a schema; None: it has none.  "": the error is that of the whole.
     """
-    if not isinstance(schema, dict):
-        return ""
     error, path, tries = error_of(schema), "", 0
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     part = schema
     while True:
-        for place, child in parts(part):
+        for holder, key, place in _parts(part):
+            if not isinstance(child := holder[key], dict):
+                continue
             tries += 1
             if tries > _MOST_TRIED:
                 return path

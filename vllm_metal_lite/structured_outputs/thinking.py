@@ -35,11 +35,9 @@ class Thinking:
         self._start, self._end = tuple(params.start), tuple(params.end)
         self._budget, self._inner, self._vocab_size = params.budget, inner, vocab_size
         self._no_end = ~pack_mask(eos_token_ids, vocab_size)
-        phase = _Phase.BEFORE
+        phase = _Phase.BEFORE if self._start else _Phase.OVER
         if params.is_open:
             phase = _Phase.THINKING
-        elif not self._start:
-            phase = _Phase.OVER
         # (phase, tokens of it) before each token, and now.
         self._states = [(phase, 0)]
         self._tokens: list[int] = []
@@ -55,9 +53,7 @@ class Thinking:
         if phase is _Phase.THINKING:
             bits[:] = self._no_end
             return self._inner is not None
-        if self._inner is None:
-            return False
-        if not self._inner.fill(bits):
+        if self._inner is None or not self._inner.fill(bits):
             return False
         if self._budget != 0:
             bits |= pack_mask(self._start[:1], self._vocab_size)

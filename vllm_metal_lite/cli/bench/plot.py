@@ -32,7 +32,7 @@ def plot(name: str, results: Sequence[Result], title: str) -> None:
     contexts = sorted({r.case.context for r in done})
     figure = Figure(figsize=(12, 4), layout="constrained")
     figure.suptitle(title)
-    for axes, (heading, field, factor, _, _) in zip(
+    for axes, (heading, field, factor, _) in zip(
         figure.subplots(1, len(COLUMNS)), COLUMNS, strict=True
     ):
         for color, context in enumerate(contexts):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from tqdm import tqdm
@@ -22,7 +22,7 @@ class EngineFailed(MetalLiteError):
     """An engine raised in a run, as for lack of memory."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Result:
     """A case: the timing of each engine by its name, or in `skipped` why there is none.
 
@@ -83,18 +83,14 @@ class Suite:
         new_tokens = affordable_new_tokens(new_tokens, slowest, self._seconds)
         result = Result(case, new_tokens)
         need = case.requests * (case.context + case.max_tokens(new_tokens, self._config))
-        if need > self._capacity:
-            result.skipped = (
-                f"needs K and V of {need:,} tokens, and the memory holds {self._capacity:,}"
-            )
-            return result
         estimate = sum(pace.run(case, new_tokens) for pace in self._paces.values())
         left = self._deadline - time.perf_counter()
+        if need > self._capacity:
+            why = f"needs K and V of {need:,} tokens, and the memory holds {self._capacity:,}"
+            return replace(result, skipped=why)
         if estimate > left:
-            result.skipped = (
-                f"would take about {estimate:,.0f} s, and {max(left, 0):,.0f} s are left"
-            )
-            return result
+            why = f"would take about {estimate:,.0f} s, and {max(left, 0):,.0f} s are left"
+            return replace(result, skipped=why)
         turns: list[dict[str, Timing]] = []
         spent, longest = 0.0, 0.0
         while len(turns) < _MOST_TURNS and (
@@ -104,21 +100,18 @@ class Suite:
             try:
                 turn = self._turn(case, new_tokens, f"turn {len(turns) + 1}")
             except EngineFailed as e:
-                result.skipped, result.failed = str(e), True
-                return result
+                return replace(result, skipped=str(e), failed=True)
             if turn is None:
                 break
             turns.append(turn)
             longest = time.perf_counter() - start
             spent += longest
         if not turns:
-            result.skipped = "stopped" if self._stop() else "did not end within the time limit"
-            return result
+            why = "stopped" if self._stop() else "did not end within the time limit"
+            return replace(result, skipped=why)
         counted = turns[1:] or turns
-        result.counted, result.first = len(counted), len(turns) == 1
-        for name in turns[0]:
-            result.timings[name] = medians([turn[name] for turn in counted])
-        return result
+        timings = {name: medians([turn[name] for turn in counted]) for name in turns[0]}
+        return replace(result, timings=timings, counted=len(counted), first=len(turns) == 1)
 
     def _turn(self, case: Case, new_tokens: int, note: str) -> dict[str, Timing] | None:
         """Every engine once, on the same prompts; None if it was stopped before a result."""

@@ -7,11 +7,11 @@ from typing import Any
 from vllm_metal_lite.cli.bench.load import Timing
 from vllm_metal_lite.cli.bench.suite import Result
 
-# heading, field of Timing, factor, format, whether more is better
+# heading, field of Timing, factor, whether more is better
 COLUMNS = (
-    ("first token, ms", "seconds_to_first", 1e3, ",.0f", False),
-    ("prompt tokens/s", "prompt_rate", 1, ",.0f", True),
-    ("decode tokens/s", "decode_rate", 1, ",.0f", True),
+    ("first token, ms", "seconds_to_first", 1e3, False),
+    ("prompt tokens/s", "prompt_rate", 1, True),
+    ("decode tokens/s", "decode_rate", 1, True),
 )
 OURS, PEER = "ours", "mlx-lm"
 _WIDTH = 8  # of a number
@@ -28,17 +28,21 @@ def table(results: Sequence[Result], new_tokens: int) -> list[str]:
     lines = ["context reqs" + "".join(f"{heading:>{width}}" for heading, *_ in COLUMNS)]
     if compared:
         lines.append(" " * 12 + "".join(f"{name:>{_WIDTH + 1}}" for name in names * len(COLUMNS)))
-    in_order = sorted(results, key=lambda r: (r.case.context, r.case.requests))
-    for result in in_order:
+    for result in sorted(results, key=lambda r: (r.case.context, r.case.requests)):
         line = f"{result.case.context:>7,} {result.case.requests:>4}"
         if result.skipped is not None:
             lines.append(f"{line}   skipped: {result.skipped}")
             continue
-        for _, field, factor, spec, more in COLUMNS:
-            cells = _cells(result.timings, field, factor, spec, more)
+        for _, field, factor, more in COLUMNS:
+            cells = _cells(result.timings, field, factor, more)
             line += "".join(f"{c:>{width // max(len(names), 1)}}" for c in cells)
-        lines.append(line + _marks(result, new_tokens))
-    return lines + _notes(in_order)
+        fewer = f" ({result.new_tokens} new)" * (result.new_tokens < new_tokens)
+        lines.append(line + " *" * result.first + fewer)
+    if any(result.first for result in results):
+        lines.append("*: measured once, for lack of time; compiling kernels may be included")
+    if compared:
+        lines.append("ratio: how many times better ours is")
+    return lines
 
 
 def ratio(timings: dict[str, Timing], field: str, more: bool) -> float | None:
@@ -62,30 +66,15 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         row |= {"turns_counted": result.counted, "compiling_included": result.first}
         row |= {name.replace("-", "_"): asdict(t) for name, t in result.timings.items()}
         if PEER in result.timings:
-            row["ratios"] = {f: ratio(result.timings, f, more) for _, f, _, _, more in COLUMNS}
+            row["ratios"] = {f: ratio(result.timings, f, more) for _, f, _, more in COLUMNS}
         done.append(row)
     return done
 
 
-def _cells(
-    timings: dict[str, Timing], field: str, factor: float, spec: str, more: bool
-) -> list[str]:
+def _cells(timings: dict[str, Timing], field: str, factor: float, more: bool) -> list[str]:
     values = [getattr(t, field) for t in timings.values()]
-    cells = ["-" if v is None else format(v * factor, spec) for v in values]
+    cells = ["-" if v is None else f"{v * factor:,.0f}" for v in values]
     if len(timings) > 1:
         times = ratio(timings, field, more)
         cells.append("-" if times is None else f"{times:.2f}")
     return cells
-
-
-def _marks(result: Result, new_tokens: int) -> str:
-    return " *" * result.first + f" ({result.new_tokens} new)" * (result.new_tokens < new_tokens)
-
-
-def _notes(results: Sequence[Result]) -> list[str]:
-    notes = []
-    if any(result.first for result in results):
-        notes.append("*: measured once, for lack of time; compiling kernels may be included")
-    if any(PEER in result.timings for result in results):
-        notes.append("ratio: how many times better ours is")
-    return notes

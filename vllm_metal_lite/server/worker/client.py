@@ -162,7 +162,7 @@ class EngineClient:
     def thinks(self) -> bool:
         """Whether the chat template knows of thoughts."""
         template, end = self.tokenizer.chat_template, self.chat_format.think_end
-        return bool(end) and isinstance(template, str) and str(end) in template
+        return bool(end) and isinstance(template, str) and end in template
 
     @cached_property
     def encode_text(self) -> PieceEncoder:

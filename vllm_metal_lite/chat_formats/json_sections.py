@@ -1,0 +1,102 @@
+"""A section of calls, each a name and then JSON arguments: DeepSeek V3 and R1, Hunyuan, Kimi K2."""
+
+from collections.abc import Callable
+from functools import partial
+
+from vllm_metal_lite.chat_formats.calls import CallWriter, json_arguments
+from vllm_metal_lite.chat_formats.chat_format import ChatFormat
+from vllm_metal_lite.chat_formats.grammars import json_calls
+from vllm_metal_lite.chat_formats.history import Adapt, with_call_ids
+from vllm_metal_lite.chat_formats.reader import Reader, Reading
+
+_CODE, _CODE_END = "```json", "```"
+_SEPARATOR, _ARGUMENTS = "<｜tool▁sep｜>", "<|tool_call_argument_begin|>"
+_KIMI_END = "<|tool_call_end|>"
+
+
+def _format(
+    name: str,
+    section: tuple[str, str],
+    call: tuple[str, str],
+    read: Callable[[Reader, CallWriter], Reading[None]],
+    *,
+    head: str = "",
+    tail: str = "",
+    adapt: Adapt | None = None,
+    **grammar: str,
+) -> ChatFormat:
+    """section, call: their first and last markers.  read: a call behind its first one.  head, tail
+    and what is in `grammar`: see `json_calls`."""
+    start, end = section
+    first, last = call
+
+    def read_section(reader: Reader, calls: CallWriter, marker: str) -> Reading[None]:
+        return calls.section(lambda: read(reader, calls), first, last, end)
+
+    head, tail = f"{first}{head}", f"{tail}{last}"
+    demanded = json_calls(start=start, head=head, tail=tail, close=end, quoted=False, **grammar)
+    return ChatFormat(name, (start,), (end,), read_section, demanded, adapt=adapt)
+
+
+def _deepseek(reader: Reader, calls: CallWriter) -> Reading[None]:
+    """V3 writes `function` before the name, and the arguments as a block of code."""
+    name, _ = yield from reader.name(_SEPARATOR)
+    if is_code := not calls.knows(name):
+        name, _ = yield from reader.name(_CODE)
+    calls.begin(name)
+    yield from json_arguments(reader, calls.arguments)
+    if is_code:
+        yield from reader.expect(_CODE_END)
+    yield from reader.expect("<｜tool▁call▁end｜>")
+    calls.end()
+
+
+_deepseek_format = partial(
+    _format,
+    section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    read=_deepseek,
+)
+DEEPSEEK_V3 = _deepseek_format(
+    "deepseek_v3", head=f"function{_SEPARATOR}", middle=f"\n{_CODE}\n", tail=f"\n{_CODE_END}",
+    between="\n",
+)  # fmt: skip
+DEEPSEEK_V3_1 = _deepseek_format("deepseek_v31", middle=_SEPARATOR)
+
+
+def _hunyuan(reader: Reader, calls: CallWriter) -> Reading[None]:
+    name, _ = yield from reader.name(_CODE)
+    calls.begin(name)
+    yield from json_arguments(reader, calls.arguments)
+    yield from reader.expect(_CODE_END)
+    yield from reader.expect("</tool_call>")
+    calls.end()
+
+
+HUNYUAN = _format(
+    "hunyuan", ("<tool_calls>", "</tool_calls>"), ("<tool_call>", "</tool_call>"), _hunyuan,
+    middle=f"\n{_CODE}\n", tail=f"\n{_CODE_END}",
+)  # fmt: skip
+
+
+def _kimi(reader: Reader, calls: CallWriter) -> Reading[None]:
+    """The name is in the id, `functions.NAME:0`."""
+    call_id, found = yield from reader.name(_ARGUMENTS, _KIMI_END)
+    name, _, _ = call_id.removeprefix("functions.").rpartition(":")
+    calls.begin(name, call_id)
+    if found == _ARGUMENTS:
+        yield from json_arguments(reader, calls.arguments)
+        yield from reader.expect(_KIMI_END)
+    calls.end()
+
+
+def _kimi_id(name: str, number: int, given: str) -> str:
+    return f"functions.{name}:{number}"
+
+
+# The number behind the name is that of the call in the conversation; the format reads any.
+KIMI_K2 = _format(
+    "kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ("<|tool_call_begin|>", _KIMI_END), _kimi,
+    head="functions.", middle=f":0{_ARGUMENTS}", adapt=partial(with_call_ids, _kimi_id),
+)  # fmt: skip
