@@ -58,19 +58,6 @@ class Chat:
             if fact.key not in self.facts:
                 return fact
 
-    def _fact_like(self, fact: Fact, tries: int) -> Fact:
-        """A new fact, of the same kind if one comes in so many tries."""
-        found = (self.new_fact() for _ in range(tries))
-        return next((new for new in found if new.relation is fact.relation), self.new_fact())
-
-    def similar_fact(self, fact: Fact) -> Fact:
-        """Mostly the same kind of fact about something else."""
-        new = self._fact_like(fact, 20)
-        if new.relation is fact.relation and "k" in new.slots and "a" in new.slots:
-            same = Fact(new.relation, new.slots | {"a": fact.slots["a"]}, new.value)
-            return same if same.key not in self.facts else new
-        return new
-
     def learn(self, fact: Fact) -> str:
         self.facts[fact.key] = fact
         text = statement(fact, self.rng)
@@ -107,18 +94,11 @@ class Chat:
         else:
             fact = rng.choice(tuple(self.facts.values()))
             text, reply = question(fact, rng), answer(fact)
-        choice = rng.random()
-        if choice < 0.12:
-            text = text[:1].lower() + text[1:]
-        if choice < 0.08:
-            text = text.rstrip("?.")
-        elif 0.12 < choice < 0.15:
-            text = text.upper()
-        elif 0.15 < choice < 0.23:
-            text = text.lower()
-        elif choice > 0.97 and self.case is None:
-            text = rng.choice(("Please, ", "Hey, ", "Thanks. ", "Ok. ", "Good. ")) + text
-        return text, reply
+        change = rng.choices(
+            (str, str.lower, str.upper, lambda text: text.lower().rstrip("?.")),
+            (0.77, 0.12, 0.03, 0.08),
+        )[0]
+        return change(text), reply
 
     def turn(self, text: str, reply: str) -> None:
         """Append a user turn and the reply to it."""
@@ -126,42 +106,34 @@ class Chat:
         self.say("assistant", reply)
 
     def tell(self) -> None:
+        """A turn that states facts, or the new value of one: the latest counts."""
         rng = self.rng
         choice = rng.random()
-        if choice < 0.08 and self.facts:  # a fact changes: the latest value counts
+        if choice < 0.08 and self.facts:
             old = rng.choice(tuple(self.facts.values()))
             value = old.relation.draw_value(rng, old.slots)
-            value = self.case(value) if self.case else value
-            fact = Fact(old.relation, old.slots, value)
-            text = self.learn(fact)
-            change = rng.choice(w.TABLES["changes"])
-            if change.endswith(", ") and text.startswith(("The ", "My ")):
-                text = text[:1].lower() + text[1:]
-            self.turn(change + text, noted(fact))
-            return
-        if choice < 0.7:
+            fact = Fact(old.relation, old.slots, self.case(value) if self.case else value)
+            self.turn(rng.choice(w.TABLES["changes"]) + self.learn(fact), noted(fact))
+        elif choice < 0.7:
             fact = self.new_fact()
-            text, reply = self.learn(fact), noted(fact)
-            if rng.random() < 0.15:
-                text, reply = rng.choice(w.TABLES["greetings"]) + text, f"Hello! {reply}"
-            self.turn(text, reply)
-            return
-        if choice < 0.82:
-            fact = self.new_fact()
-            first = self.learn(fact)
-            second = self.learn(self.similar_fact(fact))
-            joined = first.rstrip(".") + rng.choice((" and ", ", and ", ", ", " and ")) + second
-            hello = rng.random() < 0.25
-            text = rng.choice(w.TABLES["greetings"]) + joined if hello else joined
-            self.turn(text, f"Hello! {NOTED}" if hello else NOTED)
-            return
-        parts = [self.learn(self.new_fact()) for _ in range(rng.randint(2, 6))]
-        text = rng.choice((" ", "\n")).join(parts)
-        if rng.random() < 0.3:
-            asked, reply = self.ask()
-            self.turn(f"{text} {asked}", reply)
+            self.turn(*self.greeted(self.learn(fact), noted(fact)))
         else:
-            self.turn(text, NOTED)
+            texts = [self.learn(self.new_fact()) for _ in range(rng.choice((2, 2, 2, 3, 4, 5, 6)))]
+            if len(texts) == 2:
+                text = texts[0].rstrip(".") + rng.choice((" and ", ", and ", ", ")) + texts[1]
+            else:
+                text = rng.choice((" ", "\n")).join(texts)
+            if rng.random() < 0.15:
+                asked, reply = self.ask()
+                self.turn(f"{text} {asked}", reply)
+            else:
+                self.turn(*self.greeted(text, NOTED))
+
+    def greeted(self, text: str, reply: str) -> tuple[str, str]:
+        """Now and then with a greeting, which the reply returns."""
+        if self.rng.random() > 0.2:
+            return text, reply
+        return self.rng.choice(w.TABLES["greetings"]) + text, f"Hello! {reply}"
 
     def chat_turn(self) -> None:
         """A random turn of a free conversation."""

@@ -6,6 +6,7 @@ attribute, {v} value.
 """
 
 import random
+import re
 from dataclasses import dataclass
 
 from tools.demo_model import words as w
@@ -95,10 +96,7 @@ def question(fact: Fact, rng: random.Random) -> str:
     """A question that asks for the fact."""
     relation, slots = fact.relation, fact.slots
     if "a" in slots and rng.random() < 0.2:  # the other spelling
-        other = slots["a"].replace("favourite", "favorite").replace("colour", "color")
-        if other == slots["a"]:
-            other = other.replace("favorite", "favourite").replace("color", "colour")
-        slots = slots | {"a": other}
+        slots = slots | {"a": re.sub("(?<=[a-z])our", "or", slots["a"])}
     choice = rng.random()
     if relation.nouns and choice < 0.7:
         noun = _fill(rng.choice(relation.nouns), slots)

@@ -5,7 +5,8 @@ import random
 from tools.demo_model import words as w
 
 FALLBACK: str = w.TABLES["fallback"]
-_SORTED = ("FOODS", "ANIMALS", "COLOURS", "THINGS", "NAMES", "CITIES")
+_NAMES = ("FOODS", "ANIMALS", "COLOURS", "NAMES", "THINGS", "CITIES", "PLACES")
+_LISTS = [w.WORDS[name] for name in _NAMES]
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
@@ -25,14 +26,9 @@ def nonsense(rng: random.Random) -> tuple[str, str]:
 
 def _items(rng: random.Random, low: int, high: int) -> list[str]:
     count = rng.randint(low, high)
-    choice = rng.random()
-    if choice < 0.3:
-        return [str(rng.randint(0, 99)) for _ in range(count)]
-    if choice < 0.5:
-        return [str(rng.randint(0, 9)) for _ in range(count)]
-    if choice < 0.8:
-        return rng.sample(w.WORDS[rng.choice((*_SORTED, "PLACES"))], count)
-    return [w.any_word(rng) for _ in range(count)]
+    numbers = [str(rng.randint(0, rng.choice((9, 99)))) for _ in range(count)]
+    words = [w.any_word(rng) for _ in range(count)]
+    return rng.choice((numbers, rng.sample(rng.choice(_LISTS), count), words))
 
 
 def _ask(rng: random.Random, verbs: str, text: str) -> str:
@@ -45,19 +41,9 @@ def _ask(rng: random.Random, verbs: str, text: str) -> str:
 
 
 def _copy(rng: random.Random) -> tuple[str, str]:
-    choice = rng.random()
-    if choice < 0.3:
-        text = " ".join(w.any_word(rng) for _ in range(rng.randint(1, 8)))
-    elif choice < 0.45:
-        text = rng.choice(w.english())
-    elif choice < 0.65:
-        subject = w.fill(rng, "I|you|we|they|{NAMES}")
-        verb = w.fill(rng, "love|like|saw|have|want|need|found|made|see")
-        text = w.fill(rng, f"{subject} {verb} {{ADJECTIVES}} {{word}}")
-    elif choice < 0.75:
-        text = rng.choice((small_talk, nonsense))(rng)[0]
-    else:
-        text = rng.choice((" ", ", ")).join(_items(rng, 1, 8))
+    text = rng.choice(
+        (" ".join(_items(rng, 1, 8)), rng.choice(w.english()), small_talk(rng)[0], nonsense(rng)[0])
+    )
     return _ask(rng, "repeat|copy|say|repeat after me|echo|repeat the words", text), text
 
 
@@ -74,9 +60,7 @@ def _sort(rng: random.Random) -> tuple[str, str]:
         items = [str(n) for n in rng.sample(range(rng.choice((10, 100))), rng.randint(2, 6))]
         ordered = sorted(items, key=int)
     else:
-        items = rng.sample(w.WORDS[rng.choice(_SORTED)], rng.randint(2, 5))
-        if rng.random() < 0.5:  # one of each, as in "apple, cherry"
-            items = [item[:-1] if item.endswith("s") and len(item) > 4 else item for item in items]
+        items = rng.sample(rng.choice(_LISTS), rng.randint(2, 5))
         ordered = sorted(items)
     verbs = "sort|sort the list|sort these|order|put in order|sort the numbers|sort the words"
     return _ask(rng, verbs, separator.join(items)), separator.join(ordered)
@@ -92,29 +76,22 @@ def _pick(rng: random.Random) -> tuple[str, str]:
 def _arithmetic(rng: random.Random) -> tuple[str, str]:
     top = rng.choice((10, 20, 100, 100, 1000))
     a, b = rng.randint(0, top - 1), rng.randint(0, top - 1)
-    choice = rng.random()
-    if choice < 0.55:
-        sign, shown, result = rng.choice(("+", "+", "+", "plus")), "+", a + b
-    elif choice < 0.85:
+    sign, said = rng.choice(("+ plus", "+ plus", "- minus", "* times")).split()
+    if sign == "-":
         a, b = max(a, b), min(a, b)
-        sign, shown, result = rng.choice(("-", "-", "-", "minus")), "-", a - b
-    else:
+    if sign == "*":
         a, b = a % 11, b % 11
-        sign, shown, result = rng.choice(("*", "x", "times")), "*", a * b
-    space = rng.choice((" ", " ", "")) if len(sign) == 1 else " "
-    sum_ = f"{a}{space}{sign}{space}{b}"
+    result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    sum_ = rng.choice((f"{a} {sign} {b}", f"{a}{sign}{b}", f"{a} {said} {b}"))
     forms = "what is {}?|what is {}|{}|{} = ?|{}=|calculate {}|how much is {}?|whats {}|{}?"
     text = rng.choice(forms.split("|")).format(sum_)
-    return (text[:1].upper() + text[1:]), f"{a} {shown} {b} = {result}"
+    return (text[:1].upper() + text[1:]), f"{a} {sign} {b} = {result}"
 
 
 def _count(rng: random.Random) -> tuple[str, str]:
-    first, last = 1, rng.randint(2, 15)
-    text = f"count to {last}"
-    if rng.random() < 0.4:
-        first = rng.randint(0, 40)
-        last = first + rng.randint(2, 12)
-        text = f"count from {first} to {last}"
+    first = rng.choice((1, rng.randint(0, 40)))
+    last = first + rng.randint(2, 12)
+    text = f"count from {first} to {last}" if first != 1 else f"count to {last}"
     return text, " ".join(str(n) for n in range(first, last + 1))
 
 
