@@ -1,1 +1,1 @@
-"""Launches, bytes and predictions without a Mac."""
+"""Launches of a step without a Mac."""
