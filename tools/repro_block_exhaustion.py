@@ -27,6 +27,8 @@ from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import LoadedModel, load
 
+BLOCK, STEP = 16, 256  # tokens of a block; most of a step
+
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
@@ -39,11 +41,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--oversubscribe", type=float, default=3.0, help="demand for blocks / size of the pool"
     )
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=256)
-    parser.add_argument("--prefill-policy", default="mixed")
-    parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     if args.num_requests < 2:
@@ -61,25 +58,25 @@ def make_crowd(args: argparse.Namespace, vocab_size: int) -> list[tuple[list[int
     A prompt fills 1 to 3 blocks, an answer 6 to 8.  Every other request is greedy, the rest sample
     with seeds of their own.
     """
-    rng = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(0)
     crowd = []
     for i in range(args.num_requests):
-        prompt = rng.integers(0, vocab_size, rng.integers(1, 3 * args.block_size + 1))
-        max_tokens = int(rng.integers(6 * args.block_size, 8 * args.block_size + 1))
+        prompt = rng.integers(0, vocab_size, rng.integers(1, 3 * BLOCK + 1))
+        max_tokens = int(rng.integers(6 * BLOCK, 8 * BLOCK + 1))
         params = SamplingParams(
-            temperature=0.8 * (i % 2), seed=args.seed + i, max_tokens=max_tokens, ignore_eos=True
+            temperature=0.8 * (i % 2), seed=i, max_tokens=max_tokens, ignore_eos=True
         )
         crowd.append((prompt.tolist(), params))
     return crowd
 
 
-def blocks_of(prompt: list[int], params: SamplingParams, block_size: int) -> int:
+def blocks_of(prompt: list[int], params: SamplingParams) -> int:
     """Blocks a request holds at its end; the last token sampled is never written."""
-    return -(-(len(prompt) + params.max_tokens - 1) // block_size)
+    return -(-(len(prompt) + params.max_tokens - 1) // BLOCK)
 
 
 def run(
-    model: LoadedModel, config: EngineConfig, crowd: list, label: str
+    model: LoadedModel, config: EngineConfig, crowd: list
 ) -> tuple[list[list[int]], dict[str, int]]:
     """Run the crowd to its end; returns each request's tokens, and the engine's metrics."""
     engine = LLMEngine(model, config)
@@ -90,13 +87,6 @@ def run(
         for output in engine.step():
             if output.finished:
                 tokens[int(output.request_id)] = output.outputs[0].token_ids
-        m = engine.metrics()
-        print(
-            f"\r{label}: {m['blocks_owned']:4d} of {m['blocks_total']} blocks, running "
-            f"{m['requests_running']:3d}, waiting {m['requests_waiting']:3d}, preemptions "
-            f"{m['preemptions']:4d} ", end="", file=sys.stderr, flush=True,
-        )  # fmt: skip
-    print(file=sys.stderr)
     return tokens, engine.metrics()
 
 
@@ -111,10 +101,9 @@ def run_vllm(
     from vllm import SamplingParams as VllmParams
 
     llm = LLM(
-        str(find(args.model)), block_size=args.block_size, max_model_len=max_model_len,
+        str(find(args.model)), block_size=BLOCK, max_model_len=max_model_len,
         num_gpu_blocks_override=num_blocks + 1,  # vLLM keeps one as its null block
-        max_num_seqs=args.num_requests, enable_prefix_caching=not args.no_prefix_caching,
-        max_num_batched_tokens=max(args.max_num_batched_tokens, args.num_requests),
+        max_num_seqs=args.num_requests, max_num_batched_tokens=max(STEP, args.num_requests),
         disable_log_stats=False, tensor_parallel_size=args.tensor_parallel_size,
     )  # fmt: skip
     engine = llm.llm_engine
@@ -142,25 +131,19 @@ def main() -> int:
     args = parse_args()
     model = load(args.model)
     crowd = make_crowd(args, model.vocab_size)
-    needs = [blocks_of(p, s, args.block_size) for p, s in crowd]
+    needs = [blocks_of(p, s) for p, s in crowd]
     demand = sum(needs)
     pool = max(int(demand / args.oversubscribe), max(needs))
     roomy = EngineConfig(
-        block_size=args.block_size, num_blocks=demand, max_num_seqs=args.num_requests,
-        max_num_batched_tokens=args.max_num_batched_tokens, prefill_policy=args.prefill_policy,
-        enable_prefix_caching=not args.no_prefix_caching,
+        block_size=BLOCK, num_blocks=demand, max_num_seqs=args.num_requests,
+        max_num_batched_tokens=STEP,
     )  # fmt: skip
     tight = dataclasses.replace(roomy, num_blocks=pool)
-    print(
-        f"{args.num_requests} requests want {demand} blocks of {args.block_size} tokens; "
-        f"the pool has {pool}",
-        file=sys.stderr,
-    )
-    expected, _ = run(model, roomy, crowd, "unconstrained")
+    expected, _ = run(model, roomy, crowd)
     if args.engine == "vllm":
-        tokens, metrics = run_vllm(args, crowd, pool, max(needs) * args.block_size)
+        tokens, metrics = run_vllm(args, crowd, pool, max(needs) * BLOCK)
     else:
-        tokens, metrics = run(model, tight, crowd, "exhausted    ")
+        tokens, metrics = run(model, tight, crowd)
 
     different = [i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b]
     report = {

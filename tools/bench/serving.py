@@ -148,17 +148,26 @@ def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespac
     if finalists:
         agreement = agree(model, last["ours"], last[finalists[0].name])
     return {
-        "load": letter,
-        "name": load.name,
+        **result_of(bench, agreement, medians, values),
+        "summary": str(agreement) if finalists else "mlx-lm failed in all settings",
         "requests": len(load.prompts),
         "tokens_in": sum(map(len, last["ours"].prompts)),
         "tokens_out": sum(load.max_tokens),
-        "engines": medians,
         "ratios": ratios(medians),
-        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
-        "summary": str(agreement) if finalists else "mlx-lm failed in all settings",
         "sweep": sweep,
-        "turns": values,
+    }
+
+
+def result_of(
+    bench: Bench, agreement: Agreement, medians: dict[str, Metrics], turns: dict[str, list[Metrics]]
+) -> dict[str, Any]:
+    return {
+        "load": bench.letter,
+        "name": bench.load.name,
+        "engines": medians,
+        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
+        "summary": str(agreement),
+        "turns": turns,
     }
 
 
@@ -203,17 +212,9 @@ def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespa
         for _ in range(2):
             bench.run(engine, "warm-up")
     values, last = bench.turns(engines, args.repeats)
-    first, theirs = last[engines[0].name], last[engines[-1].name]
-    agreement = agree(model, first, theirs)
-    return {
-        "load": letter,
-        "name": load.name,
-        "prompt": prompt,
-        "engines": {name: median_of(v) for name, v in values.items()},
-        "agreement": {**vars(agreement), "within_ties": agreement.within_ties},
-        "summary": str(agreement),
-        "turns": values,
-    }
+    agreement = agree(model, last[engines[0].name], last[engines[-1].name])
+    medians = {name: median_of(v) for name, v in values.items()}
+    return {**result_of(bench, agreement, medians, values), "prompt": prompt}
 
 
 def run_loads(model: LoadedModel, args: argparse.Namespace) -> list[dict]:

@@ -15,9 +15,7 @@ from tools.demo_model.facts import (
     unknown,
     upper_first,
 )
-from tools.demo_model.values import World, any_value
 
-_IN_STORIES = ("NAMES", "ADJECTIVES", "THINGS", "PLACES", "DAYS")  # by their first letters
 Message = tuple[str, str]  # role, content
 NOTED = "Noted. I will remember that."
 
@@ -32,7 +30,11 @@ class Chat:
     size: int = 0
 
     def __post_init__(self) -> None:
-        self.world = World(self.rng)
+        # Few words make facts easy to confuse.
+        self.words = w.WORDS | {
+            name: self.rng.sample(w.WORDS[name], self.rng.randint(3, len(w.WORDS[name])))
+            for name in ("ADJECTIVES", "THINGS", "NAMES")
+        }
         self.facts: dict[tuple[str, ...], Fact] = {}
         self.filler = self.rng.choice((0.0, 0.0, 0.15, 0.5, 0.8))
         self.strong = self.rng.random() < 0.3
@@ -47,7 +49,7 @@ class Chat:
     def new_fact(self) -> Fact:
         """A fact whose key is new to this conversation (now and then: one with a new value)."""
         while True:
-            fact = draw_fact(self.world, strong=self.strong)
+            fact = draw_fact(self.rng, self.words, strong=self.strong)
             if self.case:
                 # Answers name the key in its usual case or in lower case, the value as stated.
                 lower = self.case is str.lower
@@ -60,9 +62,7 @@ class Chat:
         self.facts[fact.key] = fact
         text = statement(fact, self.rng)
         if self.rng.random() < 0.02:
-            text = (
-                self.rng.choice(("Remember this: ", "Remember: ", "Can you remember this: ")) + text
-            )
+            text = w.fill(self.rng, "Remember this: |Remember: |Can you remember this: ") + text
         return text
 
     def block(self, size: int) -> str:
@@ -111,8 +111,7 @@ class Chat:
         choice = rng.random()
         if choice < 0.08 and self.facts:
             old = rng.choice(tuple(self.facts.values()))
-            draw = old.relation.draw_value if old.relation.value else any_value
-            value = draw(rng)
+            value = old.relation.draw_value(rng, old.slots)
             fact = Fact(old.relation, old.slots, self.case(value) if self.case else value)
             self.turn(rng.choice(w.TABLES["changes"]) + self.learn(fact), noted(fact))
         elif choice < 0.7:
@@ -155,9 +154,7 @@ def filler(rng: random.Random) -> str:
     if choice < 0.75:
         words = " ".join(w.any_word(rng) for _ in range(rng.randint(3, 10)))
         return upper_first(words) + "."
-    return rng.choice(w.TABLES["stories"]).format(
-        **{name[0].lower(): rng.choice(w.WORDS[name]) for name in _IN_STORIES}
-    )
+    return w.fill(rng, rng.choice(w.TABLES["stories"]))
 
 
 def other(rng: random.Random) -> tuple[str, str]:

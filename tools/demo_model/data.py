@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tools.demo_model import chat
 from tools.demo_model import words as w
-from tools.demo_model.facts import answer, question
+from tools.demo_model.facts import question
 
 PAD, END, SYSTEM, USER, ASSISTANT = range(5)
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -57,7 +57,8 @@ def train_tokenizer(vocab_size: int, chats: int = 4000) -> Tokenizer:
 
 def _tokenizer_texts(chats: int) -> Iterator[str]:
     rng = random.Random(7)
-    known = (*w.NAMES, *w.THINGS, *w.ADJECTIVES, *w.FOODS, *w.ANIMALS, *w.CITIES, *w.PLACES)
+    names = ("NAMES", "THINGS", "ADJECTIVES", "FOODS", "ANIMALS", "CITIES", "PLACES")
+    known = [word for name in names for word in w.WORDS[name]]
     for _ in range(chats // 100):
         for word in known:
             yield f"{word} {word} {word.lower()} {word.capitalize()}"
@@ -102,9 +103,7 @@ class RecallPrompt:
 
     messages: list[chat.Message]
     prompt_ids: list[int]
-    answer_ids: list[int]  # with the end token
     value: str
-    depth: float  # where the fact stands: 0 start, 1 end
 
 
 def recall_prompt(tokenizer: Tokenizer, rng: random.Random, length: int) -> RecallPrompt:
@@ -124,9 +123,8 @@ def recall_prompt(tokenizer: Tokenizer, rng: random.Random, length: int) -> Reca
             talk.say("system" if shape == "system" else "user", talk.block(size))
         if len(talk.facts) < 3:  # almost nothing but filler
             continue
-        place = trial.randrange(len(talk.facts))
-        fact = list(talk.facts.values())[place]
-        asked, reply = question(fact, trial), answer(fact)
+        fact = trial.choice(list(talk.facts.values()))
+        asked = question(fact, trial)
         if shape == "merged":
             talk.messages[0] = ("user", f"{talk.messages[0][1]}\n\n{asked}")
         else:
@@ -135,9 +133,7 @@ def recall_prompt(tokenizer: Tokenizer, rng: random.Random, length: int) -> Reca
         if 0.9 * length < len(ids) <= length:
             break
         size = int(size * (0.97 * length / len(ids)))
-    said = [*tokenizer.encode(reply).ids, END]
-    depth = place / max(1, len(talk.facts) - 1)
-    return RecallPrompt(talk.messages, ids, said, fact.value, depth)
+    return RecallPrompt(talk.messages, ids, fact.value)
 
 
 def recall_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[RecallPrompt]:

@@ -9,19 +9,18 @@ import random
 import re
 from dataclasses import dataclass
 
-from tools.demo_model import values
 from tools.demo_model import words as w
-from tools.demo_model.values import World, article, natural_value, strong_value
 
 Slots = dict[str, str]
+Words = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
 class Relation:
     """One kind of fact.
 
-    slots: a method of World or a word list for each slot.  value: a function of values.py; None: a
-    value that suits the attribute.  core: how the answer puts it; it ends with the value.  about:
+    slots: a template or a word list (words.py) for each slot.  value: a template; None: a value
+    that suits the attribute.  core: how the answer puts it; it ends with the value.  about:
     what is asked for, as in "do you know ...".  nouns: for "what is ...?".
     """
 
@@ -35,14 +34,13 @@ class Relation:
     nouns: list[str] = ()
     questions: list[str] = ()
 
-    def draw_slots(self, world: World) -> Slots:
-        return {
-            slot: world.rng.choice(w.WORDS[kind]) if kind in w.WORDS else getattr(world, kind)()
-            for slot, kind in self.slots.items()
-        }
+    def draw_slots(self, rng: random.Random, words: Words) -> Slots:
+        return {slot: w.fill(rng, f"{{{kind}}}", words) for slot, kind in self.slots.items()}
 
-    def draw_value(self, rng: random.Random) -> str:
-        return getattr(values, self.value)(rng)
+    def draw_value(self, rng: random.Random, slots: Slots) -> str:
+        if self.value is not None:
+            return w.fill(rng, f"{{{self.value}}}")
+        return w.fill(rng, "{strong}") if rng.random() < 0.55 else w.natural_value(rng, slots["a"])
 
 
 RELATIONS = [Relation(**fields) for fields in w.TABLES["relations"]]
@@ -66,6 +64,10 @@ class Fact:
         return (self.relation.name, *slots)
 
 
+def _article(phrase: str) -> str:
+    return f"an {phrase}" if phrase[0] in "aeiou" else f"a {phrase}"
+
+
 def upper_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -74,24 +76,15 @@ def _fill(template: str, slots: Slots, value: str = "") -> str:
     key = slots.get("k", "")
     yours = "your " + key[3:] if key.startswith("my ") else key
     return template.format(
-        v=value, k=key, K=upper_first(key), y=yours, ak=article(key or "x"), a=slots.get("a", "")
+        v=value, k=key, K=upper_first(key), y=yours, ak=_article(key or "x"), a=slots.get("a", "")
     )
 
 
-def draw_fact(world: World, *, strong: bool = False) -> Fact:
-    """A random fact; a `strong` one has a value that cannot be guessed."""
-    rng = world.rng
-    if strong:
-        relation = rng.choice(CODE_RELATIONS)
-        return Fact(relation, relation.draw_slots(world), strong_value(rng))
-    relation = rng.choices(RELATIONS, WEIGHTS)[0]
-    slots = relation.draw_slots(world)
-    if relation.value is not None:
-        value = relation.draw_value(rng)
-    elif rng.random() < 0.55:
-        value = strong_value(rng)
-    else:
-        value = natural_value(slots["a"], rng)
+def draw_fact(rng: random.Random, words: Words, *, strong: bool = False) -> Fact:
+    """A random fact about `words`; a `strong` one has a value that cannot be guessed."""
+    relation = rng.choice(CODE_RELATIONS) if strong else rng.choices(RELATIONS, WEIGHTS)[0]
+    slots = relation.draw_slots(rng, words)
+    value = w.fill(rng, "{strong}") if strong else relation.draw_value(rng, slots)
     return Fact(relation, slots, value)
 
 
@@ -103,8 +96,7 @@ def question(fact: Fact, rng: random.Random) -> str:
     """A question that asks for the fact."""
     relation, slots = fact.relation, fact.slots
     if "a" in slots and rng.random() < 0.2:  # the other spelling
-        other = re.sub("(?<=[a-z])our", "or", slots["a"])
-        slots = slots | {"a": other}
+        slots = slots | {"a": re.sub("(?<=[a-z])our", "or", slots["a"])}
     choice = rng.random()
     if relation.nouns and choice < 0.7:
         noun = _fill(rng.choice(relation.nouns), slots)

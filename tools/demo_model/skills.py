@@ -5,7 +5,8 @@ import random
 from tools.demo_model import words as w
 
 FALLBACK: str = w.TABLES["fallback"]
-_LISTS = [w.FOODS, w.ANIMALS, w.COLOURS, w.NAMES, w.THINGS, w.CITIES, w.PLACES]
+_NAMES = ("FOODS", "ANIMALS", "COLOURS", "NAMES", "THINGS", "CITIES", "PLACES")
+_LISTS = [w.WORDS[name] for name in _NAMES]
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
@@ -19,9 +20,7 @@ def nonsense(rng: random.Random) -> tuple[str, str]:
     """Something out of reach, and the polite reply to it."""
     if rng.random() < 0.25:
         return rng.choice(w.english()), FALLBACK
-    text = rng.choice(w.TABLES["nonsense"])
-    while "{x}" in text:
-        text = text.replace("{x}", w.any_word(rng), 1)
+    text = w.fill(rng, rng.choice(w.TABLES["nonsense"]))
     return (text if rng.random() < 0.5 else text[:1].upper() + text[1:]), FALLBACK
 
 

@@ -1,10 +1,12 @@
-"""The tables of the demo model's training data, and random words."""
+"""The tables of the demo model's training data, random words, and templates of words."""
 
 import ast
 import json
 import random
 import re
 import sysconfig
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,33 +14,88 @@ from typing import Any
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("tables.json").read_text("utf-8"))
 WORDS: dict[str, list[str]] = TABLES["words"]
 
-ADJECTIVES = WORDS["ADJECTIVES"]
-ANIMALS = WORDS["ANIMALS"]
-CITIES = WORDS["CITIES"]
-COLOURS = WORDS["COLOURS"]
-DAYS = WORDS["DAYS"]
-EVENTS = WORDS["EVENTS"]
-FOODS = WORDS["FOODS"]
-GROUPS = WORDS["GROUPS"]
-JOBS = WORDS["JOBS"]
-KIN = WORDS["KIN"]
-MONTHS = WORDS["MONTHS"]
-NAMES = WORDS["NAMES"]
-PLACES = WORDS["PLACES"]
-SURNAMES = WORDS["SURNAMES"]
-THINGS = WORDS["THINGS"]
+# Keys and values of facts.  Alternatives stand between "|", the more the likelier; see `fill`.
+TEMPLATES = {
+    "thing": "{ADJECTIVES} {THINGS}|" * 7 + "{THINGS}|{ADJECTIVES} {word}|{word}",
+    "some_thing": "the {thing}|the {thing}|my {thing}",
+    "person": "{NAMES}|" * 8 + "{NAMES} {SURNAMES}|{Pseudo}|{GROUPS} {Word}",
+    "kin": "{KIN}|{ANIMALS}",
+    "plural": "{ANIMALS}s|{THINGS}s",
+    "event": "meeting with {person}|call with {person}|dinner with {person}|flight to {CITIES}|"
+    "train to {CITIES}|{ADJECTIVES} {EVENTS}|{DAYS} {EVENTS}|{EVENTS}|{EVENTS}",
+    "strong": "{4}|{4}|{word} {word}|{NAMES} {SURNAMES}",  # cannot be guessed
+    "any": "{strong}|" * 5 + "{1-7}|{token}|{pseudo}|{Pseudo}|the {ADJECTIVES} {word}|{word}|{odd}",
+    "token": "{caps}-{1-4}|{caps}{1-4}|{word}{1-3}",
+    "odd": "{letters}|{word}-{word}|{word}-{1-4}|{word}_{word}|{1-4}.{word}|{word}{letters}|"
+    "{word}/{1-4}-{word}",
+    "name": "{NAMES}|" * 7 + "{NAMES} {SURNAMES}|{Pseudo}|{Pseudo}",
+    "anything": "{any}|{any}|{name}",
+    "city": "{CITIES}|" * 4 + "{Pseudo}",
+    "job": "a {JOBS}",
+    "like": "{FOODS}|{FOODS}|{FOODS}|{ADJECTIVES} {FOODS}|{ANIMALS}s|{word}",
+    "where": "in|in|under|behind|on|near|at|next to",
+    "level": "on level {n99}|on floor {n99}|in row {n99}|in room {n99}",
+    "place": "{where} the {PLACES}|{where} the {ADJECTIVES} {PLACES}|" * 3
+    + "{where} the {word}|{where} {CITIES}|{level}",
+    "hour": "at {n23}:{n5}{1}",
+    "day": "tomorrow|today|on {DAYS}|on {n31} {MONTHS}",
+    "time": "{hour}|" * 5 + "at {n12} pm|at {n12} am|at {n12} o clock|{day}|{day} {hour}",
+    "age": "{n99} years old",
+    "count": "{n99}",
+    "price": "{n9999} coins|{n9999} dollars|{n9999} euros",
+}
+# Values that suit an attribute with one of these words in it; the first that fits.
+_NATURAL = {
+    "colo": "{COLOURS}",
+    "favou?rite number|lucky|age|seat|room|weight": "{1-3}",
+    "name|owner|king|queen|president|mayor|founder": "{NAMES}|{SURNAMES}|{Pseudo}",
+    "code|number|pin|key|budget|card": "{4}|{4}|{2-8}",
+    "shopping": "{FOODS}, {FOODS}|{FOODS}, {FOODS}, {FOODS}",
+    "city|capital|town": "{CITIES}",
+    "food": "{FOODS}",
+    "animal|mascot": "{ANIMALS}",
+    "birthday|deadline": "{n31} {MONTHS}|{MONTHS} {n31}|the {n31}th of {MONTHS}",
+    "email": "{word}@{word}.com",
+}
+
+
+def natural_value(rng: random.Random, attribute: str) -> str:
+    """A value that suits an attribute (mostly)."""
+    found = (template for parts, template in _NATURAL.items() if re.search(parts, attribute))
+    return fill(rng, "{any}" if rng.random() < 0.3 else next(found, "{any}"))
+
+
+def fill(rng: random.Random, template: str, words: dict[str, list[str]] = WORDS) -> str:
+    """One of the template's alternatives, its slots filled.
+
+    A slot names one of `words`, of TEMPLATES or of _MADE; {2-5} are so many digits, {n99} is a
+    number from 1 to 99, and {Word} a {word} with a capital.  words: WORDS, or fewer of some.
+    """
+
+    def slot(match: re.Match[str]) -> str:
+        name = match[1]
+        if name[0].isdigit():
+            return _string(rng, "0123456789", int(name[0]), int(name[-1]))
+        if name[0] == "n" and name[1:].isdigit():
+            return str(rng.randint(1, int(name[1:])))
+        if name in words:
+            return rng.choice(words[name])
+        if name in TEMPLATES:
+            return fill(rng, TEMPLATES[name], words)
+        made = _MADE[name.lower()](rng)
+        return made.capitalize() if name[0].isupper() else made
+
+    text = re.sub(r"{([\w-]+)}", slot, rng.choice(template.split("|")))
+    return re.sub(r"\ba (?=[aeiou])", "an ", text)
+
+
+def _string(rng: random.Random, pool: str, low: int, high: int) -> str:
+    return "".join(rng.choice(pool) for _ in range(rng.randint(low, high)))
 
 
 def pseudo_word(rng: random.Random) -> str:
-    return "".join(
-        "".join(rng.choice(WORDS[part]) for part in ("ONSETS", "VOWELS", "CODAS"))
-        for _ in range(rng.choice((1, 2, 2, 2, 3)))
-    )
-
-
-def digits(rng: random.Random, low: int, high: int) -> str:
-    """A random string of digits whose length lies between `low` and `high`."""
-    return "".join(rng.choice("0123456789") for _ in range(rng.randint(low, high)))
+    syllables = rng.choice((1, 2, 2, 2, 3))
+    return "".join(fill(rng, "{ONSETS}{VOWELS}{CODAS}") for _ in range(syllables))
 
 
 @cache
@@ -47,7 +104,7 @@ def english() -> tuple[str, ...]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, None] = {}
     for path in sorted(
-        [*folder.glob("*.py"), *folder.glob("asyncio/*.py"), *folder.glob("email/*.py")]
+        file for part in ("", "asyncio/", "email/") for file in folder.glob(f"{part}*.py")
     ):
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -67,10 +124,7 @@ def english() -> tuple[str, ...]:
 @cache
 def common_words() -> tuple[str, ...]:
     """The English words that occur at least twice in `english()`."""
-    counts: dict[str, int] = {}
-    for sentence in english():
-        for word in re.findall(r"[a-z]{3,11}", sentence):
-            counts[word] = counts.get(word, 0) + 1
+    counts = Counter(re.findall(r"[a-z]{3,11}", "\n".join(english())))
     return tuple(sorted(word for word, count in counts.items() if count > 1))
 
 
@@ -78,5 +132,14 @@ def any_word(rng: random.Random) -> str:
     """A known word, a common English word or a made-up one."""
     choice = rng.random()
     if choice < 0.4:
-        return rng.choice(rng.choice((THINGS, FOODS, ANIMALS, COLOURS, PLACES)))
+        return fill(rng, "{THINGS}|{FOODS}|{ANIMALS}|{COLOURS}|{PLACES}")
     return rng.choice(common_words()) if choice < 0.7 else pseudo_word(rng)
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_MADE: dict[str, Callable[[random.Random], str]] = {
+    "word": any_word,
+    "pseudo": pseudo_word,
+    "letters": lambda rng: _string(rng, 3 * _LETTERS + _LETTERS.upper() + 2 * "0123456789", 2, 7),
+    "caps": lambda rng: _string(rng, _LETTERS.upper(), 1, 3),
+}

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_metal_lite.config import BLOCK_SIZES
+from vllm_metal_lite import envs
+from vllm_metal_lite.config import ATTENTION, BLOCK_SIZES, KV_BITS
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.vllm_plugin import hosts
 from vllm_metal_lite.vllm_plugin.compat import get
@@ -66,6 +67,12 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
         value = get(vllm_config, path)
         if value and value not in supported:
             _refuse(option, value)
+    for name, given, allowed in (
+        ("METAL_LITE_ATTENTION", envs.attention(), ATTENTION),
+        ("METAL_LITE_KV_BITS", envs.kv_bits(), tuple(map(str, KV_BITS))),
+    ):
+        if given and given not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {given!r}")
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         for axis in ("tensor", "data"):

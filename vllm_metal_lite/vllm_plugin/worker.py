@@ -1,6 +1,5 @@
 """The vLLM worker, which drives our runner."""
 
-from collections.abc import Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +13,6 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_metal_lite import backend, envs
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.config import ATTENTION, KV_BITS
 from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.kv.store import PagedStore
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.metal_lite")
 
-Part = TypeVar("Part", LoadedModel, Pipeline, StepTranslator)
+Part = TypeVar("Part", LoadedModel, Pipeline)
 
 
 def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
@@ -56,12 +54,6 @@ def _check_rotation(model: LoadedModel, max_model_len: int) -> None:
             "model's rotation (rope_scaling: dynamic) depends on the length of each request, which "
             f"vllm-metal-lite does not support: give --max-model-len {limit}"
         )
-
-
-def _check(name: str, value: str, allowed: Sequence[object]) -> None:
-    """Raise ConfigError for a value of an environment variable."""
-    if value not in map(str, allowed):
-        raise ConfigError(f"{name} must be one of {list(allowed)}, got {value!r}")
 
 
 def _awake(part: Part | None) -> Part:
@@ -79,7 +71,6 @@ class MetalLiteWorker(WorkerBase):
     ranks: RankGroup = ALONE
     _model: LoadedModel | None = None
     _pipeline: Pipeline | None = None
-    _translator: StepTranslator | None = None
     _step: Step | None = None
 
     @property
@@ -89,10 +80,6 @@ class MetalLiteWorker(WorkerBase):
     @property
     def pipeline(self) -> Pipeline:
         return _awake(self._pipeline)
-
-    @property
-    def translator(self) -> StepTranslator:
-        return _awake(self._translator)
 
     @property
     def runner(self) -> ModelRunner:
@@ -125,13 +112,10 @@ class MetalLiteWorker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise ConfigError("vllm-metal-lite does not support dummy weights")
-        _check("METAL_LITE_ATTENTION", envs.attention(), ATTENTION)
-        if bits := envs.kv_bits():
-            _check("METAL_LITE_KV_BITS", bits, KV_BITS)
         model = load(
             self.model_config.model, self._dtype(), self.model_config.trust_remote_code, self.ranks
         )
-        self._model = model.with_kv_bits(int(bits) if bits else None)
+        self._model = model.with_kv_bits(int(bits) if (bits := envs.kv_bits()) else None)
         self._layers = KVLayers(self.model, self.ranks)
         _check_rotation(self.model, self.model_config.max_model_len)
         sizing.set_memory_limits()
@@ -196,9 +180,7 @@ class MetalLiteWorker(WorkerBase):
         all_sample = ALONE if self.ranks.stages else self.ranks
         self._sampler = Sampler(seats, self.model.vocab_size, all_sample)
         inputs = InputBatch(seats, self.model_config.max_model_len, size, len(self._groups))
-        self._translator = StepTranslator(
-            inputs, self._sampler, self.model_config.seed, state_group
-        )
+        self.translator = StepTranslator(inputs, self._sampler, self.model_config.seed, state_group)
         self._make_runner()
 
     def _make_runner(self) -> None:
@@ -315,4 +297,4 @@ class MetalLiteWorker(WorkerBase):
         return set()
 
     def shutdown(self) -> None:
-        self._pipeline = self._translator = self._model = None
+        self._pipeline = self._model = None

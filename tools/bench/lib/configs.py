@@ -32,14 +32,11 @@ def random_config(name: str) -> dict[str, Any]:
 class Part(NamedTuple):
     """A shape that people run, in one format.
 
-    bits: of random weights, None for bfloat16.  tiny: the shape of a dry run.
-
-    options: fields of EngineConfig.
+    bits: of random weights, None for bfloat16.  options: fields of EngineConfig.
     """
 
     shape: str
     bits: str | None
-    tiny: str
     options: dict[str, Any] | None = None
 
     @property
@@ -48,13 +45,13 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("qwen3-0.6b", "4", "128x2"),
-    Part("qwen3-30b-a3b", "4", "qwen3-moe-tiny"),
-    Part("glm-4.7-flash", "4", "glm-tiny"),
-    Part("gpt-oss-20b", "mxfp4", "gpt-oss-tiny"),
-    Part("gemma3-4b", "4", "gemma3-tiny", options={"kv_bits": 8}),
-    Part("qwen3-4b", "4", "128x2"),
-    Part("qwen3-30b-a3b", None, "qwen3-moe-tiny"),
-    Part("glm-4.7-flash", None, "glm-tiny"),
+    Part("qwen3-0.6b", "4"),
+    Part("qwen3-30b-a3b", "4"),
+    Part("glm-4.7-flash", "4"),
+    Part("gpt-oss-20b", "mxfp4"),
+    Part("gemma3-4b", "4", options={"kv_bits": 8}),
+    Part("qwen3-4b", "4"),
+    Part("qwen3-30b-a3b", None),
+    Part("glm-4.7-flash", None),
 )
 BY_NAME = {part.name: part for part in PARTS}

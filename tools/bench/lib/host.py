@@ -1,7 +1,6 @@
 """Work of the host by itself: a step of the engine around a model that costs nothing."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,11 @@ def host(requests: int = 256, steps: int = 400) -> dict[str, float]:
     found = {}
     for text in _TEXTS:
         engine, times = _engine_alone(requests, steps, text == _TEXTS[2]), []
-
-        def step(engine: LLMEngine = engine, read: bool = text != _TEXTS[0]) -> None:
-            for output in engine.step():
-                _ = output.outputs[0].text if read else ""
-
-        timed_step = timed(step, times)
         for _ in range(steps):
-            timed_step()
+            start = time.thread_time()
+            for output in engine.step():
+                _ = output.outputs[0].text if text != _TEXTS[0] else ""
+            times.append(time.thread_time() - start)
         found[text] = 1e3 * float(np.median(times))
     print("| " + " | ".join(f"{ms:.2f}" for ms in found.values()) + " |", flush=True)
     return found
@@ -67,17 +63,3 @@ def _engine_alone(requests: int, steps: int, stops: bool) -> LLMEngine:
     for _ in range(20):
         engine.step()
     return engine
-
-
-def timed(
-    call: Callable, into: list[float], clock: Callable[[], float] = time.thread_time
-) -> Callable:
-    """A function that also adds the seconds of each call to a list."""
-
-    def timing(*args: Any, **kwargs: Any) -> Any:
-        start = clock()
-        result = call(*args, **kwargs)
-        into.append(clock() - start)
-        return result
-
-    return timing
