@@ -22,12 +22,13 @@ from vllm_metal_lite.fusion.routing import Selector, routing_functions, selector
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.registry import left_out
 from vllm_metal_lite.model.experts import served_experts
+from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.model.seam.hooks import hooked, namespaces
 
 
 @dataclass(frozen=True)
-class FusedLaunches:
-    """A Fusion (model/packed.py) for models that run on KernelAttention.
+class FusedLaunches(Fusion):
+    """The fusion of models that run on KernelAttention.
 
     joined: the model's joined projections.  activations: the Python modules of the model that hold
     mlx-lm's `swiglu` under that name.  skinny_rows: the row counts that use `skinny_gemm`.

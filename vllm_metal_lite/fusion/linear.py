@@ -77,7 +77,7 @@ def _fused(base: type, product: str) -> type:
     return type(base.__name__, (base,), {product: call})
 
 
-_FUSED = {
+_FUSED: dict[type, type] = {
     **{base: _fused(base, "__call__") for base in (nn.Linear, nn.QuantizedLinear)},
     **{base: _fused(base, "as_linear") for base in (nn.Embedding, nn.QuantizedEmbedding)},
 }
