@@ -14,7 +14,7 @@ from typing import Any
 import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.model.seam.placeholders import KVHandle
+from vllm_metal_lite.model.seam.layer_cache import KVHandle
 
 # Hooks are global to the process, so one thread at a time builds a forward.
 _LOCK = threading.Lock()
@@ -58,17 +58,10 @@ def building(hooks: Sequence[Hook] = ()) -> Iterator[None]:
 
 def _attend(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def scaled_dot_product_attention(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        *,
-        scale: float,
-        mask: Any = None,
-        sinks: mx.array | None = None,
-        **kwargs: Any,
+        q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any
     ) -> mx.array:
         if not isinstance(k, KVHandle):
-            return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **kwargs)
-        return k.cache.attend(q, scale, mask, sinks)
+            return original(q, k, v, scale=scale, **how)
+        return k.cache.attend(q, scale, how.get("mask"), how.get("sinks"))
 
     return scaled_dot_product_attention
