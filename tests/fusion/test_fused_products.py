@@ -88,7 +88,7 @@ DEPTH = 64
 @pytest.fixture
 def hooked():
     """A fused forward is being built; products of all numbers of rows go through the kernel."""
-    fusion = FusedLaunches(activations=(_Activations,), skinny_rows=range(1, 65))
+    fusion = FusedLaunches(named=((_Activations, "swiglu"),), skinny_rows=range(1, 65))
     with installed(), fusion.building(_Step()):
         yield
 

@@ -15,7 +15,7 @@ from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
-from vllm_metal_lite.distributed import RankGroup
+from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.fusion import decide, tune
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.kernels import timing
@@ -231,8 +231,8 @@ class Clock:
 def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, steps):
     """In turns, so that a device that slows down does so for both."""
     clock = Clock(monkeypatch, seconds, 1.005 * seconds)
-    ways = tune._Ways("", "", FusedLaunches(skinny_rows=ALL_ROWS), FusedLaunches())
-    by_kernel, by_mlx = tune._seconds(*model(), ways, 8)
+    ways = FusedLaunches(skinny_rows=ALL_ROWS), FusedLaunches()
+    by_kernel, by_mlx = tune._seconds(*model(), ways, 8, ALONE)
     assert seconds < by_kernel < by_mlx < 2 * seconds
     turns = clock.steps[2 * warm :]
     assert turns == ([True] * steps + [False] * steps) * chains

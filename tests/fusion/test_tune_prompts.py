@@ -9,7 +9,7 @@ from tests.support import tiny_models as tiny
 from tests.support.rounding import of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.fusion import tune, tune_prompts
+from vllm_metal_lite.fusion import tune
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.launch import Kernel
@@ -39,7 +39,7 @@ def timed(monkeypatch, by_kernels: float, by_mlx: float) -> list[int]:
         found.append(shape.experts)
         return by_kernels, by_mlx
 
-    monkeypatch.setattr(tune_prompts, "_seconds", seconds)
+    monkeypatch.setattr(tune, "_mixture_seconds", seconds)
     return found
 
 
@@ -60,11 +60,11 @@ def test_the_faster_way_is_remembered(monkeypatch, seconds, faster):
     """The model's mixtures are all of one form."""
     packed, _ = model()
     calls = timed(monkeypatch, *seconds)
-    assert [tune_prompts.faster_prompts(packed) for _ in range(2)] == [faster, faster]
+    assert [tune.faster_prompts(packed) for _ in range(2)] == [faster, faster]
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(("enough", "calls"), [(1e9, tune_prompts._CALLS), (0, 1)])
+@pytest.mark.parametrize(("enough", "calls"), [(1e9, tune._CHAINS), (0, 1)])
 def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
     launched = []
 
@@ -73,9 +73,9 @@ def test_mixtures_are_timed_by_kernels_and_by_mlx(monkeypatch, enough, calls):
         return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
 
     monkeypatch.setattr(Kernel, "__call__", stub)
-    monkeypatch.setattr(tune_prompts, "_ENOUGH", enough)
+    monkeypatch.setattr(tune, "_ENOUGH_FOR_PROMPTS", enough)
     packed, _ = model()
-    tune_prompts.faster_prompts(packed)
+    tune.faster_prompts(packed)
     assert launched.count("expert_plan") == 2 + calls  # one compiles, one tells how many to time
     assert launched.count("expert_gemm") == 2 * launched.count("expert_plan")
 
@@ -90,7 +90,7 @@ def test_prompts_that_cannot_be_timed_are_mlx_s(monkeypatch, caplog):
     packed, _ = model()
     for _ in range(2):
         caplog.clear()
-        assert not tune_prompts.faster_prompts(packed)
+        assert not tune.faster_prompts(packed)
         assert "cannot be timed: [metal] no room" in caplog.text
 
 

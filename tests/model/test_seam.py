@@ -13,8 +13,7 @@ from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model.layout import inspect
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import building
-from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
-from vllm_metal_lite.model.seam.placeholders import KVHandle, Mask
+from vllm_metal_lite.model.seam.layer_cache import KVHandle, Mask, PagedLayerCache
 
 SPEC = LayerSpec(2, 16, 16, mx.float32)
 

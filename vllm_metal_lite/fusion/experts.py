@@ -6,17 +6,16 @@ Only the instances of one model change class, as linear layers do (linear.py).
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.origins import Chosen
 from vllm_metal_lite.fusion.routing import latest
 from vllm_metal_lite.fusion.traced import as_view, rows_of
 from vllm_metal_lite.kernels.experts import expert_mlp, fits
-from vllm_metal_lite.model.experts import experts_of, served
+from vllm_metal_lite.model.experts import MIXTURES, experts_of, served
 
 
 class _Fusing(NamedTuple):
@@ -40,21 +39,16 @@ def fusing(expert_rows: range, num_live: mx.array | None = None) -> Iterator[Non
         _fusing.reset(token)
 
 
-class FusedSwitchGLU(SwitchGLU):
-    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+def _fused(base: Any) -> type:
+    def call(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
         indices = latest(indices)
         result = _by_kernels(self, x, indices)
-        return super().__call__(x, indices) if result is None else result
+        return base.__call__(self, x, indices) if result is None else result
+
+    return type(base.__name__, (base,), {"__call__": call})
 
 
-class FusedSwitchMLP(SwitchMLP):
-    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        indices = latest(indices)
-        result = _by_kernels(self, x, indices)
-        return super().__call__(x, indices) if result is None else result
-
-
-_FUSED: dict[type, type] = {SwitchGLU: FusedSwitchGLU, SwitchMLP: FusedSwitchMLP}
+_FUSED = {base: _fused(base) for base in MIXTURES}
 
 
 def _by_kernels(layer: nn.Module, x: mx.array, indices: mx.array) -> mx.array | None:

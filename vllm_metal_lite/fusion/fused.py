@@ -22,29 +22,27 @@ from vllm_metal_lite.fusion.routing import Selector, routing_functions, selector
 from vllm_metal_lite.kernels.experts import MAX_ROWS
 from vllm_metal_lite.kernels.registry import left_out
 from vllm_metal_lite.model.experts import served_experts
+from vllm_metal_lite.model.packed import Fusion
 from vllm_metal_lite.model.seam.hooks import hooked, namespaces
 
 
 @dataclass(frozen=True)
-class FusedLaunches:
-    """A Fusion (model/packed.py) for models that run on KernelAttention.
+class FusedLaunches(Fusion):
+    """The fusion of models that run on KernelAttention.
 
-    joined: the model's joined projections.  activations: the Python modules of the model that hold
-    mlx-lm's `swiglu` under that name.  skinny_rows: the row counts that use `skinny_gemm`.
+    joined: the model's joined projections.  named: mlx-lm's functions that are replaced where the
+    model's Python modules hold them: `swiglu`, `clip_residual`, and `precise_swiglu`, which is
+    `gated_rms_norm` behind a norm of heads.  skinny_rows: the row counts that use `skinny_gemm`.
     expert_rows: the row counts that use `expert_gemm` and its neighbours.
-    adds_norms: `add_rms_norm` may be used.  gated_norms: the modules that hold `precise_swiglu`,
-    which `gated_rms_norm` replaces behind a norm of heads.  residuals: those that hold
-    `clip_residual`.  routes: `expert_topk` may be used.  selectors: compiled functions of the model
-    that may choose experts.
+    adds_norms: `add_rms_norm` may be used.  routes: `expert_topk` may be used.  selectors: compiled
+    functions of the model that may choose experts.
     """
 
     joined: tuple[JoinedProjection, ...] = ()
-    activations: tuple[ModuleType, ...] = ()
+    named: tuple[tuple[ModuleType, str], ...] = ()
     skinny_rows: range = range(0)
     expert_rows: range = range(0)
     adds_norms: bool = True
-    gated_norms: tuple[ModuleType, ...] = ()
-    residuals: tuple[ModuleType, ...] = ()
     routes: bool = False
     selectors: tuple[Selector, ...] = ()
 
@@ -52,10 +50,7 @@ class FusedLaunches:
 
     @contextmanager
     def building(self, step: Step) -> Iterator[None]:
-        functions = fused_functions(
-            step.positions, self.activations, self.skinny_rows, self.adds_norms, self.gated_norms,
-            self.residuals,
-        )  # fmt: skip
+        functions = fused_functions(step.positions, self.named, self.skinny_rows, self.adds_norms)
         if self.routes:
             functions += routing_functions(self.selectors)
         try:
@@ -86,7 +81,11 @@ class FusedLaunches:
             skinny_rows=range(0) if "skinny_gemm" in failed else self.skinny_rows,
             expert_rows=range(0) if "expert_gemm" in failed else self.expert_rows,
             adds_norms=self.adds_norms and "add_rms_norm" not in failed,
-            gated_norms=() if "gated_rms_norm" in failed else self.gated_norms,
+            named=tuple(
+                (module, name)
+                for module, name in self.named
+                if name != "precise_swiglu" or "gated_rms_norm" not in failed
+            ),
             routes=self.routes and "expert_topk" not in failed,
         )
 
@@ -101,11 +100,10 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
     fold_norm_weights(model)
     linear.fuse_linears(model)
     experts.fuse_experts(model)
+    functions = activations.swiglu, activations.precise_swiglu, gemma3_text.clip_residual
     return FusedLaunches(
         tuple(joined_projections(model)),
-        tuple(namespaces(model, activations.swiglu)),
-        gated_norms=tuple(namespaces(model, activations.precise_swiglu)),
-        residuals=tuple(namespaces(model, gemma3_text.clip_residual)),
+        tuple((module, f.__name__) for f in functions for module in namespaces(model, f)),
         routes=bool(served_experts(model)),
         selectors=selectors_of(model),
     )

@@ -46,29 +46,25 @@ Function = Callable[..., mx.array]
 
 def fused_functions(
     positions: mx.array,
-    activations: Collection[ModuleType],
+    named: Collection[tuple[ModuleType, str]],
     skinny_rows: range,
     adds_norms: bool,
-    gated_norms: Collection[ModuleType] = (),
-    residuals: Collection[ModuleType] = (),
 ) -> list[Hook]:
     """positions: of the step's rows.  For the other arguments see FusedLaunches."""
     fast = mx.fast
-    functions: list[Hook] = [
-        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows, adds_norms, bool(gated_norms))),
+    gates_norms = any(name == "precise_swiglu" for _, name in named)
+    return [
+        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows, adds_norms, gates_norms)),
         (fast, "rope", _rope(fast.rope, positions)),
         (nn, "gelu_approx", _gelu_approx(nn.gelu_approx)),
         (mx, "split", _split(mx.split)),
         (mx, "expand_dims", _expand_dims(mx.expand_dims)),
+        *((module, name, _NAMED[name](getattr(module, name))) for module, name in named),
     ]
-    functions += [(module, "swiglu", _swiglu(module.swiglu)) for module in activations]
-    functions += [(m, "precise_swiglu", _gated_norm(m.precise_swiglu)) for m in gated_norms]
-    functions += [(m, "clip_residual", _clip_residual(m.clip_residual)) for m in residuals]
-    return functions
 
 
 def _rms_norm(
-    original: Function, skinny_rows: range, adds_norms: bool, gated_norms: bool
+    original: Function, skinny_rows: range, adds_norms: bool, gates_norms: bool
 ) -> Function:
     def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
         origin, shape = origin_of(x), x.shape[:-1]
@@ -92,7 +88,7 @@ def _rms_norm(
             return out if heads is None else Traced(out, heads)
         if few and x.ndim == 3 and weight is not None and weight.dtype == x.dtype:
             return Traced(out, Normed(rows_of(x), RowNorm(weight, eps)))
-        if gated_norms and x.ndim == 4 and weight is not None and weight.dtype == x.dtype:
+        if gates_norms and x.ndim == 4 and weight is not None and weight.dtype == x.dtype:
             return Traced(out, NormedHeads(x, weight, eps))
         if adds_norms and x.ndim == 3 and (weight is None or weight.dtype == x.dtype):
             return Traced(out, PostNormed(rows_of(x), PostNorm(weight, eps)))
@@ -131,25 +127,15 @@ def _with_product(origin: Sum) -> mx.array | None:
 
 
 def _rope(original: Function, positions: mx.array) -> Function:
-    def rope(
-        x: mx.array,
-        dims: int,
-        *,
-        traditional: bool,
-        base: float | None,
-        scale: float,
-        offset: int | mx.array,
-        freqs: mx.array | None = None,
-        **kwargs: Any,
-    ) -> mx.array:
-        how = {"traditional": traditional, "base": base, "scale": scale, "freqs": freqs}
-        out = original(x, dims, offset=offset, **how, **kwargs)
-        if offset is not positions or x.ndim != 4 or x.shape[2] != 1:
+    def rope(x: mx.array, dims: int, **how: Any) -> mx.array:
+        out = original(x, dims, **how)
+        if how["offset"] is not positions or x.ndim != 4 or x.shape[2] != 1:
             return out
         origin, factor = origin_of(x), 1.0
         if isinstance(origin, Scaled) and origin.dims == dims:
             factor, origin = origin.factor, origin.part
-        turn = Rope(dims, traditional, base, scale, freqs, factor)
+        angles = how["traditional"], how["base"], how["scale"], how.get("freqs")
+        turn = Rope(dims, *angles, factor)
         if isinstance(origin, RotaryPart):
             return out if origin.rope else Traced(out, replace(origin, rope=turn))
         heads = (origin if isinstance(origin, Heads) else heads_of(x)).rotated(turn)
@@ -231,3 +217,7 @@ def _gelu_approx(original: Function) -> Function:
         return Traced(original(x), Activated(columns, "gelu_approx")) if joined else original(x)
 
     return gelu_approx
+
+
+# By mlx-lm's names of the functions that they replace.
+_NAMED = {"swiglu": _swiglu, "precise_swiglu": _gated_norm, "clip_residual": _clip_residual}

@@ -6,8 +6,8 @@ Fewer products mean fewer launches, and a decode step consists mostly of small p
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import Traced, origin_of, rows_of
 from vllm_metal_lite.kernels.new_rows import Columns
+from vllm_metal_lite.model.seam.hooks import hooked
 
 _KINDS: tuple[Any, ...] = (nn.Linear, nn.QuantizedLinear)
 # The rows of these parameters are outputs, for every kind of projection.
@@ -108,13 +109,11 @@ def join_projections(model: nn.Module) -> None:
 def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
     """Groups of projections that share a parent and an input: the parent's path, their names."""
     calls: list[tuple[nn.Module, mx.array]] = []
-    with _noting(calls):
+    with hooked([(kind, "__call__", _noting(kind.__call__, calls)) for kind in _KINDS]):
         model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
     paths = {id(m): path for path, m in model.named_modules() if type(m) in _KINDS}
     seen = [(*_split(paths[id(m)]), m, x) for m, x in calls if id(m) in paths]
-    counts: dict[int, int] = {}
-    for _, _, module, _ in seen:
-        counts[id(module)] = counts.get(id(module), 0) + 1
+    counts = Counter(id(module) for _, _, module, _ in seen)
     groups = []
     for (path, *_), group in groupby(seen, lambda c: (c[0], id(c[3]), *_kind_of(c[2]))):
         names = [name for _, name, module, _ in group if counts[id(module)] == 1]
@@ -123,24 +122,12 @@ def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
     return groups
 
 
-@contextmanager
-def _noting(calls: list[tuple[nn.Module, mx.array]]) -> Iterator[None]:
-    originals: dict[type, Any] = {kind: kind.__call__ for kind in _KINDS}
+def _noting(original: Callable, calls: list[tuple[nn.Module, mx.array]]) -> Callable:
+    def call(self: nn.Module, x: mx.array) -> mx.array:
+        calls.append((self, x))
+        return original(self, x)
 
-    def noting(kind: type) -> Any:
-        def call(self: nn.Module, x: mx.array) -> mx.array:
-            calls.append((self, x))
-            return originals[kind](self, x)
-
-        return call
-
-    for kind in _KINDS:
-        kind.__call__ = noting(kind)
-    try:
-        yield
-    finally:
-        for kind in _KINDS:
-            kind.__call__ = originals[kind]
+    return call
 
 
 def _kind_of(module: nn.Module) -> tuple:

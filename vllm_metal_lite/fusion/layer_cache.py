@@ -8,8 +8,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.origins import Attended, Scaled
 from vllm_metal_lite.fusion.traced import Traced, heads_of, origin_of
 from vllm_metal_lite.kernels.new_rows import NewRows
-from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
-from vllm_metal_lite.model.seam.placeholders import KVHandle
+from vllm_metal_lite.model.seam.layer_cache import KVHandle, PagedLayerCache
 
 
 class FusedLayerCache(PagedLayerCache):

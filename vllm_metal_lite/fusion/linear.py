@@ -6,6 +6,7 @@ Only the instances of one model change class, so other models in the process are
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import mlx.nn as nn
 
@@ -66,36 +67,24 @@ def _transposed(linear: nn.Linear) -> mx.array:
     return view
 
 
-class FusedLinear(nn.Linear):
-    def __call__(self, x: mx.array) -> mx.array:
-        return _product(self, x, super().__call__)
+def _fused(base: type, product: str) -> type:
+    """The class, with the method `product` by `_product`."""
+    original = getattr(base, product)
+
+    def call(self: nn.Module, x: mx.array) -> mx.array:
+        return _product(self, x, partial(original, self))
+
+    return type(base.__name__, (base,), {product: call})
 
 
-class FusedQuantizedLinear(nn.QuantizedLinear):
-    def __call__(self, x: mx.array) -> mx.array:
-        return _product(self, x, super().__call__)
-
-
-class FusedEmbedding(nn.Embedding):
-    def as_linear(self, x: mx.array) -> mx.array:
-        return _product(self, x, super().as_linear)
-
-
-class FusedQuantizedEmbedding(nn.QuantizedEmbedding):
-    def as_linear(self, x: mx.array) -> mx.array:
-        return _product(self, x, super().as_linear)
-
-
-_CLASSES: dict[type, type] = {
-    nn.Linear: FusedLinear,
-    nn.QuantizedLinear: FusedQuantizedLinear,
-    nn.Embedding: FusedEmbedding,
-    nn.QuantizedEmbedding: FusedQuantizedEmbedding,
+_FUSED: dict[type, type] = {
+    **{base: _fused(base, "__call__") for base in (nn.Linear, nn.QuantizedLinear)},
+    **{base: _fused(base, "as_linear") for base in (nn.Embedding, nn.QuantizedEmbedding)},
 }
 
 
 def fuse_linears(model: nn.Module) -> None:
     """Prepare the model's linear layers, and embeddings used as such, for fused forwards."""
     for _, module in model.named_modules():
-        if fused := _CLASSES.get(type(module)):
+        if fused := _FUSED.get(type(module)):
             module.__class__ = fused

@@ -23,7 +23,7 @@ from vllm_metal_lite.fusion.origins import (
 )
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.skinny_gemm import Gate
-from vllm_metal_lite.model.seam.placeholders import RotaryKeys
+from vllm_metal_lite.model.seam.layer_cache import RotaryKeys
 from vllm_metal_lite.model.seam.scaling import ScalingAt
 from vllm_metal_lite.recurrence.columns import ColumnsOf
 

@@ -10,8 +10,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
+import mlx.nn as nn
 import numpy as np
 
 from vllm_metal_lite.attention.base import Attention, Step
@@ -20,16 +20,18 @@ from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.fusion.experts import fusing
 from vllm_metal_lite.fusion.fused import FusedLaunches
-from vllm_metal_lite.fusion.tune_prompts import faster_prompts
 from vllm_metal_lite.kernels import timing
+from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
 from vllm_metal_lite.kernels.remembered import timed_once
 from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS
 from vllm_metal_lite.kernels.weights import Weight, shape_of
-from vllm_metal_lite.model.experts import served_experts
+from vllm_metal_lite.model.experts import MIXTURES, served, served_experts
 from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.usage import product_weights
 from vllm_metal_lite.runner.compiled import CompiledSteps
+from vllm_metal_lite.specs import ExpertShape
 
 # Row counts to time: the first of _FEWEST that wins, and by bisection the last of _SIZES.
 _FEWEST = (1, 2, 4)
@@ -37,17 +39,13 @@ _SIZES = (8, 16, 32, MAX_ROWS)
 # For each size, with and without the kernel: the median of _CHAINS chains of _STEPS steps, or of
 # fewer, to stay within _ENOUGH seconds each, 3 in all: a Mac may need 100 ms per step.
 _CHAINS, _STEPS, _ENOUGH = 5, 20, 0.24
+# Rows of a prompt, and experts that each chooses, as many as gpt-oss and GLM have.  Mixtures of
+# prompts are timed alone: a step of so many rows takes seconds, and the host is no part of it.
+_PROMPT_ROWS, _TOP_K, _ENOUGH_FOR_PROMPTS = 512, 4, 0.75
 
 NONE = range(0)
 
-
-class _Ways(NamedTuple):
-    """ours: with `kernel`.  other: without.  what: it computes."""
-
-    kernel: str
-    what: str
-    ours: FusedLaunches
-    other: FusedLaunches
+_Ways = tuple[FusedLaunches, FusedLaunches]  # with the kernel, and without
 
 
 def faster_rows(
@@ -60,9 +58,9 @@ def faster_rows(
     """
     dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
     weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype in dtypes]
-    other = replace(fusion, skinny_rows=NONE)
-    ways = _Ways("skinny_gemm", "products of few rows", fusion, other)
-    return _faster(packed, attention, ways, [_form(weight) for weight in weights], ranks)
+    ways = fusion, replace(fusion, skinny_rows=NONE)
+    what = "skinny_gemm", "products of few rows"
+    return _faster(packed, attention, ways, what, [_form(weight) for weight in weights], ranks)
 
 
 def faster_expert_rows(
@@ -70,15 +68,15 @@ def faster_expert_rows(
 ) -> range:
     """The same of `fusion.expert_rows` and the kernels of mixtures of experts.
 
-    Steps of more rows are prompts, which tune_prompts.py times if the kernels win up to there.
+    Steps of more rows are prompts, which are timed if the kernels win up to there.
     """
     forms = [
         f"{experts.count} experts of {_form(experts.gate.weight)}"
         for experts in served_experts(packed.model)
     ]
-    other = replace(fusion, expert_rows=NONE)
-    ways = _Ways("expert_gemm", "mixtures of experts of few rows", fusion, other)
-    rows = _faster(packed, attention, ways, forms, ranks)
+    ways = fusion, replace(fusion, expert_rows=NONE)
+    what = "expert_gemm", "mixtures of experts of few rows"
+    rows = _faster(packed, attention, ways, what, forms, ranks)
     if rows.stop > _SIZES[-1] and faster_prompts(packed, ranks):
         return range(rows.start, fusion.expert_rows.stop)
     return rows
@@ -88,10 +86,11 @@ def _faster(
     packed: PackedModel,
     attention: Attention,
     ways: _Ways,
+    what: tuple[str, str],
     forms: Sequence[str],
     ranks: RankGroup,
 ) -> range:
-    """forms: of the weights that the kernel reads."""
+    """what: the kernel, and what it computes.  forms: of the weights that the kernel reads."""
     # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
     # means nothing.
     if not forms or CompiledSteps(packed, attention).reason is not None:
@@ -103,7 +102,8 @@ def _faster(
         rows = _measure(packed, attention, ways, ranks)
         return f"{rows.start} {rows.stop}"
 
-    known = timed_once(key, ways.kernel, f"{ways.what} with this model", measure, ranks)
+    kernel, products = what
+    known = timed_once(key, kernel, f"{products} with this model", measure, ranks)
     return range(*map(int, known.split())) if known else NONE
 
 
@@ -129,17 +129,12 @@ def _measure(packed: PackedModel, attention: Attention, ways: _Ways, ranks: Rank
 
 
 def _seconds(
-    packed: PackedModel,
-    attention: Attention,
-    ways: _Ways,
-    num_rows: int,
-    ranks: RankGroup = ALONE,
+    packed: PackedModel, attention: Attention, ways: _Ways, num_rows: int, ranks: RankGroup
 ) -> list[float]:
     """Seconds per step with the kernel and with MLX's products."""
     step = _padding(attention, num_rows, packed.layout.vocab_size)
     steps_of = [
-        _steps(CompiledSteps(packed, attention, way), step, attention.new_state())
-        for way in (ways.ours, ways.other)
+        _steps(CompiledSteps(packed, attention, way), step, attention.new_state()) for way in ways
     ]
     return timing.seconds_in_turns(
         steps_of, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=ranks
@@ -179,3 +174,50 @@ def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
         no_keys = mx.zeros_like(plan.decodes.seq_lens)
         plan = plan._replace(decodes=plan.decodes._replace(seq_lens=no_keys))
     return step._replace(slot_mapping=nowhere, plan=plan)
+
+
+def faster_prompts(packed: PackedModel, ranks: RankGroup = ALONE) -> bool:
+    """Whether each of the model's mixtures of experts takes a prompt faster by the kernels.
+
+    Measured once for each form of a mixture, then remembered.  If timing fails, mlx-lm's code
+    serves prompts, with a warning.  ranks: rank 0's timing counts.
+    """
+    layers: dict[ExpertShape, nn.Module] = {}
+    for _, layer in packed.model.named_modules():
+        if isinstance(layer, MIXTURES) and (experts := served(layer)):
+            layers.setdefault(experts.shape, layer)
+    dtype = packed.attention_specs[0].dtype
+    return all(_faster_prompt(layer, shape, dtype, ranks) for shape, layer in layers.items())
+
+
+def _faster_prompt(layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype, ranks: RankGroup) -> bool:
+    def measure() -> str:
+        by_kernels, by_mlx = _mixture_seconds(layer, shape, dtype, ranks)
+        return "faster" if by_kernels < by_mlx else "slower"
+
+    key = f"prompts with {shape}, {dtype}"
+    return timed_once(key, "expert_gemm", "experts of prompts", measure, ranks) == "faster"
+
+
+def _mixture_seconds(
+    layer: nn.Module, shape: ExpertShape, dtype: mx.Dtype, ranks: RankGroup
+) -> list[float]:
+    """Seconds of a mixture and its weighted sum, with the kernels and without."""
+    rng, top_k = np.random.default_rng(0), min(_TOP_K, shape.experts)
+    chosen = rng.random((1, _PROMPT_ROWS, shape.experts)).argpartition(top_k - 1)[..., :top_k]
+    indices, weights = mx.array(chosen.astype(np.uint32)), mx.full(chosen.shape, 1 / top_k)
+    x = mx.random.normal((1, _PROMPT_ROWS, shape.hidden), dtype)
+    mx.eval(x, indices, weights)
+
+    def way(rows: range) -> timing.Way:
+        def run(count: int) -> None:
+            for _ in range(count):
+                with fusing(rows):
+                    mx.eval((layer(x, indices) * weights[..., None]).sum(axis=-2))
+
+        return run
+
+    ways = [way(range(1, EXPERT_ROWS + 1)), way(NONE)]
+    return timing.seconds_in_turns(
+        ways, rounds=_CHAINS, enough=_ENOUGH_FOR_PROMPTS, warm=1, ranks=ranks
+    )

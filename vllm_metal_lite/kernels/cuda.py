@@ -1,4 +1,7 @@
-"""Converts Metal kernels to CUDA, so that one source also runs on NVIDIA GPUs."""
+"""Converts Metal kernels to CUDA, so that one source also runs on NVIDIA GPUs.
+
+There, importing this module also mends two functions of MLX's CUDA backend.
+"""
 
 import hashlib
 import os
@@ -9,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.envs import cache_folder
 from vllm_metal_lite.kernels.remembered import write_whole
@@ -138,3 +142,8 @@ def split_gathers(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         return mx.concatenate([original(a, *arrays, rhs_indices=i, **how) for a, i in parts])
 
     return gather_qmm
+
+
+if backend.name() == "cuda":
+    mx.quantized_matmul = flatten_quantised(mx.quantized_matmul)
+    mx.gather_qmm = split_gathers(mx.gather_qmm)

@@ -179,7 +179,10 @@ def _unevaluated(
     tokenizer = _load_tokenizer(name, path, config, trust_remote_code)
     if not len(tokenizer):
         raise ModelLoadError("it has no tokenizer")
-    _convert(model, dtype)
+    if dtype != "auto":
+        cast(model, getattr(mx, dtype))
+    elif backend.is_cpu():
+        expand(model)
     return model, tokenizer, config
 
 
@@ -280,8 +283,6 @@ def from_model(
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
     fitted = fit(model, layout, model_type, ranks)
-    weights = backend.leaves(model.parameters())
-    eos = _ends(name, tokenizer, layout.vocab_size) if tokenizer is not None else ()
     return LoadedModel(
         name=name,
         model_type=model_type,
@@ -289,9 +290,9 @@ def from_model(
         tokenizer=tokenizer,
         vocab_size=layout.vocab_size,
         max_position=max_position,
-        eos_token_ids=eos,
+        eos_token_ids=_ends(name, tokenizer, layout.vocab_size) if tokenizer is not None else (),
         num_parameters=num_parameters,
-        weight_bytes=sum(w.nbytes for w in weights),
+        weight_bytes=sum(w.nbytes for w in backend.leaves(model.parameters())),
         dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
         sampling_defaults=sampling_defaults(path) if path else {},
         attention_shapes=fitted.shapes,
@@ -329,10 +330,3 @@ def _not_quantisable(specs: list[LayerSpec]) -> str | None:
 def _refuse_untrusted(name: str, model_type: str) -> None:
     if model_type in _REFUSED:
         raise ModelLoadError(f"{name}: {model_type} is not supported: {_REFUSED[model_type]}")
-
-
-def _convert(model: nn.Module, dtype: str) -> None:
-    if dtype == "auto" and backend.is_cpu():
-        expand(model)
-    elif dtype != "auto":
-        cast(model, getattr(mx, dtype))

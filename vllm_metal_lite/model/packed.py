@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.nn as nn
 
@@ -47,44 +47,27 @@ def body_of(model: nn.Module) -> nn.Module | None:
     return None
 
 
-class Fusion(Protocol):
-    """Merges several launches of a forward into one (see fusion/)."""
+class Fusion:
+    """Merges several launches of a forward into one (see fusion/); this base class merges none."""
+
+    # The cache object that the model gets for one layer of the store.
+    layer_cache: type[PagedLayerCache] = PagedLayerCache
 
     @property
     def note(self) -> str:
         """The part of the start-up line about products."""
-
-    def layer_cache(
-        self,
-        layer: int,
-        spec: LayerSpec,
-        attention: StepAttention,
-        template: Any = None,
-        sequences: SequenceStep | None = None,
-    ) -> PagedLayerCache:
-        """The cache object that the model gets for one layer of the store."""
+        return ""
 
     def building(self, step: Step) -> AbstractContextManager[None]:
         """Held while a forward is built."""
+        return nullcontext()
 
     def without(self, failed: Collection[str]) -> "Fusion":
         """The same without these kernels."""
-
-
-class NoFusion:
-    """Every operation of the model is a launch of its own."""
-
-    layer_cache = PagedLayerCache
-    note = ""
-
-    def building(self, step: Step) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def without(self, failed: Collection[str]) -> "NoFusion":
         return self
 
 
-NO_FUSION = NoFusion()
+NO_FUSION = Fusion()
 
 
 def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:

@@ -24,7 +24,7 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import one_line
 from vllm_metal_lite.kernels.launch import KernelError
 from vllm_metal_lite.model.packed import NO_FUSION, Fusion, PackedModel
-from vllm_metal_lite.model.seam import hooks, layer_cache, placeholders
+from vllm_metal_lite.model.seam import hooks, layer_cache
 
 # Two requests of 9 and 14 tokens.  Each step: their computed tokens, their scheduled tokens.
 # Prompts, then a decode beside a chunk, then decodes, then single decodes, because a step of one
@@ -53,7 +53,7 @@ _EXACT_LIMIT, _WORST = 0.05, 3
 _DRAWS = 4
 
 # The modules that raise if a model uses K, V or a mask as an array.
-_SEAM = tuple(module.__name__ for module in (placeholders, hooks, layer_cache))
+_SEAM = tuple(module.__name__ for module in (hooks, layer_cache))
 
 
 class Problem(NamedTuple):

@@ -62,21 +62,11 @@ class Usage:
         return rms_norm
 
     def _rope(self, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def rope(
-            x: mx.array,
-            dims: int,
-            *,
-            traditional: bool,
-            base: float | None,
-            scale: float,
-            **kwargs: Any,
-        ) -> mx.array:
-            factor = self._factor(x, dims)
-            self._rotations[x.shape[-1], Rotation(dims, traditional, base, scale, None, factor)] = (
-                None
-            )
-            how = {"traditional": traditional, "base": base, "scale": scale}
-            return original(x, dims, **how, **kwargs)
+        def rope(x: mx.array, dims: int, **how: Any) -> mx.array:
+            angles = how["traditional"], how["base"], how["scale"]
+            rotation = Rotation(dims, *angles, factor=self._factor(x, dims))
+            self._rotations[x.shape[-1], rotation] = None
+            return original(x, dims, **how)
 
         return rope
 

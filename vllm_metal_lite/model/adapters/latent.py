@@ -12,8 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models import deepseek_v2, minicpm3, mla, youtu_llm
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
-from vllm_metal_lite.model.seam.placeholders import LatentScores
+from vllm_metal_lite.model.seam.layer_cache import LatentScores, PagedLayerCache
 
 
 class LatentAttention(nn.Module):

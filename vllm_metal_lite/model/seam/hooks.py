@@ -13,10 +13,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.cuda import flatten_quantised, split_gathers
-from vllm_metal_lite.model.seam.placeholders import KVHandle
+from vllm_metal_lite.model.seam.layer_cache import KVHandle
 
 # Hooks are global to the process, so one thread at a time builds a forward.
 _LOCK = threading.Lock()
@@ -53,32 +51,17 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 @contextmanager
 def building(hooks: Sequence[Hook] = ()) -> Iterator[None]:
     """Held while a packed forward is built.  hooks: beside those of attention."""
-    with _LOCK, hooked([*_hooks(), *hooks]):
+    attend = _attend(mx.fast.scaled_dot_product_attention)
+    with _LOCK, hooked([(mx.fast, attend.__name__, attend), *hooks]):
         yield
 
 
-def _hooks() -> list[Hook]:
-    sdpa = mx.fast.scaled_dot_product_attention
-    hooks: list[Hook] = [(mx.fast, "scaled_dot_product_attention", _attend(sdpa))]
-    if backend.name() == "cuda":
-        hooks.append((mx, "quantized_matmul", flatten_quantised(mx.quantized_matmul)))
-        hooks.append((mx, "gather_qmm", split_gathers(mx.gather_qmm)))
-    return hooks
-
-
 def _attend(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def attend(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        *,
-        scale: float,
-        mask: Any = None,
-        sinks: mx.array | None = None,
-        **kwargs: Any,
+    def scaled_dot_product_attention(
+        q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any
     ) -> mx.array:
         if not isinstance(k, KVHandle):
-            return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **kwargs)
-        return k.cache.attend(q, scale, mask, sinks)
+            return original(q, k, v, scale=scale, **how)
+        return k.cache.attend(q, scale, how.get("mask"), how.get("sinks"))
 
-    return attend
+    return scaled_dot_product_attention

@@ -22,12 +22,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.model.seam.hooks import Hook, hooked, namespaces
 from vllm_metal_lite.model.sequences.recurrent import StateHandle
-from vllm_metal_lite.recurrence.base import (
-    CausalConv,
-    GatedDelta,
-    HeadNorm,
-    StateSpace,
-)
+from vllm_metal_lite.recurrence.base import CausalConv, GatedDelta, HeadNorm, StateSpace
 from vllm_metal_lite.recurrence.columns import ColumnsOf, columns_of
 
 _Pair = tuple[mx.array, mx.array]
@@ -107,7 +102,7 @@ class RecurrentHooks:
         named: tuple[Callable, ...] = (
             gated_delta.gated_delta_update, gated_delta.normalize_qk, ssm.ssm_update,
         )  # fmt: skip
-        self._namespaces = {function: namespaces(model, function) for function in named}
+        self._named = [(module, f) for f in named for module in namespaces(model, f)]
 
     def __call__(self) -> Sequence[Hook]:
         """The hooks of one forward."""
@@ -122,11 +117,7 @@ class RecurrentHooks:
             (mx, "concatenate", _concatenate(mx.concatenate, activated)),
             (mx, "split", _split(mx.split)),
             (nn, "silu", _silu(nn.silu, activated)),
-            *(
-                (module, original.__name__, function)
-                for original, function in replaced.items()
-                for module in self._namespaces[original]
-            ),
+            *((module, f.__name__, replaced[f]) for module, f in self._named),
         ]
 
 
