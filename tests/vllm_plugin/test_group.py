@@ -71,28 +71,43 @@ def test_ranks_that_leave_together_are_no_loss(ranks):
     assert heard == [[], [], []]
 
 
-def test_the_end_of_rank_0_is_told(monkeypatch):
-    """Its store ends with its process."""
-    monkeypatch.setattr(heartbeat, "LEAVE", 0.1)
-    with subprocess.Popen(
-        [sys.executable, "-c", _STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        where = ("127.0.0.1", int(process.stdout.readline()), 2, False, timedelta(seconds=60))
-        client, heard = dist.TCPStore(*where, wait_for_workers=False), []
-        one = Heartbeat(1, ["rank 0", "rank 1"], client, heard.append)
-        process.kill()
-        wait_until(lambda: heard)
-        one.leave()
-    assert heard == ["rank 0 has ended"]
-
-
-_STORE = """
+# Rank 0's process, for its store; and that of rank 1, which prints what it hears of lost ranks.
+_RANK_0 = """
 import sys
 from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
 print(store.port, flush=True)
 sys.stdin.read()
 """
+_RANK_1 = """
+import sys
+from torch.distributed import TCPStore
+from vllm_metal_lite.vllm_plugin.heartbeat import Heartbeat
+store = TCPStore("127.0.0.1", int(sys.argv[1]), 2, False, wait_for_workers=False)
+Heartbeat(1, ["rank 0", "rank 1"], store, lambda line: (print(line, flush=True), sys.exit()))
+print("watches", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"), [(signal.SIGKILL, "rank 0 has ended"), (signal.SIGSTOP, "")]
+)
+def test_the_end_of_rank_0(sent, told):
+    """If it ends, its store does.  If it hangs, so do calls of its store: the watchdog kills."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", _RANK_0], **pipes) as first:
+        command = [sys.executable, "-c", _RANK_1, first.stdout.readline()]
+        with subprocess.Popen(command, **pipes) as second:
+            assert second.stdout.readline() == "watches\n"
+            first.send_signal(sent)
+            try:
+                assert second.stdout.readline().strip() == told
+                if not told:
+                    assert second.wait(60) == -signal.SIGKILL
+            finally:
+                first.kill()
+                second.kill()
 
 
 def test_a_rank_whose_vllm_is_gone_ends(ranks, monkeypatch):

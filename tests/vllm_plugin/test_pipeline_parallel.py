@@ -91,7 +91,7 @@ def test_a_stage_of_another_host_that_dies_ends_the_engine(tmp_path):
         kit.second_host(model, log_2, **options),
         serving(tmp_path, model, options) as process,
     ):
-        wait_for(log, "SERVING", process, 240)
+        wait_for(log, "SERVING", process, 600)
         pid = pid_of_rank_1(log_2)
         os.kill(pid, signal.SIGKILL)
         wait_for(log, "ERROR EngineDeadError", process, 60)

@@ -152,7 +152,7 @@ SERVED = {
 def test_a_rank_that_dies_or_fails_ends_the_engine(tmp_path, sent, how):
     log, model = tmp_path / "log", tiny.write_folder(tmp_path / "model", "llama", **LONG)
     with serving(tmp_path, model, SERVED) as process:
-        wait_for(log, "SERVING", process, 240)
+        wait_for(log, "SERVING", process, 600)
         time.sleep(2)
         pid = pid_of_rank_1(log)
         if sent is None:
@@ -172,7 +172,7 @@ def test_two_hosts_answer_as_one_and_end_when_a_rank_hangs(tmp_path):
         kit.second_host(model, log_2, **options) as second,
         serving(tmp_path, model, options) as process,
     ):
-        wait_for(log, "SERVING", process, 240)
+        wait_for(log, "SERVING", process, 600)
         model_alone = mlx_lm.load(str(model))[0]
         expected = [tiny.alone(model_alone, p, NUM_TOKENS) for p in PROMPTS]
         assert json.loads(re.search(r"ANSWERS (.*)", log.read_text())[1]) == expected

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -111,6 +112,8 @@ def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist
         if rank == 0:
             s = socket.create_server((host, port))
             port, listening = s.getsockname()[1], s.detach()
+        else:
+            _wait_for(host, port, limit)
         return dist.TCPStore(
             host, port, size, rank == 0, timedelta(seconds=limit), wait_for_workers=False,
             master_listen_fd=listening,
@@ -121,6 +124,18 @@ def _tcp_store(rank: int, size: int, host: str, port: int, limit: float) -> dist
             f"rank {rank} {what} {host} port {port} (--master-addr and --master-port): "
             f"{one_line(e)}"
         ) from e
+
+
+def _wait_for(host: str, port: int, limit: float) -> None:
+    """Wait for a listener; raises OSError.  torch waits longer and longer between its own tries."""
+    end = time.monotonic() + limit
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5).close()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.5)
 
 
 def _links_of_rank_0(store: dist.Store, rank: int, size: int) -> Links:
