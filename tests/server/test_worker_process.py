@@ -41,7 +41,7 @@ async def main():
         client = await EngineClient.start("demo", configure)
         params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
         async with client.generate("a", [1, 2, 3], params) as generation:
-            async for delta in generation.deltas():
+            async for answer in generation.changes():
                 print(client.pid, flush=True)
                 break
     await asyncio.sleep(60)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.chat_formats.tool import ToolChoice
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.answer_events import AnswerDelta, answer_events
 from vllm_metal_lite.server.answer_form import answer_form
+from vllm_metal_lite.server.deltas import Delta, deltas
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields
 from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
@@ -39,9 +39,9 @@ class Turn:
             checkpoints=self.prompt.checkpoints, parted=self.prompt.parted,
         )  # fmt: skip
 
-    def deltas(self, generation: Generation) -> AsyncIterator[AnswerDelta]:
-        """What comes of the answers, as `answer_events` reads it."""
-        return answer_events(generation, self.make_parser, self.parallel)
+    def deltas(self, generation: Generation) -> AsyncIterator[Delta]:
+        """What comes of the answers, as `deltas.deltas` reads it."""
+        return deltas(generation, self.make_parser, self.parallel)
 
 
 async def prepare(

@@ -6,10 +6,9 @@ from json import dumps
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Arguments, Event, Reasoning, Text, ToolCall
-from vllm_metal_lite.server.answer_events import AnswerDelta
+from vllm_metal_lite.server.deltas import Delta, Positions
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
 from vllm_metal_lite.server.openai_api.reply import Reply, ending
-from vllm_metal_lite.server.worker.generation import Positions
 
 
 class Scores:
@@ -25,7 +24,7 @@ class Scores:
 
 
 async def whole_choices(
-    reply: Reply, deltas: AsyncIterator[AnswerDelta], count: int, echoed: str, scores: Scores
+    reply: Reply, deltas: AsyncIterator[Delta], count: int, echoed: str, scores: Scores
 ) -> list[dict[str, Any]]:
     """The choices of a reply that is not streamed.  Raises ApiError if one has failed."""
     messages = [_Message() for _ in range(count)]
@@ -85,7 +84,7 @@ def call_head(event: ToolCall) -> dict[str, Any]:
 
 
 async def chunks(
-    reply: Reply, deltas: AsyncIterator[AnswerDelta], echoed: str, scores: Scores
+    reply: Reply, deltas: AsyncIterator[Delta], echoed: str, scores: Scores
 ) -> AsyncIterator[bytes]:
     """The chunks of all answers."""
     writers: dict[int, _ChunkWriter] = {}
@@ -109,7 +108,7 @@ class _ChunkWriter:
     def __init__(self) -> None:
         self._num_calls = 0
 
-    def take(self, reply: Reply, delta: AnswerDelta, scores: Scores) -> bytes:
+    def take(self, reply: Reply, delta: Delta, scores: Scores) -> bytes:
         contents = [c for event in delta.events if (c := self._content(event)) is not None]
         has_ended = delta.finish_reason is not None
         logprobs = scores.of(delta.token_ids, delta.logprobs) if delta.token_ids else None

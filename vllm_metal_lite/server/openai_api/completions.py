@@ -13,6 +13,8 @@ from starlette.routing import Route
 
 from vllm_metal_lite.engine.prompts import tokenize
 from vllm_metal_lite.errors import RequestError, show
+from vllm_metal_lite.outputs import CompletionOutput
+from vllm_metal_lite.server.deltas import Delta, Reader, deltas
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, openai_shape
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
@@ -34,7 +36,7 @@ from vllm_metal_lite.server.server import Server, endpoint
 from vllm_metal_lite.server.stream import COMMENT, EventStream
 from vllm_metal_lite.server.structured import with_form
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Answer, Delta, Generation
+from vllm_metal_lite.server.worker.generation import Generation
 
 Prompt = str | list[int]
 
@@ -199,8 +201,7 @@ class _Writer:
         """All choices, which are finished."""
         choices = []
         for answer in self.generation.answers:
-            delta = Delta(answer, answer.text, answer.token_ids, answer.logprobs)
-            text, scores = self._news(delta)
+            text, scores = self._news(Reader(answer).read())
             choice = {"index": self._first + answer.index, "text": text, "logprobs": scores}
             if self._body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_logprobs(self.generation.prompt_logprobs)
@@ -241,7 +242,7 @@ class _Writer:
             return text, None
         return text, legacy_logprobs(token_ids, positions, offsets, self._names)
 
-    def _offsets_of(self, answer: Answer, token_ids: list[int]) -> list[int]:
+    def _offsets_of(self, answer: CompletionOutput, token_ids: list[int]) -> list[int]:
         """Where an answer's next tokens are in the text, if the client wants to know."""
         if self._body.logprobs is None:
             return []
@@ -268,7 +269,7 @@ class _Writer:
 
 async def _chunks(reply: Reply, writers: Sequence[_Writer]) -> AsyncGenerator[bytes, None]:
     if len(writers) == 1:  # without the queue, which costs time at each token
-        async for delta in writers[0].generation.deltas():
+        async for delta in deltas(writers[0].generation):
             if chunk := await writers[0].chunk(delta, reply):
                 yield chunk
         return
@@ -276,7 +277,7 @@ async def _chunks(reply: Reply, writers: Sequence[_Writer]) -> AsyncGenerator[by
 
     async def read(writer: _Writer) -> None:
         try:
-            async for delta in writer.generation.deltas():
+            async for delta in deltas(writer.generation):
                 await queue.put((writer, delta))
             await queue.put(None)
         except Exception as e:

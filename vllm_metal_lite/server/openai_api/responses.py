@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.deltas import Positions
 from vllm_metal_lite.server.errors import ApiError, openai_shape
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
@@ -25,7 +26,6 @@ from vllm_metal_lite.server.server import Server, endpoint
 from vllm_metal_lite.server.stream import EventStream
 from vllm_metal_lite.server.structured import with_form
 from vllm_metal_lite.server.turns import prepare
-from vllm_metal_lite.server.worker.generation import Positions
 
 _LOGPROBS = "message.output_text.logprobs"
 

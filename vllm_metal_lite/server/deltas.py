@@ -1,25 +1,30 @@
-"""Answers as events: text, thoughts and calls.  All chat APIs make their replies of these."""
+"""Answers as deltas, which all APIs make their replies of: text, thoughts and calls."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from vllm_metal_lite.chat_formats.events import Event, Reasoning, ToolCallEnd
 from vllm_metal_lite.chat_formats.parser import ChatParser
-from vllm_metal_lite.server.worker.generation import Answer, Delta, Generation, Positions
+from vllm_metal_lite.outputs import CompletionOutput, Cursor, Logprob
+from vllm_metal_lite.server.worker.generation import Generation
+
+Positions = list[dict[int, Logprob]]
 
 
 @dataclass(slots=True)
-class AnswerDelta:
+class Delta:
     """What is new in an answer.
 
-    events: none for text that is held back, as it may become a marker.
+    text: as the model wrote it.  events: what it says, if there is a parser; none for text that is
+    held back, as it may become a marker.
     token_ids, logprobs: of all new tokens, also of those without an event.
     num_reasoning_tokens: how many of them are thoughts.  A delta of several tokens counts as a
     whole.
-    finish_reason: of the last AnswerDelta: as the engine has it, or "tool_calls".
+    finish_reason: of the last Delta: as the engine has it, or "tool_calls".
     """
 
-    answer: Answer
+    answer: CompletionOutput
+    text: str
     events: list[Event]
     token_ids: list[int]
     logprobs: Positions | None
@@ -27,16 +32,21 @@ class AnswerDelta:
     finish_reason: str | None
 
 
-class _Reading:
-    """One answer: its parser, and the state that goes from delta to delta."""
+class Reader:
+    """Reads an answer as it grows."""
 
-    def __init__(self, parser: ChatParser, parallel: bool) -> None:
-        self._parser, self._parallel = parser, parallel
+    def __init__(
+        self, answer: CompletionOutput, parser: ChatParser | None = None, parallel: bool = True
+    ) -> None:
+        self._cursor, self._parser, self._parallel = Cursor(answer), parser, parallel
         self._thinks = self._has_call = False
         self.is_over = False
 
-    def take(self, delta: Delta) -> AnswerDelta:
-        events, reason = self._parser.feed(delta.text), delta.answer.finish_reason
+    def read(self) -> Delta:
+        """What is new since the last call."""
+        answer, (token_ids, logprobs) = self._cursor.answer, self._cursor.tokens()
+        text, reason = self._cursor.text(), answer.finish_reason
+        events = [] if self._parser is None else self._parser.feed(text)
         has_thoughts = self._thinks and not events
         for event in events:
             self._thinks = isinstance(event, Reasoning)
@@ -44,7 +54,7 @@ class _Reading:
             # A call that goes wrong in mid-answer counts: its arguments are no JSON, which the
             # client tells the model.
             self._has_call = self._has_call or isinstance(event, ToolCallEnd)
-        if reason is not None:
+        if reason is not None and self._parser is not None:
             events += (last := self._parser.close())
             # A call that is cut short does not count: it must not run.
             self._has_call = self._has_call or ToolCallEnd(is_whole=True) in last
@@ -55,10 +65,8 @@ class _Reading:
         if is_whole and self._has_call:
             reason = "tool_calls"
         self.is_over = is_over
-        return AnswerDelta(
-            delta.answer, events, delta.token_ids, delta.logprobs,
-            len(delta.token_ids) if has_thoughts else 0, reason,
-        )  # fmt: skip
+        num_reasoning = len(token_ids) if has_thoughts else 0
+        return Delta(answer, text, events, token_ids, logprobs, num_reasoning, reason)
 
 
 def _up_to_first_call(events: list[Event]) -> int:
@@ -66,18 +74,20 @@ def _up_to_first_call(events: list[Event]) -> int:
     return next((i for i, event in enumerate(events, 1) if isinstance(event, ToolCallEnd)), 0)
 
 
-async def answer_events(
-    generation: Generation, make_parser: Callable[[], ChatParser], parallel: bool = True
-) -> AsyncIterator[AnswerDelta]:
+async def deltas(
+    generation: Generation,
+    make_parser: Callable[[], ChatParser | None] = lambda: None,
+    parallel: bool = True,
+) -> AsyncIterator[Delta]:
     """Deltas of all answers of a request.  Raises EngineLost.
 
     parallel: False if an answer is over after its first call.  The engine may still run then; it
     stops when the caller leaves `Server.generate`.
     """
-    readings = [_Reading(make_parser(), parallel) for _ in generation.answers]
-    async for delta in generation.deltas():
-        reading = readings[delta.answer.index]
-        if not reading.is_over:
-            yield reading.take(delta)
-            if all(reading.is_over for reading in readings):
+    readers = [Reader(answer, make_parser(), parallel) for answer in generation.answers]
+    async for answer in generation.changes():
+        reader = readers[answer.index]
+        if not reader.is_over:
+            yield reader.read()
+            if all(reader.is_over for reader in readers):
                 return
