@@ -12,7 +12,7 @@ from tests.support.cli_kit import SAFETY
 from tests.support.server_kit import serving
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.prometheus import Metrics
-from vllm_metal_lite.server.worker.generation import EngineLost, Generation
+from vllm_metal_lite.server.worker.generation import EngineLost, Generation, changes
 from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
 
 CHAT = "/v1/chat/completions"
@@ -79,9 +79,9 @@ def generate(running, prompt, params, take=None):
             if take is None:
                 await generation.complete()
             else:
-                changes = generation.changes()
+                news = changes([generation])
                 for _ in range(take):
-                    await anext(changes)
+                    await anext(news)
             return generation
 
     return asyncio.run_coroutine_threadsafe(run(), running.loop).result(60)

@@ -98,7 +98,7 @@ def test_events_come_in_order_and_make_the_whole(client):
 def test_signs_of_life_are_numbered_events():
     async def stream(tokenizer):
         generation = Generation(Add("resp_1", [1], SamplingParams(max_tokens=1)), tokenizer)
-        news = deltas(generation, lambda: ChatParser(PLAIN))
+        news = deltas([generation], lambda: ChatParser(PLAIN))
         reply = ResponseReply(generation, news, {}, False, {}, lambda token_ids, positions: [])
         sent = []
 

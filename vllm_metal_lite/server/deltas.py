@@ -1,12 +1,12 @@
 """Answers as deltas, which all APIs make their replies of: text, thoughts and calls."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_metal_lite.chat_formats.events import Event, Reasoning, ToolCallEnd
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.outputs import CompletionOutput, Cursor, Logprob
-from vllm_metal_lite.server.worker.generation import Generation
+from vllm_metal_lite.server.worker.generation import Generation, changes
 
 Positions = list[dict[int, Logprob]]
 
@@ -15,6 +15,7 @@ Positions = list[dict[int, Logprob]]
 class Delta:
     """What is new in an answer.
 
+    choice: its number in the reply, which may hold the answers to several prompts.
     text: as the model wrote it.  events: what it says, if there is a parser; none for text that is
     held back, as it may become a marker.
     token_ids, logprobs: of all new tokens, also of those without an event.
@@ -23,6 +24,7 @@ class Delta:
     finish_reason: of the last Delta: as the engine has it, or "tool_calls".
     """
 
+    choice: int
     answer: CompletionOutput
     text: str
     events: list[Event]
@@ -36,8 +38,13 @@ class Reader:
     """Reads an answer as it grows."""
 
     def __init__(
-        self, answer: CompletionOutput, parser: ChatParser | None = None, parallel: bool = True
+        self,
+        choice: int,
+        answer: CompletionOutput,
+        parser: ChatParser | None = None,
+        parallel: bool = True,
     ) -> None:
+        self._choice = choice
         self._cursor, self._parser, self._parallel = Cursor(answer), parser, parallel
         self._thinks = self._has_call = False
         self.is_over = False
@@ -66,7 +73,7 @@ class Reader:
             reason = "tool_calls"
         self.is_over = is_over
         num_reasoning = len(token_ids) if has_thoughts else 0
-        return Delta(answer, text, events, token_ids, logprobs, num_reasoning, reason)
+        return Delta(self._choice, answer, text, events, token_ids, logprobs, num_reasoning, reason)
 
 
 def _up_to_first_call(events: list[Event]) -> int:
@@ -75,18 +82,19 @@ def _up_to_first_call(events: list[Event]) -> int:
 
 
 async def deltas(
-    generation: Generation,
+    generations: Sequence[Generation],
     make_parser: Callable[[], ChatParser | None] = lambda: None,
     parallel: bool = True,
 ) -> AsyncIterator[Delta]:
-    """Deltas of all answers of a request.  Raises EngineLost.
+    """Deltas of all answers, as they come.  Raises EngineLost.
 
     parallel: False if an answer is over after its first call.  The engine may still run then; it
     stops when the caller leaves `Server.generate`.
     """
-    readers = [Reader(answer, make_parser(), parallel) for answer in generation.answers]
-    async for answer in generation.changes():
-        reader = readers[answer.index]
+    answers = [answer for generation in generations for answer in generation.answers]
+    readers = [Reader(i, answer, make_parser(), parallel) for i, answer in enumerate(answers)]
+    async for choice in changes(generations):
+        reader = readers[choice]
         if not reader.is_over:
             yield reader.read()
             if all(reader.is_over for reader in readers):

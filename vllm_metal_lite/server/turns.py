@@ -41,7 +41,7 @@ class Turn:
 
     def deltas(self, generation: Generation) -> AsyncIterator[Delta]:
         """What comes of the answers, as `deltas.deltas` reads it."""
-        return deltas(generation, self.make_parser, self.parallel)
+        return deltas([generation], self.make_parser, self.parallel)
 
 
 async def prepare(

@@ -30,7 +30,7 @@ async def whole_choices(
     messages = [_Message() for _ in range(count)]
     choices: dict[int, dict[str, Any]] = {}
     async for delta in deltas:
-        index = delta.answer.index
+        index = delta.choice
         reply.add_reasoning(delta.num_reasoning_tokens)
         for event in delta.events:
             messages[index].take(event)
@@ -89,7 +89,7 @@ async def chunks(
     """The chunks of all answers."""
     writers: dict[int, _ChunkWriter] = {}
     async for delta in deltas:
-        index = delta.answer.index
+        index = delta.choice
         reply.add_reasoning(delta.num_reasoning_tokens)
         head = b""
         if index not in writers:
@@ -117,7 +117,7 @@ class _ChunkWriter:
                 return b""
             contents = ['"delta":{"content":""}']
         end = ending(delta.answer, delta.finish_reason) if has_ended else None
-        index, last = delta.answer.index, contents.pop()
+        index, last = delta.choice, contents.pop()
         first = [reply.chunk(index, content) for content in contents]
         return b"".join([*first, reply.chunk(index, last, end, logprobs)])
 

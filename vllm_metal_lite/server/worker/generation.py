@@ -5,7 +5,7 @@ Text is made here, in the server's process, so that the engine's process only ru
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -49,6 +49,9 @@ class Generation:
     `changes` tells which answers grow; `complete` waits for all of them.  `EngineClient.generate`
     makes it, and ends the request when the caller leaves.
 
+    changed: indexes of answers that have grown, in order, until `changes` takes them.
+    news: set if there are any.
+
     on_update: called after each step that brought something, with the time.
     """
 
@@ -80,9 +83,9 @@ class Generation:
             ]
             for answer, detokenizer in zip(self.answers, self._detokenizers, strict=True):
                 answer.text = detokenizer.text  # a method: text is made when read
-        self._changed: dict[int, None] = {}  # indexes of answers, in order
-        self._news = asyncio.Event()
-        self._error: Exception | None = None
+        self.changed: dict[int, None] = {}
+        self.news = asyncio.Event()
+        self.error: Exception | None = None
 
     @cached_property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -102,29 +105,13 @@ class Generation:
         """Fields of `usage` that only this server has."""
         return {} if self.parted is None else self.parted.json()
 
-    async def changes(self) -> AsyncIterator[CompletionOutput]:
-        """An answer, whenever it has grown.  A slow reader finds several new tokens at once.
-
-        Raises EngineLost.
-        """
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            changed, self._changed = self._changed, {}
-            for index in changed:
-                yield self.answers[index]
-            if self._error is not None:
-                raise self._error
-            if self.finished and not self._changed:
-                return
-
     async def complete(self) -> list[CompletionOutput]:
         """All answers, finished.  Raises EngineLost."""
         while not self.finished:
-            await self._news.wait()
-            self._news.clear()
-        if self._error is not None:
-            raise self._error
+            await self.news.wait()
+            self.news.clear()
+        if self.error is not None:
+            raise self.error
         return self.answers
 
     # For EngineClient
@@ -138,14 +125,14 @@ class Generation:
                 self._scored = update.prompt_logprobs
                 self.times.scheduled = update.scheduled_at
             self._take(update)
-            self._changed[update.answer_index] = None
+            self.changed[update.answer_index] = None
         if self.times.first_token is None and self.num_tokens:
             self.times.first_token = now
         if all(answer.finished for answer in self.answers):
             self.finished, self.times.finished = True, now
         if self._on_update is not None:
             self._on_update(self, now)
-        self._news.set()
+        self.news.set()
 
     def _take(self, update: AnswerUpdate) -> None:
         answer = self.answers[update.answer_index]
@@ -161,6 +148,30 @@ class Generation:
             answer.finish_reason = update.finish_reason
 
     def fail(self, error: Exception) -> None:
-        self._error = error
+        self.error = error
         self.finished = True
-        self._news.set()
+        self.news.set()
+
+
+async def changes(generations: Sequence[Generation]) -> AsyncIterator[int]:
+    """The number of an answer, over all generations, whenever it has grown.
+
+    A slow reader finds several new tokens at once.  Raises EngineLost.
+    """
+    news = asyncio.Event()
+    news.set()
+    for generation in generations:
+        generation.news = news
+    while True:
+        await news.wait()
+        news.clear()
+        first = 0
+        for generation in generations:
+            changed, generation.changed = generation.changed, {}
+            for index in changed:
+                yield first + index
+            if generation.error is not None:
+                raise generation.error
+            first += len(generation.answers)
+        if all(g.finished and not g.changed and g.error is None for g in generations):
+            return

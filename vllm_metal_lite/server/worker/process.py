@@ -245,7 +245,9 @@ class _Progress:
             updates[0] = updates[0]._replace(
                 scheduled_at=self.scheduled_at,
                 num_cached_tokens=output.num_cached_tokens,
-                prompt_logprobs=scored and [None if p is None else pack(p) for p in scored],
+                prompt_logprobs=None
+                if scored is None
+                else [None if p is None else pack(p) for p in scored],
             )
         return updates
 
