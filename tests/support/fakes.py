@@ -127,7 +127,7 @@ class FakeStep:
     @property
     def seats(self) -> np.ndarray:
         """Of its terminal segments."""
-        return self.batch.req_indices[self.batch.sample_segments]
+        return self.batch.sampled_rows
 
 
 class StepFailed(Exception):

@@ -21,7 +21,7 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling import undrawn
-from vllm_metal_lite.sampling.logits import LogprobArrays
+from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.sampling.masks import (
     BadWords,
     BadWordsPlan,
@@ -63,7 +63,7 @@ class SamplerOutput:
     """
 
     token_ids: mx.array
-    logprobs: LogprobArrays | None
+    logprobs: Logprobs[mx.array] | None
     for_host: mx.array | None = None
 
 
@@ -123,7 +123,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
                 )
 
 
-def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArrays:
+def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> Logprobs[mx.array]:
     """Score each target (P,) int and the k most likely tokens under logits (P, V), any float type.
 
     Lazy.  Works in parts, so that one part's float32 values are freed before the next part.
@@ -134,8 +134,7 @@ def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArray
     ]
     if len(parts) == 1:
         return parts[0]
-    columns = zip(*((p.token_ids, p.logprobs, p.ranks) for p in parts), strict=True)
-    return LogprobArrays(*map(mx.concatenate, map(list, columns)))
+    return Logprobs(*(mx.concatenate(list(column)) for column in zip(*parts, strict=True)))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
