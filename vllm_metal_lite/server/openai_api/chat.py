@@ -1,6 +1,7 @@
 """`/v1/chat/completions`."""
 
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -11,8 +12,8 @@ from starlette.routing import Route
 from vllm_metal_lite.server.errors import ApiError, openai_shape
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
-from vllm_metal_lite.server.openai_api.chat_reply import Scores, chunks, whole_choices
-from vllm_metal_lite.server.openai_api.logprobs import TokenNames, prompt_logprobs
+from vllm_metal_lite.server.openai_api.chat_reply import chunks, whole_choices
+from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from vllm_metal_lite.server.openai_api.reply import Reply, StreamOptions, check_stream
 from vllm_metal_lite.server.params import (
     OnlyText,
@@ -79,7 +80,7 @@ async def chat_completions(
         generating = turn.generate(server, engine, "chatcmpl-", body)
         generation = await stack.enter_async_context(generating)
         names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
-        scores = Scores(body.top_logprobs or 0, names)
+        scores = partial(chat_logprobs, top=body.top_logprobs or 0, names=names)
         deltas = turn.deltas(generation)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         reply = Reply(kind, spec.name, [generation], body.stream_options)

@@ -128,11 +128,8 @@ async def create_response(server: Server, request: Request, body: ResponsesReque
         names, top = TokenNames(engine.tokenizer), body.top_logprobs or 0
 
         def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
-            if positions is None:
-                return []
-            content: list[dict[str, Any]]
-            content = chat_logprobs(token_ids, positions, top, names)["content"]
-            return content
+            found = chat_logprobs(token_ids, positions, top=top, names=names)
+            return [] if found is None else found["content"]
 
         deltas = turn.deltas(generation)
         echo = body.echo(spec.name, params, tools)
