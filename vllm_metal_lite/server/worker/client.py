@@ -45,7 +45,6 @@ from vllm_metal_lite.server.worker.messages import (
     Lost,
     Metrics,
     ModelFacts,
-    Ready,
     Refused,
     Returned,
     Seen,
@@ -328,9 +327,9 @@ class EngineClient:
         elif isinstance(message, Found):
             if not self._found.done():  # as it is if the start was cancelled
                 self._found.set_result(message)
-        elif isinstance(message, Ready):
+        elif isinstance(message, ModelFacts):
             if not self._ready.done():
-                self._ready.set_result(message.facts)
+                self._ready.set_result(message)
         elif isinstance(message, Failed):
             self._fail_start(ModelLoadError(*message.parts))
 

@@ -71,7 +71,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the server knows of a model, once it is loaded.
+    """The engine is ready: what the server knows of its model.
 
     has_states: the model has recurrent layers, so checkpoints are of use.
     num_blocks: of the first KV group.  description: lines for the user.
@@ -104,11 +104,6 @@ class Found:
 
     path: str
     weight_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    facts: ModelFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ from vllm_metal_lite.server.worker.messages import (
     Lost,
     Metrics,
     ModelFacts,
-    Ready,
     Refused,
     Returned,
     Seen,
@@ -77,7 +76,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None
         except Exception as e:
             sender.send(Failed((f"{name}: the engine does not start: {one_line(e)}",)))
             return
-        sender.send(Ready(facts_of(engine)))
+        sender.send(facts_of(engine))
         Worker(engine, pipe, sender).run()
         engine.runner.synchronize()  # the device may still compute a step
 
