@@ -163,7 +163,7 @@ def test_mlx_has_one_door():
 
 
 def test_who_imports_by_name():
-    """`runner.build` takes the rooms that are there, `checks.run` the check that the registry names;
+    """`runner.build` takes the rooms that are there, `checks.run` a check that the registry names;
     the front doors load late what they need."""
     callers = {
         module

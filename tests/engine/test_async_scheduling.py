@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from tests.support import tiny_models as tiny
 from tests.support.fakes import FakeEngine, FakeStep, expected, fake_config
+from tests.support.pool_accounts import check_accounts
 from tests.support.workloads import MAX_MODEL_LEN, STEMS, Workload, make_config, workloads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
@@ -133,7 +134,7 @@ def play(seed: int) -> StoppingEngine:
     for name, request in engine.requests.items():
         answer, expected = request.output_token_ids, engine.expected(request)
         assert answer == (expected[: len(answer)] if name in aborted else expected)
-    engine.scheduler.kv.check([])
+    check_accounts(engine.scheduler.kv, [])
     return engine
 
 
@@ -332,7 +333,7 @@ def test_an_engine_gives_the_same_tokens_with_and_without(name, how, budget):
             engine.add_request(str(i), prompt, params)
             for _ in range(rng.integers(0, 9)):
                 done |= {o.request_id: o for o in engine.step() if o.finished}
-                engine.scheduler.kv.check()
+                check_accounts(engine.scheduler.kv, engine.scheduler._requests.values())
             if i == 7:
                 engine.abort(str(i))
         done |= tiny.run(engine)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support import tiny_models as tiny
 from tests.support.poison import poison, poison_states
+from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite import LLM
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.errors import RequestError
@@ -23,7 +24,7 @@ def tokens_of(engine, prompts, params, **how) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params, **how)
     done = tiny.run(engine)
-    engine.scheduler.kv.check([])
+    check_accounts(engine.scheduler.kv, [])
     assert engine.metrics()["blocks_owned"] == 0
     return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
 
@@ -228,7 +229,7 @@ def test_a_step_that_fails_loses_nothing(monkeypatch, error, when):
             done |= {o.request_id: o for o in engine.step() if o.finished}
         except type(error):
             failures += 1
-        engine.scheduler.kv.check()
+        check_accounts(engine.scheduler.kv, engine.scheduler._requests.values())
     assert failures > 5
     assert [done[str(i)].outputs[0].token_ids for i in range(len(prompts))] == plain
     assert all(len(done[str(i)].outputs[0].logprobs) == 20 for i in range(len(prompts)))

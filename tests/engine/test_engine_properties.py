@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
 from tests.support.poison import poison_free_blocks
+from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -96,7 +97,7 @@ def answers_alone(name: str, wish: Wish) -> list[list[int]]:
 
 def check_blocks(engine) -> None:
     scheduler = engine.scheduler
-    scheduler.kv.check(scheduler._requests.values())
+    check_accounts(scheduler.kv, scheduler._requests.values())
     m = engine.metrics()
     for kind in ["", *(f"_window_{g.window}" for g in engine.kv_groups[1:])]:
         free, cached, owned = (m[f"blocks_{state}{kind}"] for state in ("free", "cached", "owned"))

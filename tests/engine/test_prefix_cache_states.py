@@ -16,6 +16,7 @@ from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.kernel_engine import engine_with_kernels
 from tests.support.poison import poison_states
+from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError
@@ -163,7 +164,7 @@ def serve(engine: LLMEngine, name: str, chats: list[Chat], trouble: Trouble) -> 
                 done += engine.abort(request_id)
         with suppress(StepFailed):
             done += [output for output in engine.step() if output.finished]
-        scheduler.kv.check(scheduler._requests.values())
+        check_accounts(scheduler.kv, scheduler._requests.values())
         for output in done:
             chat, _ = open_turns.pop(output.request_id)
             prompt, max_tokens = output.prompt_token_ids, chat.turns[chat.turn][1]

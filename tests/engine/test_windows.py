@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.support import tiny_models as tiny
 from tests.support.fakes import FakeEngine, fake_config
 from tests.support.poison import poison_free_blocks
+from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.cli.startup import start_engine
 from vllm_metal_lite.config import EngineConfig
@@ -85,7 +86,7 @@ def test_a_windowed_layer_costs_its_window_while_the_context_grows(name, ahead):
     tokens, most = [], {}
     while engine.has_unfinished_requests():
         tokens = engine.step()[-1:] or tokens
-        engine.scheduler.kv.check(engine.scheduler._requests.values())
+        check_accounts(engine.scheduler.kv, engine.scheduler._requests.values())
         for group, table in zip(engine.kv_groups, request.block_tables, strict=False):
             chunk = 24 if request.num_tokens == 100 else 1
             assert table.num_owned <= group.most_blocks(160, chunk, 8)
@@ -164,7 +165,7 @@ def test_a_hit_owns_of_a_windowed_group_what_its_next_token_sees():
     assert (len(own.block_ids), own.num_given_back) == (7, 7)
     kv.admit(request, hit, 2)
     assert [pool.num_owned for pool in kv.pools] == [7, 2, 0]
-    kv.check([request])
+    check_accounts(kv, [request])
 
 
 @given(

@@ -5,12 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.pool_accounts import check_pool
 from vllm_metal_lite.scheduler.block_pool import BlockPool
 from vllm_metal_lite.scheduler.prefix_hash import extend_block_hashes
 
 
 def counts(pool: BlockPool) -> tuple[int, int, int]:
-    pool.check()
+    check_pool(pool)
     return pool.num_free, pool.num_cached, pool.num_owned
 
 
@@ -183,7 +184,7 @@ class PoolModel(RuleBasedStateMachine):
 
     @invariant()
     def account_is_right(self):
-        self.pool.check(self.tables)
+        check_pool(self.pool, self.tables)
         assert {k: self.pool.lookup(k) for k in self.names} == self.names
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import pool_accounts
 from tests.support.fakes import FakeEngine, StepFailed, alone, expected, fake_config
 from tests.support.workloads import (
     MAX_MODEL_LEN,
@@ -316,7 +317,7 @@ def check_end_tokens_equal_those_of_the_request_alone(play: Play) -> None:
 
 def check_end_every_block_is_free_or_cached(play: Play) -> None:
     for pool in play.engine.scheduler.kv.pools:
-        pool.check([])
+        pool_accounts.check_pool(pool, [])
         assert pool.num_available == pool.num_blocks
         assert play.workload.caching or pool.num_cached == 0
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.pool_accounts import check_accounts
 from tests.support.workloads import (
     MAX_MODEL_LEN,
     STEMS,
@@ -192,7 +193,7 @@ class Device:
         self.check_names()
 
     def check(self) -> None:
-        self.scheduler.kv.check(self.requests.values())
+        check_accounts(self.scheduler.kv, self.requests.values())
 
     def check_names(self) -> None:
         """Every checkpoint covers exactly the tokens of its name."""

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.fakes import fake_config
+from tests.support.pool_accounts import check_slots
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.scheduler import following
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
@@ -54,12 +55,12 @@ def test_a_checkpoint_that_a_step_reads_is_not_given_out_in_that_step():
     slots.name(slot, b"prefix")
     slots.free(donor)
     slots.begin_step()
-    slots.admit(heir, slots.lookup(b"prefix"), 1)
+    slots.admit(heir, slots.pool.lookup(b"prefix"), 1)
     assert heir.state.initial == slot != heir.state.final
     slots.admit(donor, None, 2)
     assert slot not in (donor.state.final, slots.reserve(2))
     slots.begin_step()
-    slots.check([donor, heir])
+    check_slots(slots, [donor, heir])
 
 
 def test_a_decode_in_the_middle_of_a_block_stays_in_its_slot():
@@ -67,7 +68,9 @@ def test_a_decode_in_the_middle_of_a_block_stays_in_its_slot():
     request = add(scheduler, "a", list(range(6)))
     step(scheduler)
     first = request.state.final
-    assert request.state.checkpoints == [(4, states(scheduler).lookup(request.block_hashes[0]))]
+    assert request.state.checkpoints == [
+        (4, states(scheduler).pool.lookup(request.block_hashes[0]))
+    ]
     out = step(scheduler)
     assert (out.segments[0].state.initial, out.segments[0].state.final) == (first, first)
 
@@ -77,7 +80,7 @@ def test_an_answers_last_block_replaces_the_one_before_and_the_prompts_stays():
     request = add(scheduler, "a", list(range(6)))
     for _ in range(8):  # the prompt, then tokens 6 .. 12: blocks end at 8 and 12
         step(scheduler)
-    known = [states(scheduler).lookup(name) is not None for name in request.block_hashes]
+    known = [states(scheduler).pool.lookup(name) is not None for name in request.block_hashes]
     assert known == [True, False, True]
     assert hit(scheduler, [*request.token_ids, 1]) == 12
 

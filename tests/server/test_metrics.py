@@ -13,8 +13,8 @@ from tests.support.server_kit import serving
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.prometheus import Metrics
 from vllm_metal_lite.server.prompts import RenderedPrompt
-from vllm_metal_lite.server.worker.generation import EngineLost, Generation
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Update
+from vllm_metal_lite.server.worker.generation import EngineLost, Generation, changes
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
 
 CHAT = "/v1/chat/completions"
 # The names in the dashboards of vLLM (examples/observability).
@@ -69,7 +69,7 @@ def ask(client, content, max_tokens):
 
 
 def generate(running, prompt, params, take=None):
-    """Run a request inside of the server; take: leave after as many deltas."""
+    """Run a request inside of the server; take: leave after as many changes."""
 
     async def run():
         server = running.server
@@ -80,9 +80,9 @@ def generate(running, prompt, params, take=None):
             if take is None:
                 await generation.complete()
             else:
-                deltas = generation.deltas()
+                news = changes([generation])
                 for _ in range(take):
-                    await anext(deltas)
+                    await anext(news)
             return generation
 
     return asyncio.run_coroutine_threadsafe(run(), running.loop).result(60)
@@ -231,8 +231,8 @@ def counted(*changes):
 
 
 def token(generation, **end):
-    update = Update("x", [AnswerUpdate(0, [5], "", **end)], bool(end), 1.0, 0)
-    generation.take(update)
+    first = {"scheduled_at": 1.0, "num_cached_tokens": 0}
+    generation.take([AnswerUpdate(0, [5], "", **first, **end)])
 
 
 def test_tokens_that_come_before_the_acceptance_is_noticed():

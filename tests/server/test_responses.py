@@ -15,12 +15,12 @@ from vllm_metal_lite import SamplingParams
 from vllm_metal_lite.chat_formats.detect import PLAIN
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.model.loader import load_tokenizer_only
-from vllm_metal_lite.server.answer_events import answer_events
+from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.openai_api.response_events import ResponseReply
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.stream import EventStream
 from vllm_metal_lite.server.worker.generation import Generation
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Update
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate
 
 ASK = "Tell me about a lantern in the rain."
 LIMITS = {"temperature": 0, "max_output_tokens": 12}
@@ -97,15 +97,15 @@ def test_events_come_in_order_and_make_the_whole(client):
 def test_signs_of_life_are_numbered_events():
     async def stream(tokenizer):
         generation = Generation(Add("resp_1", [1], SamplingParams(max_tokens=1)), tokenizer)
-        deltas = answer_events(generation, lambda: ChatParser(PLAIN))
-        reply = ResponseReply(generation, deltas, {}, False, {}, lambda token_ids, positions: [])
+        news = deltas([generation], lambda: ChatParser(PLAIN))
+        reply = ResponseReply(generation, news, {}, False, {}, lambda token_ids, positions: [])
         sent = []
 
         async def send(message):
             sent.extend(message.get("body", b"").decode().splitlines())
             signs = sent.count("event: response.in_progress") - 1
             if signs > 2 and not generation.finished:
-                generation.take(Update("resp_1", [AnswerUpdate(0, [5], "", "length")], True))
+                generation.take([AnswerUpdate(0, [5], "", "length")])
 
         events = EventStream(reply.stream(), reply.keep_alive, 0.001, AsyncExitStack())
         await events({}, asyncio.Event().wait, send)

@@ -15,9 +15,18 @@ from tests.support.server_kit import start_engine
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.server.deltas import deltas
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import EngineLost, Generation
-from vllm_metal_lite.server.worker.messages import Abort, Add, Added, Lost, Stepped, Stop
+from vllm_metal_lite.server.worker.generation import EngineLost, Generation, changes
+from vllm_metal_lite.server.worker.messages import (
+    Abort,
+    Add,
+    Added,
+    AnswerUpdate,
+    Lost,
+    Metrics,
+    Stop,
+)
 from vllm_metal_lite.server.worker.process import Sender, ToServer, Worker
 
 CONFIG = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64)
@@ -96,7 +105,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
                 while (await client.call("metrics"))["prefill_tokens"] < before + 64:
                     await asyncio.sleep(0)
                 reached.set()
-            async for _ in generation.deltas():
+            async for _ in deltas([generation]):
                 if moment == "decoding":
                     reached.set()
             reached.set()
@@ -132,10 +141,10 @@ def test_a_slow_reader_gets_several_tokens_at_once(engine):
         async with engine.client.generate("slow", PROMPT, short(30)) as generation:
             while not generation.finished:
                 await asyncio.sleep(0.01)
-            deltas = [delta async for delta in generation.deltas()]
-            assert [len(d.token_ids) for d in deltas] == [30]
-            assert deltas[0].answer.finish_reason == "length"
-            assert deltas[0].text == generation.answers[0].text
+            (delta,) = [delta async for delta in deltas([generation])]
+            assert len(delta.token_ids) == 30
+            assert delta.answer.finish_reason == "length"
+            assert delta.text == generation.answers[0].text
         await assert_clean(engine.client)
 
     engine.run(test())
@@ -148,7 +157,7 @@ def test_the_deltas_of_all_answers_add_up(engine, stop):
     async def test() -> None:
         async with engine.client.generate("n", PROMPT, params) as generation:
             texts, tokens, logprobs = [""] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
-            async for delta in generation.deltas():
+            async for delta in deltas([generation]):
                 index = delta.answer.index
                 texts[index] += delta.text
                 tokens[index] += delta.token_ids
@@ -244,20 +253,20 @@ def test_a_step_that_fails_loses_its_requests_and_no_later_one():
             got.append(message := server.recv())
             if isinstance(message, Lost):
                 server.send(Add("b", PROMPT, short()))
-            if isinstance(message, Stepped) and any(u.finished for u in message.updates):
+            if isinstance(message, dict) and message["b"][0].finish_reason:
                 return server.send(Stop())
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     Worker(engine, theirs, Sender(theirs)).run()
     thread.join(60)
-    assert got[0] == Stepped([], got[0].metrics)
-    assert got[0].metrics["requests_running"] == 0
+    assert isinstance(got[0], Metrics)
+    assert got[0].values["requests_running"] == 0
     assert got[1] == Added("a")
     assert got[2] == Lost("a step of the engine failed: the device is gone", ["a"])
     assert Added("b") in got
-    assert [len(a.token_ids) for u in got[-1].updates for a in u.answers] == [1]
-    assert got[-1].updates[0].request_id == "b"
+    assert [len(update.token_ids) for update in got[-1]["b"]] == [1]
+    assert list(got[-1]) == ["b"]
     assert engine.metrics()["blocks_owned"] == 0
 
 
@@ -294,7 +303,7 @@ def test_lost_requests_fail_and_others_go_on(engine):
             with pytest.raises(EngineLost, match="a step failed"):
                 await lost.complete()
             with pytest.raises(EngineLost, match="a step failed"):
-                [delta async for delta in lost.deltas()]
+                [delta async for delta in deltas([lost])]
             assert len((await other.complete())[0].token_ids) == 8
             client._outbox.put(Abort("lost"))
         await assert_clean(client)
@@ -307,3 +316,20 @@ def test_unfinished_answers_of_a_failed_generation_do_not_look_finished(engine):
     generation.fail(EngineLost("gone"))
     with pytest.raises(EngineLost, match="gone"):
         engine.run(generation.complete())
+
+
+def test_a_generation_that_fails_while_another_is_read_is_not_taken_for_finished(engine):
+    first, second = (
+        Generation(Add(name, PROMPT, short()), engine.client.tokenizer) for name in "ab"
+    )
+
+    async def test() -> None:
+        first.take([AnswerUpdate(0, [5])])
+        second.take([AnswerUpdate(0, [5], finish_reason="length")])
+        news = changes([first, second])
+        assert [await anext(news), await anext(news)] == [0, 1]
+        first.fail(EngineLost("gone"))
+        with pytest.raises(EngineLost, match="gone"):
+            await anext(news)
+
+    engine.run(test())

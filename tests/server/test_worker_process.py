@@ -28,6 +28,7 @@ SERVER = """
 import asyncio, sys
 from vllm_metal_lite import EngineConfig, SamplingParams
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.generation import changes
 
 async def configure(weight_bytes):
     return EngineConfig(num_blocks=256)
@@ -41,7 +42,7 @@ async def main():
         client = await EngineClient.start("demo", configure)
         params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
         async with client.generate("a", [1, 2, 3], params) as generation:
-            async for delta in generation.deltas():
+            async for _ in changes([generation]):
                 print(client.pid, flush=True)
                 break
     await asyncio.sleep(60)

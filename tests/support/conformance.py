@@ -121,7 +121,7 @@ class Bench:
         batch = self.inputs.pack(rows, start, counts, states if has_states else None)
         with patch.object(runner, "bucket", lambda rows: rows + PADDING):
             self.logits = None
-            self.runner.execute(batch, rows[batch.sample_segments])
+            self.runner.execute(batch)
         for request, count in segments:
             self.computed[request] += count
         terminal = [int(requests[i]) for i in batch.sample_segments]

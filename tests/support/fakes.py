@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
@@ -127,7 +128,7 @@ class FakeStep:
     @property
     def seats(self) -> np.ndarray:
         """Of its terminal segments."""
-        return self.batch.req_indices[self.batch.sample_segments]
+        return self.batch.sampled_rows
 
 
 class StepFailed(Exception):
@@ -247,7 +248,7 @@ class FakeEngine:
     def check_blocks(self) -> None:
         """The pools' accounts, the requests' blocks and the block tables in use agree; nobody gave
         back what it has use for."""
-        self.scheduler.kv.check(self.requests.values())
+        check_accounts(self.scheduler.kv, self.requests.values())
         for request in self.seated:
             row, held = request.req_index, request.num_blocks
             assert self.inputs.num_blocks[row] == held

@@ -156,7 +156,7 @@ class _Steps:
 
     def _labelling(self, execute: Callable) -> Callable:
         def run(runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> StepResult:
-            after = args[3] if len(args) > 3 else kwargs.get("after")
+            after = args[2] if len(args) > 2 else kwargs.get("after")
             self._label = _label(batch, after)
             return execute(runner, batch, *args, **kwargs)
 

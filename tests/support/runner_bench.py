@@ -42,9 +42,8 @@ class RunnerBench:
 
     def step(self, which, computed, scheduled, k=0):
         batch = self.pack(which, computed, scheduled)
-        sampled = batch.req_indices[batch.sample_segments]
-        result = self.runner.execute(batch, sampled, k)
-        self.inputs.append_tokens(sampled, result.token_ids)
+        result = self.runner.execute(batch, k)
+        self.inputs.append_tokens(batch.sampled_rows, result.token_ids)
         return result
 
 

@@ -16,7 +16,7 @@ from vllm_metal_lite.chat_formats.json_markers import HERMES
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
 from vllm_metal_lite.server.worker.generation import Generation
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores, Update
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores
 
 
 @dataclass
@@ -80,10 +80,9 @@ def scripted(chat_format: ChatFormat = HERMES) -> Iterator[Script]:
                 if piece is not None:
                     scores = [Scores([5], [-0.5], [1])] if has_scores else None
                     updates.append(AnswerUpdate(index, [5], piece, logprobs=scores))
-            generation.take(Update(generation.request_id, updates, False))
+            generation.take(updates)
             await asyncio.sleep(0)
-        ends = [AnswerUpdate(index, [], "", end) for index in range(len(answers))]
-        generation.take(Update(generation.request_id, ends, True))
+        generation.take([AnswerUpdate(index, [], "", end) for index in range(len(answers))])
 
     with pytest.MonkeyPatch.context() as patch, serving(config=ServerConfig(port=0)) as running:
         script = Script(running)

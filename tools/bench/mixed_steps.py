@@ -107,11 +107,11 @@ def measure(tiny: bool, deadline: float, **device: Any) -> Iterator[tuple[float,
             prompts = runner.attention.prepare(batch, bucket(batch.num_tokens)).plan.prompts
             way = "as decodes" if prompts is None else type(prompts).__name__
             way += ", compiled" if prompts is None or prompts.repeats else ""
-            sampled, times = batch.req_indices[batch.sample_segments], []
-            before = runner.execute(batch, sampled)
+            times = []
+            before = runner.execute(batch)
             for _ in range(warm_up + steps):
                 start = time.perf_counter()
-                result = runner.execute(batch, sampled)
+                result = runner.execute(batch)
                 before.wait()
                 before = result
                 times.append(time.perf_counter() - start)

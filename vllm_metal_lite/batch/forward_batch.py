@@ -76,6 +76,11 @@ class ForwardBatch:
         return self.block_tables[segments, block] * self.block_size + offset
 
     @property
+    def sampled_rows(self) -> np.ndarray:
+        """(T,) int32, `req_indices` of the terminal segments."""
+        return self.req_indices[self.sample_segments]
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -1,11 +1,12 @@
 """One answer being generated: its tokens, text, log-probabilities and end conditions."""
 
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm_metal_lite.runner.result import Logprobs
 from vllm_metal_lite.sampling import undrawn
+from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.request import Request
 
@@ -106,7 +107,7 @@ class Answer:
         self.abort("error")
         return True
 
-    def append_logprobs(self, logprobs: Logprobs, row: int) -> None:
+    def append_logprobs(self, logprobs: Logprobs[np.ndarray], row: int) -> None:
         """Report a sampled token's row of log-probabilities, if the request wants them."""
         output, k = self.output, self.params.logprobs
         if k is None or output.logprobs is None or output.cumulative_logprob is None:
@@ -114,13 +115,13 @@ class Answer:
         output.logprobs.append(self._logprobs(logprobs, row, k))
         output.cumulative_logprob += float(logprobs.logprobs[row, 0])
 
-    def append_prompt_logprobs(self, logprobs: Logprobs, row: int) -> None:
+    def append_prompt_logprobs(self, logprobs: Logprobs[np.ndarray], row: int) -> None:
         """Report the next prompt token's log-probabilities."""
         scored, k = self.result.prompt_logprobs, self.params.prompt_logprobs
         if scored is not None and k is not None:
             scored.append(self._logprobs(logprobs, row, k))
 
-    def _logprobs(self, logprobs: Logprobs, row: int, k: int) -> dict[int, Logprob]:
+    def _logprobs(self, logprobs: Logprobs[np.ndarray], row: int, k: int) -> dict[int, Logprob]:
         ids = logprobs.token_ids[row, : k + 1].tolist()
         values = logprobs.logprobs[row, : k + 1].tolist()
         ranks = [int(logprobs.ranks[row]), *range(1, len(ids))]

@@ -25,34 +25,39 @@ _SHUT_DOWN = "the engine was shut down"
 
 
 class _Stream:
-    """Passes a request's states from the engine's thread to its coroutine."""
+    """Passes a request's state from the engine's thread to its coroutine."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+        self._news = asyncio.Event()
+        self._output: RequestOutput | None = None
         self._error: Exception | None = None
 
-    def put(self, item: RequestOutput | None) -> None:
-        with suppress(RuntimeError):  # the event loop is closed: no reader is left
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+    def put(self, output: RequestOutput) -> None:
+        self._output = output
+        self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error.  Call before aborting the request: the abort updates unread
-        states in place, and they would show a normal end."""
+        """End the stream with an error.  Call before aborting the request: the abort updates the
+        state in place, and it would show a normal end."""
         self._error = error
-        self.put(None)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the event loop is closed: no reader is left
+            self._loop.call_soon_threadsafe(self._news.set)
 
     async def get(self) -> tuple[RequestOutput, bool]:
-        """The newest state, and whether it is the last.  Skips older states: the newest contains
-        them.  Raises the error passed to `fail`."""
-        item = await self._queue.get()
-        while not self._queue.empty():
-            item = self._queue.get_nowait()
-        finished = item is not None and item.finished
-        if self._error is not None:
+        """The state, once it is new, and whether it is the last.  Raises the error passed to
+        `fail`."""
+        await self._news.wait()
+        self._news.clear()
+        output = self._output
+        finished = output is not None and output.finished
+        if self._error is not None:  # asked last, see `fail`
             raise self._error
-        assert item is not None, "only `fail` puts None"
-        return item, finished
+        assert output is not None, "only `fail` gives no state"
+        return output, finished
 
 
 class AsyncEngine:

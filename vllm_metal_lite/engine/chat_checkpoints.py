@@ -49,7 +49,7 @@ def turn_checkpoints(
     tokenizer: TokenizerWrapper,
     messages: Sequence[Message],
     token_ids: Sequence[int],
-    add_generation_prompt: bool,
+    add_generation_prompt: bool = True,
     **kwargs: Any,
 ) -> tuple[int, ...]:
     """`chat_checkpoints` of a conversation under a tokenizer's own chat template.

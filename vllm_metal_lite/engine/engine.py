@@ -113,31 +113,17 @@ class LLMEngine:
         """(text, token ids) of a prompt, see `prompts.tokenize`."""
         return tokenize(prompt, self.model.tokenizer, self.model.vocab_size)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> list[int]:
-        """Token ids of a conversation under the model's chat template."""
-        options = {"add_generation_prompt": add_generation_prompt, **kwargs}
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
+        """Token ids of a conversation under the model's template, see `prompts.render_chat`."""
         return render_chat(self.model.tokenizer, self.model.name, messages, **options)
 
     def render_turn(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
+        self, messages: Sequence[Mapping[str, Any]], /, **options: Any
     ) -> tuple[list[int], tuple[int, ...]]:
-        """(Token ids, `checkpoints`) of a conversation under the model's chat template.
+        """(Token ids, `checkpoints`) of a conversation, as `render_chat`.
 
         Models without recurrent layers need no checkpoints, and get none.
         """
-        options = {"add_generation_prompt": add_generation_prompt, **kwargs}
         token_ids = self.render_chat(messages, **options)
         tokenizer, caches = self.model.tokenizer, self.scheduler.config.enable_prefix_caching
         if tokenizer is None or not (self.num_state_slots and caches):

@@ -25,44 +25,8 @@ class LLM:
     options are EngineConfig's.  Raises ModelLoadError, ConfigError or OutOfMemoryError.
     """
 
-    def __init__(
-        self,
-        model: str = "demo",
-        *,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
-        long_prefill_token_threshold: int = 0,
-        prefill_policy: str = "mixed",
-        enable_prefix_caching: bool = True,
-        memory_fraction: float | None = None,
-        state_cache_gib: float | None = None,
-        dtype: str = "auto",
-        kv_bits: int | None = None,
-        attention: str = "auto",
-        seed: int = 0,
-        trust_remote_code: bool = False,
-    ) -> None:
-        config = EngineConfig(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            long_prefill_token_threshold=long_prefill_token_threshold,
-            prefill_policy=prefill_policy,
-            enable_prefix_caching=enable_prefix_caching,
-            memory_fraction=memory_fraction,
-            state_cache_gib=state_cache_gib,
-            dtype=dtype,
-            kv_bits=kv_bits,
-            attention=attention,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-        )
-        self.engine = LLMEngine.from_name(model, config)
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        self.engine = LLMEngine.from_name(model, EngineConfig(**options))
         self._ids = itertools.count()
 
     def generate(

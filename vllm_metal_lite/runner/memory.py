@@ -85,10 +85,9 @@ def size_store(
         for group in others:
             most = min(config.num_blocks, _most_owned(group, config, max_model_len))
             groups.append(replace(group, num_blocks=most))
-        need = model.weight_bytes + state_bytes(model, config)
-        need += store_bytes(model, groups, config.block_size)
+        need = model.weight_bytes + store_bytes(model, groups, config.block_size)
         slots = state_slots(model, config, limit - need, config.num_blocks)
-        need += _beside_seats(slots, config) * model.state_bytes
+        need += slots * model.state_bytes
         if need > limit:
             raise OutOfMemoryError(
                 Option("num_blocks"),
@@ -96,13 +95,8 @@ def size_store(
                 f"{_states(model, config, slots)}; this device has {_gib(limit)}",
             )
     else:
-        groups, slots = _fitting_groups(
-            model,
-            config,
-            max_model_len,
-            limit,
-            (peak_of or step_peak_bytes)(model, config, max_model_len),
-        )
+        peak = (peak_of or step_peak_bytes)(model, config, max_model_len)
+        groups, slots = _fitting_groups(model, config, max_model_len, limit, peak)
     capacity, num_blocks = min((_capacity(g, config.block_size), g.num_blocks) for g in groups)
     if capacity < max_model_len:
         if wanted is not None:
@@ -118,9 +112,9 @@ def size_store(
 def state_slots(model: LoadedModel, config: EngineConfig, left: float, num_blocks: int) -> int:
     """Slots of recurrent states: one per seat, and those of checkpoints.
 
-    left: bytes beside weights, seats' states, and a step.  num_blocks: the most of the first group;
-    checkpoints are no more, since each is at the end of a block.  They are few and large, and a
-    prefix needs its checkpoint as well as its blocks: they get _CHECKPOINT_SHARE of `left`, and no
+    left: bytes beside weights and a step.  num_blocks: the most of the first group; checkpoints are
+    no more, since each is at the end of a block.  They are few and large, and a prefix needs its
+    checkpoint as well as its blocks: they get _CHECKPOINT_SHARE of what the seats leave, and no
     more than _CHECKPOINTS_A_SEAT slots a seat unless state_cache_gib says so.
     """
     seats, size = config.max_num_seqs, model.state_bytes
@@ -130,13 +124,8 @@ def state_slots(model: LoadedModel, config: EngineConfig, left: float, num_block
         return seats
     if config.state_cache_gib is not None:
         return seats + int(min(config.state_cache_gib * 2**30 / size, num_blocks))
-    most = _CHECKPOINTS_A_SEAT * seats
-    return seats + min(most, num_blocks, max(int(left * _CHECKPOINT_SHARE / size), 0))
-
-
-def _beside_seats(num_slots: int, config: EngineConfig) -> int:
-    """The slots of checkpoints."""
-    return max(num_slots - config.max_num_seqs, 0)
+    fitting = max(int((left - seats * size) * _CHECKPOINT_SHARE / size), 0)
+    return seats + min(_CHECKPOINTS_A_SEAT * seats, num_blocks, fitting)
 
 
 def store_bytes(model: LoadedModel, groups: Sequence[KVGroup], block_size: int) -> int:
@@ -194,9 +183,10 @@ def _fitting_groups(
         return store_bytes(model, groups(num_blocks), config.block_size)
 
     fraction = config.memory_fraction or profile().memory_fraction
-    left = limit * fraction - model.weight_bytes - state_bytes(model, config) - peak
-    slots = state_slots(model, config, left, _most_owned(first, config, max_model_len))
-    left -= _beside_seats(slots, config) * model.state_bytes
+    left = limit * fraction - model.weight_bytes - peak
+    most = _most_owned(first, config, max_model_len)
+    slots = state_slots(model, config, left, most)
+    left -= slots * model.state_bytes
     if left < size(1):
         fewer: tuple = (" or ", Option("max_num_seqs")) if slots else ()
         if slots > config.max_num_seqs:
@@ -215,13 +205,7 @@ def _fitting_groups(
             Option("memory_fraction"),
         )
     # Blocks of a purely recurrent model hold no data; they only count tokens.
-    most = _most_owned(first, config, max_model_len)
     return groups(bisect_right(range(most + 1), left, key=size) - 1), slots
-
-
-def state_bytes(model: LoadedModel, config: EngineConfig) -> int:
-    """Bytes of the recurrent layers' states, one per seat."""
-    return config.max_num_seqs * model.state_bytes
 
 
 def _states(model: LoadedModel, config: EngineConfig, num_slots: int) -> str:

@@ -22,10 +22,9 @@ from vllm_metal_lite.runner.runner import Grammar, ModelRunner
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """req_indices: (T,) table rows of the terminal segments.  advanced: see `Pipeline.advance`."""
+    """advanced: see `Pipeline.advance`."""
 
     batch: ForwardBatch
-    req_indices: np.ndarray
     result: StepResult
     advanced: bool = False
 
@@ -48,10 +47,9 @@ class Pipeline:
         """Submit a step.  After `advance`, it may continue the last step's tokens."""
         after = self.steps[-1].result if self.steps else None
         is_ahead = after is not None and not after.done
-        req_indices = batch.req_indices[batch.sample_segments]
-        result = self.runner.execute(batch, req_indices, num_prompt_logprobs, grammar, after)
+        result = self.runner.execute(batch, num_prompt_logprobs, grammar, after)
         self.num_ahead += is_ahead
-        self.steps.append(LaunchedStep(batch, req_indices, result))
+        self.steps.append(LaunchedStep(batch, result))
         return self.steps[-1]
 
     def advance(self) -> None:
@@ -60,15 +58,15 @@ class Pipeline:
             self.finish()
         for step in self.steps:
             if not step.advanced:
-                unknown = np.full(len(step.req_indices), UNKNOWN_TOKEN, np.int32)
-                self.inputs.append_tokens(step.req_indices, unknown)
+                rows = step.batch.sampled_rows
+                self.inputs.append_tokens(rows, np.full(len(rows), UNKNOWN_TOKEN, np.int32))
                 step.advanced = True
 
     def finish(self) -> LaunchedStep:
         """Wait for the oldest step, which must be advanced, and fill in its tokens."""
         step = self.steps[0]
         step.result.wait()
-        self.inputs.fill_tokens(step.req_indices, step.result.token_ids)
+        self.inputs.fill_tokens(step.batch.sampled_rows, step.result.token_ids)
         return self.steps.popleft()
 
     def clear(self) -> None:

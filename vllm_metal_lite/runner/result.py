@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -10,16 +9,7 @@ import numpy as np
 from vllm_metal_lite.attention.base import Step, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
-from vllm_metal_lite.sampling.logits import LogprobArrays
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Host arrays: token_ids, logprobs (rows, 1 + k), column 0 the chosen token; ranks (rows,)."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    ranks: np.ndarray
+from vllm_metal_lite.sampling.logits import Logprobs
 
 
 class StepResult:
@@ -41,16 +31,15 @@ class StepResult:
         self,
         req_indices: np.ndarray,
         sampled: mx.array | None,
-        logprobs: LogprobArrays | None,
-        prompt_logprobs: LogprobArrays | None,
+        logprobs: Logprobs[mx.array] | None,
+        prompt_logprobs: Logprobs[mx.array] | None,
         for_host: mx.array | None = None,
         written: Sequence[mx.array] = (),
     ) -> None:
         self._req_indices, self._sampled = req_indices, sampled
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self.arrays = [] if sampled is None else [sampled if for_host is None else for_host]
-        for a in (logprobs, prompt_logprobs):
-            self.arrays += [] if a is None else [a.token_ids, a.logprobs, a.ranks]
+        self.arrays += [*(logprobs or ()), *(prompt_logprobs or ())]
         self.arrays = self.arrays or list(written)
         self.done = False
         # MLX does not allow two threads to wait for one array at the same time.
@@ -84,12 +73,12 @@ class StepResult:
         return np.array(self.arrays[0])
 
     @cached_property
-    def logprobs(self) -> Logprobs | None:
+    def logprobs(self) -> Logprobs[np.ndarray] | None:
         self.wait()
         return _to_host(self._logprobs)
 
     @cached_property
-    def prompt_logprobs(self) -> Logprobs | None:
+    def prompt_logprobs(self) -> Logprobs[np.ndarray] | None:
         self.wait()
         return _to_host(self._prompt_logprobs)
 
@@ -114,7 +103,7 @@ class StepResult:
         return mx.concatenate([sampled, step.token_ids])[mx.array(index)]
 
 
-def _to_host(arrays: LogprobArrays | None) -> Logprobs | None:
+def _to_host(arrays: Logprobs[mx.array] | None) -> Logprobs[np.ndarray] | None:
     if arrays is None:
         return None
-    return Logprobs(*(np.array(a) for a in (arrays.token_ids, arrays.logprobs, arrays.ranks)))
+    return Logprobs(*map(np.array, arrays))

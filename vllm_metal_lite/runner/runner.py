@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from vllm_metal_lite.attention.base import Attention, Step
 from vllm_metal_lite.attention.sdpa.plan import power_of_two
 from vllm_metal_lite.backend import mx
@@ -72,23 +70,23 @@ class ModelRunner:
     def execute(
         self,
         batch: ForwardBatch,
-        req_indices: np.ndarray,
         num_prompt_logprobs: int = 0,
         grammar: Grammar | None = None,
         after: StepResult | None = None,
     ) -> StepResult:
-        """Submit a step.  req_indices: (T,), the table rows of the terminal segments.
+        """Submit a step.
 
-        grammar: the tokens allowed in some of these T rows, or a function that makes them while the
-        device runs the forward; it may be called again.  after: the previous step, which holds
-        the tokens that are unknown on the host.  Raises if this step is invalid, or if the previous
-        step failed before the host waited for it.  A kernel that fails gives way (`Path.without`).
+        grammar: the tokens allowed in some of the T sampled rows, or a function that makes them
+        while the device runs the forward; it may be called again.  after: the previous step, which
+        holds the tokens that are unknown on the host.  Raises if this step is invalid, or if the
+        previous step failed before the host waited for it.  A kernel that fails gives way
+        (`Path.without`).
         """
         store = self.attention.store
         batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)
         while True:
             try:
-                return self._launch(batch, req_indices, num_prompt_logprobs, grammar, after)
+                return self._launch(batch, num_prompt_logprobs, grammar, after)
             except Exception as e:
                 if not self._give_way(e, batch, after):
                     raise
@@ -136,17 +134,16 @@ class ModelRunner:
     def _launch(
         self,
         batch: ForwardBatch,
-        req_indices: np.ndarray,
         num_prompt_logprobs: int,
         grammar: Grammar | None,
         after: StepResult | None,
     ) -> StepResult:
         """Submit a step once; a failure leaves the state before the step."""
-        before = self.sampler.state
+        before, req_indices = self.sampler.state, batch.sampled_rows
         try:
             step = self._prepare(batch, after)
-            logits, state = self._forward(step)
-
+            compiled = self.compiled(step, self._state)
+            logits, state = self._run(step) if compiled is None else compiled
             if not self.ranks.has_logits:
                 result = StepResult(req_indices, None, None, None, written=[logits])
                 self._submit(result, state)
@@ -172,13 +169,8 @@ class ModelRunner:
             raise
         return result
 
-    def _forward(self, step: Step) -> tuple[mx.array, list[mx.array]]:
-        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state."""
-        compiled = self.compiled(step, self._state)
-        return self._run(step) if compiled is None else compiled
-
     def _run(self, step: Step) -> tuple[mx.array, list[mx.array]]:
-        """`_forward`, uncompiled."""
+        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state."""
         attention = self.attention.begin(step, self._state)
         logits = self.model(attention, step.logits_indices, self.fusion)
         return logits, attention.state

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from math import isqrt
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -270,23 +271,25 @@ def _token(part: mx.array, token: mx.array, size: int) -> mx.array:
     return part * size + token
 
 
-@dataclass
-class LogprobArrays:
-    """Log-probabilities under the raw logits.
+A = TypeVar("A")
+
+
+class Logprobs(NamedTuple, Generic[A]):
+    """Log-probabilities under the raw logits: arrays of the device (mx.array) or of the host.
 
     token_ids: (T, 1+k) int32, the chosen (or target) token, then the k most likely in order (ties:
     lowest id first), or the tokens that the row names.  logprobs: (T, 1+k) float32.  ranks: (T,)
     int32, the chosen token's rank: 1 + the number of more likely tokens.
     """
 
-    token_ids: mx.array
-    logprobs: mx.array
-    ranks: mx.array
+    token_ids: A
+    logprobs: A
+    ranks: A
 
 
 def gather_logprobs(
     logits: mx.array, targets: mx.array, k: int, named: mx.array | None = None
-) -> LogprobArrays:
+) -> Logprobs[mx.array]:
     """Score targets (T,) int and the k most likely tokens under logits (T, V) of any float type.
 
     named: (T, k) int32, tokens to score instead of the most likely, or -1.
@@ -304,8 +307,4 @@ def gather_logprobs(
     values = mx.take_along_axis(x, token_ids, -1)
     # Two levels: MLX sums a row sequentially on a CPU, an error of 2e-4 at V = 152,000.
     total = mx.logsumexp(mx.logsumexp(_blocks(x), -1), -1, keepdims=True)
-    return LogprobArrays(
-        token_ids,
-        values - total,
-        1 + (x > chosen).sum(-1),
-    )
+    return Logprobs(token_ids, values - total, 1 + (x > chosen).sum(-1))

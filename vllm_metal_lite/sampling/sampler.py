@@ -21,7 +21,7 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling import undrawn
-from vllm_metal_lite.sampling.logits import LogprobArrays
+from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.sampling.masks import (
     BadWords,
     BadWordsPlan,
@@ -63,7 +63,7 @@ class SamplerOutput:
     """
 
     token_ids: mx.array
-    logprobs: LogprobArrays | None
+    logprobs: Logprobs[mx.array] | None
     for_host: mx.array | None = None
 
 
@@ -74,6 +74,22 @@ class SamplerState:
     num_generated: np.ndarray
     seen: mx.array
     recent: mx.array
+
+
+@dataclass
+class _Penalties:
+    """Penalties of R rows; None omits an operation.
+
+    slots: (R,) their rows of `seen`; all_slots: these are all, in order.  rows: (R,) their rows in
+    the batch, None: all.  The others are (R, 1).
+    """
+
+    slots: mx.array
+    all_slots: bool
+    rows: mx.array | None
+    repetition: mx.array | None
+    frequency: mx.array | None
+    presence: mx.array | None
 
 
 @dataclass
@@ -88,12 +104,7 @@ class _Plan:
     bad_words: BadWordsPlan | None
     bias: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens, addends
     ends: tuple[mx.array, mx.array] | None  # rows, tokens: stop tokens before min_tokens
-    slots: mx.array | None  # (R,) rows of `seen` of the rows with penalties
-    all_slots: bool  # slots are all rows of `seen`, in order
-    penalty_rows: mx.array | None  # (R,) their rows in the batch, None: all rows
-    repetition: mx.array | None
-    frequency: mx.array | None
-    presence: mx.array | None
+    penalties: _Penalties | None
     temperature: mx.array | None  # None: all greedy
     filters: list[ops.Filters]
 
@@ -123,7 +134,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
                 )
 
 
-def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArrays:
+def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> Logprobs[mx.array]:
     """Score each target (P,) int and the k most likely tokens under logits (P, V), any float type.
 
     Lazy.  Works in parts, so that one part's float32 values are freed before the next part.
@@ -134,8 +145,7 @@ def prompt_logprobs(logits: mx.array, targets: mx.array, k: int) -> LogprobArray
     ]
     if len(parts) == 1:
         return parts[0]
-    columns = zip(*((p.token_ids, p.logprobs, p.ranks) for p in parts), strict=True)
-    return LogprobArrays(*map(mx.concatenate, map(list, columns)))
+    return Logprobs(*(mx.concatenate(list(column)) for column in zip(*parts, strict=True)))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -303,8 +313,8 @@ class Sampler:
             x = x.astype(mx.float32).at[rows, tokens].add(addends)
         if plan.ends is not None:
             x = hold_back_ends(x, *plan.ends, grammar)
-        if plan.slots is not None:
-            x = self._penalize(x.astype(mx.float32), plan)
+        if (penalties := plan.penalties) is not None:
+            x = self._penalize(x.astype(mx.float32), penalties)
         if plan.temperature is not None:
             x = x.astype(mx.float32)
             table = self._rows[req_indices]
@@ -318,9 +328,9 @@ class Sampler:
                 x = ops.perturb(x, bits, plan.temperature)
         token_ids = self._ranks.first_array(ops.argmax(x).view(mx.int32))
         for_host = undrawn.mark(x, token_ids)
-        if plan.slots is not None:
-            drawn = token_ids if plan.penalty_rows is None else token_ids[plan.penalty_rows]
-            self._seen = self._seen.at[plan.slots, drawn].add(2)
+        if penalties is not None:
+            drawn = token_ids if penalties.rows is None else token_ids[penalties.rows]
+            self._seen = self._seen.at[penalties.slots, drawn].add(2)
         if plan.bad_words is not None:
             self._bad_words.note(token_ids, plan.bad_words)
         self._rows["num_generated"][req_indices] += 1
@@ -330,14 +340,14 @@ class Sampler:
         logprobs = ops.gather_logprobs(logits, token_ids, plan.num_logprobs, plan.named)
         return SamplerOutput(token_ids, logprobs, for_host)
 
-    def _penalize(self, x: mx.array, plan: _Plan) -> mx.array:
-        seen = self._seen if plan.all_slots else self._seen[plan.slots]
-        rows = plan.penalty_rows
+    def _penalize(self, x: mx.array, penalties: _Penalties) -> mx.array:
+        seen = self._seen if penalties.all_slots else self._seen[penalties.slots]
+        rows = penalties.rows
         y = x if rows is None else x[rows]
-        if plan.repetition is not None:
-            y = ops.penalize_repetition(y, seen, plan.repetition)
-        if plan.frequency is not None:
-            y = ops.penalize_frequency(y, seen, plan.frequency, plan.presence)
+        if penalties.repetition is not None:
+            y = ops.penalize_repetition(y, seen, penalties.repetition)
+        if penalties.frequency is not None:
+            y = ops.penalize_frequency(y, seen, penalties.frequency, penalties.presence)
         return y if rows is None else mx.put_along_axis(x, rows[:, None], y, axis=0)
 
     def _plan_for(self, req_indices: np.ndarray) -> _Plan:
@@ -349,31 +359,43 @@ class Sampler:
 
     def _make_plan(self, key: tuple[int, bytes], req_indices: np.ndarray) -> _Plan:
         table = self._rows[req_indices]
+        temperature, num_logprobs = table["temperature"], int(table["num_logprobs"].max())
         ends, calls_left = self._select_ends(req_indices)
-        penalized = np.flatnonzero(table["slot"] >= 0)
-        slots = penalty_rows = repetition = frequency = presence = None
-        all_slots = False
-        if len(penalized):
-            wants = table[penalized]
-            slots = mx.array(wants["slot"])
-            all_slots = np.array_equal(wants["slot"], np.arange(len(self._seen)))
-            penalty_rows = ops.row_numbers(penalized, len(table))
-            if (wants["repetition"] != 1).any():
-                repetition = ops.column(wants["repetition"])
-            if wants["frequency"].any() or wants["presence"].any():
-                frequency, presence = ops.column(wants["frequency"]), ops.column(wants["presence"])
-        is_random, k = table["temperature"].any(), int(table["num_logprobs"].max())
-        return _Plan(
-            key, calls_left, k, self._select_named(req_indices, k),
-            self._select_allowed(req_indices), self._bad_words.plan(req_indices),
-            self._select_bias(req_indices), ends,
-            slots, all_slots, penalty_rows, repetition, frequency, presence,
-            ops.column(table["temperature"]) if is_random else None,
-            ops.make_filters(
-                table["temperature"], table["min_p"], table["top_k"], table["top_p"],
-                self.vocab_size,
-            ) if is_random else [],
-        )  # fmt: skip
+        plan = _Plan(
+            key=key,
+            calls_left=calls_left,
+            num_logprobs=num_logprobs,
+            named=self._select_named(req_indices, num_logprobs),
+            allowed=self._select_allowed(req_indices),
+            bad_words=self._bad_words.plan(req_indices),
+            bias=self._select_bias(req_indices),
+            ends=ends,
+            penalties=self._select_penalties(table),
+            temperature=None,
+            filters=[],
+        )
+        if temperature.any():
+            plan.temperature = ops.column(temperature)
+            plan.filters = ops.make_filters(
+                temperature, table["min_p"], table["top_k"], table["top_p"], self.vocab_size
+            )
+        return plan
+
+    def _select_penalties(self, table: np.ndarray) -> _Penalties | None:
+        rows = np.flatnonzero(table["slot"] >= 0)
+        if not len(rows):
+            return None
+        mine = table[rows]
+        repeats, counts = (mine["repetition"] != 1).any(), (mine["frequency"], mine["presence"])
+        frequency, presence = map(ops.column, counts) if np.any(counts) else (None, None)
+        return _Penalties(
+            slots=mx.array(mine["slot"]),
+            all_slots=np.array_equal(mine["slot"], np.arange(len(self._seen))),
+            rows=ops.row_numbers(rows, len(table)),
+            repetition=ops.column(mine["repetition"]) if repeats else None,
+            frequency=frequency,
+            presence=presence,
+        )
 
     def _select_allowed(self, req_indices: np.ndarray) -> DeviceMasks | None:
         rows = [i for i, r in enumerate(req_indices.tolist()) if r in self._allowed]

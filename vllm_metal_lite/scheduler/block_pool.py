@@ -8,7 +8,7 @@ Every move between the three is O(1) per block.  The pool knows only block ids; 
 the device.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -152,23 +152,6 @@ class BlockPool:
     def reset(self) -> None:
         """Forget every name; owners keep their blocks."""
         self.unpublish(list(self._by_name.values()))
-
-    def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Assert that the accounts are consistent; given all block tables, also check `ref`."""
-        free, cached = set(self._free), set(self._cached)
-        owned = {b for b in range(self.num_blocks) if self._ref[b] > 0}
-        assert len(free) == self.num_free, "a block is free twice"
-        assert min(self._ref, default=0) >= 0
-        assert free | cached | owned == set(range(self.num_blocks)), "a block is lost"
-        assert len(free) + len(cached) + len(owned) == self.num_blocks, "a block is in two states"
-        assert len(owned) == self.num_owned <= self.peak_owned
-        assert all(self._name[b] is None for b in free), "a free block has a name"
-        assert all(self._name[b] is not None for b in cached), "a cached block has no name"
-        names = {name: b for b, name in enumerate(self._name) if name is not None}
-        assert names == self._by_name, "the names and the index differ"
-        if block_tables is not None:
-            refs = Counter(b for table in block_tables for b in table)
-            assert [refs[b] for b in range(self.num_blocks)] == self._ref, "an ownership is wrong"
 
     def _forget(self, block: int) -> None:
         name = self._name[block]

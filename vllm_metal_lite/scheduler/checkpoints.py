@@ -24,7 +24,7 @@ MAX_NAMED = 8
 
 class Planned(NamedTuple):
     """A state to keep after `position` tokens.  disposable: evicted before others.  shared: of
-    several conversations (trails.py)."""
+    several conversations (state_slots.py)."""
 
     position: int
     disposable: bool = False

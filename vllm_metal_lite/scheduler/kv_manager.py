@@ -193,7 +193,7 @@ class KVCacheManager:
         in_blocks = length = self._whole_windows(hashes, self._known_blocks(hashes, most))
         state = None
         if self.states is not None:
-            while length and (state := self.states.lookup(hashes[length - 1])) is None:
+            while length and (state := self.states.pool.lookup(hashes[length - 1])) is None:
                 length = self._whole_windows(hashes, length - 1)
         tables = []
         for pool, group in zip(self.pools, self.groups, strict=True):
@@ -269,14 +269,3 @@ class KVCacheManager:
                 request.block_hashes, request.token_ids, self.block_size, num_blocks,
                 request.cache_salt,
             )  # fmt: skip
-
-    def check(self, requests: Iterable[Request] | None = None) -> None:
-        """Assert that the pools are consistent; given all requests, also check their ownerships."""
-        requests = None if requests is None else list(requests)
-        for i, pool in enumerate(self.pools):
-            tables = None
-            if requests is not None:
-                tables = [r.block_tables[i].owned for r in requests if r.block_tables]
-            pool.check(tables)
-        if self.states is not None and requests is not None:
-            self.states.check([r for r in requests if r.block_tables])

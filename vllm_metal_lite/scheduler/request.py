@@ -8,7 +8,6 @@ from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockTable
 from vllm_metal_lite.scheduler.checkpoints import Planned
-from vllm_metal_lite.scheduler.trails import Trail
 
 
 class RequestStatus(Enum):
@@ -16,6 +15,16 @@ class RequestStatus(Enum):
     RUNNING = auto()  # has a seat
     PREEMPTED = auto()  # waits to be computed again
     FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Trail:
+    """Checkpoints that a turn of a conversation leaves for the next one (state_slots.py).
+
+    end: a request that starts at this position, or behind it, is the next turn.
+    """
+
+    end: int
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +75,7 @@ class Request:
     kept_positions: list[int] = field(init=False, default_factory=list, repr=False)
     # The name of the last whole block's state while decoding.
     rolling: bytes | None = field(init=False, default=None)
-    # Its checkpoints for the next turn, and those of the turn before (trails.py).
+    # Its checkpoints for the next turn, and those of the turn before (state_slots.py).
     trail: Trail | None = field(init=False, default=None, repr=False)
     continued: Trail | None = field(init=False, default=None, repr=False)
     # The prompt that this one waits for, and the position; how many it has waited for

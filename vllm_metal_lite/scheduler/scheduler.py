@@ -126,8 +126,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step.  It is empty only if every request ends with the step in flight."""
         out = SchedulerOutput()
-        if self._states is not None:
-            self._states.begin_step()
+        if self.kv.states is not None:
+            self.kv.states.begin_step()
         if self.config.prefill_policy == "mixed":
             self._schedule_decodes(out)
             self._schedule_prefills(out)
@@ -242,8 +242,8 @@ class Scheduler:
         self._unnamed.clear()
         for output in reversed(outputs):
             self.kv.unpublish(output.published)
-            if self._states is not None:
-                self._states.unname(output)
+            if self.kv.states is not None:
+                self.kv.states.unname(output.named_states)
             for segment in output.segments:
                 if segment.request.status is RequestStatus.RUNNING:
                     segment.request.num_computed_tokens = segment.num_computed

@@ -19,9 +19,6 @@ class StateScheduler:
     def __init__(self, kv: KVCacheManager, states: StateSlots) -> None:
         self.kv, self.states = kv, states
 
-    def begin_step(self) -> None:
-        self.states.begin_step()
-
     # Segments
 
     def decode(
@@ -130,7 +127,3 @@ class StateScheduler:
                     self.states.replace(request.rolling)
                 # A checkpoint that another request left is not this one's to replace.
                 request.rolling = name if is_new else None
-
-    def unname(self, output: SchedulerOutput) -> None:
-        """Take back the names of a step that failed."""
-        self.states.unname(output.named_states)

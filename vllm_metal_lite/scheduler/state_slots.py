@@ -8,23 +8,38 @@ a request whose state becomes a checkpoint writes its next state to another slot
 Every empty seat has a slot in reserve, so no request ever waits for a slot.  Checkpoints get the
 others, and give way if there are none.
 
+A turn of a conversation leaves checkpoints for the next turn, which starts from one of them and
+leaves its own.  The *trail* of a request is its checkpoints for the next turn.  A request that
+starts at the end of a trail, or behind that, continues the trail.  Once the request has left a
+checkpoint of its own, the rest of the old trail is evicted before other checkpoints.
+
 What a step releases stays owned until the next step: within a step, no slot that one segment writes
 may be read or written by another.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.scheduler.block_pool import BlockPool
-from vllm_metal_lite.scheduler.request import Request
-from vllm_metal_lite.scheduler.trails import Trail, Trails
+from vllm_metal_lite.scheduler.request import Request, Trail
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """disposable: evicted before others.  is_found: a request has started from it.  trail: the one
+    that it is on."""
+
+    disposable: bool = False
+    is_found: bool = False
+    trail: Trail | None = None
 
 
 class StateSlots:
     """Slots 0 .. num_slots - 1 for at most num_seats running requests.
 
-    num_taken, num_evicted: checkpoints so far.
+    num_taken: checkpoints so far.
     """
 
     def __init__(self, num_slots: int, num_seats: int, enable_caching: bool) -> None:
@@ -34,28 +49,19 @@ class StateSlots:
         self.num_seats = num_seats
         self.num_taken = 0
         self._held: list[int] = []
-        self._disposable: set[int] = set()
-        self._found: set[int] = set()  # checkpoints that a request has started from
-        self._trails = Trails()
-
-    @property
-    def num_evicted(self) -> int:
-        return self.pool.num_evicted
+        self._checkpoints: dict[int, _Checkpoint] = {}  # by slot; an evicted one stays until reuse
 
     def begin_step(self) -> None:
         """Release what the last step held."""
         if self._held:
             held, self._held = self._held, []
             self.pool.free(held)
-            self.pool.evict_first(s for s in held if s in self._disposable)
+            of = self._checkpoints
+            self.pool.evict_first(s for s in held if s in of and of[s].disposable)
 
     def has_spare(self, num_running: int) -> bool:
         """Whether a slot is available beside the reserve."""
         return self.pool.num_available > self.num_seats - num_running
-
-    def lookup(self, name: bytes) -> int | None:
-        """The slot of a checkpoint, or None."""
-        return self.pool.lookup(name)
 
     def go_on_from(
         self, request: Request, end: int, hit: int | None, position: int, named: Iterable[bytes]
@@ -66,31 +72,38 @@ class StateSlots:
         """
         if request.trail is None:
             request.trail = Trail(end)
-        if hit in self._found:  # a second one goes on from here
-            self._trails.forget(hit)
-        elif hit is not None:
-            trail = self._trails.continued(hit, position)
-            if trail is not None and trail is not request.trail:
-                request.continued = trail
-                self._trails.add(hit, request.trail)  # kept for one more turn
+        if hit is not None:
+            start = self._checkpoints[hit]
+            if start.is_found:  # a second one goes on from here
+                start.trail = None
+            elif start.trail not in (None, request.trail) and position >= start.trail.end:
+                request.continued = start.trail
+                start.trail = request.trail  # kept for one more turn
         for name in named:
             if (slot := self.pool.lookup(name)) is not None:
-                self._trails.take_over(slot, request.continued, request.trail)
-                self._disposable.discard(slot)
+                self._take_over(slot, request)
+                self._checkpoints[slot].disposable = False
                 self.pool.evict_last([slot])
+
+    def _take_over(self, slot: int, request: Request) -> None:
+        """Put a checkpoint of the trail that a request continues on the request's own."""
+        checkpoint = self._checkpoints[slot]
+        if checkpoint.trail is not None and checkpoint.trail is request.continued:
+            checkpoint.trail = request.trail
 
     def lay_trail(self, request: Request, name: bytes, is_new: bool) -> None:
         """Put a checkpoint of a request on its trail.  It leaves the one that it continues."""
-        slot, trail = self.pool.lookup(name), request.trail
-        if slot is None or trail is None:
+        slot = self.pool.lookup(name)
+        if slot is None or request.trail is None:
             return
         if not is_new:
-            self._trails.take_over(slot, request.continued, trail)
+            self._take_over(slot, request)
             return
-        self._trails.add(slot, trail)
+        self._checkpoints[slot].trail = request.trail
         if request.continued is not None:
-            left = self._trails.leave(request.continued)
-            self._disposable.update(left)
+            left = {s: c for s, c in self._checkpoints.items() if c.trail is request.continued}
+            for checkpoint in left.values():
+                checkpoint.trail, checkpoint.disposable = None, True
             self.pool.evict_first(left)
             request.continued = None
 
@@ -105,8 +118,8 @@ class StateSlots:
             return
         in_use = pool.is_owned(hit)
         pool.touch([hit])
-        self._found.add(hit)
-        self._disposable.discard(hit)
+        checkpoint = self._checkpoints[hit]
+        checkpoint.is_found, checkpoint.disposable = True, False
         if in_use or self.has_spare(num_running):
             self._held.append(hit)
             request.state = SegmentState(hit, self._allocate())
@@ -145,15 +158,13 @@ class StateSlots:
         if not self.pool.publish(slot, name):
             return False
         self.num_taken += 1
-        self._forget(slot)
-        if disposable:
-            self._disposable.add(slot)
+        self._checkpoints[slot] = _Checkpoint(disposable)
         return True
 
     def replace(self, name: bytes) -> None:
         """Drop a checkpoint that a later one of its request replaces, unless others use it."""
         slot = self.pool.lookup(name)
-        if slot is not None and slot not in self._found:
+        if slot is not None and not self._checkpoints[slot].is_found:
             self.unname([slot])
 
     def free(self, request: Request) -> None:
@@ -161,12 +172,6 @@ class StateSlots:
         if request.state is not None:
             self._held.append(request.state.final)
             request.state = None
-
-    def check(self, requests: list[Request]) -> None:
-        """Assert that the slots' accounts are consistent, given all running requests."""
-        owned = [[r.state.final] for r in requests if r.state is not None]
-        self.pool.check([*owned, self._held])
-        assert self.pool.num_available + len(self._held) >= self.num_seats - len(owned)
 
     def _allocate(self) -> int:
         new = self.pool.allocate(1)
@@ -177,9 +182,4 @@ class StateSlots:
         """Take the names of checkpoints away."""
         for slot in slots:
             self.pool.unpublish([slot])
-            self._forget(slot)
-
-    def _forget(self, slot: int) -> None:
-        self._disposable.discard(slot)
-        self._found.discard(slot)
-        self._trails.forget(slot)
+            self._checkpoints.pop(slot, None)

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from vllm_metal_lite.errors import MetalLiteError, show
-from vllm_metal_lite.server.worker.generation import Answer, EngineLost, ShuttingDown
+from vllm_metal_lite.outputs import CompletionOutput
+from vllm_metal_lite.server.worker.generation import EngineLost, ShuttingDown
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def shown_error(e: Exception) -> ApiError:
     return ApiError(500, "internal error; the server's log says more")
 
 
-def check_ended(answer: Answer) -> None:
+def check_ended(answer: CompletionOutput) -> None:
     """Raise ApiError if an answer has not ended by itself."""
     if answer.finish_reason == "error":
         raise ApiError(400, answer.error or "no further token can be sampled")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.sampling_params import SamplingParams
-from vllm_metal_lite.server.answer_events import AnswerDelta, answer_events
+from vllm_metal_lite.server.deltas import Delta, deltas
 from vllm_metal_lite.server.offload import offload
 from vllm_metal_lite.server.params import SamplingFields, sampling_params
 from vllm_metal_lite.server.prompts import Conversation, RenderedPrompt, render
@@ -29,12 +29,12 @@ class Turn:
 
 async def answer(
     serving: Serving, body: SamplingFields, conversation: Conversation, prefix: str
-) -> tuple[Generation, AsyncIterator[AnswerDelta]]:
+) -> tuple[Generation, AsyncIterator[Delta]]:
     """The next answer of a conversation, and what comes of it.  prefix: of the request's id."""
     params = await sampling_params(serving, body)
     turn = await prepare(serving.engine, conversation, params)
     generation = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
-    return generation, answer_events(generation, turn.make_parser, conversation.choice.parallel)
+    return generation, deltas([generation], turn.make_parser, conversation.choice.parallel)
 
 
 async def prepare(engine: EngineClient, conversation: Conversation, params: SamplingParams) -> Turn:

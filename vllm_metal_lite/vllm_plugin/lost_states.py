@@ -26,4 +26,4 @@ def recompute_states(
             count = min(max_tokens, int(starts[segment]) - done)
             slots = SegmentState(slot if done else EMPTY_SLOT, slot)
             chunk = inputs.pack(row, np.array([done]), np.array([count]), [slots])
-            runner.execute(chunk, np.zeros(0, np.int32))
+            runner.execute(chunk)

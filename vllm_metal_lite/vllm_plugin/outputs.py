@@ -11,8 +11,9 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 
-from vllm_metal_lite.runner.result import Logprobs, StepResult
+from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling import undrawn
+from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.vllm_plugin.translate import Step
 
 logger = init_logger("vllm.metal_lite")
@@ -80,7 +81,9 @@ class StepOutput(AsyncModelRunnerOutput):
         return done
 
 
-def _logprobs(logprobs: Logprobs | None, sampled: list[list[int]]) -> LogprobsLists | None:
+def _logprobs(
+    logprobs: Logprobs[np.ndarray] | None, sampled: list[list[int]]
+) -> LogprobsLists | None:
     """One row per sampled token: a chunk inside a prompt has none."""
     if logprobs is None:
         return None

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal_lite.runner.result import Logprobs
+from vllm_metal_lite.sampling.logits import Logprobs
 
 
 class PromptLogprobs:
@@ -17,7 +17,7 @@ class PromptLogprobs:
         self.logprobs = np.zeros((rows, 1 + k), np.float32)
         self.ranks = np.zeros(rows, np.int32)
 
-    def put(self, positions: np.ndarray, scored: Logprobs, rows: np.ndarray) -> None:
+    def put(self, positions: np.ndarray, scored: Logprobs[np.ndarray], rows: np.ndarray) -> None:
         """Store `rows` of a step's results: scores of the tokens after `positions`."""
         width = self.token_ids.shape[1]
         self.token_ids[positions] = scored.token_ids[rows, :width]

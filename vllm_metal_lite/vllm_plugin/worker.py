@@ -202,7 +202,7 @@ class MetalLiteWorker(WorkerBase):
         batch = inputs.pack(row, np.array([0]), np.array([1]))
         while True:
             try:
-                self.runner.execute(batch, row)
+                self.runner.execute(batch)
                 break
             except StatesLost:  # nothing is lost yet; again without the kernel that failed
                 continue

@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from vllm_metal_lite.server.answer_events import AnswerDelta
 from vllm_metal_lite.server.anthropic_api.content_blocks import ContentBlocks, encode, event
+from vllm_metal_lite.server.deltas import Delta
 from vllm_metal_lite.server.errors import anthropic_shape, check_ended, shown_error
 from vllm_metal_lite.server.stream import sse
 from vllm_metal_lite.server.worker.generation import Generation
@@ -15,9 +15,7 @@ PING = event("ping")
 class MessageReply:
     """The reply to a request."""
 
-    def __init__(
-        self, generation: Generation, deltas: AsyncIterator[AnswerDelta], model: str
-    ) -> None:
+    def __init__(self, generation: Generation, deltas: AsyncIterator[Delta], model: str) -> None:
         self._generation, self._deltas, self._model = generation, deltas, model
         self._content = ContentBlocks()
         self._finish_reason: str | None = None

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -9,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.openai_api.chat_messages import ConversationFields
-from vllm_metal_lite.server.openai_api.chat_reply import Scores, chunks, whole_choices
+from vllm_metal_lite.server.openai_api.chat_reply import chunks, whole_choices
 from vllm_metal_lite.server.openai_api.completion_fields import CompletionFields
-from vllm_metal_lite.server.openai_api.logprobs import TokenNames, prompt_logprobs
+from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from vllm_metal_lite.server.openai_api.reply import Reply
 from vllm_metal_lite.server.params import OnlyText, Unsupported
 from vllm_metal_lite.server.server import Serving
@@ -46,7 +47,7 @@ async def chat_completions(serving: Serving, body: ChatCompletionRequest) -> Res
     params, last = generation.params, conversation.messages[-1]
     echoed = last["content"] if body.echo and last["role"] == "assistant" else ""
     names = TokenNames(serving.engine.tokenizer, bool(body.return_tokens_as_token_ids))
-    scores = Scores(body.top_logprobs or 0, names)
+    scores = partial(chat_logprobs, top=body.top_logprobs or 0, names=names)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     reply = Reply(kind, serving.model, [generation], body.stream_options)
     if body.stream:

@@ -1,37 +1,26 @@
 """An answer's events in the form of chat completions: a message, or the chunks of a stream."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from json import dumps
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Arguments, Event, Reasoning, Text, ToolCall
-from vllm_metal_lite.server.answer_events import AnswerDelta
-from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
+from vllm_metal_lite.server.deltas import Delta, Positions
 from vllm_metal_lite.server.openai_api.reply import Reply, ending
-from vllm_metal_lite.server.worker.generation import Positions
 
-
-class Scores:
-    """Log-probabilities in the form that a request asks for.  top: of the most likely tokens."""
-
-    def __init__(self, top: int, names: TokenNames) -> None:
-        self._top, self._names = top, names
-
-    def of(self, token_ids: list[int], positions: Positions | None) -> dict[str, Any] | None:
-        if positions is None:
-            return None
-        return chat_logprobs(token_ids, positions, self._top, self._names)
+# `chat_logprobs` in the form that a request asks for.
+Scores = Callable[[list[int], Positions | None], dict[str, Any] | None]
 
 
 async def whole_choices(
-    reply: Reply, deltas: AsyncIterator[AnswerDelta], count: int, echoed: str, scores: Scores
+    reply: Reply, deltas: AsyncIterator[Delta], count: int, echoed: str, scores: Scores
 ) -> list[dict[str, Any]]:
     """The choices of a reply that is not streamed.  Raises ApiError if one has failed."""
     messages = [_Message() for _ in range(count)]
     choices: dict[int, dict[str, Any]] = {}
     async for delta in deltas:
-        index = delta.answer.index
+        index = delta.choice
         reply.add_reasoning(delta.num_reasoning_tokens)
         for event in delta.events:
             messages[index].take(event)
@@ -39,7 +28,7 @@ async def whole_choices(
             choices[index] = {
                 "index": index,
                 "message": messages[index].json(echoed),
-                "logprobs": scores.of(delta.answer.token_ids, delta.answer.logprobs),
+                "logprobs": scores(delta.answer.token_ids, delta.answer.logprobs),
                 **ending(delta.answer, delta.finish_reason),
             }
     return [choices[index] for index in sorted(choices)]
@@ -85,12 +74,12 @@ def call_head(event: ToolCall) -> dict[str, Any]:
 
 
 async def chunks(
-    reply: Reply, deltas: AsyncIterator[AnswerDelta], echoed: str, scores: Scores
+    reply: Reply, deltas: AsyncIterator[Delta], echoed: str, scores: Scores
 ) -> AsyncIterator[bytes]:
     """The chunks of all answers."""
     writers: dict[int, _ChunkWriter] = {}
     async for delta in deltas:
-        index = delta.answer.index
+        index = delta.choice
         reply.add_reasoning(delta.num_reasoning_tokens)
         head = b""
         if index not in writers:
@@ -109,16 +98,16 @@ class _ChunkWriter:
     def __init__(self) -> None:
         self._num_calls = 0
 
-    def take(self, reply: Reply, delta: AnswerDelta, scores: Scores) -> bytes:
+    def take(self, reply: Reply, delta: Delta, scores: Scores) -> bytes:
         contents = [c for event in delta.events if (c := self._content(event)) is not None]
         has_ended = delta.finish_reason is not None
-        logprobs = scores.of(delta.token_ids, delta.logprobs) if delta.token_ids else None
+        logprobs = scores(delta.token_ids, delta.logprobs) if delta.token_ids else None
         if not contents:
             if not has_ended and not reply.sends_every_delta and logprobs is None:
                 return b""
             contents = ['"delta":{"content":""}']
         end = ending(delta.answer, delta.finish_reason) if has_ended else None
-        index, last = delta.answer.index, contents.pop()
+        index, last = delta.choice, contents.pop()
         first = [reply.chunk(index, content) for content in contents]
         return b"".join([*first, reply.chunk(index, last, end, logprobs)])
 

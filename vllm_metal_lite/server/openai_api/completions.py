@@ -1,8 +1,7 @@
 """`/v1/completions`."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from functools import cached_property
 from json import dumps
 from typing import Any
@@ -11,6 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_metal_lite.engine.prompts import tokenize
 from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.outputs import CompletionOutput
+from vllm_metal_lite.server.deltas import Delta, Reader, deltas
 from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.offload import offload
@@ -27,7 +28,7 @@ from vllm_metal_lite.server.params import Unsupported, sampling_params
 from vllm_metal_lite.server.prompts import RenderedPrompt, encode_prompt
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.worker.client import EngineClient
-from vllm_metal_lite.server.worker.generation import Answer, Delta, Generation
+from vllm_metal_lite.server.worker.generation import Generation
 
 Prompt = str | list[int]
 
@@ -84,23 +85,22 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         raise
     names = TokenNames(engine.tokenizer, bool(body.return_tokens_as_token_ids))
     writers = [
-        _Writer(body, generation, prompt, number * params.n, names)
-        for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True))
+        _Writer(body, generation, prompt, names)
+        for prompt, generation in zip(prompts, generations, strict=True)
     ]
     reply = Reply(
         "text_completion", serving.model, generations, body.stream_options,
         hides_answers=body.only_echoes,
     )  # fmt: skip
     if body.stream:
-        chunks = _chunks(reply, writers)
-        serving.resources.push_async_callback(chunks.aclose)
-        return serving.stream(reply.stream(chunks))
+        return serving.stream(reply.stream(_chunks(reply, deltas(generations), writers, params.n)))
     for generation in generations:
         await generation.complete()
 
     def whole() -> dict[str, Any]:
-        choices = [choice for writer in writers for choice in writer.choices()]
-        return reply.whole(choices)
+        answers = [(w, answer) for w in writers for answer in w.generation.answers]
+        readers = [(w, Reader(i, answer)) for i, (w, answer) in enumerate(answers)]
+        return reply.whole([writer.whole(reader.read()) for writer, reader in readers])
 
     if params.logprobs is None and params.prompt_logprobs is None:
         return JSONResponse(whole())
@@ -148,32 +148,27 @@ async def _all(starts: Iterable[Coroutine[Any, Any, Generation]]) -> list[Genera
 
 
 class _Writer:
-    """Makes the choices of one prompt.  first: index of its first choice."""
+    """Makes the choices of one prompt."""
 
     def __init__(
         self,
         body: CompletionRequest,
         generation: Generation,
         prompt: Prompt,
-        first: int,
         names: TokenNames,
     ) -> None:
         self._body, self.generation, self._prompt = body, generation, prompt
-        self._first, self._names = first, names
+        self._names = names
         self._begun: set[int] = set()  # answers that have news
         self._offsets: dict[int, TextOffsets] = {}  # by answer
 
-    def choices(self) -> list[dict[str, Any]]:
-        """All choices, which are finished."""
-        choices = []
-        for answer in self.generation.answers:
-            delta = Delta(answer, answer.text, answer.token_ids, answer.logprobs)
-            text, scores = self._news(delta)
-            choice = {"index": self._first + answer.index, "text": text, "logprobs": scores}
-            if self._body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_logprobs(self.generation.prompt_logprobs)
-            choices.append({**choice, **ending(answer, answer.finish_reason)})
-        return choices
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        """The choice of a finished answer.  delta: all of it."""
+        text, scores = self._news(delta)
+        choice = {"index": delta.choice, "text": text, "logprobs": scores}
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self.generation.prompt_logprobs)
+        return {**choice, **ending(delta.answer, delta.finish_reason)}
 
     async def chunk(self, delta: Delta, reply: Reply) -> bytes | None:
         """The event of a Delta; None: a client could not see it."""
@@ -187,7 +182,7 @@ class _Writer:
         if not (text or answer.finished or reply.sends_every_delta or (delta.token_ids and scores)):
             return None
         end = ending(answer, answer.finish_reason) if answer.finished else None
-        return reply.chunk(self._first + answer.index, f'"text":{dumps(text)}', end, scores)
+        return reply.chunk(delta.choice, f'"text":{dumps(text)}', end, scores)
 
     def _news(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
         """New text and its log-probabilities; an answer's first are those of an echoed prompt."""
@@ -209,7 +204,7 @@ class _Writer:
             return text, None
         return text, legacy_logprobs(token_ids, positions, offsets, self._names)
 
-    def _offsets_of(self, answer: Answer, token_ids: list[int]) -> list[int]:
+    def _offsets_of(self, answer: CompletionOutput, token_ids: list[int]) -> list[int]:
         """Where an answer's next tokens are in the text, if the client wants to know."""
         if self._body.logprobs is None:
             return []
@@ -234,35 +229,9 @@ class _Writer:
         return str(self._names.tokenizer.decode(self.generation.prompt_token_ids))
 
 
-async def _chunks(reply: Reply, writers: Sequence[_Writer]) -> AsyncGenerator[bytes, None]:
-    if len(writers) == 1:  # without the queue, which costs time at each token
-        async for delta in writers[0].generation.deltas():
-            if chunk := await writers[0].chunk(delta, reply):
-                yield chunk
-        return
-    queue: asyncio.Queue[tuple[_Writer, Delta] | Exception | None] = asyncio.Queue(1)
-
-    async def read(writer: _Writer) -> None:
-        try:
-            async for delta in writer.generation.deltas():
-                await queue.put((writer, delta))
-            await queue.put(None)
-        except Exception as e:
-            await queue.put(e)
-
-    readers = [asyncio.ensure_future(read(writer)) for writer in writers]
-    try:
-        unfinished = len(readers)
-        while unfinished:
-            news = await queue.get()
-            if isinstance(news, Exception):
-                raise news
-            if news is None:
-                unfinished -= 1
-            elif chunk := await news[0].chunk(news[1], reply):
-                yield chunk
-    finally:
-        for reader in readers:
-            reader.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*readers, return_exceptions=True)
+async def _chunks(
+    reply: Reply, news: AsyncIterator[Delta], writers: Sequence[_Writer], n: int
+) -> AsyncIterator[bytes]:
+    async for delta in news:
+        if chunk := await writers[delta.choice // n].chunk(delta, reply):
+            yield chunk

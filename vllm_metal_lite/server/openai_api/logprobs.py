@@ -44,9 +44,11 @@ class TokenNames:
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Position], top: int, names: TokenNames
-) -> dict[str, Any]:
+    token_ids: Sequence[int], positions: Sequence[Position] | None, *, top: int, names: TokenNames
+) -> dict[str, Any] | None:
     """`logprobs` of a choice of chat completions.  top: how many tokens each position lists."""
+    if positions is None:
+        return None
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         ranked = [(p.rank or 0, t, p) for t, p in position.items() if (p.rank or 0) <= top]

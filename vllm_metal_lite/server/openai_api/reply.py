@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from vllm_metal_lite import __version__
+from vllm_metal_lite.outputs import CompletionOutput
 from vllm_metal_lite.server.errors import check_ended, openai_shape, shown_error
 from vllm_metal_lite.server.large_json import encode_slowly
 from vllm_metal_lite.server.openai_api.completion_fields import StreamOptions
 from vllm_metal_lite.server.stream import sse
-from vllm_metal_lite.server.worker.generation import Answer, Generation
+from vllm_metal_lite.server.worker.generation import Generation
 
 # A chunk's JSON has no spaces: it is sent once for each token.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -114,7 +115,7 @@ class Reply:
         return usage
 
 
-def ending(answer: Answer, finish_reason: str | None) -> dict[str, Any]:
+def ending(answer: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
     """Fields of a choice that has ended.  stop_reason: a field of vLLM's.
 
     Raises ApiError if the answer has not ended by itself.

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from vllm_metal_lite.chat_formats.events import Text
-from vllm_metal_lite.server.answer_events import AnswerDelta
+from vllm_metal_lite.server.deltas import Delta, Positions
 from vllm_metal_lite.server.errors import check_ended, shown_error
 from vllm_metal_lite.server.openai_api.output_items import EventWriter, Logprobs, OutputItems
 from vllm_metal_lite.server.openai_api.response_tools import Callee
-from vllm_metal_lite.server.worker.generation import Generation, Positions
+from vllm_metal_lite.server.worker.generation import Generation
 
 # logprobs of tokens as the API shows them.
 Scores = Callable[[list[int], Positions | None], Logprobs]
@@ -26,7 +26,7 @@ class ResponseReply:
     def __init__(
         self,
         generation: Generation,
-        deltas: AsyncIterator[AnswerDelta],
+        deltas: AsyncIterator[Delta],
         callees: Mapping[str, Callee],
         with_summary: bool,
         echo: Mapping[str, Any],

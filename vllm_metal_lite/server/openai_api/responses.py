@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, Response
 
 from vllm_metal_lite.sampling_params import SamplingParams
+from vllm_metal_lite.server.deltas import Positions
 from vllm_metal_lite.server.errors import bad
 from vllm_metal_lite.server.large_json import large_json
 from vllm_metal_lite.server.openai_api.logprobs import TokenNames, chat_logprobs
@@ -16,7 +17,6 @@ from vllm_metal_lite.server.params import SamplingFields, Unsupported
 from vllm_metal_lite.server.prompts import Conversation
 from vllm_metal_lite.server.server import Serving
 from vllm_metal_lite.server.turns import answer
-from vllm_metal_lite.server.worker.generation import Positions
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -115,11 +115,8 @@ async def create_response(serving: Serving, body: ResponsesRequest) -> Response:
     names, top = TokenNames(serving.engine.tokenizer), body.top_logprobs or 0
 
     def scores(token_ids: list[int], positions: Positions | None) -> list[dict[str, Any]]:
-        if positions is None:
-            return []
-        content: list[dict[str, Any]]
-        content = chat_logprobs(token_ids, positions, top, names)["content"]
-        return content
+        found = chat_logprobs(token_ids, positions, top=top, names=names)
+        return [] if found is None else found["content"]
 
     echo = body.echo(serving.model, generation.params, tools)
     reply = ResponseReply(generation, deltas, tools.callees, reasoning.shows_summary, echo, scores)

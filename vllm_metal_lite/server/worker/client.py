@@ -43,12 +43,11 @@ from vllm_metal_lite.server.worker.messages import (
     Found,
     Log,
     Lost,
+    Metrics,
     ModelFacts,
-    Ready,
     Refused,
     Returned,
     Seen,
-    Stepped,
     Stop,
     Watch,
 )
@@ -299,14 +298,15 @@ class EngineClient:
     # In the event loop
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Stepped):
-            self.metrics = message.metrics or self.metrics
-            for update in message.updates:
-                generation = self.generations.get(update.request_id)
+        if isinstance(message, dict):  # a step's updates, by request id
+            for request_id, updates in message.items():
+                generation = self.generations.get(request_id)
                 if generation is not None:
-                    generation.take(update)
+                    generation.take(updates)
                     if generation.finished:
-                        del self.generations[update.request_id]
+                        del self.generations[request_id]
+        elif isinstance(message, Metrics):
+            self.metrics = message.values
         elif isinstance(message, Added):
             if future := self._waiting(self._added, message.request_id):
                 future.set_result(None)
@@ -327,9 +327,9 @@ class EngineClient:
         elif isinstance(message, Found):
             if not self._found.done():  # as it is if the start was cancelled
                 self._found.set_result(message)
-        elif isinstance(message, Ready):
+        elif isinstance(message, ModelFacts):
             if not self._ready.done():
-                self._ready.set_result(message.facts)
+                self._ready.set_result(message)
         elif isinstance(message, Failed):
             self._fail_start(ModelLoadError(*message.parts))
 

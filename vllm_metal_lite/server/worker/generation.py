@@ -5,7 +5,7 @@ Text is made here, in the server's process, so that the engine's process only ru
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,11 +13,9 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
-from vllm_metal_lite.outputs import Logprob
+from vllm_metal_lite.outputs import CompletionOutput, Logprob
 from vllm_metal_lite.server.recent import Parted
-from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores, Update, unpack
-
-Positions = list[dict[int, Logprob]]
+from vllm_metal_lite.server.worker.messages import Add, AnswerUpdate, Scores, unpack
 
 
 class EngineLost(RuntimeError):
@@ -35,74 +33,6 @@ class ShuttingDown(EngineLost):
         super().__init__("the server is shutting down")
 
 
-@dataclass(slots=True)
-class Delta:
-    """What is new in an answer since the last Delta of it.
-
-    logprobs: one entry for each of token_ids, if asked for.  At the end of the answer,
-    `answer.finish_reason` is set; this Delta is its last.
-    """
-
-    answer: "Answer"
-    text: str
-    token_ids: list[int]
-    logprobs: Positions | None
-
-
-class Answer:
-    """One of a request's `n` answers: everything so far, as in `CompletionOutput`."""
-
-    def __init__(
-        self,
-        index: int,
-        detokenizer: Callable[[list[int]], Detokenizer] | None,
-        texts: Mapping[int, str],
-    ) -> None:
-        """texts: of each token, for log-probabilities."""
-        self.index, self._texts = index, texts
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.error: str | None = None
-        self.logprobs: Positions | None = None
-        # None: the engine finds stop strings, so the text comes from there.
-        self._detokenizer = detokenizer and detokenizer(self.token_ids)
-        self._text = ""
-        self._num_read_tokens = self._num_read_characters = 0
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def text(self) -> str:
-        return self._text if self._detokenizer is None else self._detokenizer.text()
-
-    def take(self, update: AnswerUpdate) -> None:
-        """Record what the engine reports."""
-        self.token_ids += update.token_ids
-        if update.text is not None:
-            self._text += update.text
-        if update.logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = []
-            self.logprobs += [unpack(scores, self._texts) for scores in update.logprobs]
-        if update.finish_reason is not None:
-            if self._detokenizer is not None and update.num_shown_tokens is not None:
-                self._detokenizer.end_at(update.num_shown_tokens)
-            self.stop_reason, self.error = update.stop_reason, update.error
-            self.finish_reason = update.finish_reason
-
-    def read(self) -> Delta:
-        """What is new since the last call."""
-        start, self._num_read_tokens = self._num_read_tokens, len(self.token_ids)
-        text = self.text
-        new = text[self._num_read_characters :]
-        self._num_read_characters = len(text)
-        logprobs = None if self.logprobs is None else self.logprobs[start:]
-        return Delta(self, new, self.token_ids[start:], logprobs)
-
-
 @dataclass
 class Times:
     """Seconds of `time.monotonic`; None: not yet."""
@@ -116,8 +46,11 @@ class Times:
 class Generation:
     """A request that the engine has accepted.
 
-    `deltas` streams its answers; `complete` waits for all of them.  `EngineClient.generate`
+    `changes` tells which answers grow; `complete` waits for all of them.  `EngineClient.generate`
     makes it, and ends the request when the caller leaves.
+
+    changed: indexes of answers that have grown, in order, until `changes` takes them.
+    news: set if there are any.
 
     on_update: called after each step that brought something, with the time.
     """
@@ -137,16 +70,22 @@ class Generation:
         self.finished = False
         self.times = Times()
         self._on_update = on_update
-        params = request.params
-
-        def detokenizer(token_ids: list[int]) -> Detokenizer:
-            return Detokenizer(tokenizer, params, token_ids, request.prompt_token_ids)
-
-        make = None if params.stop_strings else detokenizer
-        self.answers = [Answer(i, make, self._texts) for i in range(params.n)]
-        self._changed: dict[int, None] = {}  # indexes of answers, in order
-        self._news = asyncio.Event()
-        self._error: Exception | None = None
+        scores = self.params.logprobs is not None
+        self.answers = [
+            CompletionOutput(i, logprobs=[] if scores else None) for i in range(self.params.n)
+        ]
+        # None: the engine finds stop strings, so the text comes from there.
+        self._detokenizers: list[Detokenizer] | None = None
+        if not self.params.stop_strings:
+            self._detokenizers = [
+                Detokenizer(tokenizer, self.params, answer.token_ids, self.prompt_token_ids)
+                for answer in self.answers
+            ]
+            for answer, detokenizer in zip(self.answers, self._detokenizers, strict=True):
+                answer.text = detokenizer.text  # a method: text is made when read
+        self.changed: dict[int, None] = {}
+        self.news = asyncio.Event()
+        self.error: Exception | None = None
 
     @cached_property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -166,51 +105,73 @@ class Generation:
         """Fields of `usage` that only this server has."""
         return {} if self.parted is None else self.parted.json()
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """What is new, whenever there is something.  A slow reader gets several tokens at once.
-
-        Raises EngineLost.
-        """
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            changed, self._changed = self._changed, {}
-            for index in changed:
-                yield self.answers[index].read()
-            if self._error is not None:
-                raise self._error
-            if self.finished and not self._changed:
-                return
-
-    async def complete(self) -> list[Answer]:
+    async def complete(self) -> list[CompletionOutput]:
         """All answers, finished.  Raises EngineLost."""
         while not self.finished:
-            await self._news.wait()
-            self._news.clear()
-        if self._error is not None:
-            raise self._error
+            await self.news.wait()
+            self.news.clear()
+        if self.error is not None:
+            raise self.error
         return self.answers
 
     # For EngineClient
 
-    def take(self, update: Update) -> None:
+    def take(self, updates: list[AnswerUpdate]) -> None:
+        """Record what a step has brought."""
         now = time.monotonic()
-        if update.num_cached_tokens is not None:
-            self.num_cached_tokens = update.num_cached_tokens
-            self._scored = update.prompt_logprobs
-            self.times.scheduled = update.scheduled_at
-        for answer in update.answers:
-            self.answers[answer.answer_index].take(answer)
-            self._changed[answer.answer_index] = None
+        for update in updates:
+            if update.num_cached_tokens is not None:
+                self.num_cached_tokens = update.num_cached_tokens
+                self._scored = update.prompt_logprobs
+                self.times.scheduled = update.scheduled_at
+            self._take(update)
+            self.changed[update.answer_index] = None
         if self.times.first_token is None and self.num_tokens:
             self.times.first_token = now
-        if update.finished:
+        if all(answer.finished for answer in self.answers):
             self.finished, self.times.finished = True, now
         if self._on_update is not None:
             self._on_update(self, now)
-        self._news.set()
+        self.news.set()
+
+    def _take(self, update: AnswerUpdate) -> None:
+        answer = self.answers[update.answer_index]
+        answer.token_ids += update.token_ids
+        if update.text is not None:
+            answer.text += update.text
+        if answer.logprobs is not None:
+            answer.logprobs += [unpack(scores, self._texts) for scores in update.logprobs or ()]
+        if update.finish_reason is not None:
+            if self._detokenizers is not None and update.num_shown_tokens is not None:
+                self._detokenizers[update.answer_index].end_at(update.num_shown_tokens)
+            answer.stop_reason, answer.error = update.stop_reason, update.error
+            answer.finish_reason = update.finish_reason
 
     def fail(self, error: Exception) -> None:
-        self._error = error
+        self.error = error
         self.finished = True
-        self._news.set()
+        self.news.set()
+
+
+async def changes(generations: Sequence[Generation]) -> AsyncIterator[int]:
+    """The number of an answer, over all generations, whenever it has grown.
+
+    A slow reader finds several new tokens at once.  Raises EngineLost.
+    """
+    news = asyncio.Event()
+    news.set()
+    for generation in generations:
+        generation.news = news
+    while True:
+        await news.wait()
+        news.clear()
+        first = 0
+        for generation in generations:
+            changed, generation.changed = generation.changed, {}
+            for index in changed:
+                yield first + index
+            if generation.error is not None:
+                raise generation.error
+            first += len(generation.answers)
+        if all(g.finished and not g.changed and g.error is None for g in generations):
+            return

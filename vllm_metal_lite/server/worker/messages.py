@@ -31,7 +31,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request; unknown ids are ignored.  A request that runs ends with an Update."""
+    """End a request; unknown ids are ignored.  A request that runs ends with an update."""
 
     request_id: str
 
@@ -71,7 +71,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the server knows of a model, once it is loaded.
+    """The engine is ready: what the server knows of its model.
 
     has_states: the model has recurrent layers, so checkpoints are of use.
     num_blocks: of the first KV group.  description: lines for the user.
@@ -104,11 +104,6 @@ class Found:
 
     path: str
     weight_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    facts: ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +146,15 @@ def unpack(scores: Scores, texts: Mapping[int, str]) -> dict[int, Logprob]:
 
 
 class AnswerUpdate(NamedTuple):
-    """What is new in one of a request's answers.
+    """What is new in an answer.  A step's message has these by request id: a plain dict of lists.
 
     text: what is new in the text, of a request with stop strings; None for others, whose text the
     server makes from the tokens.
     num_shown_tokens: of a finished answer, leading tokens (of all) that the text shows; None: see
     `text`.
     logprobs: one entry for each of token_ids, if asked for.
+    scheduled_at: when the request's first step was launched; None but in its first update, as
+    num_cached_tokens.  prompt_logprobs: complete, in that update.
     """
 
     answer_index: int
@@ -168,29 +165,16 @@ class AnswerUpdate(NamedTuple):
     num_shown_tokens: int | None = None
     error: str | None = None
     logprobs: list[Scores] | None = None
-
-
-class Update(NamedTuple):
-    """What is new in a request after a step.
-
-    scheduled_at: when its first step was launched; None in later updates, as num_cached_tokens.
-    prompt_logprobs: complete, in the first update.
-    """
-
-    request_id: str
-    answers: list[AnswerUpdate]
-    finished: bool
     scheduled_at: float | None = None
     num_cached_tokens: int | None = None
     prompt_logprobs: list[Scores | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
-    """What a step brought.  metrics: LLMEngine.metrics(), from time to time."""
+class Metrics:
+    """LLMEngine.metrics(), from time to time."""
 
-    updates: list[Update]
-    metrics: dict[str, int] | None = None
+    values: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from vllm_metal_lite.engine.intake import constraint_of
 from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import preview
-from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.outputs import Cursor, RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
@@ -33,14 +33,12 @@ from vllm_metal_lite.server.worker.messages import (
     Found,
     Log,
     Lost,
+    Metrics,
     ModelFacts,
-    Ready,
     Refused,
     Returned,
     Seen,
-    Stepped,
     Stop,
-    Update,
     Watch,
     pack,
 )
@@ -78,7 +76,7 @@ def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None
         except Exception as e:
             sender.send(Failed((f"{name}: the engine does not start: {one_line(e)}",)))
             return
-        sender.send(Ready(facts_of(engine)))
+        sender.send(facts_of(engine))
         Worker(engine, pipe, sender).run()
         engine.runner.synchronize()  # the device may still compute a step
 
@@ -196,64 +194,61 @@ class Worker:
                 progress.scheduled_at = output.launched_at
 
     def _report(self, outputs: list[RequestOutput]) -> None:
-        updates = []
+        updates = {}
         for output in outputs:
-            updates.append(self._progress[output.request_id].news(output))
+            updates[output.request_id] = self._progress[output.request_id].news(output)
             if output.finished:
                 del self._progress[output.request_id]
-        metrics, now = None, time.monotonic()
+        now = time.monotonic()
         if now - self._metrics_at > _METRICS_SECONDS or not self._progress:
-            metrics, self._metrics_at = self._engine.metrics(), now
-        if updates or metrics:
-            self._send(Stepped(updates, metrics))
+            self._metrics_at = now
+            self._send(Metrics(self._engine.metrics()))
+        if updates:
+            self._send(updates)
 
 
 class _Progress:
-    """How much of a request the server knows."""
+    """What the server knows of a request."""
 
     def __init__(self, sends_text: bool) -> None:
         self.scheduled_at: float | None = None
         self._sends_text = sends_text
-        self._is_first = True
-        self._num_tokens: dict[int, int] = {}  # by index of the answer
-        self._num_characters: dict[int, int] = {}
-        self._ended: set[int] = set()
+        self._unfinished: dict[int, Cursor] | None = None  # by index of the answer
 
-    def news(self, output: RequestOutput) -> Update:
+    def news(self, output: RequestOutput) -> list[AnswerUpdate]:
         """What is new since the last call."""
-        answers = []
-        for answer in output.outputs:
-            index, known = answer.index, self._num_tokens.get(answer.index, 0)
-            if index in self._ended or (len(answer.token_ids) == known and not answer.finished):
-                continue
-            text = None
-            if self._sends_text:
-                whole = answer.text
-                text = whole[self._num_characters.get(index, 0) :]
-                self._num_characters[index] = len(whole)
-            self._num_tokens[index] = len(answer.token_ids)
+        is_first = self._unfinished is None
+        if self._unfinished is None:
+            self._unfinished = {answer.index: Cursor(answer) for answer in output.outputs}
+        updates = []
+        for index, cursor in list(self._unfinished.items()):
+            answer, (token_ids, logprobs) = cursor.answer, cursor.tokens()
             if answer.finished:
-                self._ended.add(index)
-            answers.append(
+                del self._unfinished[index]
+            elif not token_ids:
+                continue
+            updates.append(
                 AnswerUpdate(
                     index,
-                    answer.token_ids[known:],
-                    text,
+                    token_ids,
+                    cursor.text() if self._sends_text else None,
                     answer.finish_reason,
                     answer.stop_reason,
                     answer.num_shown_tokens,
                     answer.error,
-                    None if answer.logprobs is None else list(map(pack, answer.logprobs[known:])),
+                    None if logprobs is None else list(map(pack, logprobs)),
                 )
             )
-        if not self._is_first:
-            return Update(output.request_id, answers, output.finished)
-        self._is_first, scored = False, output.prompt_logprobs
-        return Update(
-            output.request_id, answers, output.finished,
-            self.scheduled_at, output.num_cached_tokens,
-            None if scored is None else [None if p is None else pack(p) for p in scored],
-        )  # fmt: skip
+        if is_first:
+            scored = output.prompt_logprobs
+            updates[0] = updates[0]._replace(
+                scheduled_at=self.scheduled_at,
+                num_cached_tokens=output.num_cached_tokens,
+                prompt_logprobs=None
+                if scored is None
+                else [None if p is None else pack(p) for p in scored],
+            )
+        return updates
 
 
 class ToServer(logging.Handler):

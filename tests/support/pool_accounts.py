@@ -1,0 +1,42 @@
+"""Whether the accounts of blocks and of state slots are consistent."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from vllm_metal_lite.scheduler.block_pool import BlockPool
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
+from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.state_slots import StateSlots
+
+
+def check_pool(pool: BlockPool, block_tables: Iterable[Sequence[int]] | None = None) -> None:
+    """block_tables: all of them; None: ownerships are not checked."""
+    free, cached = set(pool._free), set(pool._cached)
+    owned = {b for b in range(pool.num_blocks) if pool._ref[b] > 0}
+    assert len(free) == pool.num_free, "a block is free twice"
+    assert min(pool._ref, default=0) >= 0
+    assert free | cached | owned == set(range(pool.num_blocks)), "a block is lost"
+    assert len(free) + len(cached) + len(owned) == pool.num_blocks, "a block is in two states"
+    assert len(owned) == pool.num_owned <= pool.peak_owned
+    assert all(pool._name[b] is None for b in free), "a free block has a name"
+    assert all(pool._name[b] is not None for b in cached), "a cached block has no name"
+    names = {name: b for b, name in enumerate(pool._name) if name is not None}
+    assert names == pool._by_name, "the names and the index differ"
+    if block_tables is not None:
+        refs = Counter(b for table in block_tables for b in table)
+        assert [refs[b] for b in range(pool.num_blocks)] == pool._ref, "an ownership is wrong"
+
+
+def check_slots(slots: StateSlots, running: Sequence[Request]) -> None:
+    owned = [[r.state.final] for r in running if r.state is not None]
+    check_pool(slots.pool, [*owned, slots._held])
+    assert slots.pool.num_available + len(slots._held) >= slots.num_seats - len(owned)
+
+
+def check_accounts(kv: KVCacheManager, requests: Iterable[Request]) -> None:
+    """requests: all unfinished ones."""
+    running = [r for r in requests if r.block_tables]
+    for i, pool in enumerate(kv.pools):
+        check_pool(pool, [r.block_tables[i].owned for r in running])
+    if kv.states is not None:
+        check_slots(kv.states, running)
