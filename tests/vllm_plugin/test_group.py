@@ -94,7 +94,7 @@ sys.stdin.read()
     ("sent", "told"), [(signal.SIGKILL, "rank 0 has ended"), (signal.SIGSTOP, "")]
 )
 def test_the_end_of_rank_0(sent, told):
-    """If it ends, its store does.  If it hangs, so do calls of its store: the watchdog kills."""
+    """If rank 0 ends, so does its store.  If rank 0 hangs, the watchdog kills who waits for it."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", _RANK_0], **pipes) as first:
         command = [sys.executable, "-c", _RANK_1, first.stdout.readline()]
