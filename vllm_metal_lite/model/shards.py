@@ -94,32 +94,25 @@ class SummedLinear(nn.Module):
         return y + self["bias"] if "bias" in self else y
 
 
-def _plain(module: nn.Module, ranks: RankGroup) -> nn.Module | None:
+def _plain(module: Any, ranks: RankGroup) -> nn.Module | None:
     """The same as a plain layer; None for any other module."""
-    if isinstance(module, layers.AllToShardedLinear):
-        return _linear(module)
-    if isinstance(module, layers.QuantizedAllToShardedLinear):
-        return _quantized(module)
-    if isinstance(module, layers.ShardedToAllLinear):
-        return SummedLinear(_linear(module, bias=False), module.get("bias"), ranks)
-    if isinstance(module, layers.QuantizedShardedToAllLinear):
-        return SummedLinear(_quantized(module, bias=False), module.get("bias"), ranks)
-    return None
-
-
-def _take(linear: nn.Module, module: nn.Module, bias: bool) -> nn.Module:
-    for name in ("weight", "scales", "biases", "bias"):
-        if name in module and (bias or name != "bias"):
+    linear: nn.Module
+    if isinstance(module, layers.AllToShardedLinear | layers.ShardedToAllLinear):
+        linear = nn.Linear(1, 1, bias=False)
+    elif isinstance(
+        module, layers.QuantizedAllToShardedLinear | layers.QuantizedShardedToAllLinear
+    ):
+        how = module.group_size, module.bits, module.mode
+        linear = nn.QuantizedLinear(module.group_size, 1, False, *how)
+        linear.pop("biases", None)  # its mode has them or not
+    else:
+        return None
+    for name in ("weight", "scales", "biases"):
+        if name in module:
             linear[name] = module[name]
+    bias = module.get("bias")
+    if isinstance(module, layers.ShardedToAllLinear | layers.QuantizedShardedToAllLinear):
+        return SummedLinear(linear, bias, ranks)
+    if bias is not None:
+        linear.bias = bias
     return linear
-
-
-def _linear(module: nn.Module, bias: bool = True) -> nn.Module:
-    return _take(nn.Linear(1, 1, bias=False), module, bias)
-
-
-def _quantized(module: Any, bias: bool = True) -> nn.Module:
-    how = module.group_size, module.bits, module.mode
-    linear = nn.QuantizedLinear(module.group_size, 1, False, *how)
-    linear.pop("biases", None)  # its mode has them or not
-    return _take(linear, module, bias)
