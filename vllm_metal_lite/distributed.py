@@ -98,34 +98,29 @@ def links(size: int, hostfile: str | None) -> Links:
     if hostfile is None:
         nccl = backend.name() == "cuda" and mx.distributed.is_available("nccl")
         return Links("nccl" if nccl else "ring", [[]] * size, [])
+    file = f"METAL_LITE_HOSTFILE {hostfile}"
     try:
         found = json.loads(Path(hostfile).read_text())
         hosts = found["hosts"]
         how = found["backend"] or "ring"
         ips, devices = ([host.get(key, []) for host in hosts] for key in ("ips", "rdma"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ConfigError(
-            f"METAL_LITE_HOSTFILE {hostfile} is not a hostfile of mlx.distributed_config: {e!r}"
-        ) from e
+        raise ConfigError(f"{file} is not a hostfile of mlx.distributed_config: {e!r}") from e
     if len(hosts) != size:
-        raise ConfigError(
-            f"METAL_LITE_HOSTFILE {hostfile} has {len(hosts)} hosts for {size} ranks: one each"
-        )
+        raise ConfigError(f"{file} has {len(hosts)} hosts for {size} ranks: one each")
     if how not in _BACKENDS:
-        raise ConfigError(
-            f"METAL_LITE_HOSTFILE {hostfile} has the backend {how!r}: take one of {_BACKENDS}"
-        )
+        raise ConfigError(f"{file} has the backend {how!r}: take one of {_BACKENDS}")
     if how == "ring":
         if len({len(some) for some in ips}) > 1:
-            raise ConfigError(f"METAL_LITE_HOSTFILE {hostfile}: its hosts need equally many ips")
+            raise ConfigError(f"{file}: its hosts need equally many ips")
         return Links(how, ips, [])
     if not mx.distributed.is_available("jaccl"):
         raise ConfigError(
-            f"METAL_LITE_HOSTFILE {hostfile} asks for {how}, which needs macOS 26.2 and RDMA over "
+            f"{file} asks for {how}, which needs macOS 26.2 and RDMA over "
             "Thunderbolt 5 (ibv_devices lists it)"
         )
     if any(len(row) != size for row in devices):
-        raise ConfigError(f"METAL_LITE_HOSTFILE {hostfile}: each host needs {size} rdma devices")
+        raise ConfigError(f"{file}: each host needs {size} rdma devices")
     return Links(how, [some[:1] for some in ips], devices)
 
 
