@@ -212,7 +212,8 @@ for (int base = begin; base < end; base += KEYS) {
 #pragma unroll
   for (int j = 0; j < SHARE; j++) {
     const int d = j * SIMDGROUPS + simdgroup_index;
-    if (d < DEPTH) {
+    // Known at compile time where all have as many: a branch here costs registers.
+    if (DEPTH % SIMDGROUPS == 0 || d < DEPTH) {
       multiply_blocks<BLOCKS, 1, 8, STRIDE, true>(
           score, query + j * BLOCKS, used, (const threadgroup T*)tile + d * 8, row, col);
     }

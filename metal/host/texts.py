@@ -1,6 +1,7 @@
 """Records which Metal texts MLX would compile for the launches of a program.  No kernel runs."""
 
 import io
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,12 @@ class KernelText(NamedTuple):
     """One text that MLX hands to Metal's compiler, without its prelude.
 
     kernel: the name of the custom kernel.  text: as `mlx_source.generated_source` gives it.
+    threads: of a threadgroup.
     """
 
     kernel: str
     text: str
+    threads: int
 
 
 class _Input(NamedTuple):
@@ -36,6 +39,7 @@ class _Launch(NamedTuple):
     inputs: tuple[_Input, ...]
     template: tuple
     output_dtypes: tuple[mx.Dtype, ...]
+    threads: int
 
 
 class Recording:
@@ -68,6 +72,7 @@ class Recording:
             tuple(_Input(a.dtype, a.ndim, min(a.size, mlx_source.SMALL)) for a in inputs),
             tuple(call.get("template") or ()),
             tuple(call["output_dtypes"]),
+            math.prod(call["threadgroup"]),
         )
         shapes = zip(call["output_shapes"], call["output_dtypes"], strict=True)
         outputs = [mx.zeros(shape, dtype) for shape, dtype in shapes]
@@ -108,4 +113,4 @@ def _text(launch: _Launch) -> KernelText:
     text = mlx_source.generated_source(
         definition, launch.inputs, launch.template, launch.output_dtypes
     )
-    return KernelText(definition["name"], text)
+    return KernelText(definition["name"], text, launch.threads)

@@ -45,7 +45,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sessions = (Session(m, how, 64).texts() for m in MODELS for how in ("gather", "varlen"))
     texts = list(dict.fromkeys([*all_texts(), *(text for of in sessions for text in of)]))
-    for kernel, text in texts:
+    for kernel, text, _ in texts:
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         (folder / f"{kernel}-{digest}.metal").write_text(prelude() + text, encoding="utf-8")
     print(f"{len(texts)} texts in {folder}")
