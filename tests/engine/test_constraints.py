@@ -61,7 +61,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     }
     wanted = {name: int(rng.integers(1, 30)) for name in slots}
     constrained(engine, slots)
-    forward, failing = engine.runner._forward, set(rng.integers(0, 60, 2).tolist())
+    forward, failing = engine.runner._run, set(rng.integers(0, 60, 2).tolist())
     count = iter(range(10**6))
 
     def sometimes(step):
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
             raise MemoryError("no memory for this step")
         return forward(step)
 
-    engine.runner._forward = sometimes
+    engine.runner._run = sometimes
     done = {}
     for request_id, prompt in zip(slots, prompts, strict=True):
         engine.add_request(request_id, prompt, greedy(wanted[request_id], ignore_eos=True))

@@ -106,9 +106,9 @@ class ArrayStepAttention(ReferenceStepAttention):
 class ArrayRunner(ModelRunner):
     """The state's arrays are the store's between two steps: tests look at them there."""
 
-    def _forward(self, step):
+    def _prepare(self, batch, after):
         self._state = self.attention.store.arrays
-        return super()._forward(step)
+        return super()._prepare(batch, after)
 
     def _submit(self, result, state):
         super()._submit(result, state)

@@ -69,10 +69,9 @@ def _transposed(linear: nn.Linear) -> mx.array:
 
 def _fused(base: type, product: str) -> type:
     """The class, with the method `product` by `_product`."""
-    original = getattr(base, product)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
-        return _product(self, x, partial(original, self))
+        return _product(self, x, partial(getattr(base, product), self))
 
     return type(base.__name__, (base,), {product: call})
 
