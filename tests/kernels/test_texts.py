@@ -22,6 +22,6 @@ TEXTS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_texts_of_a_session(model, way):
     texts = Session(model, *WAYS[way]).texts()
-    constant = {name for _, text in texts for name in CONSTANT.findall(text)}
+    constant = {name for _, text, _ in texts for name in CONSTANT.findall(text)}
     assert {name for name in constant if not name.endswith("_shape")} <= {"leader"}
     assert len(texts) == TEXTS[model][way], count(texts)
