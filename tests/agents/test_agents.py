@@ -60,7 +60,7 @@ def check(session: Session, agents: Sequence[Agent], words: Sequence[str]) -> No
 @pytest.mark.parametrize(
     ("template", "hybrid", "thoughts"),
     [
-        ("Qwen-Qwen3-4B-Instruct-2507", False, ""),
+        pytest.param("Qwen-Qwen3-4B-Instruct-2507", False, "", marks=pytest.mark.thorough),
         ("Qwen3.5-4B", True, "I look at the file first,\nand then I go on."),
     ],
     ids=["attention", "hybrid"],

@@ -65,9 +65,9 @@ def stopped(pid: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("number", "group", "code"),
     [
-        pytest.param(signal.SIGTERM, False, 0, id="SIGTERM", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, False, 0, id="SIGTERM", marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, True, 0, id="SIGTERM to all"),
-        pytest.param(signal.SIGINT, True, 130, id="Ctrl-C", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, True, 130, id="Ctrl-C", marks=pytest.mark.thorough),
     ],
 )
 def test_the_answers_under_way_are_finished(tmp_path, number, group, code):
