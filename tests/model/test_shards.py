@@ -62,7 +62,10 @@ def answers(ranks, models):
 
 @pytest.mark.parametrize(
     ("size", "models"),
-    [(2, MODELS), pytest.param(4, {"qwen3": {"num_key_value_heads": 4}}, marks=pytest.mark.thorough)],
+    [
+        (2, MODELS),
+        pytest.param(4, {"qwen3": {"num_key_value_heads": 4}}, marks=pytest.mark.thorough),
+    ],
 )
 def test_several_ranks_answer_as_one(size, models):
     results, whole = rank_processes.run(f"{HERE}:answers", size, models), answers(ALONE, models)
