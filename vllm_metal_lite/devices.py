@@ -27,13 +27,13 @@ class DeviceProfile:
     decode_fill: int = 128
     # Tokens: the shortest context worth splitting, as splits must be merged.
     min_split_context: int = 1024
-    # Keys: the fewest in a split, and the largest split that gets a smaller threadgroup.
+    # The fewest keys in a split; the most keys in a split that gets a smaller threadgroup.
     min_split_keys: int = 256
     few_keys: int = 512
     # Threadgroups of `shared_prefix` that keep the device busy.  Each uses more memory than one of
     # `paged_decode`, and waits for one tile of keys at a time.
     prefix_fill: int = 128
-    # Keys: the fewest in a split of a shared prefix.
+    # The fewest keys in a split of a shared prefix.
     min_prefix_split_keys: int = 128
     # Rows from which a simdgroup of `rope_write` handles several heads.  With fewer rows,
     # parallelism is worth more than sharing a sine between heads.

@@ -68,7 +68,7 @@ def powers_of_two(count: int) -> np.ndarray:
 def permuted_blocks(
     rng: np.random.Generator, seq_lens: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, int]:
-    """Block tables, and the slots of their store; two blocks are nobody's."""
+    """Block tables, and the slots of their store; two blocks have no owner."""
     counts = -(-seq_lens // block_size)
     free = rng.permutation(counts.sum() + 2).astype(np.int32)
     tables = np.zeros((len(counts), counts.max(initial=1)), np.int32)

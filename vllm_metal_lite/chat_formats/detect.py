@@ -67,7 +67,7 @@ _SHOWN: Sequence[tuple[ChatFormat, tuple[str, ...]]] = (
     (HERMES, ("<tool_call>",)),
     (TOOL_CALLS, ("<tool_calls>", "</tool_calls>")),
 )
-# Some of its templates show tools and write no calls: then the vocabulary tells.
+# Some of its templates list tools but write no calls.  Then the vocabulary decides.
 _LFM2_TOKENS = "<|tool_call_start|>", "<|tool_call_end|>"
 
 FORMATS: dict[str, ChatFormat] = {

@@ -63,7 +63,7 @@ class Reader:
             self._has_call = self._has_call or isinstance(event, ToolCallEnd)
         if reason is not None and self._parser is not None:
             events += (last := self._parser.close())
-            # A call that is cut short does not count: it must not run.
+            # A truncated call does not count, because the client must not run it.
             self._has_call = self._has_call or ToolCallEnd(is_whole=True) in last
         is_over, is_whole = reason is not None, reason == "stop"
         if not self._parallel and (count := _up_to_first_call(events)):

@@ -67,7 +67,7 @@ class RotaryKeys(Handle):
 
 
 class LatentScores(Handle):
-    """q_pe @ k_pe of a layer, left to our attention: q_pe (N, H, 1, rope_dim)."""
+    """Stands for q_pe @ k_pe, which our attention computes.  q_pe: (N, H, 1, rope_dim)."""
 
     def __init__(self, cache: "PagedLayerCache", q_pe: mx.array) -> None:
         super().__init__(cache)
