@@ -20,6 +20,7 @@ LAYERS = (
     ("structured_params",),
     ("batch", "config", "outputs", "sampling_params"),
     ("scheduler",),
+    ("speculation",),
     # From here on modules may know MLX.
     ("backend",),
     ("distributed",),

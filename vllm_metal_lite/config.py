@@ -9,6 +9,7 @@ PREFILL_POLICIES = ("mixed", "alternate", "whole")
 BLOCK_SIZES = (8, 16, 32)
 ATTENTION = ("auto", "reference", "kernels")
 KV_BITS = (8, 4)
+SPECULATE = ("off", "auto")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 # Most tokens of a chunk times tokens of context before it.  One step's attention grows with this
@@ -36,6 +37,7 @@ ENGINE_RULES = {
     "dtype": choice(*DTYPES),
     "kv_bits": choice(*KV_BITS, optional=True),
     "attention": choice(*ATTENTION),
+    "speculate": choice(*SPECULATE),
     "seed": integer(0),
     "trust_remote_code": switch(),
 }
@@ -55,6 +57,8 @@ class EngineConfig:
     dtype "auto": what the weights have on a GPU, float32 (quantised weights expanded) on a CPU.
     kv_bits: keep K and V in 8 or 4 bits a value (see `kv/row_format.py`); None: as they are.
     attention "auto": the kernels of metal/ on a GPU where they agree with the reference there.
+    speculate "auto": compute several tokens of an answer in one step where it repeats earlier text
+    and that is faster; the tokens stay the same (docs/speculation.md).
     trust_remote_code: run Python code that comes with a model, such as its tokenizer's.
     """
 
@@ -71,6 +75,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_bits: int | None = None
     attention: str = "auto"
+    speculate: str = "off"
     seed: int = 0
     trust_remote_code: bool = False
 

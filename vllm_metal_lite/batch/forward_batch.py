@@ -9,6 +9,9 @@ PAD_SLOT = -1  # slot_mapping value of a row whose K and V are not kept
 # A token that a step in flight samples: the host does not have it yet.
 UNKNOWN_TOKEN = -1
 
+# Behind a sampled row that no draft follows.
+NO_DRAFT = -1
+
 # As the state slot that a segment starts from: a state of zeros.
 EMPTY_SLOT = -1
 
@@ -30,9 +33,11 @@ class ForwardBatch:
     (EMPTY_SLOT: zeros), and write the state after it.  checkpoints: (C, 3) int32, (segment, packed
     row, slot): `slot` also takes the segment's state before this row, which is not its first.
     logits_indices: (T + P,) int32, rows that get logits: first the last row of each *terminal*
-    segment (one that reaches the last known token), then the rows that score the next prompt token
-    for prompt log-probabilities.
-    sample_segments: (T,) int32, the terminal segments, in order.
+    segment (one that reaches the last known token) and the rows of its drafts, then the rows that
+    score the next prompt token for prompt log-probabilities.
+    sample_segments: (T,) int32, the terminal segments, in order, once a row.
+    draft_token_ids: (T,) int32, the draft that the row after this one holds, or NO_DRAFT behind the
+    last row of a segment; empty for a step without drafts.
     prompt_targets: (P,) int32, the token that each of the P extra rows scores;
     prompt_segments: (P,) int32, the segment of each.
     other_tables: with several KV groups (scheduler/kv_groups.py), the block tables of each group
@@ -55,6 +60,7 @@ class ForwardBatch:
     final_slots: np.ndarray = field(default_factory=_NONE.copy)
     checkpoints: np.ndarray = field(default_factory=_NO_CHECKPOINTS.copy)
     other_tables: tuple[np.ndarray, ...] = ()
+    draft_token_ids: np.ndarray = field(default_factory=_NONE.copy)
 
     @property
     def by_group(self) -> tuple["ForwardBatch", ...]:
@@ -77,7 +83,7 @@ class ForwardBatch:
 
     @property
     def sampled_rows(self) -> np.ndarray:
-        """(T,) int32, `req_indices` of the terminal segments."""
+        """(T,) int32, `req_indices` of the sampled rows."""
         return self.req_indices[self.sample_segments]
 
     @property

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import (
+    EMPTY_SLOT,
+    NO_DRAFT,
+    UNKNOWN_TOKEN,
+    ForwardBatch,
+)
 from vllm_metal_lite.batch.segment_state import SegmentState
 
 _NONE = np.zeros(0, np.int32)
@@ -81,8 +86,11 @@ class InputBatch:
         self.token_ids[req_indices, at] = np.where(last == UNKNOWN_TOKEN, token_ids, last)
 
     def replace_unknown(self, req_index: int, token_ids: Sequence[int]) -> None:
-        """Replace a final UNKNOWN_TOKEN by tokens that are known without the step in flight."""
+        """Replace a final UNKNOWN_TOKEN by one or more tokens.  A row that ends in another token
+        stays unchanged."""
         start = self.num_tokens[req_index] - 1
+        if self.token_ids[req_index, start] != UNKNOWN_TOKEN:
+            return
         end = start + len(token_ids)
         self.token_ids[req_index, start:end] = token_ids
         self.num_tokens[req_index] = end
@@ -97,11 +105,14 @@ class InputBatch:
         num_computed: np.ndarray,
         num_scheduled: np.ndarray,
         states: Sequence[SegmentState] | None = None,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> ForwardBatch:
         """Gather a step from the table.
 
         req_indices, num_computed, num_scheduled: (S,) int; segments of length 1 must come first.
         states: the state slots of each segment; None: a request's slot is its row.
+        drafts: the draft tokens at the end of each segment, behind its last known token; None:
+        there are none.
         """
         bs = self.block_size
         q_lens = num_scheduled.astype(np.int32)
@@ -112,7 +123,20 @@ class InputBatch:
         positions += np.arange(cu[-1], dtype=np.int32) - cu[segment]
         row = req_indices[segment]
         seq_lens = (num_computed + num_scheduled).astype(np.int32)
-        terminal = np.flatnonzero(seq_lens == self.num_tokens[req_indices]).astype(np.int32)
+        known, draft_token_ids = self.num_tokens[req_indices], _NONE
+        if drafts is not None:
+            for seat, start, draft in zip(req_indices, known, drafts, strict=True):
+                self.token_ids[seat, start : start + len(draft)] = draft
+            num_drafts = np.array([len(draft) for draft in drafts], np.int32)
+            terminal = np.flatnonzero(seq_lens - num_drafts == known).astype(np.int32)
+            samples, terminal = _sampled_rows(cu, terminal, num_drafts)
+            follows = np.append(terminal[1:] == terminal[:-1], False)
+            draft_token_ids = np.full(len(samples), NO_DRAFT, np.int32)
+            at = samples[follows] + 1
+            draft_token_ids[follows] = self.token_ids[req_indices[segment[at]], positions[at]]
+        else:
+            terminal = np.flatnonzero(seq_lens == known).astype(np.int32)
+            samples = cu[1:][terminal] - 1
 
         scored = prompt_targets = prompt_segments = _NONE
         if (self.prompt_logprobs_from[req_indices] < _NEVER).any():
@@ -139,7 +163,7 @@ class InputBatch:
             req_indices=req_indices.astype(np.int32),
             block_size=bs,
             num_decodes=int((np.cumprod(q_lens == 1)).sum()),
-            logits_indices=np.concatenate([cu[1:][terminal] - 1, scored]),
+            logits_indices=np.concatenate([samples, scored]),
             sample_segments=terminal,
             prompt_targets=prompt_targets,
             prompt_segments=prompt_segments,
@@ -147,7 +171,20 @@ class InputBatch:
             final_slots=final,
             checkpoints=checkpoints,
             other_tables=tuple(other_tables),
+            draft_token_ids=draft_token_ids,
         )
+
+
+def _sampled_rows(
+    cu_seqlens: np.ndarray, terminal: np.ndarray, num_drafts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The packed rows of terminal segments that are sampled, each one's last 1 + num_drafts, and
+    the segment of each row."""
+    counts = 1 + num_drafts[terminal]
+    ends = np.cumsum(counts)
+    segments = np.repeat(terminal, counts)
+    behind = np.repeat(ends, counts) - np.arange(len(segments))  # rows to the segment's end
+    return (cu_seqlens[1:][segments] - behind).astype(np.int32), segments
 
 
 def _slots(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling.masks import TokenMasks, pack_mask
@@ -65,18 +65,38 @@ class Constraints:
     def __contains__(self, request: Request) -> bool:
         return request in self._of
 
-    def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
-        """The tokens that the rows of a step may sample.  requests: of each row.
+    def num_allowed(self, request: Request, draft: Sequence[int]) -> int:
+        """How many tokens of a draft a request's constraint accepts."""
+        if (entry := self._of.get(request)) is None:
+            return len(draft)
+        constraint, bits, count = entry.constraint, self._no_bits(), 0
+        for token in draft:
+            if constraint.fill(bits) and not bits[token // 32] >> (token % 32) & 1:
+                break
+            constraint.accept(token)
+            count += 1
+        if count:
+            constraint.rollback(count)
+        return count
+
+    def _no_bits(self) -> np.ndarray:
+        return np.zeros(-(-self._vocab_size // 32), np.uint32)
+
+    def masks(self, requests: Sequence[Request], drafts: Sequence[int] = ()) -> TokenMasks | None:
+        """The tokens that the rows of a step may sample.  requests: of each row.  drafts: see
+        ForwardBatch.draft_token_ids.
 
         Sets `forced_token_ids` of requests whose next tokens are known.
         """
+        if len(drafts):
+            return self._masks_of_drafts(requests, drafts)
         rows, masks = [], []
         for row, request in enumerate(requests):
             if (entry := self._of.get(request)) is None:
                 continue
             forced = entry.constraint.forced() if entry.packs else []
             request.forced_token_ids = forced if len(forced) >= MIN_FORCED else []
-            bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
+            bits = self._no_bits()
             if request.forced_token_ids:
                 bits = pack_mask(forced[:1], self._vocab_size)
             elif not entry.constraint.fill(bits):
@@ -85,16 +105,37 @@ class Constraints:
             masks.append(bits)
         return TokenMasks(np.array(rows), np.stack(masks)) if rows else None
 
+    def _masks_of_drafts(
+        self, requests: Sequence[Request], drafts: Sequence[int]
+    ) -> TokenMasks | None:
+        """Each row under the constraint as it is behind the drafts before the row."""
+        rows, masks, depth = [], [], 0
+        for row, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+            if (entry := self._of.get(request)) is None:
+                continue
+            request.forced_token_ids = []
+            bits = self._no_bits()
+            if entry.constraint.fill(bits):
+                rows.append(row)
+                masks.append(bits)
+            if draft != NO_DRAFT:
+                entry.constraint.accept(draft)
+                depth += 1
+            elif depth:
+                entry.constraint.rollback(depth)
+                depth = 0
+        return TokenMasks(np.array(rows), np.stack(masks)) if rows else None
+
     def accept(self, output: SchedulerOutput, result: StepResult) -> None:
         """Record the tokens of a step after `Scheduler.advance`; waits for them.  Once a step."""
         if output is self._accepted or not self._of:
             return
-        self._accepted, undrawn = output, result.undrawn
-        for row, request in enumerate(output.terminal):
+        self._accepted = output
+        for rows, request in zip(result.live_rows, output.terminal, strict=True):
             # A token that is known here was forced, and is recorded.
-            is_new = request.token_ids[-1] == UNKNOWN_TOKEN and row not in undrawn
+            is_new = request.token_ids[-1] == UNKNOWN_TOKEN
             if is_new and (entry := self._of.get(request)) is not None:
-                entry.accept(result.token_ids[row : row + 1].tolist())
+                entry.accept(int(result.token_ids[r]) for r in rows if r not in result.undrawn)
 
     def accept_forced(self, request: Request, token_ids: Sequence[int]) -> None:
         """Record forced tokens that `Scheduler.advance` appended."""

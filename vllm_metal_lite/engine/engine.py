@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
@@ -32,6 +33,7 @@ from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.memory import set_memory_limits, size_store
 from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
+from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.runner.runner import ModelRunner, StatesLost
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler, validate
@@ -40,6 +42,7 @@ from vllm_metal_lite.scheduler.counts import count
 from vllm_metal_lite.scheduler.request import Request, RequestStatus
 from vllm_metal_lite.scheduler.scheduler import Scheduler
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,8 @@ class LLMEngine:
             shares_in_step=not model.packed.reads_store,
         )  # fmt: skip
         self.constraints = Constraints(model.vocab_size)
+        self.speculator = Speculator(self._tokens_of) if self.config.speculate == "auto" else None
+        self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
         self._arrivals = itertools.count()
@@ -208,11 +213,12 @@ class LLMEngine:
         """
         try:
             if not self._outputs:
-                self._launch(self.scheduler.schedule())
+                self._launch(self.scheduler.schedule(self._propose))
             if not self._outputs:
+                self._last_end = None
                 return []
             self._advance(self._outputs[0])
-            if self.async_scheduling and not self.scheduler.may_preempt():
+            if self._may_run_ahead(self._outputs[0]):
                 self._launch(self.scheduler.schedule())
             step = self.pipeline.finish()
         except StatesLost:  # a kernel has given way, so this happens once a kernel
@@ -226,6 +232,26 @@ class LLMEngine:
             logger.warning(f"a step failed after its requests were aborted: {one_line(e)}")
             return self.step()  # no step is in flight now, so this happens once
         return self._finish(self._outputs.popleft(), step)
+
+    def _may_run_ahead(self, output: SchedulerOutput) -> bool:
+        """Whether the next step may be launched before the tokens of `output` are known."""
+        if not self.async_scheduling or output.has_drafts or self.scheduler.may_preempt():
+            return False
+        return self.speculator is None or not self.speculator.wants(self.scheduler.decoding)
+
+    def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        """The drafts of decodes (`scheduler.drafts`), cut where the request's constraint ends
+        them."""
+        if self.speculator is None:
+            return [[] for _ in wanted]
+        drafts = self.speculator.propose(wanted)
+        known = [(request, draft) for (request, _), draft in zip(wanted, drafts, strict=True)]
+        return [draft[: self.constraints.num_allowed(request, draft)] for request, draft in known]
+
+    def _tokens_of(self, request: Request) -> np.ndarray:
+        row = request.req_index
+        known = self.inputs.token_ids[row, : self.inputs.num_tokens[row]]
+        return known[:-1] if known[-1] == UNKNOWN_TOKEN else known
 
     def _launch(self, output: SchedulerOutput) -> None:
         """Submit a step; it may extend the tokens of the step in flight."""
@@ -241,19 +267,20 @@ class LLMEngine:
             np.array([s.num_computed for s in output.segments]),
             np.array([s.num_scheduled for s in output.segments]),
             [s.state for s in output.segments if s.state is not None] or None,
+            [s.draft_token_ids for s in output.segments] if output.has_drafts else None,
         )
         scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
         requests = [output.segments[i].request for i in batch.sample_segments]
         masks = None
         if any(request in self.constraints for request in requests):
-            masks = partial(self._masks, requests)
+            masks = partial(self._masks, requests, batch.draft_token_ids.tolist())
         self.pipeline.launch(batch, scored, masks)
 
-    def _masks(self, requests: list[Request]) -> TokenMasks | None:
+    def _masks(self, requests: list[Request], drafts: list[int]) -> TokenMasks | None:
         """The tokens that constraints allow in the rows of a step that is being launched."""
         if self.pipeline.steps:
             self.constraints.accept(self._outputs[0], self.pipeline.steps[0].result)
-        return self.constraints.masks(requests)
+        return self.constraints.masks(requests, drafts)
 
     def _advance(self, output: SchedulerOutput) -> None:
         """Make room for the tokens of a step in flight."""
@@ -283,11 +310,10 @@ class LLMEngine:
         """Record a completed step; returns the requests that got a token."""
         batch, result = step.batch, step.result
         self.constraints.accept(output, result)
-        tokens = result.token_ids.tolist()
-        self.scheduler.update(output, tokens)
         finished = RequestStatus.FINISHED
         # False: the request ended while the step was in flight; ignore its row.
         goes_on = [request.status is not finished for request in output.terminal]
+        self._record(output, result)
         self._count(output, output.num_decodes - sum(goes_on[: output.num_decodes]))
         if result.prompt_logprobs is not None:
             for row, i in enumerate(batch.prompt_segments.tolist()):
@@ -296,23 +322,52 @@ class LLMEngine:
                     answer = self._answers[request.request_id]
                     answer.append_prompt_logprobs(result.prompt_logprobs, row)
         reports: dict[str, RequestOutput] = {}
-        undrawn = result.undrawn
-        for row, request in enumerate(output.terminal):
-            if not goes_on[row]:
+        for i, request in enumerate(output.terminal):
+            if not goes_on[i]:
                 continue
             answer = self._answers[request.request_id]
-            if row in undrawn:
-                ended = answer.fail(undrawn[row])
-            else:
-                if result.logprobs is not None:
-                    answer.append_logprobs(result.logprobs, row)
-                ended = answer.extend()
-            if ended:
+            if self._extend(answer, result, result.live_rows[i]):
                 self._end(answer)
             reports[answer.result.request_id] = answer.result
         if self.on_step is not None:
             self.on_step(output)
         return list(reports.values())
+
+    def _record(self, output: SchedulerOutput, result: StepResult) -> None:
+        """Tell the scheduler the step's tokens, and the sampler those of requests with drafts."""
+        tokens, live = result.token_ids.tolist(), result.live_rows
+        first = [tokens[rows.start] for rows in live]
+        now = time.monotonic()
+        if not output.has_drafts:
+            self.scheduler.update(output, first)
+            counts = []
+        else:
+            drawn = {
+                request: [tokens[row] for row in rows if row not in result.undrawn]
+                for request, rows in zip(output.terminal, live, strict=True)
+            }
+            self.scheduler.update(output, first, {r: tokens[1:] for r, tokens in drawn.items()})
+            for request, known in drawn.items():
+                if request.req_index is not None:
+                    self.sampler.accept(request.req_index, known)
+            drafted = (s.request for s in output.segments if s.draft_token_ids)
+            counts = [max(len(drawn[request]) - 1, 0) for request in drafted]
+        if self.speculator is not None:
+            seconds = None if self._last_end is None else now - self._last_end
+            self.speculator.note(output, counts, seconds)
+        self._last_end = now
+
+    def _extend(self, answer: Answer, result: StepResult, rows: range) -> bool:
+        """Give an answer the tokens of its rows; True when one ends the answer."""
+        for row in rows:
+            if row in result.undrawn:
+                return answer.fail(result.undrawn[row])
+            if result.logprobs is not None:
+                answer.append_logprobs(result.logprobs, row)
+            ended = answer.append(int(result.token_ids[row])) if len(rows) > 1 else answer.extend()
+            if ended:
+                return True
+        return False
 
     def _seat(self, output: SchedulerOutput) -> None:
         """Give admitted requests rows in the table and the sampler; append new blocks."""
@@ -341,6 +396,8 @@ class LLMEngine:
         )  # fmt: skip
 
     def _unseat(self, request: Request) -> None:
+        if self.speculator is not None:
+            self.speculator.forget(request)
         if request.req_index is not None:
             self.inputs.remove(request.req_index)
             self.sampler.remove(request.req_index)
@@ -365,9 +422,10 @@ class LLMEngine:
         prefills = output.segments[output.num_decodes :]
         again = sum(s.num_computed >= s.request.num_prompt_tokens for s in prefills)
         decodes = output.num_decodes + again  # again: resumed past the prompt, after preemption
+        drafts = sum(len(s.draft_token_ids) for s in prefills)
         self._counts["steps"] += 1
         self._counts["decode_tokens"] += decodes - num_dropped
-        self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes
+        self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes - drafts
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and those that running requests would leave."""

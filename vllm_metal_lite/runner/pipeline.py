@@ -66,7 +66,13 @@ class Pipeline:
         """Wait for the oldest step, which must be advanced, and fill in its tokens."""
         step = self.steps[0]
         step.result.wait()
-        self.inputs.fill_tokens(step.batch.sampled_rows, step.result.token_ids)
+        rows, token_ids = step.batch.sampled_rows, step.result.token_ids
+        if len(step.batch.draft_token_ids):
+            for live in step.result.live_rows:
+                drawn = token_ids[live.start : live.stop].tolist()
+                self.inputs.replace_unknown(int(rows[live.start]), drawn)
+        else:
+            self.inputs.fill_tokens(rows, token_ids)
         return self.steps.popleft()
 
     def clear(self) -> None:

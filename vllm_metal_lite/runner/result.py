@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_metal_lite.attention.base import Step, pad_rows
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN
 from vllm_metal_lite.sampling.logits import Logprobs
 
 
@@ -18,6 +18,7 @@ class StepResult:
     token_ids: (T,) int32, one per terminal segment.  logprobs, prompt_logprobs: None unless
     requested.
     undrawn: row -> `undrawn.MASKED` or NAN, for rows without a token; their token_ids are 0.
+    draft_token_ids: see ForwardBatch.
     for_host: the tokens that the host reads; the next step reads `sampled`.
     written: arrays that exist once the step has written to the store.
     arrays: the arrays to wait for: the values, or `written` if the step has none.  If both are
@@ -35,8 +36,10 @@ class StepResult:
         prompt_logprobs: Logprobs[mx.array] | None,
         for_host: mx.array | None = None,
         written: Sequence[mx.array] = (),
+        draft_token_ids: np.ndarray | None = None,
     ) -> None:
         self._req_indices, self._sampled = req_indices, sampled
+        self._drafts = [] if draft_token_ids is None else draft_token_ids.tolist()
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self.arrays = [] if sampled is None else [sampled if for_host is None else for_host]
         self.arrays += [*(logprobs or ()), *(prompt_logprobs or ())]
@@ -59,6 +62,21 @@ class StepResult:
     @cached_property
     def token_ids(self) -> np.ndarray:
         return np.maximum(self._reported, 0)
+
+    @cached_property
+    def live_rows(self) -> list[range]:
+        """The rows of each terminal segment whose tokens count: the first, and each further row
+        while the token before it is the draft that the row was computed from."""
+        if not self._drafts:
+            return [range(row, row + 1) for row in range(len(self._req_indices))]
+        rows, first, tokens = [], 0, self._reported.tolist()
+        while first < len(tokens):
+            last = first
+            while self._drafts[last] != NO_DRAFT and tokens[last] == self._drafts[last]:
+                last += 1
+            rows.append(range(first, last + 1))
+            first = self._drafts.index(NO_DRAFT, last) + 1
+        return rows
 
     @cached_property
     def undrawn(self) -> dict[int, int]:

@@ -78,9 +78,9 @@ class ModelRunner:
 
         grammar: the tokens allowed in some of the T sampled rows, or a function that makes them
         while the device runs the forward; it may be called again.  after: the previous step, which
-        holds the tokens that are unknown on the host.  Raises if this step is invalid, or if the
-        previous step failed before the host waited for it.  A kernel that fails gives way
-        (`Path.without`).
+        holds the tokens that are unknown on the host; it has no drafts.  Raises if this step is
+        invalid, or if the previous step failed before the host waited for it.  A kernel that fails
+        gives way (`Path.without`).
         """
         store = self.attention.store
         batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)
@@ -154,7 +154,9 @@ class ModelRunner:
                 if callable(grammar):
                     self._start(logits, state)
                     grammar = grammar()
-                output = self.sampler(logits[:num_sampled], req_indices, grammar)
+                output = self.sampler(
+                    logits[:num_sampled], req_indices, grammar, batch.draft_token_ids
+                )
                 sampled, logprobs, for_host = output.token_ids, output.logprobs, output.for_host
             if len(batch.prompt_targets):
                 targets = mx.array(batch.prompt_targets)
@@ -162,7 +164,9 @@ class ModelRunner:
                 scored = prompt_logprobs(rows, targets, num_prompt_logprobs)
             # Where steps overlap, waiting for a step must not mean waiting for the next one too.
             written = state[:1] if self.attention.overlaps else ()
-            result = StepResult(req_indices, sampled, logprobs, scored, for_host, written)
+            result = StepResult(
+                req_indices, sampled, logprobs, scored, for_host, written, batch.draft_token_ids
+            )
             self._submit(result, state)
         except BaseException:
             self.sampler.state = before

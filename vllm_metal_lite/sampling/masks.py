@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.sampling.drafts import Drafts
 
 _ANY, _NOTHING = -1, -2  # in a word's prefix: any token; among recent tokens: no token yet
 
@@ -97,6 +98,8 @@ class BadWordsPlan:
     """The W bad words of a step's rows.  rows, last, slots: (W,); prefix: (W, L).
 
     members, member_rows: (M,), the requests with bad words, and their rows in the batch.
+    drafts: (W, K) int32, the drafts before each word's row, padded behind, and depth: (W, 1), their
+    number; None: no drafts.
     """
 
     rows: mx.array
@@ -105,6 +108,7 @@ class BadWordsPlan:
     prefix: mx.array
     members: mx.array
     member_rows: mx.array
+    drafts: tuple[mx.array, mx.array] | None
 
 
 class BadWords:
@@ -142,7 +146,7 @@ class BadWords:
     def remove(self, req_index: int) -> None:
         self._words.pop(req_index, None)
 
-    def plan(self, req_indices: np.ndarray) -> BadWordsPlan | None:
+    def plan(self, req_indices: np.ndarray, drafts: Drafts | None) -> BadWordsPlan | None:
         """The bad words of these rows; None if there are none."""
         members = [(row, r) for row, r in enumerate(req_indices.tolist()) if r in self._words]
         if not members:
@@ -161,11 +165,16 @@ class BadWords:
             prefix=mx.array(np.concatenate(padded)),
             members=mx.array(slots),
             member_rows=mx.array(rows),
+            drafts=drafts and drafts.matrix(np.repeat(rows, counts)),
         )
 
     def ban(self, x: mx.array, plan: BadWordsPlan) -> mx.array:
         """Logits (T, V) float32 with -inf for tokens that would complete a bad word."""
         recent = self.recent[plan.slots]
+        if plan.drafts is not None:
+            drafts, depth = plan.drafts
+            at = depth + mx.arange(recent.shape[1])
+            recent = mx.take_along_axis(mx.concatenate([recent, drafts], 1), at, 1)
         said = ((plan.prefix == _ANY) | (plan.prefix == recent)).all(-1)
         return x.at[plan.rows, plan.last].add(mx.where(said, -mx.inf, 0.0))
 
@@ -177,3 +186,10 @@ class BadWords:
         self.recent = mx.put_along_axis(
             self.recent, plan.members[:, None], mx.concatenate([recent, drawn], 1), axis=0
         )
+
+    def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
+        """Record a request's tokens of a step with drafts."""
+        if req_index in self._words:
+            length = self.recent.shape[1]
+            tail = mx.concatenate([self.recent[req_index], mx.array(token_ids, mx.int32)])
+            self.recent[req_index] = tail[-length:]

@@ -21,6 +21,7 @@ from vllm_metal_lite.distributed import ALONE, RankGroup
 from vllm_metal_lite.errors import Option, SamplingError, show
 from vllm_metal_lite.sampling import logits as ops
 from vllm_metal_lite.sampling import undrawn
+from vllm_metal_lite.sampling.drafts import NO_DRAFTS, Drafts
 from vllm_metal_lite.sampling.logits import Logprobs
 from vllm_metal_lite.sampling.masks import (
     BadWords,
@@ -81,7 +82,8 @@ class _Penalties:
     """Penalties of R rows; None omits an operation.
 
     slots: (R,) their rows of `seen`; all_slots: these are all, in order.  rows: (R,) their rows in
-    the batch, None: all.  The others are (R, 1).
+    the batch, None: all.  drafts: (row of R, token) of the drafts before each row; None: no drafts.
+    The others are (R, 1).
     """
 
     slots: mx.array
@@ -90,6 +92,7 @@ class _Penalties:
     repetition: mx.array | None
     frequency: mx.array | None
     presence: mx.array | None
+    drafts: tuple[mx.array, mx.array] | None
 
 
 @dataclass
@@ -285,14 +288,20 @@ class Sampler:
         self._plan = None
 
     def __call__(
-        self, logits: mx.array, req_indices: np.ndarray, grammar: TokenMasks | None = None
+        self,
+        logits: mx.array,
+        req_indices: np.ndarray,
+        grammar: TokenMasks | None = None,
+        draft_token_ids: np.ndarray = NO_DRAFTS,
     ) -> SamplerOutput:
         """Choose the next token of each row; lazy: nothing is evaluated.
 
         logits: (T, V) float32, float16 or bfloat16.  req_indices: (T,) int, the request of each
-        row, all distinct.  Counts one more generated token for each.  If any request wants
-        logprobs, all rows get the largest number requested.  grammar: the tokens a grammar allows
-        some rows in this step, applied before logprobs.
+        row, all distinct but for drafts.  Counts one more generated token for each.  If any request
+        wants logprobs, all rows get the largest number requested.  grammar: the tokens a grammar
+        allows some rows in this step, applied before logprobs.
+        draft_token_ids: see ForwardBatch; empty: no drafts.  A row behind drafts is sampled as if
+        these were the request's tokens.  With drafts nothing is counted: `accept` follows.
         """
         if logits.shape != (len(req_indices), self.vocab_size):
             raise ValueError(
@@ -300,7 +309,8 @@ class Sampler:
             )
         if not len(req_indices):
             return SamplerOutput(mx.zeros(0, mx.int32), None)
-        plan = self._plan_for(req_indices)
+        drafts = Drafts.of(draft_token_ids) if len(draft_token_ids) else None
+        plan = self._plan_for(req_indices, drafts)
         if grammar is not None:
             logits = DeviceMasks(grammar, len(req_indices)).apply(logits)
         x = logits
@@ -318,7 +328,8 @@ class Sampler:
         if plan.temperature is not None:
             x = x.astype(mx.float32)
             table = self._rows[req_indices]
-            counter = table["num_generated"].astype(np.uint64) * _STEP
+            count = table["num_generated"].astype(np.uint64)
+            counter = (count if drafts is None else count + drafts.depth) * _STEP
             keys = mx.array(_mix(table["seed"] + counter).view(np.uint32).reshape(-1, 2))
             bits = ops.random_bits(keys, self.vocab_size)
             if plan.filters:
@@ -328,20 +339,36 @@ class Sampler:
                 x = ops.perturb(x, bits, plan.temperature)
         token_ids = self._ranks.first_array(ops.argmax(x).view(mx.int32))
         for_host = undrawn.mark(x, token_ids)
-        if penalties is not None:
+        if drafts is None:
+            self._count(token_ids, req_indices, plan)
+        logprobs = None
+        if plan.num_logprobs >= 0:
+            logprobs = ops.gather_logprobs(logits, token_ids, plan.num_logprobs, plan.named)
+        return SamplerOutput(token_ids, logprobs, for_host)
+
+    def _count(self, token_ids: mx.array, req_indices: np.ndarray, plan: _Plan) -> None:
+        """Count the step's tokens, one a request, which only the device knows yet."""
+        if (penalties := plan.penalties) is not None:
             drawn = token_ids if penalties.rows is None else token_ids[penalties.rows]
             self._seen = self._seen.at[penalties.slots, drawn].add(2)
         if plan.bad_words is not None:
             self._bad_words.note(token_ids, plan.bad_words)
         self._rows["num_generated"][req_indices] += 1
         plan.calls_left -= 1
-        if plan.num_logprobs < 0:
-            return SamplerOutput(token_ids, None, for_host)
-        logprobs = ops.gather_logprobs(logits, token_ids, plan.num_logprobs, plan.named)
-        return SamplerOutput(token_ids, logprobs, for_host)
+
+    def accept(self, req_index: int, token_ids: Sequence[int]) -> None:
+        """Count a request's tokens of a step with drafts."""
+        row = self._rows[req_index]
+        row["num_generated"] += len(token_ids)
+        if row["slot"] >= 0:
+            slots = mx.full(len(token_ids), int(row["slot"]), mx.int32)
+            self._seen = self._seen.at[slots, mx.array(token_ids)].add(2)
+        self._bad_words.accept(req_index, token_ids)
 
     def _penalize(self, x: mx.array, penalties: _Penalties) -> mx.array:
         seen = self._seen if penalties.all_slots else self._seen[penalties.slots]
+        if penalties.drafts is not None:
+            seen = seen.at[penalties.drafts].add(2)
         rows = penalties.rows
         y = x if rows is None else x[rows]
         if penalties.repetition is not None:
@@ -350,27 +377,32 @@ class Sampler:
             y = ops.penalize_frequency(y, seen, penalties.frequency, penalties.presence)
         return y if rows is None else mx.put_along_axis(x, rows[:, None], y, axis=0)
 
-    def _plan_for(self, req_indices: np.ndarray) -> _Plan:
+    def _plan_for(self, req_indices: np.ndarray, drafts: Drafts | None) -> _Plan:
         """The plan of these rows; an unchanged decode batch reuses its plan."""
         key = (self._version, req_indices.tobytes())
+        if drafts is not None:
+            self._plan = None
+            return self._make_plan(key, req_indices, drafts)
         if self._plan is None or self._plan.key != key or not self._plan.calls_left:
-            self._plan = self._make_plan(key, req_indices)
+            self._plan = self._make_plan(key, req_indices, None)
         return self._plan
 
-    def _make_plan(self, key: tuple[int, bytes], req_indices: np.ndarray) -> _Plan:
+    def _make_plan(
+        self, key: tuple[int, bytes], req_indices: np.ndarray, drafts: Drafts | None
+    ) -> _Plan:
         table = self._rows[req_indices]
         temperature, num_logprobs = table["temperature"], int(table["num_logprobs"].max())
-        ends, calls_left = self._select_ends(req_indices)
+        ends, calls_left = self._select_ends(req_indices, drafts)
         plan = _Plan(
             key=key,
             calls_left=calls_left,
             num_logprobs=num_logprobs,
             named=self._select_named(req_indices, num_logprobs),
             allowed=self._select_allowed(req_indices),
-            bad_words=self._bad_words.plan(req_indices),
+            bad_words=self._bad_words.plan(req_indices, drafts),
             bias=self._select_bias(req_indices),
             ends=ends,
-            penalties=self._select_penalties(table),
+            penalties=self._select_penalties(table, drafts),
             temperature=None,
             filters=[],
         )
@@ -381,7 +413,7 @@ class Sampler:
             )
         return plan
 
-    def _select_penalties(self, table: np.ndarray) -> _Penalties | None:
+    def _select_penalties(self, table: np.ndarray, drafts: Drafts | None) -> _Penalties | None:
         rows = np.flatnonzero(table["slot"] >= 0)
         if not len(rows):
             return None
@@ -395,6 +427,7 @@ class Sampler:
             repetition=ops.column(mine["repetition"]) if repeats else None,
             frequency=frequency,
             presence=presence,
+            drafts=drafts and drafts.before(rows),
         )
 
     def _select_allowed(self, req_indices: np.ndarray) -> DeviceMasks | None:
@@ -418,7 +451,9 @@ class Sampler:
         tokens, addends = (np.concatenate([entry[at] for entry in mine]) for at in (1, 2))
         return mx.array(rows), mx.array(tokens), mx.array(addends)
 
-    def _select_ends(self, req_indices: np.ndarray) -> tuple[tuple[mx.array, mx.array] | None, int]:
+    def _select_ends(
+        self, req_indices: np.ndarray, drafts: Drafts | None
+    ) -> tuple[tuple[mx.array, mx.array] | None, int]:
         """Rows and stop tokens below min_tokens, and the number of calls until the first of these
         rows reaches its min_tokens."""
         rows, tokens, calls_left = [], [], _FOREVER
@@ -426,6 +461,7 @@ class Sampler:
             if r in self._ends:
                 ends, min_tokens = self._ends[r]
                 left = min_tokens - int(self._rows["num_generated"][r])
+                left -= 0 if drafts is None else int(drafts.depth[i])
                 if left > 0:
                     rows.append(np.full(len(ends), i, np.int32))
                     tokens.append(ends)

@@ -9,14 +9,18 @@ Each phase follows rank = (priority, turn, arrival), within `max_num_batched_tok
 
 A step can be scheduled before the previous step's tokens are known: `advance` appends
 UNKNOWN_TOKEN for each, and `update` replaces it.
+
+Where all tokens are known, a decode may be lengthened by drafts (drafts.py): rows of tokens that
+the request will probably have.  They take only what the step leaves over.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import le, sub
 
 from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
 from vllm_metal_lite.config import MAX_CHUNK_TIMES_CONTEXT, EngineConfig
 from vllm_metal_lite.errors import RequestError, show
+from vllm_metal_lite.scheduler.drafts import DraftScheduler, Propose
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager, NewBlocks
 from vllm_metal_lite.scheduler.limits import longest
@@ -54,6 +58,7 @@ class Scheduler:
             states = StateSlots(num_state_slots, config.max_num_seqs, caching)
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
         self._states = None if states is None else StateScheduler(self.kv, states)
+        self._drafts = DraftScheduler(self.kv, self._states)
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.prefix_hit_tokens = 0
@@ -82,6 +87,11 @@ class Scheduler:
     def running(self) -> list[Request]:
         """The requests that have a seat."""
         return [*self._partials, *self._decodes]
+
+    @property
+    def decoding(self) -> Sequence[Request]:
+        """The running requests whose prompts are computed, in order."""
+        return self._decodes
 
     @property
     def waiting(self) -> list[Request]:
@@ -123,8 +133,11 @@ class Scheduler:
 
     # Steps
 
-    def schedule(self) -> SchedulerOutput:
-        """Decide the next step.  It is empty only if every request ends with the step in flight."""
+    def schedule(self, propose: Propose | None = None) -> SchedulerOutput:
+        """Decide the next step.  It is empty only if every request ends with the step in flight.
+
+        propose: makes the drafts of decodes; None: the step has none.
+        """
         out = SchedulerOutput()
         if self.kv.states is not None:
             self.kv.states.begin_step()
@@ -143,6 +156,8 @@ class Scheduler:
             self._break_deadlock(out)
         if not out.is_empty:
             self._prefilled_last = out.num_decodes < len(out.segments)
+            if propose is not None:
+                self._drafts.add(out, propose, self.config.max_num_batched_tokens, self.num_running)
         # InputBatch.pack wants segments of one token first, prompts' one-token chunks included.
         prefills = out.segments[out.num_decodes :]
         if len(prefills) > 1:
@@ -178,15 +193,14 @@ class Scheduler:
             if request.status is running:
                 request.num_computed_tokens += 1
         for segment in output.segments[num_decodes:]:
-            request, end = segment.request, segment.num_computed + segment.num_scheduled
+            request, end = segment.request, segment.known_end
             is_terminal = end == request.num_tokens
             if is_terminal:
                 terminal.append(request)
             if request.status is running:
                 request.num_computed_tokens = end
                 self.kv.give_back(request, end)  # with short windows, most of its blocks
-                if is_terminal:
-                    self._partials.discard(request)
+                if is_terminal and self._partials.discard(request):
                     self._decodes.add(request)
         ended = []
         for request in terminal:
@@ -212,11 +226,17 @@ class Scheduler:
             self._decodes.discard(request)
             self._partials.add(request)
 
-    def update(self, output: SchedulerOutput, token_ids: Sequence[int]) -> None:
+    def update(
+        self,
+        output: SchedulerOutput,
+        token_ids: Sequence[int],
+        accepted: Mapping[Request, Sequence[int]] | None = None,
+    ) -> None:
         """Record the tokens of a step, after `advance`.
 
         token_ids: ints, one for each request of `output.terminal`.  A request finished since
         `schedule` keeps its place in `token_ids`; its token is ignored.
+        accepted: the tokens of requests with drafts behind the first.
         """
         finished = RequestStatus.FINISHED
         if len(token_ids) != len(output.terminal):
@@ -226,6 +246,8 @@ class Scheduler:
         for request, token in zip(output.terminal, token_ids, strict=True):
             if request.status is not finished and request.token_ids[-1] == UNKNOWN_TOKEN:
                 request.token_ids[-1] = token
+        if accepted is not None:
+            self._settle(output, accepted)
         for ahead, request in self._unnamed:
             if request.status is RequestStatus.RUNNING:
                 end = request.num_tokens
@@ -235,6 +257,15 @@ class Scheduler:
         self.prefix_hit_tokens += output.prefix_hit_tokens
         self.prefix_queried_tokens += output.prefix_queried_tokens
         self.prefix_lost_tokens += output.prefix_lost_tokens
+
+    def _settle(self, output: SchedulerOutput, accepted: Mapping[Request, Sequence[int]]) -> None:
+        for segment in output.segments:
+            request = segment.request
+            if not segment.draft_token_ids or request.status is not RequestStatus.RUNNING:
+                continue
+            if not self._drafts.settle(segment, output, accepted[request]):
+                self._decodes.discard(request)
+                self._partials.add(request)
 
     def rollback(self, *outputs: SchedulerOutput) -> None:
         """Undo all steps in flight, given in order, after one failed.  Their requests wait, as if
@@ -386,7 +417,7 @@ class Scheduler:
         """Name the blocks of a step in flight, where they are not shared within it."""
         for segment in output.segments:
             if segment.request.status is RequestStatus.RUNNING:
-                start, end = segment.num_computed, segment.end
+                start, end = segment.num_computed, segment.known_end
                 output.published += self.kv.publish(segment.request, start, end)
 
     def _chunk(self, request: Request, start: int, out: SchedulerOutput) -> int:

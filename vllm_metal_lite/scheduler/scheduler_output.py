@@ -1,5 +1,6 @@
 """The scheduler's decision for one step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_metal_lite.batch.segment_state import SegmentState
@@ -13,6 +14,7 @@ class Segment:
 
     new_block_ids: blocks to append to its block tables, one sequence per KV group, or empty; for an
     admitted request, the whole tables.  state: None for a model without recurrent layers.
+    draft_token_ids: the last of the scheduled tokens, which the request may never have.
     """
 
     request: Request
@@ -20,10 +22,16 @@ class Segment:
     num_scheduled: int
     new_block_ids: NewBlocks
     state: SegmentState | None = None
+    draft_token_ids: Sequence[int] = ()
 
     @property
     def end(self) -> int:
         return self.num_computed + self.num_scheduled
+
+    @property
+    def known_end(self) -> int:
+        """The end without drafts."""
+        return self.end - len(self.draft_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,10 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         return not self.segments
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(s.draft_token_ids for s in self.segments)
 
     @property
     def is_wanted(self) -> bool:

@@ -110,20 +110,22 @@ class StateScheduler:
     def name(self, output: SchedulerOutput) -> None:
         """Name the states that a step in flight leaves: requests of later steps may start there."""
         for checkpoint in output.checkpoints:
-            request, position = checkpoint.request, checkpoint.position
-            if position > request.num_tokens:  # aborted before its token was known
-                continue
-            if not self.kv.may_name(request):
-                continue
-            names = self.kv.block_names(request, position)
-            name = names[position // self.kv.block_size - 1]
-            is_new = self.states.name(checkpoint.slot, name, checkpoint.disposable)
-            if not (checkpoint.disposable or checkpoint.shared):
-                self.states.lay_trail(request, name, is_new)
-            if is_new:
-                output.named_states.append(checkpoint.slot)
-            if checkpoint.rolling:
-                if request.rolling is not None:
-                    self.states.replace(request.rolling)
-                # A checkpoint that another request left is not this one's to replace.
-                request.rolling = name if is_new else None
+            self.name_one(checkpoint, output)
+
+    def name_one(self, checkpoint: Checkpoint, output: SchedulerOutput) -> None:
+        """Name a state that the step `output` leaves, unless its request was aborted."""
+        request, position = checkpoint.request, checkpoint.position
+        if position > request.num_tokens or not self.kv.may_name(request):
+            return
+        names = self.kv.block_names(request, position)
+        name = names[position // self.kv.block_size - 1]
+        is_new = self.states.name(checkpoint.slot, name, checkpoint.disposable)
+        if not (checkpoint.disposable or checkpoint.shared):
+            self.states.lay_trail(request, name, is_new)
+        if is_new:
+            output.named_states.append(checkpoint.slot)
+        if checkpoint.rolling:
+            if request.rolling is not None:
+                self.states.replace(request.rolling)
+            # A checkpoint that another request left is not this one's to replace.
+            request.rolling = name if is_new else None

@@ -142,6 +142,26 @@ class StateSlots:
             request.state = state = SegmentState(current, current)
         return state
 
+    def draft(self, request: Request, num_running: int) -> SegmentState | None:
+        """The slots of a decode with drafts, after `go_on`: the state before them stays until the
+        next step.  None: no slot is to spare."""
+        state = request.state
+        assert state is not None, "a running request has a state"
+        if state.initial == state.final:
+            if not self.has_spare(num_running):
+                return None
+            self._held.append(state.initial)
+            request.state = state = SegmentState(state.initial, self._allocate())
+        return state
+
+    def take_back(self, request: Request) -> None:
+        """Return to the state before the drafts of the last step."""
+        state = request.state
+        assert state is not None, "a running request has a state"
+        self._held.remove(state.initial)
+        self._held.append(state.final)
+        request.state = SegmentState(state.initial, state.initial)
+
     def reserve(self, num_running: int) -> int | None:
         """A slot for a state inside of a segment of this step; None if there is none to spare."""
         if not self.pool.enable_caching or not self.has_spare(num_running):

@@ -1,0 +1,106 @@
+"""Lengthens decodes by drafts, and keeps those that came true.
+
+A decode with k drafts is a segment of 1 + k rows.  All rows are sampled.  The tokens of the first
+row and of each row behind a draft that came true are the request's; K and V of the other rows are
+overwritten by the next step.  So a draft costs rows, and blocks until then, and nothing else.
+
+A recurrent state cannot be overwritten in part.  The segment reads one slot and writes another: if
+all drafts came true the request continues from the second, otherwise from the first, and the next
+step computes the accepted tokens again, as a chunk.  Drafts end where a block ends, so that its
+state can be a checkpoint.
+"""
+
+from collections.abc import Callable, Sequence
+
+from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN
+from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
+from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.scheduler_output import Checkpoint, SchedulerOutput, Segment
+from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
+
+# (Request, the most tokens) pairs -> the drafts of each; [] for none.
+Propose = Callable[[Sequence[tuple[Request, int]]], Sequence[Sequence[int]]]
+
+
+class DraftScheduler:
+    """states: None for a model without recurrent layers."""
+
+    def __init__(self, kv: KVCacheManager, states: StateScheduler | None) -> None:
+        self.kv, self._states = kv, states
+
+    def add(self, out: SchedulerOutput, propose: Propose, budget: int, num_running: int) -> None:
+        """Lengthen decodes of a scheduled step whose tokens are all known.
+
+        budget: tokens of a step.  num_running: requests that have a seat.
+        """
+        decodes = out.segments[: out.num_decodes]
+        room = [self._room(segment) for segment in decodes]
+        wanted = [(s.request, most) for s, most in zip(decodes, room, strict=True) if most > 0]
+        if not wanted:
+            return
+        drafts = {
+            request: draft
+            for (request, _), draft in zip(wanted, propose(wanted), strict=True)
+            if draft
+        }
+        # A block stays for each running request, so that a draft never causes a preemption.
+        spare = self.kv.num_available - num_running
+        drafted: list[Segment] = []
+        for segment in decodes:
+            draft = drafts.get(segment.request, ())
+            owned = segment.request.num_blocks
+            most = (owned + max(spare, 0)) * self.kv.block_size - segment.end
+            draft = draft[: min(most, budget - out.total_num_scheduled_tokens)]
+            if not draft or not self._take_state(segment, num_running):
+                continue
+            self._lengthen(segment, draft)
+            spare -= segment.request.num_blocks - owned
+            out.total_num_scheduled_tokens += len(draft)
+            drafted.append(segment)
+        if drafted:
+            plain = [s for s in decodes if not s.draft_token_ids]
+            out.segments[: len(decodes)] = plain + drafted
+            out.num_decodes = len(plain)
+
+    def _room(self, segment: Segment) -> int:
+        """The most drafts of a decode: the request ends with the token behind them."""
+        request, size = segment.request, self.kv.block_size
+        if request.token_ids[-1] == UNKNOWN_TOKEN:
+            return 0
+        most = request.max_length - request.num_tokens - 1
+        return most if self._states is None else min(most, -segment.end % size)
+
+    def _take_state(self, segment: Segment, num_running: int) -> bool:
+        if self._states is not None:
+            segment.state = self._states.states.draft(segment.request, num_running)
+            return segment.state is not None
+        return True
+
+    def _lengthen(self, segment: Segment, draft: Sequence[int]) -> None:
+        start, end = segment.num_computed, segment.end + len(draft)
+        new = self.kv.allocate(segment.request, start, end)
+        assert new is not None, "drafts were cut to the blocks that are left"
+        if new and segment.new_block_ids:
+            new = [[*a, *b] for a, b in zip(segment.new_block_ids, new, strict=True)]
+        segment.new_block_ids = new or segment.new_block_ids
+        segment.num_scheduled += len(draft)
+        segment.draft_token_ids = draft
+
+    def settle(self, segment: Segment, output: SchedulerOutput, accepted: Sequence[int]) -> bool:
+        """Record what came true: the request's tokens behind the first that the segment sampled.
+
+        False: the request must compute its tokens from the segment's start on again.
+        """
+        request, first = segment.request, segment.num_computed + 1
+        request.token_ids += accepted
+        if self._states is not None and len(accepted) < len(segment.draft_token_ids):
+            self._states.states.take_back(request)
+            request.num_computed_tokens = segment.num_computed
+            return False
+        request.num_computed_tokens = end = first + len(accepted)
+        output.published += self.kv.publish(request, first, end)
+        if self._states is not None and end % self.kv.block_size == 0 and self.kv.enable_caching:
+            assert request.state is not None, "a running request has a state"
+            checkpoint = Checkpoint(request, request.state.final, end, rolling=True)
+            self._states.name_one(checkpoint, output)
+        return True

@@ -1,0 +1,1 @@
+"""Drafts: tokens that a request will probably have, computed before they are sampled."""

@@ -1,0 +1,32 @@
+"""How long steps take on this machine, by their number of rows."""
+
+from collections import deque
+from statistics import median
+
+_KEPT = 7  # times of one width
+_UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
+
+
+def width(num_rows: int) -> int:
+    """Rows rounded up to a power of two: steps of one width take about as long."""
+    return 1 << (num_rows - 1).bit_length()
+
+
+class Pace:
+    """Seconds of steps without prompts: plain ones by their decodes, drafted ones by their rows."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, deque[float]] = {}
+        self._drafted: dict[int, deque[float]] = {}
+
+    def note(self, num_rows: int, drafted: bool, seconds: float) -> None:
+        times = self._drafted if drafted else self._plain
+        times.setdefault(width(num_rows), deque(maxlen=_KEPT)).append(seconds)
+
+    def ratio(self, num_decodes: int, num_rows: int) -> float:
+        """How much longer a drafted step of num_rows takes than a plain one of num_decodes."""
+        plain = self._plain.get(width(num_decodes), ())
+        drafted = self._drafted.get(width(num_rows), ())
+        if len(plain) < 2 or len(drafted) < 2:  # a first step compiles kernels
+            return _UNKNOWN
+        return median(drafted) / median(plain)

@@ -1,0 +1,127 @@
+"""Decides which decodes get drafts: those where the expected tokens a second rise."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+from vllm_metal_lite.speculation.lookup import look_up
+from vllm_metal_lite.speculation.pace import Pace
+
+# (the request's tokens (n,) int32, the most tokens) -> the tokens that probably follow.
+Proposer = Callable[[np.ndarray, int], np.ndarray]
+
+MAX_DRAFT = 31
+_CAPS = (MAX_DRAFT, 15, 7, 3)  # lengths that are weighed against each other
+_MARGIN = 1.05  # expected gain below which drafts are not worth their noise
+_LOOKUPS = 8  # requests looked at before a step is launched ahead
+# A request starts with these counts of drafts that came true and of first ones that did not.
+_TRUE, _FALSE = 4.0, 1.0
+_FADE = 0.9  # of the counts, per draft
+_RECOVER = 0.02  # share of the way back to the first counts, per step without a draft
+
+
+class _Record:
+    """How a request's drafts fared."""
+
+    __slots__ = ("false", "true")
+
+    def __init__(self) -> None:
+        self.true, self.false = _TRUE, _FALSE
+
+    @property
+    def rate(self) -> float:
+        """The probability that a draft comes true if the one before it did."""
+        return self.true / (self.true + self.false)
+
+    def note(self, num_accepted: int, num_drafts: int) -> None:
+        self.true = self.true * _FADE + num_accepted
+        self.false = self.false * _FADE + (num_accepted < num_drafts)
+
+    def recover(self) -> None:
+        """After a step without drafts: the text may have become another."""
+        self.true += (_TRUE - self.true) * _RECOVER
+        self.false += (_FALSE - self.false) * _RECOVER
+
+    def expected(self, num_drafts: int) -> float:
+        """The number of drafts that will come true."""
+        p = self.rate
+        return p * (1 - p**num_drafts) / (1 - p)
+
+
+class Speculator:
+    """tokens_of: the known tokens of a running request, (n,) int32.
+
+    num_drafted, num_accepted: draft tokens so far, and those that came true.
+    """
+
+    def __init__(
+        self, tokens_of: Callable[[Request], np.ndarray], proposer: Proposer = look_up
+    ) -> None:
+        self._tokens_of, self._proposer = tokens_of, proposer
+        self.pace = Pace()
+        self.num_drafted = self.num_accepted = 0
+        self._records: dict[Request, _Record] = {}
+        self._turn = 0
+
+    def forget(self, request: Request) -> None:
+        self._records.pop(request, None)
+
+    def wants(self, decodes: Sequence[Request]) -> bool:
+        """Whether the next step will probably have drafts.  If so, it waits for the tokens of the
+        step in flight, which end the context that is looked up."""
+        count = min(len(decodes), _LOOKUPS)
+        self._turn += count
+        looked_at = [decodes[(self._turn + i) % len(decodes)] for i in range(count)]
+        # The first of these drafts is the token in flight.
+        drafts = [self._draft(request, MAX_DRAFT + 1)[1:] for request in looked_at]
+        return self._best_cap(looked_at, drafts, len(decodes), len(decodes)) > 0
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        """The drafts of decodes, given the most tokens of each."""
+        requests = [request for request, _ in wanted]
+        drafts = [self._draft(request, min(most, MAX_DRAFT)) for request, most in wanted]
+        cap = self._best_cap(requests, drafts, len(wanted), len(wanted))
+        return [draft[:cap] for draft in drafts]
+
+    def _draft(self, request: Request, most: int) -> list[int]:
+        return self._proposer(self._tokens_of(request), most).tolist()
+
+    def _best_cap(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], num_decodes: int,
+        num_rows: int,
+    ) -> int:  # fmt: skip
+        """The length to cut drafts to that gives the most tokens a second; 0: none is better than
+        no drafts."""
+        best, best_gain = 0, _MARGIN
+        for cap in _CAPS if any(drafts) else ():
+            lengths = [min(len(draft), cap) for draft in drafts]
+            expected = sum(
+                self._record(request).expected(length)
+                for request, length in zip(requests, lengths, strict=True)
+                if length
+            )
+            ratio = self.pace.ratio(num_decodes, num_rows + sum(lengths))
+            gain = (1 + expected / num_decodes) / ratio
+            if gain > best_gain:
+                best, best_gain = cap, gain
+        return best
+
+    def _record(self, request: Request) -> _Record:
+        return self._records.setdefault(request, _Record())
+
+    def note(self, output: SchedulerOutput, accepted: Sequence[int], seconds: float | None) -> None:
+        """Record a step.  accepted: for each request with drafts, in order, how many came true.
+        seconds: None if they say nothing about steps without prompts."""
+        drafted = [s for s in output.segments if s.draft_token_ids]
+        for segment, count in zip(drafted, accepted, strict=True):
+            self._record(segment.request).note(count, len(segment.draft_token_ids))
+            self.num_drafted += len(segment.draft_token_ids)
+            self.num_accepted += count
+        for segment in output.segments[: output.num_decodes]:
+            if (record := self._records.get(segment.request)) is not None:
+                record.recover()
+        if seconds is not None and output.num_decodes + len(drafted) == len(output.segments):
+            rows = output.total_num_scheduled_tokens
+            self.pace.note(rows, bool(drafted), seconds)
