@@ -51,7 +51,7 @@ class DraftScheduler:
             owned = segment.request.num_blocks
             most = (owned + max(spare, 0)) * self.kv.block_size - segment.end
             draft = draft[: min(most, budget - out.total_num_scheduled_tokens)]
-            if not draft or not self._take_state(segment, num_running):
+            if not draft or not self._take_state(segment):
                 continue
             self._lengthen(segment, draft)
             spare -= segment.request.num_blocks - owned
@@ -70,10 +70,11 @@ class DraftScheduler:
         most = request.max_length - request.num_tokens - 1
         return most if self._states is None else min(most, -segment.end % size)
 
-    def _take_state(self, segment: Segment, num_running: int) -> bool:
+    def _take_state(self, segment: Segment) -> bool:
         if self._states is not None:
-            segment.state = self._states.states.draft(segment.request, num_running)
-            return segment.state is not None
+            state = self._states.states.draft(segment.request)
+            segment.state = state or segment.state
+            return state is not None
         return True
 
     def _lengthen(self, segment: Segment, draft: Sequence[int]) -> None:

@@ -142,13 +142,14 @@ class StateSlots:
             request.state = state = SegmentState(current, current)
         return state
 
-    def draft(self, request: Request, num_running: int) -> SegmentState | None:
+    def draft(self, request: Request) -> SegmentState | None:
         """The slots of a decode with drafts, after `go_on`: the state before them stays until the
-        next step.  None: no slot is to spare."""
+        next step.  None: no slot is left.  An empty seat's slot will do: this step admits nobody
+        any more, and the next one has the slot back."""
         state = request.state
         assert state is not None, "a running request has a state"
         if state.initial == state.final:
-            if not self.has_spare(num_running):
+            if not self.pool.num_available:
                 return None
             self._held.append(state.initial)
             request.state = state = SegmentState(state.initial, self._allocate())
