@@ -1,9 +1,10 @@
 """How long steps take on this machine, by their number of rows."""
 
 from collections import deque
-from statistics import median
 
-_KEPT = 7  # times of one width
+_KEPT = 9  # times of one width
+# The first steps of a width compile kernels and graphs.  So the least time counts, of several.
+_MIN_KNOWN = 4
 _UNKNOWN = 1.25  # assumed ratio of a step with drafts to one without, until both are measured
 
 
@@ -27,6 +28,6 @@ class Pace:
         """How much longer a drafted step of num_rows takes than a plain one of num_decodes."""
         plain = self._plain.get(width(num_decodes), ())
         drafted = self._drafted.get(width(num_rows), ())
-        if len(plain) < 2 or len(drafted) < 2:  # a first step compiles kernels
+        if min(len(plain), len(drafted)) < _MIN_KNOWN:
             return _UNKNOWN
-        return median(drafted) / median(plain)
+        return min(drafted) / min(plain)

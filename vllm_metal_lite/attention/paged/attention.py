@@ -111,10 +111,11 @@ class KernelAttention:
         In a small step the host takes longer to build the forward than the device to run it, which
         delays decodes beside the prompts.  So such a step is compiled, which needs shapes that
         repeat: those of kernels that read the store in place.  A step of prompts alone delays no
-        decode, and its sizes rarely repeat.
+        decode, and its sizes rarely repeat.  Decodes with drafts are among the prompts here.
         """
         prompts, device = prompts_of(batch, first), profile()
-        small = batch.num_decodes > 0 and num_rows <= device.small_rows
+        delays = batch.num_decodes > 0 or len(batch.draft_token_ids) > 0
+        small = delays and num_rows <= device.small_rows
         scores = int(np.diff(prompts.cu_seqlens_q) @ prompts.seq_lens)
         cheap = small and self._varlen and scores <= device.small_scores
         if self.prefill == "varlen" or cheap:
