@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from tests.support.pool_accounts import check_accounts
-from vllm_metal_lite.batch.forward_batch import UNKNOWN_TOKEN, ForwardBatch
+from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN, ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.config import EngineConfig
+from vllm_metal_lite.scheduler.drafts import Propose
 from vllm_metal_lite.scheduler.kv_groups import KVGroup
 from vllm_metal_lite.scheduler.request import Request
 from vllm_metal_lite.scheduler.scheduler import Scheduler
@@ -86,7 +87,7 @@ class FakeModel:
             self.positions[group].reshape(-1)[view.slot_mapping] = _EMPTY
 
     def __call__(self, batch: ForwardBatch) -> list[int]:
-        """Run a step; returns a token for each terminal segment."""
+        """Run a step; returns a token for each sampled row."""
         batch.validate(*(g.num_blocks for g in self.groups))
         at, size = np.arange(batch.seq_lens.max()), batch.block_size
         lengths = np.diff(batch.cu_seqlens_q)
@@ -106,7 +107,7 @@ class FakeModel:
             before = batch.positions - window
             behind = np.where(before < 0, np.uint64(0), past[segment, np.maximum(before, 0)])
             numbers = _mix(past[segment, batch.positions] - behind)
-        ends = numbers[batch.cu_seqlens_q[1:][batch.sample_segments] - 1]
+        ends = numbers[batch.logits_indices[: len(batch.sample_segments)]]
         return (ends % np.uint64(VOCAB_SIZE)).astype(int).tolist()
 
 
@@ -139,6 +140,7 @@ class FakeEngine:
     """Scheduler, InputBatch and FakeModel in the engine's loop.
 
     blocks: the KV groups, or the number of blocks of one group without a window.
+    propose: makes drafts, see `scheduler.drafts`.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class FakeEngine:
         self.windows = tuple(g.window for g in groups)
         self.block_size = config.block_size
         self.max_model_len = max_model_len
+        self.propose: Propose | None = None
         self.requests: dict[str, Request] = {}  # all that were ever added
         self.seated: list[Request] = []
         self.unfinished: dict[str, Request] = {}
@@ -170,7 +173,7 @@ class FakeEngine:
 
     def schedule(self) -> SchedulerOutput:
         """The first half of a step: decide it, and give out rows and blocks."""
-        out = self.scheduler.schedule()
+        out = self.scheduler.schedule(self.propose)
         for request in out.preempted:
             self._unseat(request)
         for request in out.admitted:
@@ -204,6 +207,7 @@ class FakeEngine:
             np.array([s.request.req_index for s in out.segments]),
             np.array([s.num_computed for s in out.segments]),
             np.array([s.num_scheduled for s in out.segments]),
+            drafts=[s.draft_token_ids for s in out.segments] if out.has_drafts else None,
         )
         if after is not None:
             tokens = dict(zip(after.seats.tolist(), after.tokens, strict=True))
@@ -221,11 +225,32 @@ class FakeEngine:
             self._unseat(request)
 
     def _finish(self, step: "FakeStep") -> None:
-        self.inputs.fill_tokens(step.seats, np.array(step.tokens, np.int32))
-        self.scheduler.update(step.out, step.tokens)
+        if step.out.has_drafts:
+            self._accept(step)
+        else:
+            self.inputs.fill_tokens(step.seats, np.array(step.tokens, np.int32))
+            self.scheduler.update(step.out, step.tokens)
         for request in step.out.terminal:
             if request.request_id in self.unfinished and self._has_ended(request):
                 self.abort(request)
+
+    def _accept(self, step: "FakeStep") -> None:
+        drawn: list[list[int]] = []
+        before, is_live = NO_DRAFT, True  # the draft that a row was computed from
+        drafts = step.batch.draft_token_ids.tolist()
+        for seat, token, draft in zip(step.seats.tolist(), step.tokens, drafts, strict=True):
+            if before == NO_DRAFT:
+                drawn.append([])
+                is_live = True
+            elif is_live:
+                is_live = drawn[-1][-1] == before
+            if is_live:
+                drawn[-1].append(token)
+            if draft == NO_DRAFT:
+                self.inputs.replace_unknown(seat, drawn[-1])
+            before = draft
+        more = dict(zip(step.out.terminal, (tokens[1:] for tokens in drawn), strict=True))
+        self.scheduler.update(step.out, [tokens[0] for tokens in drawn], more)
 
     def _has_ended(self, request: Request) -> bool:
         room = self.max_model_len - request.num_prompt_tokens
