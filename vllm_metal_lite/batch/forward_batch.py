@@ -9,7 +9,7 @@ PAD_SLOT = -1  # slot_mapping value of a row whose K and V are not kept
 # A token that a step in flight samples: the host does not have it yet.
 UNKNOWN_TOKEN = -1
 
-# As the state slot that a segment starts from: a state of zeros.
+# The initial state slot of a segment that starts from zeros.
 EMPTY_SLOT = -1
 
 _NONE = np.zeros(0, np.int32)

@@ -173,7 +173,7 @@ class BadWords:
         """Record the sampled tokens, (T,) int32; lazy."""
         recent = self.recent[plan.members][:, 1:]
         drawn = token_ids[plan.member_rows][:, None]
-        # A new array: the old one is what a failed step goes back to.
+        # A new array: a failed step restores the old one.
         self.recent = mx.put_along_axis(
             self.recent, plan.members[:, None], mx.concatenate([recent, drawn], 1), axis=0
         )
