@@ -19,6 +19,11 @@ from vllm_metal_lite.cli.options import UsageError
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "metal/host/README.md"))
+FILES = [
+    path
+    for name in ("vllm_metal_lite", "metal", "tests", "tools")
+    for path in (ROOT / name).rglob("*")
+]
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 SCRIPTS = [ROOT / ".ci/run", ROOT / "tools/test"]
 
@@ -31,6 +36,7 @@ _OURS = re.compile(
     rf"|({'|'.join(_COMMANDS)}) .*--\w"
 )
 _VARIABLE = re.compile(r'(?:export )?(\w+)="([^"]*)"$')
+_FILE = re.compile(r"`([\w./-]+\.(?:py|h|metal|cpp))`")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -195,6 +201,15 @@ def test_the_links_of_a_page_lead_somewhere(page):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_that_a_page_names_exist(page):
+    if page.name == "notes.md":
+        return
+    for name in _FILE.findall(page.read_text(encoding="utf-8")):
+        known = name in ("metal/NAME.metal", "setup.py")
+        assert known or any(file.as_posix().endswith(f"/{name}") for file in FILES), name
 
 
 def test_the_project_is_described_in_one_way():
