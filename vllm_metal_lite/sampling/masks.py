@@ -20,7 +20,7 @@ class TokenMasks:
     """The tokens allowed in R rows of a step, in the format of grammar libraries (xgrammar).
 
     rows: (R,) int, distinct rows of the logits.  bits: (R, ceil(V / 32)) int32 or uint32; bit i of
-    word j, counted from the low end, stands for token 32 * j + i.
+    word j, counted from the low end, represents token 32 * j + i.
     """
 
     rows: np.ndarray

@@ -51,7 +51,7 @@ class Request:
     checkpoint_positions: tuple[int, ...] = ()
     cache_salt: str | None = None
 
-    # The prompt, then sampled tokens.  UNKNOWN_TOKEN stands for one that a step is sampling.
+    # The prompt, then sampled tokens.  UNKNOWN_TOKEN replaces a token that a step is sampling.
     token_ids: list[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False)
     # Tokens whose K and V are in the store, or will be after the steps in flight.  The last sampled
