@@ -144,8 +144,8 @@ class ForwardBatch:
         segments, rows, slots = self.checkpoints.T
         if len(segments) and not 0 <= segments.min() <= segments.max() < self.num_segments:
             raise ValueError(
-                f"checkpoints are of segments {segments.min()} to {segments.max()}: one is of "
-                f"none of the {self.num_segments} segments"
+                f"checkpoints name segments {segments.min()} to {segments.max()}, "
+                f"the step has {self.num_segments}"
             )
         written = np.concatenate([self.final_slots, slots])
         used = np.concatenate([initial, written])
