@@ -420,7 +420,7 @@ class Scheduler:
         last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
         victim = max(last, key=RANK)
         # Steps are filled in order of rank, so the victim is not in this step yet.
-        assert all(s.request is not victim for s in out.segments), "a scheduled request is preempted"
+        assert all(s.request is not victim for s in out.segments), "the victim is in this step"
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._requeue(victim)
