@@ -36,7 +36,7 @@ _OURS = re.compile(
     rf"|({'|'.join(_COMMANDS)}) .*--\w"
 )
 _VARIABLE = re.compile(r'(?:export )?(\w+)="([^"]*)"$')
-_FILE = re.compile(r"`([\w./-]+\.(?:py|h|metal|cpp))`")
+_FILE = re.compile(r"`((?!metal/NAME|setup\.py)[\w./-]+\.(?:py|h|metal|cpp))`")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -192,8 +192,10 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_links_of_a_page_lead_somewhere(page):
+def test_the_files_and_links_of_a_page_exist(page):
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    for name in _FILE.findall(text) if page.name != "notes.md" else ():
+        assert any(file.as_posix().endswith(f"/{name}") for file in FILES), name
     for link in _LINK.findall(text):
         if link.startswith(("http:", "https:")):
             continue
@@ -201,15 +203,6 @@ def test_the_links_of_a_page_lead_somewhere(page):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_files_that_a_page_names_exist(page):
-    if page.name == "notes.md":
-        return
-    for name in _FILE.findall(page.read_text(encoding="utf-8")):
-        known = name in ("metal/NAME.metal", "setup.py")
-        assert known or any(file.as_posix().endswith(f"/{name}") for file in FILES), name
 
 
 def test_the_project_is_described_in_one_way():
