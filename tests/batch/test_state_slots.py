@@ -93,9 +93,9 @@ BAD = {
     "a checkpoint behind the last row": (
         lambda b: {"checkpoints": _with(b.checkpoints, (1, 1), 11)}, "outside its segment"),
     "a checkpoint of no segment": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (1, 0), 3)}, "the step has 3"),
+        lambda b: {"checkpoints": _with(b.checkpoints, (1, 0), 3)}, "none of the 3 segments"),
     "a checkpoint of a segment before the first": (
-        lambda b: {"checkpoints": _with(b.checkpoints, (1, 0), -1)}, "the step has 3"),
+        lambda b: {"checkpoints": _with(b.checkpoints, (1, 0), -1)}, "none of the 3 segments"),
 }  # fmt: skip
 
 

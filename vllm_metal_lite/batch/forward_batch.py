@@ -144,8 +144,8 @@ class ForwardBatch:
         segments, rows, slots = self.checkpoints.T
         if len(segments) and not 0 <= segments.min() <= segments.max() < self.num_segments:
             raise ValueError(
-                f"checkpoints name segments {segments.min()} to {segments.max()}, "
-                f"the step has {self.num_segments}"
+                f"a checkpoint names none of the {self.num_segments} segments: they name "
+                f"{segments.min()} to {segments.max()}"
             )
         written = np.concatenate([self.final_slots, slots])
         used = np.concatenate([initial, written])
