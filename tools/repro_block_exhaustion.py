@@ -10,8 +10,8 @@ so exhaustion is certain.  Exit status 0 only if requests were preempted AND eve
     python tools/repro_block_exhaustion.py --model mlx-community/Qwen3-0.6B-4bit
     METAL_LITE_DEVICE=cpu python tools/repro_block_exhaustion.py --engine vllm
 
---engine vllm does the same under vLLM, whose scheduler preempts there: our engine, with room for
-all, says what the tokens should be.  --tensor-parallel-size 2 shares the model among two ranks.
+--engine vllm does the same under vLLM, with vLLM's scheduler; the expected tokens come from this
+engine, with room for all.  --tensor-parallel-size 2 shares the model among two ranks.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_crowd(args: argparse.Namespace, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
-    """Short prompts and long answers: many get in, and all of them grow.
+    """Short prompts and long answers: many requests are admitted, and all of them grow.
 
     A prompt fills 1 to 3 blocks, an answer 6 to 8.  Every other request is greedy, the rest sample
     with seeds of their own.

@@ -1,4 +1,5 @@
-"""A light LLM engine for Macs with Apple silicon, on MLX.
+"""A light LLM engine for Macs with Apple silicon, on MLX: many requests at once over a paged K/V
+store, from Python, over HTTP, or below vLLM.
 
 Importing this package imports neither MLX, torch nor vLLM; what is named below is loaded when it
 is first used.

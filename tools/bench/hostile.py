@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Hostile but well-formed requests beside one steady stream: what do the others feel?
+"""Sends hostile but well-formed requests beside one steady stream, and measures the harm to others.
 
     python -m tools.bench.hostile                        all cases, the demo model
     python -m tools.bench.hostile --only 'tools' --only 'text'    cases whose names hold these
 
-For each case: status, seconds, the longest gap of the steady stream, that beside a plain prompt of
-as many tokens, the slowest /health, memory of both processes half a second after, and what the
-server or the engine still runs two seconds after.  Cases whose client leaves do so after two
-seconds.  All cases run twice.  At the end SIGTERM, while the last case runs.  A case fails if the
-gap exceeds the plain one by more than 0.5 s, /health takes more than 50 ms, or a request is left;
-in the second round, also if memory stays more than 50 MB above that at the end of the first.  An
-idle machine is needed: everything here is time.
+Prints for each case: status, seconds, the longest gap of the steady stream, the same beside a plain
+prompt of as many tokens, the slowest /health, memory of both processes half a second later, and the
+requests that the server or the engine still runs two seconds later.  Some clients leave after two
+seconds.  All cases run twice.  SIGTERM comes at the end, while the last case runs.  A case fails if
+the gap exceeds the plain one by more than 0.5 s, if /health takes more than 50 ms, or if a request
+is left.  In the second round it also fails if memory stays more than 50 MB above the end of the
+first.  The machine must be idle: everything here is time.
 """
 
 import http.client
@@ -193,7 +193,7 @@ class Others:
 
 
 def send(port: int, case: Case) -> str:
-    """The status, or how it ended otherwise."""
+    """The status of the reply, or a word for another end."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     try:
         if case.leaves:
@@ -223,12 +223,12 @@ class Bench:
         self.plain: dict[int, float] = {}
 
     def memory(self) -> list[float]:
-        """Of the server and of the engine; without freed buffers, which MLX keeps up to a limit."""
+        """MB of the server and of the engine, without the freed buffers that MLX keeps."""
         kept = status(self.port)["models"][0]["metrics"]["memory_cached_bytes"] / 2**20
         return [rss_mib(self.pids[0]), rss_mib(self.pids[1]) - kept]
 
     def _left(self) -> int:
-        """Requests beside the steady stream, after a while."""
+        """The requests that still run beside the steady stream, after a while."""
         end = time.monotonic() + LEFT
         while True:
             now = status(self.port)
@@ -253,7 +253,7 @@ class Bench:
         return how, *self.others.longest_since(started), seconds
 
     def run(self, case: Case) -> bool:
-        """Whether nobody was harmed."""
+        """Run the cases; returns whether all passed."""
         plain = self._beside_plain(case.tokens)
         how, gap, health, seconds = self._gap(case)
         memory = self.memory()
@@ -275,7 +275,7 @@ class Bench:
         return not faults
 
     def end(self, pid: int) -> bool:
-        """SIGTERM while requests run; whether the server ends in time."""
+        """Send SIGTERM while requests run; returns whether the server ends in time."""
         words = Case("", CHAT, said("hello wörld " * (8 << 16)))
         threading.Thread(target=send, args=[self.port, words], daemon=True).start()
         time.sleep(0.2)

@@ -4,8 +4,8 @@
     python -m tools.bench.kernels --only paged_decode     one kernel
     python -m tools.bench.kernels --full                  many more shapes, not timed
 
-Prints Markdown: microseconds of a call by the kernel and by what replaces it, in turns.  Exit code
-1 if a kernel is wrong.
+Prints Markdown: microseconds of a call by the kernel and by its replacement, timed alternately.
+Exit code 1 if a kernel is wrong.
 """
 
 import argparse

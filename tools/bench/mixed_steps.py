@@ -1,12 +1,12 @@
-"""Steps of prompts, beside decodes or alone: this checkout, another one, and no rows as decodes.
+"""Times steps with prompts: this checkout, another one, and one without rows as decodes.
 
     python -m tools.bench.mixed_steps                    this checkout; a GPU
     git archive main | tar -x -C DIR; python -m tools.bench.mixed_steps --before DIR
-    python -m tools.bench.mixed_steps --tiny             a CPU, a tiny model; its times say nothing
+    python -m tools.bench.mixed_steps --tiny             a CPU, a tiny model; its times mean nothing
 
-Large prompts go through MLX's SDPA, as on CUDA.  K and V are zeros, weights are random.  Steps are
-launched one ahead, as in serving.  Each column is a process of its own.  Prints Markdown:
-milliseconds a step, and how its prompts attend.
+Large prompts use MLX's SDPA, as on CUDA.  K and V are zeros, weights random.  Steps are launched
+one ahead, as in serving.  Each column has its own process.  Prints Markdown: milliseconds a step,
+and how its prompts attend.
 """
 
 import argparse
@@ -30,8 +30,8 @@ _WARM_UP, _STEPS, _BLOCK, _DECODE = 4, 12, 16, 1000
 
 
 class Load(NamedTuple):
-    """decodes: each behind _DECODE tokens.  rows: of each prompt.  behind: tokens before each of
-    these rows, which all prompts share."""
+    """decodes: each behind _DECODE tokens.  rows: of each prompt.  behind: tokens before these
+    rows, which all prompts share."""
 
     decodes: int
     rows: tuple[int, ...]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Our HTTP server beside others: same weights, same load.
+"""Measures this HTTP server beside others: same weights, same load.
 
     python -m tools.bench.server --model qwen3-0.6b                   a GPU
     python -m tools.bench.server --model demo --scale 0.3             a CPU
@@ -8,20 +8,21 @@
 
 --model: "demo", or random weights: a key of bench/lib/shapes.json, or HIDDENxLAYERS.  Loads:
 
-- mixed: 32 clients, each sends 2 requests, one behind the other; prompts lognormal around 500
+- mixed: 32 clients, each sends 2 requests, one after the other; prompts lognormal around 500
   tokens, 40 to 220 tokens out.
-- decodes: 32 clients, 32 tokens in, 512 out: the most tokens a second that there can be.
-- health: 64 streams and one prompt of 30,000 tokens (less, if the context is shorter), beside which
-  our /health is asked every 20 ms.
-- agents: sessions as recorded ones: a start of 25,000 tokens, of which all share 20,000 (system
-  prompt and tools); 12 turns, each with 200 to 2,000 new tokens (lognormal) and 150 out.  Recorded
-  answers go into the next prompt, so all servers see the same prompts.  A system that is not done
-  within --seconds is reported by the turns it did.
+- decodes: 32 clients, 32 tokens in, 512 out: the highest output rate.
+- health: 64 streams and one prompt of 30,000 tokens (fewer if the context is shorter), while this
+  server's /health is called every 20 ms.
+- agents: sessions that start with 25,000 tokens, 20,000 of them common to all (system prompt and
+  tools); 12 turns, each with 200 to 2,000 new tokens (lognormal) and 150 out.  Recorded answers go
+  into the next prompt, so all servers see the same prompts.  For a system that needs longer than
+  --seconds, the finished turns are reported.
 
-Every run has prompts of its own, so no cache helps but within sessions.  Each system has its own
-process, one after the other.  Two runs warm up (agents: --warm sessions of two turns).  Prompts are
-text, over streamed /v1/completions; with --chat, and of agents, /v1/chat/completions.  CPU: user
-and system time of our HTTP process; others compute in theirs, too.
+Every run has its own prompts, so a cache helps only within sessions.  The systems run one after the
+other, each in its own process.  Two runs warm up (agents: --warm sessions of two turns).  Prompts
+are text, over streamed /v1/completions; agents, and all loads with --chat, use
+/v1/chat/completions.  CPU: user and system time of this server's HTTP process; other servers also
+compute in theirs.
 """
 
 import argparse
@@ -67,7 +68,7 @@ class Prompts:
         self.tokenizer = load_tokenizer_only(str(folder))
         config = json.loads((folder / "config.json").read_text())
         self.longest = args.max_model_len or config["max_position_embeddings"]
-        # Tokens whose text, one behind the other, is split into the same tokens again.
+        # Tokens whose joined text is split into the same tokens again.
         self.words = [
             i for i in range(min(len(self.tokenizer), 2048))
             if (text := self.tokenizer.decode([i])).startswith(" ") and text[1:].isalpha()
@@ -117,7 +118,7 @@ class Prompts:
         return [session() for _ in range(count)]
 
     def runs(self, load: str) -> tuple[list[Clients], list[Clients]]:
-        """Of a load: those that warm up, and those that are counted."""
+        """The runs of a load: warm-ups, and counted ones."""
         args = self.args
         if load == "agents":
             return [self.agents(args.warm, 2)], [self.agents(args.sessions, args.turns)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One load on our engine and on mlx-lm: same weights, one process, turn by turn, medians.
+"""Runs one load on this engine and on mlx-lm: same weights, one process, alternately, medians.
 
     python -m tools.bench.serving --load A --model qwen3-0.6b          a GPU
     python -m tools.bench.serving --load B --model qwen3-4b --bits 4
@@ -9,12 +9,12 @@
 
 --model: a key of bench/lib/shapes.json or HIDDENxLAYERS, with random weights; or what the
 engine can load.
---json is written anew after each run, so a run that is cut off keeps what it has measured.
+--json is written again after each run, so it keeps all measurements if the tool is interrupted.
 
-Greedy, end of sequence ignored.  The first runs of each engine are warm-ups, as is the sweep over
-mlx-lm's settings, whose best by tokens/s and by time to first token are then timed (and, where it
-can be used in several ways, such as with prompt caches, the best of each).  Ratios are to its best,
-number by number; above 1 means that ours is better.  Prints Markdown; progress goes to stderr.
+Decoding is greedy and ignores the end of sequence.  The first runs of each engine are warm-ups.  So
+is the sweep over mlx-lm's settings: the best by tokens/s and the best by time to first token are
+then timed, for each way to use mlx-lm, such as with prompt caches.  Ratios compare each number with
+mlx-lm's best; above 1 means that this engine is better.  Prints Markdown; progress goes to stderr.
 """
 
 import argparse
@@ -43,7 +43,7 @@ STEPS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step, the decodes
 
 
 class Report(dict[str, Any]):
-    """Everything that was measured.  runs: of each run, its load, note, engine and metrics."""
+    """All measurements.  runs: load, note, engine and metrics of each run."""
 
     def __init__(self, path: str | None) -> None:
         super().__init__(device=backend.describe(), arguments=sys.argv[1:], runs=[])
@@ -60,7 +60,7 @@ class Report(dict[str, Any]):
 
 
 def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
-    """What of mlx-lm is tried on a load, the likely best first."""
+    """The settings of mlx-lm to try on a load, the likely best first."""
     n = len(load.prompts)
     if letter == "D":
         return [MlxLmSingle(model), MlxLm(model, Settings(1, 1))]
@@ -76,12 +76,12 @@ def peers(letter: str, load: Load, model: LoadedModel) -> list[Engine]:
         settings = [Settings(s, n) for s in (n // 2, 1, n)]
     else:
         settings = [Settings(s, n) for s in (n // 2, n // 4, n)] + [Settings(n // 2, n // 2)]
-        settings.append(Settings(max(n // 8, 1), n))  # where nothing larger works
+        settings.append(Settings(max(n // 8, 1), n))  # in case nothing larger works
     return [MlxLm(model, s) for s in settings]
 
 
 class Bench:
-    """Runs engines turn by turn; keeps the metrics of every counted run."""
+    """Runs engines alternately; keeps the metrics of every counted run."""
 
     def __init__(self, letter: str, load: Load, args: argparse.Namespace) -> None:
         self.letter, self.load, self.report = letter, load, args.report
@@ -124,20 +124,20 @@ class Bench:
 
 
 def compare(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
-    """One load on ours and on mlx-lm at its best."""
+    """Run one load on this engine and on mlx-lm at its best."""
     bench = Bench(letter, load, args)
     ours = Ours(model, load, args.ours)
     candidates = peers(letter, load, model)
     if args.settings and letter != "D":
         candidates = [MlxLm(model, s) for s in args.settings]
-    for _ in range(2):  # what comes a second time is compiled
+    for _ in range(2):  # a variant with prompts is compiled when it comes a second time
         bench.run(ours, "warm-up")
     sweep: dict[str, Metrics] = {}
     for engine in [*candidates] if args.quick else [candidates[0], *candidates]:
         if metrics := bench.tried(engine):
-            sweep[engine.name] = metrics  # of the first the second run, which compiles less
+            sweep[engine.name] = metrics  # of the first engine: the second run, which compiles less
         if args.quick and sweep:
-            bench.tried(engine)  # what comes a second time is compiled
+            bench.tried(engine)  # again, see above
             break
     finalists = best_of([e for e in candidates if e.name in sweep], sweep)
     values, last = bench.turns([ours, *finalists], args.repeats)
@@ -172,7 +172,7 @@ def result_of(
 
 
 def best_of(candidates: list[Engine], sweep: dict[str, Metrics]) -> list[Engine]:
-    """The fastest of each way to use mlx-lm, fastest first, and the earliest to a first token."""
+    """The fastest of each way to use mlx-lm, in order, and the one with the earliest token."""
     ranked = sorted(candidates, key=lambda e: -sweep[e.name]["output_tokens_per_s"])
     if not ranked:
         return []
@@ -193,7 +193,7 @@ def add_roofline(model: LoadedModel, load: Load, medians: dict[str, Metrics]) ->
 
 
 def newcomer(letter: str, load: Load, model: LoadedModel, args: argparse.Namespace) -> dict:
-    """A prompt that arrives while others decode: ways to share the steps."""
+    """Measure a prompt that arrives while others decode, under each way to share the steps."""
     prompt = len(load.prompts[-1])
     engines: list[Engine] = [
         Ours(

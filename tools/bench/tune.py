@@ -4,9 +4,9 @@
     python -m tools.bench.tune decode_fill few_keys      some
     python -m tools.bench.tune --kernel paged_decode     those of a kernel
 
-Prints a table a constant: microseconds of a call, a row a value, a column a load; a star marks the
-present value.  The reader chooses the value to commit.  The heads are those of Qwen3's small
-models, in bfloat16.  Check the kernels first: `vllm-metal-lite doctor`.
+Prints one table per constant: microseconds of a call, a row per value, a column per load; a star
+marks the present value.  The reader chooses the value to commit.  The heads are those of small
+Qwen3 models, in bfloat16.  Check the kernels first: `vllm-metal-lite doctor`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from vllm_metal_lite.specs import AttentionShape, Quantisation
 _BLOCK, _OWN = 16, 128  # of a store; keys of a row behind a shared prefix
 _FILLS = (16, 64, 128, 256, 512)
 
-Load = Callable[..., float]  # seconds of a call, of the form that the profile in use selects
+Load = Callable[..., float]  # seconds of a call, under the profile in use
 
 
 class Loads:
@@ -81,7 +81,7 @@ class Loads:
         return self._seconds(call, self._random(rows, s.num_heads, s.k_head_dim))
 
     def product(self, rows: int, width: int, bits: int | None = None, norm: bool = False) -> float:
-        """skinny_gemm with a square weight.  norm: before it, inside where the profile has it."""
+        """skinny_gemm with a square weight.  norm: before it, fused if the profile fuses."""
         size, device = max(32, width // self.divisor), profile()
         x, w = self._random(rows, size), self._random(size, size, scale=size**-0.5)
         weight, gain = quantised(w, Quantisation(bits, 32)) if bits else w, mx.ones(size, w.dtype)
@@ -95,7 +95,7 @@ class Loads:
         return self._seconds(call, x)
 
     def argmax(self, rows: int, vocab_size: int) -> float:
-        """Eager, as the sampler runs."""
+        """Not compiled, like the sampler."""
         x = self._random(rows, vocab_size // self.divisor)
         num_parts.cache_clear()  # its results belong to another profile
         parts = num_parts(*x.shape)

@@ -1,1 +1,1 @@
-"""Launches of a step without a Mac."""
+"""Counts the launches of a step without a Mac."""

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Launches of our decode step on Metal, without a Mac.
+"""Counts the launches of a decode step on Metal, without a Mac.
 
     METAL_LITE_DEVICE=cpu python -m tools.count.launches               the table
     METAL_LITE_DEVICE=cpu python -m tools.count.launches --only gpt-oss-20b-mxfp4 --ops
 
-The graphs of whole steps are recorded, with the kernels that they have on Metal, and replayed on
-MLX's Metal encoder.  A layer is what more layers add to a step.  Steps are compiled, with every
-fused launch that the kernels allow, since a Mac's own timing decides which are used.
+The tool records the graphs of whole steps, with the kernels that they have on Metal, and replays
+them on MLX's Metal encoder.  A layer counts as the launches that further layers add to a step.
+Steps are compiled, with every fused launch that the kernels allow; on a Mac, timing decides.
 
-A launch is an operation that runs on the device; views are none.  What `mx.compile` fuses is one.
-Attention in two passes counts as one.
+A launch is an operation that runs on the device; a view is no launch.  Operations that `mx.compile`
+fuses count as one.  Attention in two passes counts as one.
 """
 
 from collections import Counter
@@ -41,14 +41,14 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 BATCHES = (1, 8, 32)
 _FEW = range(1, 65)
-# Answers of two runs; a step is what the longer ones take more.
+# Tokens of the answers in two runs; their difference gives the launches of one step.
 _TOKENS = (4, 8)
 # A period of gpt-oss and Gemma 3, as it is counted.
 _KINDS_OF_LAYERS = ("sliding_attention", "full_attention")
 
 
 class Count(NamedTuple):
-    """layer: launches of a layer, by name.  besides: launches of the step that are no layer's."""
+    """layer: launches of a layer, by name.  besides: launches of the step outside layers."""
 
     layer: Counter[str]
     besides: float
@@ -75,13 +75,13 @@ def shapes_only(shape: str, bits: str | None, **changes: Any) -> tuple[nn.Module
         return mx.broadcast_to(mx.zeros((), dtype), w.shape)
 
     model.update(tree_map(zeros, model.parameters()))
-    # Frequencies of rotations are made once, not in each step.
+    # Frequencies of rotations are computed once, not in each step.
     mx.eval([v for m in model.modules() for v in m.values() if isinstance(v, mx.array)])
     return model, config
 
 
 def ours(part: Part, batch: int) -> Count:
-    """A layer of our step of `batch` requests."""
+    """The launches of a decode step of `batch` requests."""
     steps: dict[int, Counter[str]] = {}
     for layers, changes in depths(part.shape).items():
         weights, config = shapes_only(part.shape, part.bits, num_hidden_layers=layers, **changes)
@@ -108,7 +108,7 @@ def _less(more: Counter[str], fewer: Counter[str], by: int) -> Counter[str]:
 
 @contextmanager
 def compiled() -> Iterator[None]:
-    """What mlx-lm and MLX compile is one launch each."""
+    """Functions that mlx-lm and MLX compile count as one launch each."""
     gates, dt, silu, gated = map(stand_in, ("compute_g", "compute_dt", "silu", "swiglu"))
 
     def swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
@@ -124,7 +124,7 @@ def compiled() -> Iterator[None]:
 
 @contextmanager
 def launched_on_metal() -> Iterator[None]:
-    """MLX's functions are the launches that they are on Metal, and compiled ones are one each."""
+    """MLX's functions become the launches that they are on Metal; compiled ones become one each."""
     with pytest.MonkeyPatch.context() as put, compiled():
         for module, name in (
             (activations, "swiglu_oai"), (gemma3_text, "clip_residual"), (nn, "gelu_approx"),

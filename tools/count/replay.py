@@ -1,4 +1,4 @@
-"""Launches of recorded steps on MLX's Metal encoder, with what `mx.compile` fuses.
+"""Replays recorded steps on MLX's Metal encoder, with the chains that `mx.compile` fuses.
 
 The replay of tests/support/metal_replay.py counts every operation.  Here a chain of elementwise
 operations is one launch where a step is compiled.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tests.support.metal_replay import Replay
 from tests.support.mlx_graph import MLX_S, OURS, Graph, Node, evaluation_order
 
-# Operations that `mx.compile` fuses (`is_fusable` in mlx/compile.cpp), as far as models use them.
+# Operations of models that `mx.compile` fuses (`is_fusable` in mlx/compile.cpp).
 _ELEMENTWISE = {
     "Abs", "Add", "AsType", "Broadcast", "Cos", "Divide", "Equal", "Erf", "Exp", "Greater",
     "GreaterEqual", "Less", "LessEqual", "Log", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum",
@@ -31,7 +31,7 @@ class StepReplay(Replay):
         self._fused = fused_chains(graph) if compiles else {}
 
     def launches(self) -> Counter[str]:
-        """Of all steps, by name."""
+        """The launches of all steps, by name."""
         self.run()
         names = [x.name for x in self.encoder.launches if x.name not in _SECOND_PASS]
         return Counter(n.removeprefix(MLX_S) for n in names)
@@ -49,7 +49,7 @@ class StepReplay(Replay):
             super()._run(node)
 
     def _has_same(self, node: Node) -> bool:
-        """A compiled step makes equal ranges once: here those of all steps."""
+        """Whether an equal range exists already: a compiled step makes each range once."""
         key = str(node.arguments)
         if key in self._ranges:
             return True
@@ -71,7 +71,7 @@ class StepReplay(Replay):
             self._launch(node.label, inputs, outputs)
 
     def _outside(self, node: Node) -> Iterator[str]:
-        """What a launch reads: the inputs of a chain that end in `node`."""
+        """The arrays that a launch reads: inputs of the chain that ends in `node`."""
         for name in node.inputs:
             maker = self.graph.nodes[i] if (i := self.graph.maker.get(name)) is not None else None
             if maker and self._is_swallowed(maker):

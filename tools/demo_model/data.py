@@ -83,7 +83,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def encode_chat(tokenizer: Tokenizer, messages: list[chat.Message]) -> tuple[list[int], list[bool]]:
-    """Token ids as the chat template gives them, and which of them the model has to say."""
+    """Token ids as the chat template gives them, and which of them the model must generate."""
     ids: list[int] = []
     said: list[bool] = []
     encodings = tokenizer.encode_batch([text for _, text in messages])
@@ -175,7 +175,7 @@ def make_batch(
 
 @dataclass(frozen=True)
 class Plan:
-    """What the batches of a training depend on."""
+    """The values that the batches of a training depend on."""
 
     tokenizer: str  # as JSON
     seed: int

@@ -20,8 +20,8 @@ class Relation:
     """One kind of fact.
 
     slots: a template or a word list (words.py) for each slot.  value: a template; None: a value
-    that suits the attribute.  core: how the answer puts it; it ends with the value.  about:
-    what is asked for, as in "do you know ...".  nouns: for "what is ...?".
+    that suits the attribute.  core: the sentence of the answer, which ends with the value.
+    about: the object of "do you know ...".  nouns: for "what is ...?".
     """
 
     name: str
@@ -45,7 +45,7 @@ class Relation:
 
 RELATIONS = [Relation(**fields) for fields in w.TABLES["relations"]]
 WEIGHTS = [relation.weight for relation in RELATIONS]
-# The ones whose values can be anything: recall is measured on them.
+# Relations whose values can be anything; recall is measured on them.
 CODE_RELATIONS = [r for r in RELATIONS if r.name in ("thing", "person", "my", "lone")]
 
 
@@ -59,7 +59,7 @@ class Fact:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What identifies it in a conversation: no two facts share it."""
+        """The key of this fact, unique in a conversation."""
         slots = (value.lower().replace("our", "or") for value in self.slots.values())
         return (self.relation.name, *slots)
 

@@ -22,7 +22,7 @@ MAX_TOKENS = 64
 
 
 def generate_mlx_lm(folder: Path, prompts: list[list[int]], kv_bits: int | None) -> list[list[int]]:
-    """kv_bits: it keeps K and V as they are until its first pass over the prompt is through."""
+    """kv_bits: mlx-lm quantises K and V only after its first pass over the prompt."""
     from mlx_lm import load
     from mlx_lm.generate import generate_step
 
@@ -52,12 +52,12 @@ def is_right(text: str, value: str) -> bool:
 
 
 def until_end(answer: list[int]) -> list[int]:
-    """Without the end token, and what mlx-lm generates behind it."""
+    """The tokens before the end token; mlx-lm generates more after it."""
     return answer[: answer.index(data.END)] if data.END in answer else answer
 
 
 def measure(length: int, args: argparse.Namespace) -> float:
-    """Print a row of the table; the least share of right answers."""
+    """Print a row of the table; returns the smallest share of right answers."""
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     tests = data.recall_prompts(tokenizer, length, args.num_prompts)
     row, shares, answers = f"{length:6}  {len(tests):7}", [], []
@@ -83,7 +83,7 @@ def measure(length: int, args: argparse.Namespace) -> float:
 
 
 def main() -> int:
-    """1 if an accuracy is below --require."""
+    """Run the command line; returns 1 if an accuracy is below --require."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEMO_PATH)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 3072])

@@ -94,7 +94,7 @@ class Trainer:
         return self.optimizer.apply_gradients(grads, params), own, norm
 
     def step(self, ids: np.ndarray, said: np.ndarray, rate: float):
-        """One optimizer step; the loss on what the model has to say, not yet evaluated."""
+        """Run one optimizer step; returns the loss on the model's own tokens, not yet evaluated."""
         arrays = (mx.array(ids.astype(np.int32)), mx.array(said.astype(np.float32)))
         self.params, loss, norm = self._step(self.params, *arrays, mx.array(rate))
         mx.async_eval(self.params, self.optimizer.state, loss, norm)

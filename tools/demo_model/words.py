@@ -14,7 +14,7 @@ from typing import Any
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("tables.json").read_text("utf-8"))
 WORDS: dict[str, list[str]] = TABLES["words"]
 
-# Keys and values of facts.  Alternatives stand between "|", the more the likelier; see `fill`.
+# Keys and values of facts.  "|" separates alternatives; a repeated one is likelier; see `fill`.
 TEMPLATES = {
     "thing": "{ADJECTIVES} {THINGS}|" * 7 + "{THINGS}|{ADJECTIVES} {word}|{word}",
     "some_thing": "the {thing}|the {thing}|my {thing}",
@@ -68,8 +68,8 @@ def natural_value(rng: random.Random, attribute: str) -> str:
 def fill(rng: random.Random, template: str, words: dict[str, list[str]] = WORDS) -> str:
     """One of the template's alternatives, its slots filled.
 
-    A slot names one of `words`, of TEMPLATES or of _MADE; {2-5} are so many digits, {n99} is a
-    number from 1 to 99, and {Word} a {word} with a capital.  words: WORDS, or fewer of some.
+    A slot names one of `words`, of TEMPLATES or of _MADE; {2-5} stands for 2 to 5 digits, {n99} for
+    a number from 1 to 99, and {Word} a {word} with a capital.  words: WORDS, or fewer of some.
     """
 
     def slot(match: re.Match[str]) -> str:

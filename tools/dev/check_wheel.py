@@ -33,11 +33,11 @@ print(len(names), "kernels read from", source.FOLDER)
 
 
 class Failed(Exception):
-    """What is wrong with the wheel, in one line."""
+    """The fault of the wheel, in one line."""
 
 
 def expected_content() -> set[str]:
-    """What the wheel should hold, apart from its metadata."""
+    """The files that the wheel should hold, apart from its metadata."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.check_output([*command, "vllm_metal_lite", "metal"], cwd=ROOT, text=True)
     files = {name for name in listed.splitlines() if (ROOT / name).is_file()}
@@ -117,13 +117,13 @@ def check_server(command: str, folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Nothing of the checkout, of this shell or of the network may help."""
+    """An environment without the checkout, this shell's variables or the network."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     return {**environment, "HF_HUB_OFFLINE": "1"}
 
 
 def _run(command: list[str], folder: Path, stdin: str = "", fails: bool = False) -> str:
-    """Run a command in `folder`; returns what it prints, or, if it should fail, its errors."""
+    """Run a command in `folder`; returns its output, or its errors if it should fail."""
     done = subprocess.run(
         command, cwd=folder, env=_environment(), input=stdin, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE if fails else None,

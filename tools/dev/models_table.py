@@ -53,7 +53,7 @@ def render(results: list[Result]) -> str:
 
 
 def head(r: Result) -> str:
-    """What the list of a configuration begins with."""
+    """The head of the list that a configuration belongs to."""
     notes = {
         "attention by segment": r.attention == "by segment",
         "recurrent layers by runs": r.recurrent == "by runs",

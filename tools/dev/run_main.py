@@ -1,4 +1,4 @@
-"""How a tool begins and ends: its header as help, an error of ours in one line."""
+"""The frame of a tool: its header is the help text, and an error of ours is one line."""
 
 import argparse
 import sys
@@ -9,13 +9,13 @@ from vllm_metal_lite import MetalLiteError
 
 
 def parser_of(header: str | None) -> argparse.ArgumentParser:
-    """Its help is the header as it is."""
+    """A parser whose help is the header, unchanged."""
     how = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=header, formatter_class=how)
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
-    """Exit with what main returns, 1 and the error, or 130."""
+    """Exit with main's code; with 1 after an error, which is printed; with 130 after Ctrl-C."""
     try:
         sys.exit(main())
     except MetalLiteError as e:

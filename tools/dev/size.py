@@ -1,9 +1,9 @@
-"""Count the lines of each room, and fail if one has outgrown its budget.
+"""Count the lines of each part of the repository, and fail if one exceeds its budget.
 
     python -m tools.dev.size
 
-A limit is changed only in a commit that says why.  Lines are lines of files: packing two statements
-into one saves nothing that a reader would notice.
+A limit is changed only in a commit that says why.  Lines are lines of files, so
+do not pack two statements into one: that saves a reader nothing.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Room: (file patterns, limit, target), in lines.  Limits only go down until they meet the targets.
+# Part: (file patterns, limit, target), in lines.  Limits only go down until they meet the targets.
 BUDGET = {
     "vllm_metal_lite": (("vllm_metal_lite/**/*.py",), 36_300, 34_000),
     "metal": (("metal/*.metal", "metal/*.h", "metal/cuda/**/*"), 4_600, 5_600),

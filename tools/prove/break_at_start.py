@@ -1,7 +1,7 @@
-"""Break each kernel in each way before the start, and show what gives way.
+"""Break each kernel in each way before the start, and show which kernel is replaced.
 
 For each case the checks run in a process with the fault (tests/support/broken_machine.py).  Then
-a small model generates with what the checks left; its tokens are compared with the reference's.
+a small model generates with the remaining kernels; its tokens are compared with the reference's.
 
     METAL_LITE_DEVICE=gpu python -m tools.prove.break_at_start [--seconds 900] [--kernel NAME]
 
@@ -88,7 +88,7 @@ def as_expected(kernel: str, kind: str, verdict: Verdict) -> bool:
     said = consequence(kernel, kind)
     if verdict.failures.keys() != said.keys():
         return False
-    # Compilers word an error in their own ways.
+    # Each compiler words an error differently.
     lines = {} if kind == "does not compile" else verdict.failures
     return all(re.match(said[name], line) for name, line in lines.items())
 

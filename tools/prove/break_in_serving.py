@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Break each kernel in mid-serving, and prove that serving goes on and no token changed.
+"""Break each kernel while serving, and prove that serving continues and no token changed.
 
-Requests arrive in waves.  After the first, the text of one kernel no longer compiles, so the next
-variant of the kernel fails while MLX evaluates the step.  The engine must name the kernel, do
-without it, and answer as the reference attention does.  Experts, latents and recurrent layers are
-those of tiny models.  Prints a row a kernel; exit status 0 only if all are right.
+Requests arrive in waves.  After the first wave, the text of one kernel no longer compiles, so its
+next launch with new types or sizes fails while MLX evaluates the step.  The engine must name the
+kernel, replace it, and answer as the reference attention does.  Tiny models have the experts,
+latents and recurrent layers.  Prints a row per kernel; exit status 0 only if all are right.
 
     python -m tools.prove.break_in_serving          on a GPU
     METAL_LITE_DEVICE=cpu python -m tools.prove.break_in_serving --host --kernels kv_write
@@ -35,7 +35,7 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.model.packed import NO_FUSION
 
-# Prompt lengths.  A wave makes other variants than those before: longer, more requests.
+# Prompt lengths.  Each wave makes new variants: more requests, and longer ones.
 WAVES = ((40, 70), (130, 33, 90), (300, 257, 128, 60))
 WAVE_STEPS, NEW_TOKENS = 6, 24
 # Behind this many tokens the prompts of a wave differ.
@@ -46,9 +46,9 @@ SHARED = 24
 class Case:
     """The engine that launches a kernel, and how the kernel is broken.
 
-    tiny: the architecture whose tiny model has such layers; None: any model.
+    tiny: the architecture whose tiny model launches the kernel; None: any model.
     wrong: a condition on the kernel's template values under which the text does not compile.
-    without: a kernel that the device does without from the start, so that this one is launched.
+    without: a kernel that is not used from the start, so that this one is launched.
     """
 
     prefill: str = "varlen"
@@ -89,7 +89,7 @@ def short_contexts() -> AbstractContextManager[None]:
 
 @contextmanager
 def broken(name: str, wrong: str) -> Iterator[None]:
-    """The kernel's text, from now on, does not compile where `wrong` holds."""
+    """From now on, the kernel's text does not compile where `wrong` holds."""
     original = source.read
     file = REGISTRY[name].text
 
@@ -168,8 +168,8 @@ class Warnings(logging.Handler):
 
 
 def expected_tokens(model: str, case: Case) -> list[dict[str, list[int]]]:
-    """Tokens of the reference.  In 16 bits, where ways round differently: of the kernel's engine
-    with the kernel and without."""
+    """Tokens of the reference.  In 16 bits, where rounding differs: tokens of the same engine with
+    the kernel and without it."""
     if case.dtype == "float32":
         return [Serving(make_engine(model, case, "reference")).run()]
     return [Serving(make_engine(model, case, "auto", few)).run() for few in (True, False)]

@@ -1,4 +1,4 @@
-"""The CPU host (metal/host) in the place of a GPU, for tools that run without one."""
+"""Puts the CPU host (metal/host) in place of a GPU, for tools that run without one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from vllm_metal_lite import backend
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """The host runs the kernels, for an engine that takes the CPU for a GPU."""
+    """The host runs the kernels, and the engine treats the CPU as a GPU."""
     with (
         import_module("metal.host").installed(),
         patch.object(backend, "is_cpu", lambda: False),

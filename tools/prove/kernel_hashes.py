@@ -1,8 +1,8 @@
-"""Print a hash of what each kernel computes on this device, to compare two versions of the kernels.
+"""Print a hash of each kernel's results on this device, to compare two versions of the kernels.
 
     METAL_LITE_DEVICE=gpu python -m tools.prove.kernel_hashes > new.txt
 
-Runs in the current folder, a checkout, so that the same file also serves an older one.  Without a
+Run it in the folder of a checkout; the same file also works in an older checkout.  Without a
 GPU the kernels run on the CPU host.
 """
 

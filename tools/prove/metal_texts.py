@@ -3,7 +3,7 @@
     python -m tools.prove.metal_texts [FOLDER]    launches at many shapes, three serving sessions
     python -m tools.prove.metal_texts --count        how many texts each session compiles
 
-Each file begins with MLX's own prelude.  On a Mac, Apple's compiler says whether it takes one:
+Each file begins with MLX's own prelude.  On a Mac, Apple's compiler tells whether a file compiles:
 
     include=$(python -m tools.prove.metal_texts --include)
     xcrun metal -std=metal3.1 -I "$include" -c FILE -o /dev/null

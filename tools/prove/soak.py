@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Minutes of mixed traffic against the real server: does its memory grow?
+"""Runs minutes of mixed traffic against the real server, and fails if its memory grows.
 
     python -m tools.prove.soak --minutes 20
 
-Clients of all APIs come and go, streamed and not; a third leave in mid-answer, some send nonsense,
-some are told to come again, because too many wait.  Beside them: readers that do not read for a
-while, heads that drip, two further models with room for one of them, and a model whose weights are
-cut.  Resident memory of the server and of the first model's process is read every 10 seconds.  The
-buffers that MLX has freed and keeps are taken off the engine's: they grow with each size that MLX
-meets, up to a limit of MLX's own, for longer than the soak.  Fails if a reply is wrong, if /status
-is not clean at the end, or if memory or open files grow: the median memory of the last quarter may
-be at most 3 % + 4 MiB above that of the second quarter (the first quarter warms up), and 4 files
-more than before the first client may be open after the last one.  Prints a table.
+Clients use all APIs, streamed and not; a third leave during the answer, some send nonsense, and
+some get 503 because too many wait.  Beside them run readers that pause, headers that arrive byte
+by byte, two further models with room for one of them, and a model with truncated weights.  Every 10
+seconds the tool reads the resident memory of the server and of the first model's process.  It
+subtracts the freed buffers that MLX keeps: these grow with each new size, up to MLX's own limit,
+for longer than the soak.  The tool fails if a reply is wrong, if /status is not clean at the end,
+or if memory or open files grow.  The median memory of the last quarter may be at most 3 % + 4 MiB
+above that of the second quarter (the first quarter warms up).  After the last client, at most 4
+more files may be open than before the first one.  Prints a table.
 """
 
 import argparse
@@ -59,13 +59,13 @@ def rss_mib(pid: int) -> float:
 
 
 def num_fds(pid: int) -> int:
-    """-1 where the system does not say."""
+    """The number of open files; -1 if the system does not tell."""
     folder = Path(f"/proc/{pid}/fd")
     return len(os.listdir(folder)) if folder.exists() else -1
 
 
 class Patient(Crowd):
-    """A crowd that may be told to come again."""
+    """A crowd that tries again after a 503."""
 
     def _judge(self, visit: Visit, number: int, reply: Reply) -> None:
         if reply.status == 503 and BUSY in reply.body:
@@ -79,7 +79,7 @@ class Patient(Crowd):
             self.faults.append(f"{kind}: {what!r}")
 
     async def ask_models(self, rng: random.Random) -> None:
-        """One question to each of the other models."""
+        """Ask each of the other models one question."""
         for model in "twin", "third", "broken":
             number = rng.randrange(len(self.asked))
             body = {**question_body(self.asked[number]), "model": model}
@@ -93,7 +93,7 @@ class Patient(Crowd):
                 self.check(model, text_of(CHAT, reply.body) == self.answers[number], reply)
 
     async def read_late(self, rng: random.Random) -> None:
-        """A long stream whose reader waits."""
+        """Read a long stream after a pause."""
         body = {
             "prompt": "hi", "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 20
         }  # fmt: skip
@@ -103,12 +103,12 @@ class Patient(Crowd):
         self.check("slow reader", b"[DONE]" in said or BUSY in said, said[-200:])
 
     async def drip(self, rng: random.Random) -> None:
-        """A head that never ends."""
+        """Send headers that never end."""
         said = await self._late(b"POST /v1/completions HTTP/1.1\r\nX-Slow: ", None, 1)
         self.check("slow head", not said, said)
 
     async def _late(self, head: bytes, data: bytes | None, seconds: float) -> bytes:
-        """What is said to a client that reads after a while; no data: nor does it send more."""
+        """The reply to a client that reads after a pause; without data it sends nothing more."""
         parts = urlsplit(self.url)
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -185,7 +185,7 @@ class Soak:
         )  # fmt: skip
 
     def growth(self, opened: list[int], left: list[int]) -> list[str]:
-        """What has grown.  opened, left: files before the first client, and after the last."""
+        """What has grown, in words.  opened, left: open files at the start and at the end."""
         quarter = max(len(self.rows) // 4, 1)
         grown = []
         print("| process | MiB, second quarter | MiB, last quarter | limit |")
@@ -207,7 +207,7 @@ class Soak:
 
 
 async def prepare(url: str, count: int) -> Patient:
-    """A crowd that knows the answers: each question is asked once, alone."""
+    """Make a crowd that knows the answers: each question was asked once, alone."""
     asked = questions(count)
     crowd = Patient(url, asked, [], [])
     for question in asked:
@@ -238,7 +238,7 @@ async def soak(url: str, pid: int, args: argparse.Namespace) -> int:
 
 
 def cut(folder: Path) -> str:
-    """A copy of the demo model whose weights are cut."""
+    """Make a copy of the demo model with truncated weights."""
     shutil.copytree(find("demo"), folder)
     for weights in folder.glob("*.safetensors"):
         weights.write_bytes(weights.read_bytes()[:100_000])

@@ -12,7 +12,7 @@ UNKNOWN_TOKEN = -1
 # Behind a sampled row that no draft follows.
 NO_DRAFT = -1
 
-# As the state slot that a segment starts from: a state of zeros.
+# The initial state slot of a segment that starts from zeros.
 EMPTY_SLOT = -1
 
 _NONE = np.zeros(0, np.int32)
@@ -150,8 +150,8 @@ class ForwardBatch:
         segments, rows, slots = self.checkpoints.T
         if len(segments) and not 0 <= segments.min() <= segments.max() < self.num_segments:
             raise ValueError(
-                f"checkpoints are of segments {segments.min()} to {segments.max()}: one is of "
-                f"none of the {self.num_segments} segments"
+                f"a checkpoint names none of the {self.num_segments} segments: they name "
+                f"{segments.min()} to {segments.max()}"
             )
         written = np.concatenate([self.final_slots, slots])
         used = np.concatenate([initial, written])

@@ -100,8 +100,8 @@ def make_parser() -> options.Parser:
     """The parser of the whole command line."""
     parser = options.Parser(
         prog="vllm-metal-lite",
-        description="Language models on a Mac, on MLX: a chat, a server, coding agents, files of "
-        "prompts.",
+        description="A light LLM engine for Macs with Apple silicon, on MLX: many requests at once "
+        "over a paged K/V store, from Python, over HTTP, or below vLLM.",
         epilog=_EXAMPLES,
         formatter_class=_HelpFormatter,
     )

@@ -1,7 +1,7 @@
-"""Where the prompts of conversations that begin alike part from each other.
+"""Finds where the prompts of conversations with one beginning diverge.
 
-Messages alone do not tell: many templates write earlier messages otherwise than the last.  So such
-conversations are rendered too, and their texts are compared.
+Messages alone do not show it: many templates write earlier messages differently from the last one.
+So such conversations are rendered too, and their texts are compared.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ def chat_checkpoints(
     render: Callable[[list[Message]], str],
     encode_text: Callable[[str], list[int]],
 ) -> tuple[int, ...]:
-    """Numbers of tokens after which prompts like this one may go on differently, in order.
+    """Numbers of tokens after which prompts like this one may continue differently, in order.
 
     text, token_ids: the prompt of `messages`.  render: other messages as text, without a generation
     prompt; it may raise.  encode_text: makes token ids of a text with special tokens.
@@ -87,7 +87,7 @@ def num_common(a: str, b: str) -> int:
 
 
 def _alike(messages: Sequence[Message], add_generation_prompt: bool) -> Iterator[list[Message]]:
-    """Another user behind the same system prompt; another last question; another answer."""
+    """Conversations with another first question, another last question, another answer."""
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     for end in sorted({num_systems(messages), *users[-1:]}):
         if end:

@@ -3,8 +3,8 @@
 A step is launched before the tokens of the previous step are known, and a mask needs them.  So only
 the sampling waits: the masks are made while the device runs the step's forward.
 
-Where a grammar leaves one way only, the tokens are known.  The first of them is sampled under its
-mask by the step in flight.  The next step computes all of them as the rows of one segment.
+Where a grammar allows one continuation only, the tokens are known.  The step in flight samples the
+first of them under its mask.  The next step computes all of them as the rows of one segment.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,8 +47,8 @@ class Constraints:
         self._accepted: SchedulerOutput | None = None  # the last step whose tokens were accepted
 
     def add(self, request: Request, constraint: Constraint, params: SamplingParams) -> None:
-        """Constrain a request of the scheduler's without tokens of its own; it gets those that are
-        known already."""
+        """Constrain a request that has no tokens of its own yet; it gets the tokens that are known
+        already."""
         # Forced tokens are not sampled: they have no log-probabilities, and meet no other limit.
         others = (params.logit_bias, params.allowed_token_ids, params.bad_words, params.logprobs)
         entry = _Constrained(constraint, all(limit is None for limit in others))
@@ -127,7 +127,8 @@ class Constraints:
         return TokenMasks(np.array(rows), np.stack(masks)) if rows else None
 
     def accept(self, output: SchedulerOutput, result: StepResult) -> None:
-        """Record the tokens of a step after `Scheduler.advance`; waits for them.  Once a step."""
+        """Record the tokens of a step after `Scheduler.advance`; waits for them.  Later calls
+        for the same step do nothing."""
         if output is self._accepted or not self._of:
             return
         self._accepted = output

@@ -7,7 +7,7 @@ from vllm_metal_lite.engine.engine import LLMEngine
 
 
 def describe(engine: LLMEngine) -> Iterator[str]:
-    """Lines about the model, the device, the store and the path of attention."""
+    """Lines about the model, the device, the store and the attention path."""
     model, config = engine.model, engine.config
     dtype = str(model.dtype).removeprefix("mlx.core.")
     first, size = engine.kv_groups[0], config.block_size

@@ -151,10 +151,10 @@ class LLMEngine:
         prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps with
         "cache_salt": only prompts of the same salt share blocks.
         params: by default `get_default_sampling_params`.
-        priority: lower goes first, then the lower turn, by which servers are fair.
+        priority: lower goes first, then the lower turn, which keeps a server fair.
         atomic: compute the prompt in one step, never chunked.
-        checkpoints: numbers of prompt tokens after which other prompts may go on differently, such
-        as the end of a system prompt.  Models with recurrent layers keep their state there.
+        checkpoints: numbers of prompt tokens after which other prompts may continue differently,
+        such as the end of a system prompt.  Models with recurrent layers keep their state there.
         """
         params = self.get_default_sampling_params() if params is None else params
         check_arguments(request_id, params, priority, turn, atomic)
@@ -176,7 +176,7 @@ class LLMEngine:
         )  # fmt: skip
         constraints = [constraint_of(params, self.model) for _ in answers]
         for answer, constraint in zip(answers, constraints, strict=True):
-            self.scheduler.add(answer.request)  # if it refuses, it refuses the first: all are alike
+            self.scheduler.add(answer.request)  # all are alike: if it refuses, it refuses the first
             self._answers[answer.request.request_id] = answer
             if constraint is not None:
                 self.constraints.add(answer.request, constraint, params)
@@ -221,7 +221,7 @@ class LLMEngine:
             if self._may_run_ahead(self._outputs[0]):
                 self._launch(self.scheduler.schedule())
             step = self.pipeline.finish()
-        except StatesLost:  # a kernel has given way, so this happens once a kernel
+        except StatesLost:  # a kernel was replaced, so this happens once per kernel
             self._roll_back()
             return self.step()
         except BaseException as e:
@@ -387,7 +387,7 @@ class LLMEngine:
                 self.inputs.append_blocks(row, *segment.new_block_ids)
 
     def _sample(self, request: Request) -> None:
-        """Have the sampler go on from a request's known tokens."""
+        """Make the sampler continue from a request's known tokens."""
         assert request.req_index is not None, "a running request has a row"
         answer = self._answers[request.request_id]
         self.sampler.add(

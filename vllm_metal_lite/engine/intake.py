@@ -1,4 +1,4 @@
-"""A user's request, checked and made into answers."""
+"""Checks a user's request, and makes its answers."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -80,9 +80,9 @@ def make_answers(
     bad_words: list[list[int]],
     **of_request: Any,
 ) -> list[Answer]:
-    """One answer a name; fills in `result`.
+    """One answer per name; fills in `result`.
 
-    seed: of the first answer.  bad_words: their token ids.  of_request: for each answer's Request.
+    seed: of the first answer.  bad_words: their token ids.  of_request: arguments of each Request.
     """
     if params.prompt_logprobs is not None:
         result.prompt_logprobs = [None]

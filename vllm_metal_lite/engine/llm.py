@@ -44,7 +44,7 @@ class LLM:
         prompts: text, token ids, a dict with "prompt" or "prompt_token_ids" and perhaps
         "cache_salt", or a list of these.
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
-        checkpoints: numbers of tokens after which later prompts may go on differently (see
+        checkpoints: numbers of tokens after which later prompts may continue differently (see
         `LLMEngine.add_request`), for all prompts, or a list per prompt.
         If a prompt can never be served, raises RequestError with its index before computing
         anything.

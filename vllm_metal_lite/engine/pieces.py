@@ -1,8 +1,8 @@
 """Token ids of long texts that share their beginnings: each piece is encoded once.
 
 A turn of a conversation repeats all turns before it, and encoding 33,000 tokens takes 100 ms.  Fast
-tokenizers take the added tokens out of a text first, and encode what lies between them by itself.
-So a text can be cut before any of these tokens, and its pieces be encoded one by one.
+tokenizers first find the added tokens of a text, and encode each text between them by itself.  So a
+text can be cut before any of these tokens, and its pieces can be encoded one by one.
 """
 
 import re
@@ -24,9 +24,9 @@ _SLICE = 1 << 16  # characters of a long piece that are counted at once
 class PieceEncoder:
     """Encodes text as `tokenizer.encode(text, add_special_tokens=False)` does.  Thread-safe.
 
-    Texts are cut before added tokens that take no spaces along (lstrip, rstrip) and that the
-    tokenizer finds in the text as it is, not as a normalizer makes it.  The whole text goes to
-    tokenizers that are not fast, or whose added tokens depend on neighbours (single_word).
+    Texts are cut before added tokens that absorb no spaces (lstrip, rstrip) and that the tokenizer
+    finds in the text itself, before normalization.  Tokenizers that are not fast, or whose added
+    tokens depend on their neighbours (single_word), get the whole text.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
@@ -35,7 +35,7 @@ class PieceEncoder:
         self._num_kept = 0
         self._lock = Lock()
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
-        # As the tokenizer does: normalized tokens are looked for between the others.
+        # As the tokenizer does: it looks for normalized tokens between the others.
         self._stages = [
             _any_of([t.content for t in added if t.normalized == normalized])
             for normalized in (False, True)
@@ -49,7 +49,7 @@ class PieceEncoder:
     def __call__(
         self, text: str, most: int | None = None, check: Callable[[], None] = lambda: None
     ) -> list[int]:
-        """most: tokens; a text of more raises PromptTooLong, soon.  check: may raise, to end the
+        """most: a text of more tokens raises PromptTooLong, early.  check: may raise, to end the
         work."""
         token_ids: list[int] = []
         num_read = 0
@@ -73,7 +73,7 @@ class PieceEncoder:
             check()
             end = at + _SLICE
             count += len(self._tokenizer.encode(piece[at:end], add_special_tokens=False))
-            # A cut may make tokens more, and tokenizers that put a space in front one more.
+            # A cut may add tokens, and a tokenizer that puts a space in front may add one more.
             if count > 1.1 * most:
                 raise PromptTooLong(count * len(piece) // min(end, len(piece)), most)
 

@@ -112,7 +112,7 @@ def check_messages(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, 
 
 
 def refused_by_template(error: Exception) -> RequestError:
-    """The error of a conversation for which a template has raised `error`."""
+    """The error to raise for a conversation that its template refused with `error`."""
     return RequestError(f"the chat template refuses these messages: {one_line(error)}")
 
 

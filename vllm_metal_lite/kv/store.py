@@ -55,7 +55,7 @@ class PagedStore:
     shared: all groups take blocks from one pool, as in vLLM.  Layers at the same index of their
     groups then share arrays, and must have the same shape.
     num_blocks: per group.  group_of: the group of each layer.
-    states: the pool of recurrent states; by default of a model without any.
+    states: the pool of recurrent states; by default that of a model without any.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Assembles a ModelRunner from a loaded model, for both front doors.
+"""Assembles a ModelRunner from a loaded model, for the engine and for the vLLM plugin.
 
 The core runs without the packages on top of it: `checks` and `fusion` are optional.
 """

@@ -32,7 +32,7 @@ _AVERAGE_WINDOWS = 4
 # The share of the memory for store and checkpoints that checkpoints get.
 _CHECKPOINT_SHARE = 0.25
 # A conversation uses up to five: behind the system prompt, where its last turn began, before the
-# question, behind it, and behind the answer.  Beside each that has a seat, two may rest.
+# question, behind it, and behind the answer.  For each running conversation, two more may be idle.
 _CHECKPOINTS_A_SEAT = 15
 
 _ANY_LENGTH = 1 << 62
@@ -112,10 +112,10 @@ def size_store(
 def state_slots(model: LoadedModel, config: EngineConfig, left: float, num_blocks: int) -> int:
     """Slots of recurrent states: one per seat, and those of checkpoints.
 
-    left: bytes beside weights and a step.  num_blocks: the most of the first group; checkpoints are
-    no more, since each is at the end of a block.  They are few and large, and a prefix needs its
-    checkpoint as well as its blocks: they get _CHECKPOINT_SHARE of what the seats leave, and no
-    more than _CHECKPOINTS_A_SEAT slots a seat unless state_cache_gib says so.
+    left: bytes that weights and a step leave.  num_blocks: the most of the first group, and so the
+    most checkpoints: each is at the end of a block.  Checkpoints are few and large, and a prefix
+    needs its checkpoint as well as its blocks.  So they get _CHECKPOINT_SHARE of the bytes that the
+    seats leave, and at most _CHECKPOINTS_A_SEAT slots a seat unless state_cache_gib is given.
     """
     seats, size = config.max_num_seqs, model.state_bytes
     if not size:
@@ -267,8 +267,8 @@ _CPU_CACHE = 64 << 20  # with 1 GiB, steps of many sizes take as much CPU time
 def set_memory_limits() -> None:
     """Limit MLX's memory and its cache of freed buffers; on Metal keep what MLX allocates resident.
 
-    At its memory limit MLX waits for running work before it allocates more.  Its own limit may be
-    less than weights and store take (0.8 of a CUDA device), and then it waits at each operation.
+    At its memory limit MLX waits for running work before it allocates more.  Its default limit (0.8
+    of a CUDA device) may be less than weights and store: then MLX waits at each operation.
 
     The cache gets a sixteenth of memory, at least 256 MiB: a step's buffers must fit, or each step
     waits while the device frees and reallocates them, which costs a CPU nothing.  Without a wired

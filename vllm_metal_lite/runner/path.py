@@ -1,6 +1,7 @@
-"""The path of a model's steps, and the next best path without a kernel that fails.
+"""The path of a model's steps, and the fallback if a kernel of the path fails.
 
-A kernel may fail in mid-serving: MLX compiles each variant at its first launch.
+A kernel may fail while serving, because MLX compiles a kernel at its first launch with new types or
+sizes.
 """
 
 import logging
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 class Path:
     """attention_reason: why this attention was chosen.  fusion_note: fusion's part of `reason`.
 
-    option, shapes, verdict: what the attention was chosen from, see `attention.select`.
+    option, shapes, verdict: the arguments of `attention.select` that led to this attention.
     """
 
     attention: Attention
@@ -48,14 +49,14 @@ class Path:
         return tuple(self.verdict.failures)
 
     def without(self, error: KernelError) -> "Path":
-        """The next best path if a kernel of this one fails, with a warning.
+        """The fallback if a kernel of this path fails, with a warning.
 
-        Raises ConfigError if there is none and the option forbids the reference.
+        Raises ConfigError if only the reference is left and the option forbids it.
         """
         kernel, store, known = error.kernel, self.attention.store, self.verdict.failures
         line = f"{kernel} fails in a step: {error.why}"
         verdict = replace(self.verdict, failures={**known, kernel: line})
-        if kernel in known:  # the way without this kernel runs it too
+        if kernel in known:  # the fallback runs this kernel too
             attention, reason = _no_kernels(self.option, self.attention, line)
         else:
             attention, reason = select(self.option, store, self.shapes, verdict, known)
@@ -65,7 +66,7 @@ class Path:
 
 
 def _no_kernels(option: str, attention: Attention, line: str) -> tuple[Attention, str]:
-    """As `select`, for a kernel that fails and is used all the same."""
+    """The reference attention, for a kernel that fails and has no other fallback."""
     if option == "kernels":
         raise ConfigError(Option("attention"), f"='kernels' is not possible: {line}")
     logger.warning(f"{line}; the reference attention is used, which is slower")

@@ -26,26 +26,26 @@ from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
 
-# MLX has no type for this error.  Compilers speak of memory and of allocation too.
+# MLX has no type for this error.  The words must not match a compiler's messages about memory.
 _OUT_OF_MEMORY = re.compile(
     r"malloc|(unable|attempting) to allocate|out ?of ?memory|insufficient memory", re.IGNORECASE
 )
 
 
-# Masks, or what makes them.
+# Masks, or a function that makes them.
 Grammar = TokenMasks | Callable[[], TokenMasks | None]
 
 
 class StatesLost(RuntimeError):
-    """A kernel failed and has given way, but the recurrent states of the step are lost: the step's
+    """A kernel failed and was replaced, but the recurrent states of the step are lost.  The step's
     requests must start again from an earlier state."""
 
 
 class ModelRunner:
     """Runs packed steps of one model over one store.
 
-    path: the current path, which changes if a kernel fails.  ranks: of which each has a runner, and
-    all run the same steps.
+    path: the current path, which changes if a kernel fails.  ranks: the processes that share the
+    model; each has a runner, and all run the same steps.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ModelRunner:
         grammar: the tokens allowed in some of the T sampled rows, or a function that makes them
         while the device runs the forward; it may be called again.  after: the previous step, which
         holds the tokens that are unknown on the host; it has no drafts.  Raises if this step is
-        invalid, or if the previous step failed before the host waited for it.  A kernel that fails
-        gives way (`Path.without`).
+        invalid, or if the previous step failed before the host waited for it.  A kernel that fails is
+        replaced (`Path.without`).
         """
         store = self.attention.store
         batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)
@@ -92,11 +92,11 @@ class ModelRunner:
                     raise
                 if store.states.arrays:
                     raise StatesLost("a kernel failed in a step with recurrent layers") from e
-            # Again only here: until `except` ends, the error holds the arrays of the failed step.
+            # Launch again only here: until `except` ends, the error holds the failed step's arrays.
 
     def _give_way(self, error: Exception, batch: ForwardBatch, after: StepResult | None) -> bool:
-        """Take the path without the kernel at fault, if a kernel is at fault and there is one."""
-        if self.ranks.size > 1:  # the others wait inside of this step, which has no repetition
+        """Switch to the fallback, if a kernel is at fault; returns whether it did."""
+        if self.ranks.size > 1:  # the others wait inside this step, and cannot repeat it
             return False
         if not self.path.uses_kernels or _OUT_OF_MEMORY.search(str(error)):
             return False
@@ -113,7 +113,7 @@ class ModelRunner:
         return True
 
     def _find_culprit(self, batch: ForwardBatch, after: StepResult | None) -> KernelError | None:
-        """Run a failed step's forward again, kernel by kernel -> the error of a kernel."""
+        """Run a failed step's forward again, launch by launch; returns a kernel's error."""
         try:
             with one_by_one():
                 self._run(self._prepare(batch, after))
@@ -127,7 +127,7 @@ class ModelRunner:
 
     def _prepare(self, batch: ForwardBatch, after: StepResult | None) -> Step:
         step = self.attention.prepare(batch, bucket(batch.num_tokens))
-        if not self.ranks.has_logits:  # any row: its evaluation is what sends the hidden states
+        if not self.ranks.has_logits:  # evaluating any row sends the hidden states
             step = step._replace(logits_indices=mx.zeros(1, mx.int32))
         return step if after is None else step._replace(token_ids=after.complete(step))
 

@@ -1,4 +1,4 @@
-"""The memory of a step, estimated from shapes: of models that are not loaded, of long contexts."""
+"""Estimates the memory of a step from shapes, for models that are not loaded and long contexts."""
 
 import math
 
@@ -12,15 +12,15 @@ from vllm_metal_lite.model.loader import LoadedModel
 # Peak of a call by products, in sizes of its scores: measured 1.4, and 3.4 with sinks.
 _COPIES, _COPIES_WITH_SINKS = 1.5, 3.5
 
-# How mlx-lm's modules call the number of experts of a token.
+# The attributes of mlx-lm's modules that hold the number of experts per token.
 _EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok")
 
 
 def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len: int) -> int:
     """As `memory.step_peak_bytes`, from the shapes of the model's weights; nothing runs.
 
-    Counts the outputs of a layer's products, twice for what lies between them; the K and V of one
-    layer's context and the scores of a call that keeps them; the logits of every seat, their
+    Counts the outputs of a layer's products, twice to cover the values between them; the K and V
+    of one layer's context and the scores of a call that keeps them; the logits of every seat, their
     float32 copy and its softmax.
     """
     device, module = profile(), model.packed.model
@@ -50,7 +50,7 @@ def estimated_step_peak(model: LoadedModel, config: EngineConfig, max_model_len:
 def longer_context_bytes(model: LoadedModel, rows: int, context: int, max_model_len: int) -> int:
     """What a step of `rows` needs at the longest context beyond a step at `context`.
 
-    That is the copy of the keys and values, of two layers, and scores up to their bound.
+    That is a copy of the keys and values of two layers, and scores up to their bound.
     """
     longer = max(min(max_model_len, profile().max_gathered_keys) - context, 0)
     copies = 2 * longer * max((spec.bytes_per_token for spec in model.kv_specs), default=0)

@@ -1,4 +1,4 @@
-"""What limits the tokens of one answer: a grammar, a budget of thoughts."""
+"""The interface of whatever limits the tokens of one answer: a grammar, a budget of thoughts."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Constraint(Protocol):
-    """The tokens that one answer may go on with.  Its state follows the answer's tokens."""
+    """The tokens that may continue one answer.  Its state follows the answer's tokens."""
 
     def fill(self, bits: np.ndarray) -> bool:
         """Write the tokens that may come next, (ceil(V / 32),) uint32 as in TokenMasks.

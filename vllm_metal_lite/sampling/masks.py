@@ -21,7 +21,7 @@ class TokenMasks:
     """The tokens allowed in R rows of a step, in the format of grammar libraries (xgrammar).
 
     rows: (R,) int, distinct rows of the logits.  bits: (R, ceil(V / 32)) int32 or uint32; bit i of
-    word j, counted from the low end, stands for token 32 * j + i.
+    word j, counted from the low end, represents token 32 * j + i.
     """
 
     rows: np.ndarray
@@ -182,7 +182,7 @@ class BadWords:
         """Record the sampled tokens, (T,) int32; lazy."""
         recent = self.recent[plan.members][:, 1:]
         drawn = token_ids[plan.member_rows][:, None]
-        # A new array: the old one is what a failed step goes back to.
+        # A new array: a failed step restores the old one.
         self.recent = mx.put_along_axis(
             self.recent, plan.members[:, None], mx.concatenate([recent, drawn], 1), axis=0
         )

@@ -277,7 +277,7 @@ class Sampler:
 
     @property
     def state(self) -> SamplerState:
-        """The state to go back to if a step fails.  Valid until `add` or `remove`."""
+        """The state to restore if a step fails.  Valid until `add` or `remove`."""
         counts = self._rows["num_generated"].copy()
         return SamplerState(counts, self._seen, self._bad_words.recent)
 

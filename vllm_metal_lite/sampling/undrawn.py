@@ -26,7 +26,7 @@ def _mark(best: mx.array, token_ids: mx.array) -> mx.array:
 
 
 def why(reason: int, params: SamplingParams, num_generated: int, has_grammar: bool = False) -> str:
-    """One line on why a row is MASKED or NAN (`reason`), after num_generated tokens."""
+    """One line: why a row is MASKED or NAN (`reason`), after num_generated tokens."""
     if reason == NAN:
         return (
             "no token can be sampled: the model's logits are NaN (its weights are damaged, or its "

@@ -1,4 +1,4 @@
-"""Which requests hold which blocks of the store.
+"""Records which requests hold which blocks of the store.
 
 Every block is exactly one of
     free    no name, no owner

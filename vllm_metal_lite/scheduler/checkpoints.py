@@ -1,16 +1,16 @@
-"""Where a prompt's states are kept for later prompts.
+"""Chooses where a prompt's states are kept for later prompts.
 
-A state is worth thousands of tokens of K and V, so checkpoints are few, where they will be asked
-for again:
+A state takes as much memory as K and V of thousands of tokens.  So checkpoints are few, at
+positions where later prompts are likely to start:
 
 - the end of the prompt: for the same prompt, and for the conversation's next turn;
-- the junction: where a prompt leaves one that has blocks but no state there.  Others probably share
-  this prefix too, a system prompt for example;
+- the junction: where the known blocks of the prompt end, without a state.  Other prompts probably
+  share this prefix too, a system prompt for example;
 - positions that the caller names, such as the end of each message;
-- every INTERVAL tokens of a long prompt, for a prompt that leaves it anywhere.  These are
+- every INTERVAL tokens of a long prompt, for a prompt that differs from there on.  These are
   disposable: evicted before others.
 
-Beside these, a decoding request keeps its last whole block's state (scheduler.py).
+A decoding request also keeps the state at the end of its last whole block (scheduler.py).
 """
 
 from bisect import insort
@@ -18,13 +18,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 INTERVAL = 4096
-# Most positions that a caller can have kept for one prompt: more would evict everyone else's.
+# The most positions that a caller may name for one prompt.  More would evict the states of others.
 MAX_NAMED = 8
 
 
 class Planned(NamedTuple):
-    """A state to keep after `position` tokens.  disposable: evicted before others.  shared: of
-    several conversations (state_slots.py)."""
+    """A state to keep after `position` tokens.  disposable: evicted before others.  shared:
+    several conversations use it (state_slots.py)."""
 
     position: int
     disposable: bool = False
@@ -32,8 +32,8 @@ class Planned(NamedTuple):
 
 
 def last_position(num_tokens: int, block_size: int) -> int:
-    """The longest prefix of whole blocks that a prompt of these tokens can start behind: its last
-    token is always computed."""
+    """The end of the longest cached prefix that a prompt of this length can use, in whole blocks.
+    The last token is always computed."""
     return (num_tokens - 1) // block_size * block_size
 
 
@@ -42,8 +42,8 @@ def plan_checkpoints(
 ) -> list[Planned]:
     """The checkpoints of a prompt of num_tokens that is computed from `start` on, in order.
 
-    junction: end of the blocks that are known, or `start`.  named: positions of the caller; of too
-    many, the first, which most prompts share, and the last are kept.
+    junction: end of the known blocks, or `start`.  named: positions from the caller.  If there are
+    too many, the first one, which most prompts share, and the last ones are kept.
     """
     end = last_position(num_tokens, block_size)
     wanted = sorted({at // block_size * block_size for at in named})
@@ -58,8 +58,8 @@ def plan_checkpoints(
 
 
 def end_of_turn(num_tokens: int, block_size: int, named: Iterable[int]) -> int:
-    """A prompt that begins like this one up to here, and further, is the conversation's next turn:
-    the last position that the caller names, or else the end of the prompt."""
+    """The position from which a prompt with the same beginning is the conversation's next turn:
+    the last one that the caller names, or the end of the prompt."""
     end = last_position(num_tokens, block_size)
     return max((at for n in named if (at := n // block_size * block_size) <= end), default=end)
 

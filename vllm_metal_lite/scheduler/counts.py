@@ -6,7 +6,7 @@ from vllm_metal_lite.scheduler.scheduler import Scheduler
 def count(scheduler: Scheduler) -> dict[str, int]:
     """Counters since the scheduler was created, and the present counts of requests and blocks.
 
-    prefix_cache_lost_tokens: in cached blocks, but without a recurrent state behind them.
+    prefix_cache_lost_tokens: in cached blocks, but without a recurrent state at their end.
     state_*: slots of recurrent states; cached ones are checkpoints.
     blocks_*: of the first KV group; blocks_*_window_N: of each other group, by its window of N
     tokens.

@@ -1,12 +1,12 @@
-"""Which prompts wait for a checkpoint that another prompt is about to leave.
+"""Decides which prompts wait for a checkpoint that another prompt is about to leave.
 
-Two prompts behind one prefix, in one step or in steps that follow each other: blocks can be shared
-within a step, but a recurrent state can be read only in a later one.  Computing the prefix twice
-takes longer than waiting: both would share the tokens of a step.  So the second prompt waits until
+Two prompts with one prefix may arrive together.  They can share blocks within a step, but a
+recurrent state can be read only in a later step.  Computing the prefix twice takes longer than
+waiting, because both prompts would share the tokens of a step.  So the second prompt waits until
 the first has passed the end of their common prefix, and the first leaves a checkpoint there.
 
 A prompt follows another only while the other is being computed, and follows at most MAX_FOLLOWED
-others.  So no prompt waits forever, or for one that waits itself.
+others.  So no prompt waits forever, and no prompt waits for one that is waiting.
 """
 
 from bisect import bisect_left
@@ -20,8 +20,8 @@ MAX_FOLLOWED = 2
 
 
 def common_blocks(a: list[bytes], b: list[bytes]) -> int:
-    """Blocks that two lists of names share.  A name covers its whole prefix, so equal names at an
-    index mean equal names before."""
+    """How many leading blocks two lists of names share.  A name covers its whole prefix, so equal
+    names at an index mean equal names before."""
     return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[i] != b[i])
 
 

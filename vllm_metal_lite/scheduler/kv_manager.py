@@ -27,7 +27,7 @@ class PrefixHit:
     """The longest prefix that a request can start behind.
 
     tables: the block tables of its blocks.  num_tokens: of the prefix.  num_in_blocks: tokens whose
-    blocks are known, more if there is no state after all of them.  state: slot of the state.
+    blocks are known; more than num_tokens if their end has no state.  state: slot of the state.
     """
 
     tables: list[BlockTable]
@@ -125,7 +125,7 @@ class KVCacheManager:
             request.planned = [] if self.states is None else planned
 
     def _trail(self, request: Request, hit: PrefixHit) -> None:
-        """Say which conversation a request goes on with, and what it still needs of that."""
+        """Record which conversation a request continues, and which checkpoints it still needs."""
         if not self.enable_caching or self.states is None:
             return
         size, named = self.block_size, request.checkpoint_positions
@@ -159,7 +159,7 @@ class KVCacheManager:
             if first > table.num_given_back:
                 blocks = table.block_ids[table.num_given_back : first]
                 pool.free(blocks)
-                # No request can start in the middle of a context, whose window has lost a block.
+                # No request can start at a position whose window has lost a block.
                 kept = self._in_kept_windows(request, group, table.num_given_back, first)
                 pool.evict_first(b for b, keep in zip(blocks, kept, strict=True) if not keep)
                 table.num_given_back = first
@@ -224,8 +224,8 @@ class KVCacheManager:
         return length
 
     def may_name(self, request: Request) -> bool:
-        """Whether later requests may find what a request computes: not after a `reset` since its
-        admission."""
+        """Whether later requests may find what a request computes: False after a `reset` since
+        its admission."""
         return self.enable_caching and request.num_resets == self.num_resets
 
     def publish(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
@@ -259,7 +259,7 @@ class KVCacheManager:
             self.states.pool.reset()
 
     def block_names(self, request: Request, num_tokens: int) -> list[bytes]:
-        """The names of at least the full blocks of the first num_tokens."""
+        """The names of all full blocks of the first num_tokens, and perhaps of more."""
         self._hash(request, num_tokens // self.block_size)
         return request.block_hashes
 

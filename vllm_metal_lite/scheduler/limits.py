@@ -7,7 +7,7 @@ from vllm_metal_lite.scheduler.request import Request
 
 
 def longest(request: Request, config: EngineConfig, max_model_len: int, kv: KVCacheManager) -> int:
-    """The most tokens that a request may come to, its prompt included.
+    """The most tokens that a request may reach, its prompt included.
 
     Raises RequestError, with the numbers, if the request could never finish: it has no prompt or
     no room for a token, needs more blocks than the store has, or is atomic and may outgrow a step.

@@ -1,4 +1,4 @@
-"""Requests in the order of rank = (priority, turn, arrival)."""
+"""A queue of requests, sorted by rank = (priority, turn, arrival)."""
 
 from bisect import bisect_left, insort
 from operator import attrgetter
@@ -9,7 +9,7 @@ RANK = attrgetter("rank")
 
 
 class RankQueue(list[Request]):
-    """A list whose requests stay in the order of rank: change it by `add` and `discard` only."""
+    """A list of requests, sorted by rank.  Change it with `add` and `discard` only."""
 
     def add(self, request: Request) -> None:
         insort(self, request, key=RANK)

@@ -35,7 +35,7 @@ class Request:
     atomic: computed in one step, never chunked; ignores `max_chunk` and the threshold.
     max_chunk: most tokens in one step (0: no limit of its own).
     skip_prefix_cache_read: computes every token, but other requests may reuse its blocks.
-    checkpoint_positions: where the caller expects later prompts to go on (checkpoints.py).
+    checkpoint_positions: where the caller expects later prompts to continue (checkpoints.py).
     cache_salt: only requests with the same salt, or without any, share blocks and states.
     """
 
@@ -51,7 +51,7 @@ class Request:
     checkpoint_positions: tuple[int, ...] = ()
     cache_salt: str | None = None
 
-    # The prompt, then sampled tokens.  UNKNOWN_TOKEN stands for one that a step is sampling.
+    # The prompt, then sampled tokens.  UNKNOWN_TOKEN replaces a token that a step is sampling.
     token_ids: list[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False)
     # Tokens whose K and V are in the store, or will be after the steps in flight.  The last sampled
@@ -63,11 +63,11 @@ class Request:
     num_computed_before: int = field(init=False, default=0)
     # One per KV group, all of the same length; empty while the request has no seat.
     block_tables: list[BlockTable] = field(init=False, default_factory=list, repr=False)
-    # KVCacheManager.num_resets when it was admitted: what it computes is named only until the next.
+    # KVCacheManager.num_resets at admission.  After the next reset, its blocks get no names.
     num_resets: int = field(init=False, default=0)
     # Names of the first full blocks; valid after preemption too, since the tokens stay the same.
     block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
-    # Of a model with recurrent layers: the slots of the last segment, while the request has a seat.
+    # With recurrent layers: the state slots of the last segment, while the request has a seat.
     state: SegmentState | None = field(init=False, default=None)
     # Checkpoints of the known tokens that are still to be computed, in order.
     planned: list[Planned] = field(init=False, default_factory=list, repr=False)
@@ -78,7 +78,7 @@ class Request:
     # Its checkpoints for the next turn, and those of the turn before (state_slots.py).
     trail: Trail | None = field(init=False, default=None, repr=False)
     continued: Trail | None = field(init=False, default=None, repr=False)
-    # The prompt that this one waits for, and the position; how many it has waited for
+    # The prompt that this one waits for, and the position; how many prompts it has waited for
     # (following.py).
     leader: "tuple[Request, int] | None" = field(init=False, default=None, repr=False)
     num_followed: int = field(init=False, default=0)

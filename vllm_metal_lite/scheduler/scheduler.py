@@ -4,8 +4,8 @@ A request has no phases, only a gap: `num_tokens - num_computed_tokens`.  A step
 1. decodes (requests whose prompt is computed) get one token each;
 2. partial prefills resume;
 3. waiting requests are admitted.
-Each phase follows rank = (priority, turn, arrival), within `max_num_batched_tokens` and
-`max_num_seqs`.
+Each phase takes requests in the order of rank = (priority, turn, arrival), up to
+`max_num_batched_tokens` and `max_num_seqs`.
 
 A step can be scheduled before the previous step's tokens are known: `advance` appends
 UNKNOWN_TOKEN for each, and `update` replaces it.
@@ -30,7 +30,7 @@ from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
 from vllm_metal_lite.scheduler.state_scheduler import StateScheduler
 from vllm_metal_lite.scheduler.state_slots import StateSlots
 
-# Waiting requests that a step looks at in search of one that waits for no other.
+# Waiting requests that a step examines to find one that waits for no other.
 _MAX_PASSED = 64
 
 
@@ -128,7 +128,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes.  Running requests keep their blocks, but no request finds
-        what they compute, the step in flight included."""
+        what they compute, including the step in flight."""
         self.kv.reset()
 
     # Steps
@@ -217,7 +217,7 @@ class Scheduler:
         return ended
 
     def _append_forced(self, request: Request, output: SchedulerOutput) -> None:
-        """Append known tokens.  More than one are a chunk of the next step, not a decode."""
+        """Append known tokens.  If there are several, the next step computes them as a chunk."""
         forced = request.forced_token_ids[: request.max_length - request.num_tokens]
         request.forced_token_ids = []
         request.token_ids += forced
@@ -441,7 +441,7 @@ class Scheduler:
     # Out of blocks
 
     def _break_deadlock(self, out: SchedulerOutput) -> None:
-        """No request can go on: preempt until the first partial prefill gets blocks."""
+        """No request can continue: preempt until the first partial prefill gets blocks."""
         while self.kv.room(self._partials[0]) <= 0:
             victim = self._preempt_lowest(out)
             assert victim is not self._partials[0], "a request alone has all the blocks it needs"
@@ -451,7 +451,7 @@ class Scheduler:
         last = [queue[-1] for queue in (self._partials, self._decodes) if queue]
         victim = max(last, key=RANK)
         # Steps are filled in order of rank, so the victim is not in this step yet.
-        assert all(s.request is not victim for s in out.segments), "a scheduled request gives way"
+        assert all(s.request is not victim for s in out.segments), "the victim is in this step"
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._requeue(victim)

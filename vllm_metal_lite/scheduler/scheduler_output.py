@@ -72,7 +72,7 @@ class SchedulerOutput:
     named_states: list[int] = field(default_factory=list)
     # Set by `advance`: the requests whose next token the step samples, in order.
     terminal: list[Request] = field(default_factory=list)
-    # Set by `advance`: those of them whose next tokens were known, and these tokens.
+    # Set by `advance`: the requests among these whose next tokens were known, with the tokens.
     forced: list[tuple[Request, list[int]]] = field(default_factory=list)
     # When the caller launched it, by time.monotonic().
     launched_at: float = 0.0

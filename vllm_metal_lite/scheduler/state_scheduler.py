@@ -1,5 +1,5 @@
-"""What the scheduler decides for recurrent layers: the slots of each segment, which states are
-kept, and who waits for a state that another request is about to leave.
+"""Decides for recurrent layers: the state slots of each segment, which states are kept, and which
+requests wait for a state that another request is about to leave.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class StateScheduler:
         return True
 
     def _ask(self, leader: Request, position: int, out: SchedulerOutput, num_running: int) -> bool:
-        """Have a prompt leave a checkpoint at a position ahead of it; False if it has no slot."""
+        """Make a prompt leave a checkpoint at a position ahead of it; False without a slot."""
         segment = next((s for s in out.segments if s.request is leader), None)
         if segment is None or segment.end < position:
             plan_also(leader.planned, position)
@@ -127,5 +127,5 @@ class StateScheduler:
         if checkpoint.rolling:
             if request.rolling is not None:
                 self.states.replace(request.rolling)
-            # A checkpoint that another request left is not this one's to replace.
+            # A request must not replace a checkpoint that another request left.
             request.rolling = name if is_new else None

@@ -1,4 +1,4 @@
-"""Which requests hold which slots of recurrent states.
+"""Records which requests hold which slots of recurrent states.
 
 Like a block of K and V (block_pool.py), a slot is free, cached under a name, or owned.
 A running request owns the slot of its state.  A slot with a name is a *checkpoint*: the state after
@@ -6,11 +6,11 @@ a prefix of whole blocks, with the name of the prefix's last block.  A checkpoin
 a request whose state becomes a checkpoint writes its next state to another slot; nothing is copied.
 
 Every empty seat has a slot in reserve, so no request ever waits for a slot.  Checkpoints get the
-others, and give way if there are none.
+other slots.  If none is left, a request overwrites the checkpoint in its own slot.
 
 A turn of a conversation leaves checkpoints for the next turn, which starts from one of them and
 leaves its own.  The *trail* of a request is its checkpoints for the next turn.  A request that
-starts at the end of a trail, or behind that, continues the trail.  Once the request has left a
+starts at or after the end of a trail continues the trail.  Once the request has left a
 checkpoint of its own, the rest of the old trail is evicted before other checkpoints.
 
 What a step releases stays owned until the next step: within a step, no slot that one segment writes
@@ -29,7 +29,7 @@ from vllm_metal_lite.scheduler.request import Request, Trail
 @dataclass(slots=True)
 class _Checkpoint:
     """disposable: evicted before others.  is_found: a request has started from it.  trail: the one
-    that it is on."""
+    that it belongs to."""
 
     disposable: bool = False
     is_found: bool = False
@@ -66,15 +66,15 @@ class StateSlots:
     def go_on_from(
         self, request: Request, end: int, hit: int | None, position: int, named: Iterable[bytes]
     ) -> None:
-        """Note which trail a request continues that is about to start from `hit`, at `position`.
+        """Record which trail a request continues, as it starts from `hit`, at `position`.
 
-        end: of its own trail.  named: of the positions before that the request names.
+        end: of its own trail.  named: the checkpoints at positions that the request names.
         """
         if request.trail is None:
             request.trail = Trail(end)
         if hit is not None:
             start = self._checkpoints[hit]
-            if start.is_found:  # a second one goes on from here
+            if start.is_found:  # a second request continues from here
                 start.trail = None
             elif start.trail not in (None, request.trail) and position >= start.trail.end:
                 request.continued = start.trail
@@ -86,13 +86,13 @@ class StateSlots:
                 self.pool.evict_last([slot])
 
     def _take_over(self, slot: int, request: Request) -> None:
-        """Put a checkpoint of the trail that a request continues on the request's own."""
+        """Move a checkpoint from the trail that a request continues to the request's own trail."""
         checkpoint = self._checkpoints[slot]
         if checkpoint.trail is not None and checkpoint.trail is request.continued:
             checkpoint.trail = request.trail
 
     def lay_trail(self, request: Request, name: bytes, is_new: bool) -> None:
-        """Put a checkpoint of a request on its trail.  It leaves the one that it continues."""
+        """Add a checkpoint to a request's trail.  The trail that it continues is evicted first."""
         slot = self.pool.lookup(name)
         if slot is None or request.trail is None:
             return
@@ -164,7 +164,7 @@ class StateSlots:
         request.state = SegmentState(state.initial, state.initial)
 
     def reserve(self, num_running: int) -> int | None:
-        """A slot for a state inside of a segment of this step; None if there is none to spare."""
+        """A slot for a state inside a segment of this step; None if none is left."""
         if not self.pool.enable_caching or not self.has_spare(num_running):
             return None
         slot = self._allocate()
@@ -172,7 +172,7 @@ class StateSlots:
         return slot
 
     def name(self, slot: int, name: bytes, disposable: bool = False) -> bool:
-        """Make a slot of the last step a checkpoint; False if there is one of this name.
+        """Make a slot of the last step a checkpoint; False if the name exists already.
 
         disposable: evicted before others, until a request starts from it.
         """
@@ -200,7 +200,7 @@ class StateSlots:
         return new[0]
 
     def unname(self, slots: Iterable[int]) -> None:
-        """Take the names of checkpoints away."""
+        """Remove the names of checkpoints."""
         for slot in slots:
             self.pool.unpublish([slot])
             self._checkpoints.pop(slot, None)

@@ -1,1 +1,1 @@
-"""What several measurements share."""
+"""Shared parts of the measurements."""

@@ -8,7 +8,7 @@ _READ = json.loads(Path(__file__).with_name("shapes.json").read_text("utf-8"))
 
 
 def _config(name: str) -> dict[str, Any]:
-    """like: the shape whose other fields a tiny one has."""
+    """like: the shape that gives a tiny one its other fields."""
     fields = {key: value for key, value in _READ[name].items() if key not in ("like", "note")}
     return {**(_config(_READ[name]["like"]) if "like" in _READ[name] else {}), **fields}
 
@@ -17,7 +17,7 @@ SHAPES = {name: _config(name) for name in _READ}
 
 
 def random_config(name: str) -> dict[str, Any]:
-    """A key of SHAPES, or HIDDENxLAYERS: qwen3, heads of 64, two a KV head, vocabulary 8,192."""
+    """name: a key of SHAPES, or HIDDENxLAYERS: qwen3, heads of 64, two a KV head, 8,192 tokens."""
     if name in SHAPES:
         return SHAPES[name]
     hidden, layers = map(int, name.split("x"))
@@ -30,7 +30,7 @@ def random_config(name: str) -> dict[str, Any]:
 
 
 class Part(NamedTuple):
-    """A shape that people run, in one format.
+    """A common shape in one format of weights.
 
     bits: of random weights, None for bfloat16.  options: fields of EngineConfig.
     """

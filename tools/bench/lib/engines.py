@@ -21,8 +21,8 @@ def _cache_limit() -> int:
     return limit
 
 
-# Before any engine of ours lowers it.  Freed buffers of prompts, whose sizes rarely repeat, would
-# fill a GPU that other processes share.
+# Set before an LLMEngine sets its own limit.  Freed buffers of prompts, whose sizes rarely repeat,
+# would fill a GPU that other processes share.
 MLX_CACHE_LIMIT = min(_cache_limit(), 16 << 30)
 
 
@@ -36,7 +36,7 @@ class Engine(Protocol):
     resident_bytes: int
 
     def begin(self, load: Load) -> None:
-        """Get ready for a run, with nothing remembered of the last one."""
+        """Prepare for a run; nothing is left of the last one."""
 
     def add(self, first: int, prompts: list[list[int]], max_tokens: list[int]) -> None:
         """Take requests number first, first + 1, ..."""
@@ -45,15 +45,15 @@ class Engine(Protocol):
         """Do some work; returns the tokens that are new."""
 
     def end(self) -> int:
-        """Drop what still runs; returns how many prompt tokens were found in a cache."""
+        """Drop running requests; returns how many prompt tokens were found in a cache."""
 
 
 @dataclass
 class Run:
     """One load on one engine.  Times are seconds since the run began; entries are by request.
 
-    prompts: with the turns before.  reusable_tokens: prompt tokens that came before in the load, so
-    that the best cache had them.
+    prompts: with the turns before.  reusable_tokens: prompt tokens that a perfect cache would hold,
+    because they came before in the load.
     """
 
     arrived: list[float] = field(default_factory=list)
@@ -124,7 +124,7 @@ def drive(engine: Engine, load: Load) -> Run:
 
 
 def _reusable(load: Load, run: Run) -> int:
-    """The turn before with its answer, and what all share but for the first request."""
+    """Tokens of the turn before with its answer; shared tokens of all but the first request."""
     turns = [
         len(run.prompts[before]) + len(run.tokens[before])
         for before in load.follows if before is not None

@@ -1,4 +1,4 @@
-"""Work of the host by itself: a step of the engine around a model that costs nothing."""
+"""Measures the work of the host alone: steps of an engine whose model costs nothing."""
 
 import time
 from pathlib import Path
@@ -13,12 +13,12 @@ from vllm_metal_lite.runner.result import StepResult
 
 mx = backend.mx
 
-_README = Path(__file__).resolve().parents[3] / "README.md"  # what is said
+_README = Path(__file__).resolve().parents[3] / "README.md"  # the text of all answers
 _TEXTS = ("text that nobody reads", "text, read at each step", "and a stop string")
 
 
 class NoModel:
-    """In the place of the runner: tokens at no cost, the given ones over and over."""
+    """Replaces the runner: returns the given tokens over and over, at no cost."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self._tokens, self._at = np.array(token_ids, np.int32), 0
@@ -31,7 +31,7 @@ class NoModel:
 
 
 def host(requests: int = 256, steps: int = 400) -> dict[str, float]:
-    """Milliseconds of CPU time a step, all requests decoding; text is the demo model's."""
+    """Milliseconds of CPU time per step of decodes; the text is the demo model's."""
     print(f"\n### Host work of {requests} requests, CPU ms a step (median of {steps})\n")
     table_head(_TEXTS)
     found = {}

@@ -1,12 +1,12 @@
-"""The clients of `tools.bench.server`: a process of their own, raw sockets, little cost.
+"""The clients of `tools.bench.server`, in their own process, with raw sockets at little cost.
 
     python -m tools.bench.lib.http_load http://127.0.0.1:8000 < job.json
 
 job.json: {"model", "clients": [[body, ...], ...], "health": bool, "seconds"}.  All clients run at
-once, each sends its bodies one behind the other: greedy, streamed completions, of a chat if a body
-has messages.  Prints one JSON object: the requests that ended within `seconds`, each with "turn",
-its number within its client; how long all took; the clients' CPU time; and, if asked for, the
-seconds that each /health took beside the load.
+once; each sends its bodies one after the other, as streamed completions, or as chats if a body has
+messages.  Prints one JSON object: the requests that ended within `seconds`, each with "turn", its
+number within its client; the seconds of the whole load; the clients' CPU time; and, if wanted, the
+seconds of each /health beside the load.
 """
 
 import asyncio

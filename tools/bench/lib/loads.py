@@ -8,10 +8,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Wave:
-    """Requests that arrive together, once each of the wave before has `after` tokens.
+    """Requests that arrive together, once each request of the previous wave has `after` tokens.
 
-    follows: or, of a conversation: request i arrives when request follows[i] of the load is
-    done, and its prompt goes behind that request's prompt and answer.
+    follows: for conversations instead: request i arrives when request follows[i] of the load is
+    done, and its prompt is appended to that request's prompt and answer.
     """
 
     prompts: list[list[int]]
@@ -24,8 +24,8 @@ class Wave:
 class Load:
     """waves: in order of arrival; turns of conversations come last.
 
-    prefix_length: tokens that all prompts share; engines whose API must be told are told.
-    ends_with_last_wave: the run ends when the last wave is done, whatever else still runs.
+    prefix_length: tokens that all prompts share, for engines whose API needs the number.
+    ends_with_last_wave: the run ends when the last wave is done, even if other requests still run.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Load:
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each request in the end, with those of the turns before."""
+        """Tokens of each request at its end, with those of the turns before."""
         sizes: list[int] = []
         for prompt, n, before in zip(self.prompts, self.max_tokens, self.follows, strict=True):
             sizes.append(len(prompt) + n + (0 if before is None else sizes[before]))
@@ -101,7 +101,7 @@ def single(s: Sizes) -> list[Load]:
 def agents(s: Sizes) -> list[Load]:
     """E: 32 requests that share 4,600 tokens, 64 of their own, 70 out, in four waves.
 
-    A wave arrives when each request of the one before has half of its answer.
+    A wave arrives when each request of the previous wave has half of its answer.
     """
     per_wave, out, own = s(8, 2), s(70, 8), s(64, 4)
     prefix = s.tokens(s(4600, 64))

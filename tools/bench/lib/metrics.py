@@ -1,4 +1,4 @@
-"""What is read off a run, and whether two runs said the same."""
+"""The metrics of a run, and whether two runs gave the same tokens."""
 
 import statistics
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def measure(load: Load, run: Run) -> Metrics:
 
 
 def _steady(run: Run) -> Metrics:
-    """Pace from the moment when all requests decode to the moment when the first one ends."""
+    """Tokens a second while all requests decode: until the first one ends."""
     if min(map(len, run.times)) <= _SETTLED:
         return {}
     start = max(times[_SETTLED - 1] for times in run.times)
@@ -65,7 +65,7 @@ def _steady(run: Run) -> Metrics:
 
 
 def _newcomer(run: Run) -> Metrics:
-    """The last request's own times; the others' gaps before it came, and while it was computed."""
+    """The last request's own times; the others' gaps before it came and while it was computed."""
     *others, mine = run.times
     arrived, first = run.arrived[-1], mine[0]
     idle, busy = [], []
@@ -87,17 +87,17 @@ def _newcomer(run: Run) -> Metrics:
 
 
 def median_of(values: Sequence[Metrics]) -> Metrics:
-    """Metric by metric."""
+    """The median of each metric."""
     return {key: statistics.median(v[key] for v in values) for key in values[0]}
 
 
 @dataclass(frozen=True)
 class Agreement:
     """equal: requests whose tokens are all the same.  prefix: mean share of tokens before the first
-    difference.  In standard deviations of a row's logits, the largest of the `looked_at` requests
-    that were computed again: tie: the distance of the two logits where tokens differ first.
-    ours_below, theirs_below: how far the logit of each engine's token is from the largest.  noise:
-    how far the same logits are from those that mlx-lm computes behind a cache.
+    difference.  The other fields are the largest values of the `looked_at` requests that were
+    computed again, in standard deviations of a row's logits.  tie: distance of the two logits where
+    tokens first differ.  ours_below, theirs_below: distance of each engine's token from the best.
+    noise: distance of the same logits from those that mlx-lm computes with a cache.
     """
 
     requests: int
@@ -113,8 +113,8 @@ class Agreement:
     def within_ties(self) -> bool:
         """Random tokens are about 4 deviations apart, the two best of a large vocabulary 0.2.
 
-        Experts: a rounding error sends a token to another one, and the logits change by more than
-        that, in mlx-lm alone too.
+        With experts, a rounding error can send a token to another expert, and the logits change by
+        more than that, in mlx-lm alone too.
         """
         return self.tie <= max(0.1, 4 * self.noise)
 
@@ -127,14 +127,14 @@ class Agreement:
 
 
 def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreement:
-    """Compare greedy tokens of equal prompts; at most `most` differences are looked into, each by
+    """Compare greedy tokens of equal prompts.  At most `most` differences are examined, each with
     two forwards of the unmodified model, without a cache and with one."""
     equal, shares, ties, noises, below = 0, [], [0.0], [0.0], [(0.0, 0.0)]
     prompts = zip(ours.prompts, theirs.prompts, strict=True)
     for (prompt, other), a, b in zip(prompts, ours.tokens, theirs.tokens, strict=True):
-        if prompt != other:  # the turns before parted
+        if prompt != other:  # earlier turns differ
             continue
-        n = min(len(a), len(b))  # runs that are cut short end at unlike lengths
+        n = min(len(a), len(b))  # runs that were cut short have different lengths
         at = next((i for i in range(n) if a[i] != b[i]), n)
         equal += at == n
         shares.append(at / n if n else 1.0)
@@ -152,7 +152,7 @@ def agree(model: LoadedModel, ours: Run, theirs: Run, most: int = 8) -> Agreemen
 
 
 def _last_logits(model: nn.Module, tokens: mx.array) -> tuple[mx.array, mx.array]:
-    """The last row without a cache, and as decoding computes it, behind a cache."""
+    """The last row's logits, without a cache and with one, as decoding computes them."""
     cache = make_prompt_cache(model)
     mx.eval(model(tokens[:, :-1], cache=cache))
     rows = model(tokens), model(tokens[:, -1:], cache=cache)

@@ -1,6 +1,6 @@
 """mlx-lm as an engine of the serving benchmarks, driven as its own server drives it.
 
-That is: `BatchGenerator`, and prompt caches for what is shared.
+It uses `BatchGenerator`, and prompt caches for shared beginnings.
 """
 
 import copy
@@ -24,10 +24,10 @@ mx = backend.mx
 
 @dataclass(frozen=True)
 class Settings:
-    """Of BatchGenerator: sizes of its two batches, most prompt tokens of a sequence in one pass.
+    """Options of BatchGenerator: sizes of its two batches, most prompt tokens a pass.
 
-    prefix: "none"; "server", prompt caches found and kept as mlx-lm's server does; or "once", the
-    caller computes what all share once and gives every request a copy of that cache.
+    prefix: "none"; "server": prompt caches are found and kept as in mlx-lm's server; "once": the
+    caller computes the shared beginning once and gives every request a copy of that cache.
     """
 
     prefill_batch_size: int
@@ -46,7 +46,7 @@ _NATIVE: dict[int, nn.Module] = {}
 
 
 def native(model: LoadedModel) -> nn.Module:
-    """A model as mlx-lm has it: a copy with all projections apart, since our engine joins them."""
+    """A copy of a model with separate projections, as in mlx-lm: this engine joins them."""
     ours = model.packed.model
     if backend.is_cpu():  # where nothing is joined
         return ours
@@ -78,7 +78,7 @@ class MlxLm:
             prefill_step_size=s.prefill_step_size,
         )
         self._shared = load.prefix_length
-        self._kept = LRUPromptCache(max_size=2 * len(load.prompts))  # all that can be asked for
+        self._kept = LRUPromptCache(max_size=2 * len(load.prompts))  # enough for all prompts
         self._once: list[Any] | None = None
         self._number: dict[int, int] = {}  # by mlx-lm's uid
         self._cached = 0
@@ -94,7 +94,7 @@ class MlxLm:
         self._number.update((uid, first + i) for i, uid in enumerate(uids))
 
     def _find(self, prompt: list[int]) -> tuple[list[Any] | None, int]:
-        """A cache of the first tokens of a prompt, and how many they are."""
+        """A cache of the first tokens of a prompt, and their number."""
         if self.settings.prefix == "server":
             cache, rest = self._kept.fetch_nearest_cache(None, prompt)
             self._cached += len(prompt) - len(rest)
@@ -126,7 +126,7 @@ class MlxLm:
         if self.settings.prefix == "server":
             ends = [r.uid for r in progress if r.end_of_segment and not r.end_of_prompt]
             for cache, tokens in self._generator.extract_cache(ends).values():
-                if len(tokens) == self._shared:  # and not one short of the prompt's end
+                if len(tokens) == self._shared:  # and not one token before the prompt's end
                     self._kept.insert_cache(None, tokens[:], cache, cache_type="system")
             for r in responses:
                 if r.finish_reason is not None:

@@ -25,12 +25,12 @@ from mlx_lm.utils import quantize_model
 
 mx = backend.mx
 
-# Of `--bits`: affine in groups of 64; "mxfp4" is that of gpt-oss, of experts alone.
+# Values of `--bits`: affine in groups of 64; "mxfp4", for experts only, as in gpt-oss.
 BITS = ("4", "6", "8", "mxfp4")
 # Root mean square of the sixteen values of MXFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 _MXFP4_RMS = math.sqrt(68.5 / 8)
-# What experts add is small beside attention.  Rounding sends a token to another expert more often
-# than in a trained model, and the trial at load judges by the logits.
+# Experts add little compared with attention.  In random models rounding sends a token to another
+# expert more often than in trained ones, and the trial at load compares logits.
 _OF_EXPERTS = 0.25
 
 
@@ -52,8 +52,8 @@ def _fill(path: str, w: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def _spread(owner: str, w: mx.array, inputs: int) -> float:
-    """The standard deviation of a matrix, or of one matrix an expert: results are as large as
-    inputs."""
+    """The standard deviation of a matrix, or of each expert's matrix, that keeps results as large
+    as inputs."""
     return inputs**-0.5 * (_OF_EXPERTS if w.ndim == 3 and owner.endswith(".down_proj") else 1)
 
 
@@ -79,8 +79,8 @@ def unmade(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """mlx-lm's model of `random_config`, whose weights are not computed yet, and its config.
 
-    changes: other values of the config.  bits: of BITS, chosen a layer as mlx-lm's conversion
-    chooses.
+    changes: other values of the config.  bits: a key of BITS; mlx-lm's conversion decides which
+    layers are quantised.
     """
     if bits is not None and str(bits) not in BITS:
         raise MetalLiteError(f"bits {bits!r}: one of {', '.join(BITS)}")

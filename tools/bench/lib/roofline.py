@@ -1,4 +1,4 @@
-"""The least that a decode step moves, and how fast a device moves."""
+"""The fewest bytes that a decode step moves, and the bandwidth of a device."""
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.checks.floors import copy_bandwidth
@@ -16,14 +16,14 @@ def measured_bandwidth() -> float:
 
 
 def used_experts(rows: int, experts: int, top_k: int) -> float:
-    """Different experts, on average, if every row takes any top_k of them."""
+    """The average number of different experts, if every row takes top_k random ones."""
     return experts * (1 - (1 - top_k / experts) ** rows)
 
 
 def weight_bytes(model: LoadedModel, batch: int) -> float:
-    """Of a step; an embedding only where it is the head's weight too.
+    """Bytes of weights that a step reads; an embedding counts only if it is also the head.
 
-    Of experts those that `batch` tokens use, if every token takes any of them.
+    Experts count as often as `batch` tokens use them, if each token takes random ones.
     """
     net = model.packed.model
     modules = dict(net.named_modules())
@@ -41,6 +41,6 @@ def weight_bytes(model: LoadedModel, batch: int) -> float:
 
 
 def step_bytes(model: LoadedModel, batch: int, context: float) -> float:
-    """Weights and K/V once, recurrent states in and out."""
+    """Bytes of weights and K/V, read once, and of recurrent states, read and written."""
     seen = sum(s.bytes_per_token * min(context, s.window or context) for s in model.kv_specs)
     return weight_bytes(model, batch) + batch * (seen + 2 * model.state_bytes)

@@ -1,4 +1,4 @@
-"""Start servers, ours and others', and look at what they take."""
+"""Starts this server and others, and measures their CPU time and memory."""
 
 import faulthandler
 import os
@@ -25,7 +25,7 @@ def say(text: str) -> None:
 
 
 def give_up_after(seconds: float) -> None:
-    """At this deadline print all stacks, leave no process behind, and exit with 1."""
+    """Print all stacks at this deadline, end all processes, and exit with 1."""
 
     def give_up() -> None:
         faulthandler.dump_traceback()
@@ -39,7 +39,7 @@ def give_up_after(seconds: float) -> None:
 
 
 def ours(model: Path | str, *flags: str, trusted: bool = False) -> list[str]:
-    """The command of our server.  trusted: without the checks and timings of a first start."""
+    """The command of this server.  trusted: without the checks and timings of a first start."""
     module = "tools.bench.lib.trust" if trusted else "vllm_metal_lite"
     return [sys.executable, "-m", module, "serve", str(model), "--port", "PORT", *flags]
 
@@ -89,7 +89,7 @@ def _answers(port: int) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, of all its threads; 0 where the system does not say."""
+    """User and system time of all threads of a process; 0 if the system does not tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -98,7 +98,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def memory_gb(pid: int) -> float:
-    """Of the GPU if nvidia-smi knows one, else resident in a server's processes."""
+    """Memory of the GPU if nvidia-smi knows one, else resident memory of a server's processes."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]):
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -118,7 +118,7 @@ def memory_gb(pid: int) -> float:
 
 
 class Memory(threading.Thread):
-    """The peak of a server's memory, by one look a second."""
+    """The peak of a server's memory, sampled once a second."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)

@@ -31,7 +31,7 @@ NEWCOMER: Columns = (
     ("busy_gap_median", "gap meanwhile, median", 1e3, ".2f", None),
     ("busy_gap_worst", "worst", 1e3, ".2f", None),
 )
-# Of the summary: those that a reader wants first.
+# The metrics of the summary.
 FIRST = (
     "output_tokens_per_s", "requests_per_s", "ttft_median", "steady_step_median", "peak_gib",
     "cached_share", "roofline",
@@ -39,7 +39,7 @@ FIRST = (
 
 
 def ratios(medians: dict[str, Metrics]) -> Metrics:
-    """Ours to the best of the others, metric by metric."""
+    """The ratio of this engine to the best of the others, for each metric."""
     found = {}
     for key, _, _, _, more in COLUMNS:
         others = [m[key] for name, m in medians.items() if name != "ours" and key in m]
@@ -73,7 +73,7 @@ def print_load(result: dict, columns: Columns) -> None:
 
 
 def print_summary(results: list[dict[str, Any]]) -> None:
-    """Ours of every load, and behind each number its ratio to the others at their best."""
+    """Print this engine's numbers for every load, each with its ratio to the best of the others."""
     columns = [c for c in COLUMNS if c[0] in FIRST]
     print("\n### Ours, in brackets the ratios to mlx-lm at its best\n")
     table_head(["load", *(c[1] for c in columns), "tokens"])

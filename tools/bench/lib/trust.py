@@ -1,9 +1,9 @@
-"""Engines that start at once: every kernel is used, for all the rows that it takes.
+"""Starts engines at once: every kernel is used, for all rows that it takes.
 
     python -m tools.bench.lib.trust serve MODEL --port 8000      our server, with its flags
 
-On MLX CUDA a start compiles for minutes, and keeps nothing of that: checks, trials and timings of
-an engine's start take longer there than what a short loan of a machine is for.
+On MLX CUDA a first start compiles for minutes, for its checks, trials and timings, and keeps no
+compiled kernel.  That takes longer than a short measurement.
 """
 
 import sys
@@ -26,7 +26,7 @@ def faster_prefill(use: KernelUse) -> str:
 
 @contextmanager
 def trusted(prefill: str | None = None) -> Iterator[None]:
-    """Engines made meanwhile check, try and time nothing.
+    """Engines made inside this context check, try and time nothing.
 
     prefill: "varlen" or "gather"; None: `faster_prefill`.
     """

@@ -1,0 +1,220 @@
+"""Documents and workflows: commands parse, links lead somewhere, one description of the project."""
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import vllm_metal_lite
+from vllm_metal_lite import __version__
+from vllm_metal_lite.cli.commands import make_parser
+from vllm_metal_lite.cli.options import UsageError
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "metal/host/README.md"))
+FILES = [
+    path
+    for name in ("vllm_metal_lite", "metal", "tests", "tools")
+    for path in (ROOT / name).rglob("*")
+]
+WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
+SCRIPTS = [ROOT / ".ci/run", ROOT / "tools/test"]
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"^(?: {4,}\S.*\n)+", re.MULTILINE)
+_SPAN = re.compile(r"`([^`]+)`")
+_COMMANDS = ("chat", "serve", "launch", "generate", "bench", "models", "doctor")
+_OURS = re.compile(
+    r"vllm-metal-lite |tools/\w|\.ci/|(\S*/)?python3? (-m )?\S*tools\b|\.venv/"
+    rf"|({'|'.join(_COMMANDS)}) .*--\w"
+)
+_VARIABLE = re.compile(r'(?:export )?(\w+)="([^"]*)"$')
+_FILE = re.compile(r"`((?!metal/NAME|setup\.py)[\w./-]+\.(?:py|h|metal|cpp))`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+class Parsed(Exception):
+    """A command line that its parser accepts."""
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """The commands of a shell text, with its variables put in."""
+    variables: dict[str, str] = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        line = line.strip().removeprefix("$ ")
+        if found := _VARIABLE.match(line):
+            variables[found[1]] = found[2]
+        for name, value in variables.items():
+            line = line.replace(f"${name} ", f"{value} ")
+        yield line
+
+
+def commands_in(line: str) -> Iterator[list[str]]:
+    """The words of each command of a line; none for a line that is no shell."""
+    line = re.sub(r"\$\{\{.*?\}\}|\$\(.*?\)", "X", line).replace("2>", ">")
+    words = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    words.whitespace_split = True
+    command: list[str] = []
+    try:
+        for word in [*words, ";"]:
+            if set(word) <= set("|&;<>"):
+                yield command
+                command = []
+            elif command or not re.match(r"[A-Z_]+=", word):  # not a variable for the command
+                command.append(word)
+    except ValueError:  # an apostrophe: prose
+        return
+
+
+def page_commands(page: Path) -> set[str]:
+    text = page.read_text(encoding="utf-8")
+    found = set()
+    for language, block in _FENCE.findall(text):
+        if language in ("", "sh"):
+            found.update(shell_lines(block))
+    text = _FENCE.sub("", text)
+    for block in _INDENTED.findall(text):
+        found.update(shell_lines(block))
+    found.update(" ".join(span.split()) for span in _SPAN.findall(text))
+    return {line for line in found if _OURS.match(re.sub(r"^([A-Z_]+=\S+ |\. )*", "", line))}
+
+
+def workflow_commands(file: Path) -> set[str]:
+    jobs = yaml.safe_load(file.read_text())["jobs"].values()
+    steps = [step for job in jobs for step in job.get("steps", ())]
+    return {line for step in steps for line in shell_lines(step.get("run", "")) if line}
+
+
+def check(words: list[str]) -> None:
+    """Fail if a command of this project names what does not exist, or a flag that is unknown."""
+    words = [word.strip("[]") for word in words if word != "..."]
+    if words and words[0] == ".ci/reported":
+        words = words[2:]
+    if not words:
+        return
+    program = words[0].removeprefix("./")
+    if program.startswith(("tools/", ".ci/")):
+        assert (ROOT / program).exists(), program
+        assert os.access(ROOT / program, os.X_OK) or not words[1:], f"{program} is not executable"
+    for word in words:
+        if word.startswith(("tests/", "docs/")):
+            assert (ROOT / word.split("::")[0]).exists(), word
+    if Path(program).name == "vllm-metal-lite" and words[1:] and words[1] != __version__:
+        parse_cli(words[1:])
+    elif program in (*_COMMANDS, "tools/chat", "tools/serve"):
+        parse_cli([Path(program).name, *words[1:]])
+    elif Path(program).name.startswith("python") and words[1:2] == ["-m"]:
+        if words[2].startswith("tools"):
+            parse_tool(words[2], words[3:])
+    elif Path(program).name.startswith("python") and words[1:] and words[1].startswith("tools/"):
+        parse_tool(words[1].removesuffix(".py").replace("/", "."), words[2:])
+
+
+def parse_cli(words: list[str]) -> None:
+    try:
+        make_parser().parse_args(words)
+    except UsageError as e:
+        pytest.fail(f"{words}: {e}")
+    except SystemExit as e:  # --help
+        if e.code:
+            pytest.fail(f"{words}: exit code {e.code}")
+
+
+def parse_tool(name: str, words: list[str]) -> None:
+    """Parse a tool's command line with the parser that its `main` makes, and run nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        parse = argparse.ArgumentParser.parse_args
+
+        def parse_args(self, args=None, namespace=None):
+            raise Parsed(parse(self, words))
+
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        module = importlib.import_module(name)
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"{name}.__main__")
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        if "parse_args" in source:
+            with pytest.raises(Parsed):
+                module.main()
+        else:
+            assert not [word for word in words if word.startswith("-")], "it has no flags"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_parse(page):
+    if page.name == "notes.md":
+        return  # commands that were there once
+    for line in sorted(page_commands(page)):
+        for words in commands_in(line.split("  #")[0]):
+            check(words)
+
+
+@pytest.mark.parametrize("file", [*WORKFLOWS, *SCRIPTS], ids=lambda file: file.name)
+def test_the_commands_of_a_workflow_parse(file):
+    is_workflow = file.suffix == ".yml"
+    lines = workflow_commands(file) if is_workflow else set(shell_lines(file.read_text()))
+    for line in sorted(lines):
+        for words in commands_in(line):
+            check(words)
+
+
+@pytest.mark.parametrize(
+    "words", [["tools/chat", "--no-such-flag"], ["tools/gone"], ["tests/gone.py"]]
+)
+def test_a_wrong_command_is_noticed(words):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(words)
+
+
+def test_commands_are_found():
+    """In each form that a page may have, so that a change of a page's form does not hide them."""
+    found = {line for page in PAGES for line in page_commands(page)}
+    assert len(found) > 80
+    for line in (
+        "tools/test --quick",
+        "python -m tools.bench.server --model qwen3-0.6b --repeats 3",
+    ):
+        assert any(line in one for one in found), line
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of the headings of a page."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_and_links_of_a_page_exist(page):
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    for name in _FILE.findall(text) if page.name != "notes.md" else ():
+        assert any(file.as_posix().endswith(f"/{name}") for file in FILES), name
+    for link in _LINK.findall(text):
+        if link.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_project_is_described_in_one_way():
+    sentence = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    readme = re.sub(r"\[(.*?)\]\(\S+?\)", r"\1", (ROOT / "README.md").read_text(encoding="utf-8"))
+    for text in (readme, str(vllm_metal_lite.__doc__), str(make_parser().description)):
+        assert sentence in " ".join(text.split())
+
+
+def test_pull_requests_run_the_tests_once():
+    """A branch with a pull request is not tested as a branch, too."""
+    for file in WORKFLOWS:
+        triggers = yaml.safe_load(file.read_text())[True]  # YAML's `on`
+        if "pull_request" in triggers:
+            assert triggers["push"] == {"branches": ["main"]}
