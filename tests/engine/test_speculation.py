@@ -14,14 +14,15 @@ from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.speculation.speculator import Speculator
 
-# Every kind of attention and of recurrent state: full, windows, chunks, sinks, latents, experts, shared
-# K and V; kernels' recurrences, those that are computed by runs, and layers that see sequences.
+# Every kind of attention and of recurrent state: full, windows, chunks, sinks, latents, experts,
+# shared K and V; kernels' recurrences, those computed by runs, and layers that see sequences.
 NAMES = [
-    "llama", "llama/window", "llama/llama3_rope", "llama4", "mixtral", "qwen3", "qwen3_moe", "gemma2",
-    "gemma3_text", "gemma3n", "gemma4_text/shared_kv", "gpt_oss", "deepseek_v3", "glm4_moe_lite",
-    "mimo_v2_flash", "qwen3_next", "qwen3_next/q4", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe",
-    "nemotron_h", "granitemoehybrid", "kimi_linear", "mamba2", "falcon_h1", "plamo2", "olmo_hybrid",
-    "mamba", "rwkv7", "recurrent_gemma", "jamba", "baichuan_m1", "gpt_bigcode", "deepseek_v32",
+    "llama", "llama/window", "llama/llama3_rope", "llama4", "mixtral", "qwen3", "qwen3_moe",
+    "gemma2", "gemma3_text", "gemma3n", "gemma4_text/shared_kv", "gpt_oss", "deepseek_v3",
+    "glm4_moe_lite", "mimo_v2_flash", "qwen3_next", "qwen3_next/q4", "qwen3_5", "qwen3_5_moe",
+    "lfm2", "lfm2_moe", "nemotron_h", "granitemoehybrid", "kimi_linear", "mamba2", "falcon_h1",
+    "plamo2", "olmo_hybrid", "mamba", "rwkv7", "recurrent_gemma", "jamba", "baichuan_m1",
+    "gpt_bigcode", "deepseek_v32",
 ]  # fmt: skip
 
 
@@ -89,7 +90,8 @@ def test_true_drafts_save_steps(name):
     assert tokens_of(run(plain, prompts, greedy(60))) == alone
     assert tokens_of(run(drafted, prompts, greedy(60), alone, right=1.0)) == alone
     assert drafted.metrics()["steps"] < 0.7 * plain.metrics()["steps"]
-    assert drafted.metrics()["decode_tokens"] <= plain.metrics()["decode_tokens"]
+    assert drafted.metrics()["decode_tokens"] == plain.metrics()["decode_tokens"]
+    assert drafted.metrics()["accepted_tokens"] == drafted.metrics()["draft_tokens"] > 40
 
 
 @pytest.mark.parametrize("params", [

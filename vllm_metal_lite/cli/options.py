@@ -85,6 +85,7 @@ _ENGINE = (
     ("dtype", "NAME", _allowed("dtype")),
     ("kv_bits", "N", f"keep K and V in {_allowed('kv_bits')} bits a value (default: as they are)"),
     ("attention", "NAME", _allowed("attention")),
+    ("speculate", "NAME", f"{_allowed('speculate')}: several tokens a step where text repeats"),
     ("seed", "N", "seed of requests that have none of their own"),
 )
 # of SamplingParams,

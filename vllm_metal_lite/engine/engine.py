@@ -313,8 +313,9 @@ class LLMEngine:
         finished = RequestStatus.FINISHED
         # False: the request ended while the step was in flight; ignore its row.
         goes_on = [request.status is not finished for request in output.terminal]
-        self._record(output, result)
-        self._count(output, output.num_decodes - sum(goes_on[: output.num_decodes]))
+        num_accepted = self._record(output, result)
+        num_dropped = output.num_decodes - sum(goes_on[: output.num_decodes])
+        self._count(output, num_accepted - num_dropped)
         if result.prompt_logprobs is not None:
             for row, i in enumerate(batch.prompt_segments.tolist()):
                 request = output.segments[i].request
@@ -333,8 +334,9 @@ class LLMEngine:
             self.on_step(output)
         return list(reports.values())
 
-    def _record(self, output: SchedulerOutput, result: StepResult) -> None:
-        """Tell the scheduler the step's tokens, and the sampler those of requests with drafts."""
+    def _record(self, output: SchedulerOutput, result: StepResult) -> int:
+        """Tell the scheduler the step's tokens, and the sampler those of a step with drafts;
+        returns how many drafts came true."""
         tokens, live = result.token_ids.tolist(), result.live_rows
         first = [tokens[rows.start] for rows in live]
         now = time.monotonic()
@@ -356,6 +358,7 @@ class LLMEngine:
             seconds = None if self._last_end is None else now - self._last_end
             self.speculator.note(output, counts, seconds)
         self._last_end = now
+        return sum(counts)
 
     def _extend(self, answer: Answer, result: StepResult, rows: range) -> bool:
         """Give an answer the tokens of its rows; True when one ends the answer."""
@@ -418,13 +421,14 @@ class LLMEngine:
             result.finished = True
             del self._requests[result.request_id]
 
-    def _count(self, output: SchedulerOutput, num_dropped: int) -> None:
+    def _count(self, output: SchedulerOutput, num_more: int) -> None:
+        """num_more: decoded tokens beside one a decode."""
         prefills = output.segments[output.num_decodes :]
         again = sum(s.num_computed >= s.request.num_prompt_tokens for s in prefills)
         decodes = output.num_decodes + again  # again: resumed past the prompt, after preemption
         drafts = sum(len(s.draft_token_ids) for s in prefills)
         self._counts["steps"] += 1
-        self._counts["decode_tokens"] += decodes - num_dropped
+        self._counts["decode_tokens"] += decodes + num_more
         self._counts["prefill_tokens"] += output.total_num_scheduled_tokens - decodes - drafts
 
     def reset_prefix_cache(self) -> None:
@@ -436,12 +440,16 @@ class LLMEngine:
 
         forced_tokens: known without sampling; those that were computed in chunks are among
         prefill_tokens.
+        draft_tokens, accepted_tokens: computed ahead, and those that became tokens of an answer.
         failed_kernels: kernels that failed on this device, at the start or in a step.
         attention_by_segment: 1 if attention runs one segment at a time, which is slow.
         memory_*_bytes: MLX's memory in this process; cached ones are freed buffers that MLX keeps.
         """
+        speculator = self.speculator
         return {
             **self._counts,
+            "draft_tokens": 0 if speculator is None else speculator.num_drafted,
+            "accepted_tokens": 0 if speculator is None else speculator.num_accepted,
             "steps_ahead": self.pipeline.num_ahead,
             "compiled_steps": self.runner.compiled.num_steps,
             "failed_kernels": len(self.runner.path.failed),

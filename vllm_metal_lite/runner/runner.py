@@ -79,8 +79,8 @@ class ModelRunner:
         grammar: the tokens allowed in some of the T sampled rows, or a function that makes them
         while the device runs the forward; it may be called again.  after: the previous step, which
         holds the tokens that are unknown on the host; it has no drafts.  Raises if this step is
-        invalid, or if the previous step failed before the host waited for it.  A kernel that fails is
-        replaced (`Path.without`).
+        invalid, or if the previous step failed before the host waited for it.  A kernel that fails
+        is replaced (`Path.without`).
         """
         store = self.attention.store
         batch.validate(*store.num_blocks, num_state_slots=store.states.num_slots)

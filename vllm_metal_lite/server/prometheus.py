@@ -47,6 +47,8 @@ _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found there.",
     "num_preemptions": "How often requests lost their blocks for a while.",
+    "spec_decode_num_draft_tokens": "Draft tokens computed.",
+    "spec_decode_num_accepted_tokens": "Those of them that became tokens of an answer.",
     "prompt_tokens": "Prompt tokens of requests that got their first token, cached ones included.",
     "prompt_tokens_cached": "Those of them that were cached.",
     "generation_tokens": "Generated tokens.",
@@ -55,6 +57,8 @@ _OF_THE_ENGINE = {  # name of a counter -> of the engine's own
     "prefix_cache_queries": "prefix_cache_queried_tokens",
     "prefix_cache_hits": "prefix_cache_hit_tokens",
     "num_preemptions": "preemptions",
+    "spec_decode_num_draft_tokens": "draft_tokens",
+    "spec_decode_num_accepted_tokens": "accepted_tokens",
 }
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (_FIRST_TOKEN, "From the arrival to the first token."),

@@ -231,6 +231,9 @@ export class EngineView {
       ["Blocks used", share(m.blocks_owned, m.blocks_total), "Share of the KV blocks that requests own"],
       ["Preempted", m.blocks_total ? count(m.preemptions) : "–", "Requests that lost their blocks to others, since the start"],
     ];
+    if (m.draft_tokens) {
+      figures.push(["Drafts right", share(m.accepted_tokens, m.draft_tokens), "Share of the tokens computed ahead that answers took, since the start"]);
+    }
     byId("figures").replaceChildren(...figures.map(([name, words, title]) => {
       const [value, unit = ""] = words.split(" ");
       return make("div", { title }, make("dt", {}, name), make("dd", {}, value, make("span", {}, unit)));

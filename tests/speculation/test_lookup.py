@@ -1,0 +1,48 @@
+"""Which tokens probably follow, by what followed before."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_metal_lite.speculation.lookup import MIN_MATCH, look_up
+
+
+def look(tokens, most=99):
+    return look_up(np.array(tokens, np.int32), most).tolist()
+
+
+@pytest.mark.parametrize(("tokens", "most", "following"), [
+    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 99, [4, 5, 6, 7, 8, 9]),  # twice the match
+    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 2, [4, 5]),
+    ([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1, [5]),  # of equal matches the latest
+    ([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3], 1, [4]),  # the longest match
+    ([1, 2, 9, 1, 2], 9, []),  # too short
+    ([7, 7, 7, 7, 7], 6, [7] * 6),  # a match that overlaps the end
+    ([5, 1, 2, 1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),
+    ([1, 2, 3], 9, []),
+    ([], 9, []),
+    ([1, 2, 3, 4, 1, 2, 3], 0, []),
+])  # fmt: skip
+def test_examples(tokens, most, following):
+    assert look(tokens, most) == following
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
+def test_a_draft_follows_the_longest_match(tokens, most):
+    n = len(tokens)
+    matches = {}
+    for end in range(1, n):
+        length = 0
+        while length < min(end, 32) and tokens[end - 1 - length] == tokens[n - 1 - length]:
+            length += 1
+        if length >= MIN_MATCH:
+            matches[end] = length
+    found = look(tokens, most)
+    if not matches:
+        assert found == []
+        return
+    best = max(matches.values())
+    end = max(at for at, length in matches.items() if length == best)
+    following = [tokens[end + i % (n - end)] for i in range(min(most, 2 * best))]
+    assert found == following

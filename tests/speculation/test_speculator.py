@@ -1,0 +1,101 @@
+"""Drafts only where the expected tokens a second rise."""
+
+import numpy as np
+import pytest
+
+from vllm_metal_lite.scheduler.request import Request
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput, Segment
+from vllm_metal_lite.speculation.pace import Pace, width
+from vllm_metal_lite.speculation.speculator import MAX_DRAFT, Speculator
+
+
+def speculator(count=1, length=100):
+    """For `count` requests whose tokens repeat without an end."""
+    requests = [Request(str(i), list(range(10)), 50) for i in range(count)]
+    found = Speculator(lambda request: np.arange(length, dtype=np.int32) % 10)
+    return found, requests
+
+
+def tell(speculator, requests, rows, seconds, times=4, drafts=0, accepted=0):
+    """Note steps of these requests, each with as many drafts."""
+    for _ in range(times):
+        segments = [
+            Segment(request, 10, 1 + drafts, (), draft_token_ids=[1] * drafts)
+            for request in requests
+        ]
+        out = SchedulerOutput(segments, 0 if drafts else len(segments), rows)
+        speculator.note(out, [accepted] * len(requests) if drafts else [], seconds)
+
+
+def lengths(speculator, requests, most=99):
+    return [len(draft) for draft in speculator.propose([(r, most) for r in requests])]
+
+
+def test_repetition_is_drafted_and_the_rest_is_not():
+    drafting, (request,) = speculator()
+    assert lengths(drafting, [request]) == [MAX_DRAFT]
+    assert drafting.wants([request])
+    assert lengths(drafting, [request], most=5) == [5]
+    drafting._tokens_of = lambda request: np.arange(100, dtype=np.int32)
+    assert lengths(drafting, [request]) == [0]
+    assert not drafting.wants([request])
+
+
+def test_dear_rows_are_not_taken():
+    """Eight times the rows take eight times as long, as on a CPU: nothing is gained."""
+    drafting, requests = speculator(4)
+    tell(drafting, requests, 4, 1.0)
+    for drafts in (3, 7, 15, 31):
+        tell(drafting, requests, 4 * (1 + drafts), 1.0 + drafts, drafts=drafts, accepted=drafts)
+    assert lengths(drafting, requests) == [0] * 4
+    assert not drafting.wants(requests)
+
+
+def test_the_best_length_is_taken():
+    drafting, requests = speculator(1)
+    tell(drafting, requests, 1, 1.0)
+    for drafts, seconds in ((3, 1.1), (7, 1.2), (15, 9.0), (31, 20.0)):
+        tell(drafting, requests, 1 + drafts, seconds, drafts=drafts, accepted=drafts)
+    assert lengths(drafting, requests) == [7]
+
+
+def test_wrong_drafts_end_and_are_tried_again():
+    drafting, requests = speculator(1)
+    tell(drafting, requests, 1, 1.0)
+    for drafts in (3, 7, 15, 31):
+        tell(drafting, requests, 1 + drafts, 1.5, times=5, drafts=drafts, accepted=0)
+    assert lengths(drafting, requests) == [0]
+    steps = 0
+    while lengths(drafting, requests) == [0]:
+        tell(drafting, requests, 1, 1.0, times=1)
+        steps += 1
+    assert 5 < steps < 300
+
+
+def test_a_first_step_that_compiles_does_not_count():
+    pace = Pace()
+    pace.note(1, False, 1.0)
+    for seconds in (30.0, 10.0, 1.2):
+        pace.note(8, True, seconds)
+    for _ in range(3):
+        pace.note(1, False, 1.0)
+    assert pace.ratio(1, 8) == pytest.approx(1.25)  # not known yet
+    pace.note(8, True, 1.3)
+    assert pace.ratio(1, 8) == pytest.approx(1.2)
+    assert [width(n) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
+
+
+def test_steps_with_prompts_say_nothing_about_pace():
+    drafting, (request,) = speculator()
+    out = SchedulerOutput([Segment(request, 0, 1, ()), Segment(request, 0, 9, ())], 1, 10)
+    drafting.note(out, [], 5.0)
+    assert drafting.pace._plain == {}
+
+
+def test_nothing_is_kept_of_a_request_that_ended():
+    drafting, requests = speculator(2)
+    tell(drafting, requests, 8, 1.0, drafts=3, accepted=3)
+    assert drafting.num_accepted == drafting.num_drafted == 4 * 2 * 3
+    for request in requests:
+        drafting.forget(request)
+    assert not drafting._records
