@@ -233,40 +233,39 @@ def test_the_engines_log_reaches_the_servers_log(engine, caplog):
     assert got == [("INFO", "trying 3 kernels", True), ("WARNING", "a kernel gave way", False)]
 
 
-def test_a_step_that_fails_loses_its_requests_and_no_later_one():
-    """The worker alone, in this process: its engine fails once."""
+def test_a_step_that_fails_loses_the_request_at_fault_only():
+    """The worker alone, in this process.  Both prompts are in the step that fails first."""
     engine = LLMEngine.from_name("demo", CONFIG)
-    step, failures = engine.step, iter([RuntimeError("the device\nis gone")])
+    execute = engine.runner.execute
 
-    def failing_step():
-        for failure in failures:
-            raise failure
-        return step()
+    def fail_for_token_7(batch, *args):
+        if 7 in batch.token_ids:
+            raise RuntimeError("the device\nis gone")
+        return execute(batch, *args)
 
-    engine.step = failing_step
+    engine.runner.execute = fail_for_token_7
     server, theirs = Pipe()
+    server.send(Add("a", [*PROMPT, 7], short(8, allowed_token_ids=[8])))
+    server.send(Add("b", PROMPT, short(8, allowed_token_ids=[8])))
     got = []
 
-    def serve() -> None:
-        server.send(Add("a", PROMPT, short()))
-        while True:
-            got.append(message := server.recv())
-            if isinstance(message, Lost):
-                server.send(Add("b", PROMPT, short()))
-            if isinstance(message, dict) and message["b"][0].finish_reason:
-                return server.send(Stop())
+    def read() -> None:
+        while not (isinstance(message := server.recv(), dict) and message["b"][0].finish_reason):
+            got.append(message)
+        got.append(message)
+        server.send(Stop())
 
-    thread = threading.Thread(target=serve, daemon=True)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     Worker(engine, theirs, Sender(theirs)).run()
     thread.join(60)
     assert isinstance(got[0], Metrics)
-    assert got[0].values["requests_running"] == 0
-    assert got[1] == Added("a")
-    assert got[2] == Lost("a step of the engine failed: the device is gone", ["a"])
-    assert Added("b") in got
-    assert [len(update.token_ids) for update in got[-1]["b"]] == [1]
-    assert list(got[-1]) == ["b"]
+    assert got[1:3] == [Added("a"), Added("b")]
+    lost = [message for message in got if isinstance(message, Lost)]
+    assert lost == [Lost("a step of the engine failed: the device is gone", ["a"])]
+    steps = [message for message in got if isinstance(message, dict)]
+    assert all(list(step) == ["b"] for step in steps)
+    assert sum(len(update.token_ids) for step in steps for update in step["b"]) == 8
     assert engine.metrics()["blocks_owned"] == 0
 
 
@@ -274,10 +273,10 @@ def test_an_engine_whose_steps_all_fail_ends():
     """So the next request starts another one."""
     engine = LLMEngine.from_name("demo", CONFIG)
 
-    def failing_step():
+    def fail(*args):
         raise RuntimeError("the device is gone")
 
-    engine.step = failing_step
+    engine.runner.execute = fail
     server, theirs = Pipe()
 
     def serve() -> None:

@@ -179,7 +179,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A step failed, and with it all requests that the engine had."""
+    """Requests that an error has ended, such as a step that failed."""
 
     message: str
     request_ids: list[str]

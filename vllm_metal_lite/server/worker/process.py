@@ -47,7 +47,6 @@ from vllm_metal_lite.server.worker.watch import Watcher
 logger = logging.getLogger(__name__)
 
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
-_MAX_FAILURES = 3  # of steps, one after the other
 
 
 def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None:
@@ -113,7 +112,7 @@ class Worker:
 
     def run(self) -> None:
         """Serve until Stop.  EOFError if the server is gone, SystemExit if the device is."""
-        engine, num_failures = self._engine, 0
+        engine = self._engine
         self._report([])  # the first metrics
         while True:
             while not engine.has_unfinished_requests() or self._pipe.poll():
@@ -126,18 +125,19 @@ class Worker:
             try:
                 outputs = engine.step()
             except Exception as e:
-                # The same step would fail again; the engine stays.
-                lost = list(self._progress)
+                why = f"a step of the engine failed: {one_line(e)}"
+                logger.warning(why)
+                lost = engine.requests_at_fault
                 engine.abort(lost)
-                self._progress.clear()
-                self._send(Lost(f"a step of the engine failed: {one_line(e)}", lost))
-                num_failures += 1
-                if num_failures == _MAX_FAILURES:
-                    logger.error(f"{num_failures} steps failed, so the engine ends: {one_line(e)}")
+                for request_id in lost:
+                    self._progress.pop(request_id, None)
+                if lost:
+                    self._send(Lost(why, lost))
+                if engine.failed_steps.is_hopeless:
+                    logger.error("several steps failed one after the other, so the engine ends")
                     raise SystemExit(1) from e
                 self._report([])
                 continue
-            num_failures = 0
             self._report(outputs)
             if self._watcher.wait() == 0:
                 self._send(Seen(self._watcher.event()))
