@@ -31,8 +31,9 @@ async def answer(
     serving: Serving, body: SamplingFields, conversation: Conversation, prefix: str
 ) -> tuple[Generation, AsyncIterator[Delta]]:
     """The next answer of a conversation, and what comes of it.  prefix: of the request's id."""
-    params = await sampling_params(serving, body)
-    turn = await prepare(serving.engine, conversation, params)
+    with serving.preparing():
+        params = await sampling_params(serving, body)
+        turn = await prepare(serving.engine, conversation, params)
     generation = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
     return generation, deltas([generation], turn.make_parser, conversation.choice.parallel)
 

@@ -75,6 +75,7 @@ class EngineClient:
         self.metrics: dict[str, int] = {}
         self.on_seen: Callable[[str], None] = lambda text: None
         self.generations: dict[str, Generation] = {}  # unfinished, by request id
+        self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.recent = RecentPrompts()
         self._fair = FairTurns()
         self.ended = asyncio.Event()  # the process has ended
@@ -128,6 +129,11 @@ class EngineClient:
             await client.ended.wait()
             raise
         return client
+
+    @property
+    def num_unfinished(self) -> int:
+        """Answers that run, wait or are being prepared."""
+        return self.num_preparing + sum(g.params.n for g in self.generations.values())
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -203,17 +209,17 @@ class EngineClient:
         on_update: see Generation.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
-        if params.structured_outputs is not None:
-            await self.call("compile", params)
         self._check_alive()
         turn = self._fair.turn(ORIGIN.get().client, (g.turn for g in self.generations.values()))
         positions = tuple(checkpoints)
         add = Add(request_id, prompt_token_ids, params, priority, turn, positions, cache_salt)
         generation = Generation(add, self.tokenizer, on_update)
         self.generations[request_id] = generation
-        self._added[request_id] = added = self._loop.create_future()
-        self._outbox.put(add)
         try:
+            if params.structured_outputs is not None:
+                await self.call("compile", params)
+            self._added[request_id] = added = self._loop.create_future()
+            self._outbox.put(add)
             await added
             yield generation
         finally:
