@@ -30,7 +30,7 @@ from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.offload import ORIGIN, offload
 from vllm_metal_lite.server.recent import RecentPrompts
-from vllm_metal_lite.server.templates import Template, probe
+from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.fair_turns import FairTurns
 from vllm_metal_lite.server.worker.generation import EngineLost, Generation
@@ -168,6 +168,11 @@ class EngineClient:
         """Whether the chat template knows of thoughts."""
         template, end = self.tokenizer.chat_template, self.chat_format.think_end
         return bool(end) and isinstance(template, str) and end in template
+
+    @property
+    def can_think(self) -> bool:
+        """Whether the chat template marks thoughts, or has a variable for them."""
+        return self.thinks or bool(self.template.variables & THINKING)
 
     @cached_property
     def encode_text(self) -> PieceEncoder:
