@@ -17,6 +17,7 @@ from tests.support.server_kit import Running, serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.settings import ServerConfig
 from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.messages import Compile
 from vllm_metal_lite.structured_outputs import compiler
 
 PATH = "/v1/chat/completions"
@@ -68,19 +69,20 @@ def test_too_many_requests_are_told_to_come_again(client):
 
 @pytest.mark.parametrize("where", ["the server", "the engine"])
 def test_requests_whose_grammars_are_compiled_wait_like_others(running, client, monkeypatch, where):
-    go, call = threading.Event(), EngineClient.call
+    go, compiled = threading.Event(), EngineClient._accepted
 
     def check(form) -> None:
         go.wait(60)
 
-    async def held_call(engine, name, *arguments):
-        await asyncio.to_thread(go.wait, 60)
-        return await call(engine, name, *arguments)
+    async def held(engine, message):
+        if isinstance(message, Compile):
+            await asyncio.to_thread(go.wait, 60)
+        await compiled(engine, message)
 
     if where == "the server":
         monkeypatch.setattr(compiler, "check", check)
     else:
-        monkeypatch.setattr(EngineClient, "call", held_call)
+        monkeypatch.setattr(EngineClient, "_accepted", held)
     asked = {**HI, "response_format": {"type": "json_object"}}
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(client.post, PATH, json=asked) for _ in range(4)]

@@ -1,12 +1,13 @@
 """An engine's process and its client: whatever a request does, nothing is held and nobody waits."""
 
 import asyncio
+import json
 import logging
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 
 import pytest
@@ -67,14 +68,26 @@ async def answer(
         return [a.token_ids for a in await generation.complete()]
 
 
+async def until(client: EngineClient, is_so: Callable[[dict[str, int]], bool]) -> None:
+    """Wait until the engine's metrics are so."""
+    reached = asyncio.Event()
+
+    def take(text: str) -> None:
+        if is_so(json.loads(text)["metrics"]):
+            reached.set()
+
+    client.on_seen = take
+    client.watch(60)
+    await reached.wait()
+    client.watch(0)
+
+
 async def assert_clean(client: EngineClient) -> None:
     """Neither the client nor the engine holds anything."""
-    metrics = await client.call("metrics")
-    held = [metrics[k] for k in ("requests_running", "requests_waiting", "blocks_owned")]
-    assert held == [0, 0, 0]
+    names = ("requests_running", "requests_waiting", "blocks_owned")
+    await until(client, lambda metrics: not any(metrics[name] for name in names))
     assert not client.generations
-    assert not client._added
-    assert not client._calls
+    assert not client._accepting
 
 
 def test_http_tokens_are_the_engines_tokens(engine):
@@ -102,8 +115,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
             if moment in ("accepted", "waiting"):
                 reached.set()
             elif moment == "prefilling":
-                while (await client.call("metrics"))["prefill_tokens"] < before + 64:
-                    await asyncio.sleep(0)
+                await until(client, lambda metrics: metrics["prefill_tokens"] >= before + 64)
                 reached.set()
             async for _ in deltas([generation]):
                 if moment == "decoding":
@@ -113,12 +125,11 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
 
     async def test() -> None:
         nonlocal before
-        before = (await client.call("metrics"))["prefill_tokens"]
+        before = client.metrics["prefill_tokens"]
         others = []
         if moment == "waiting":
             others = [asyncio.ensure_future(answer(client, str(i), FOREVER)) for i in range(4)]
-            while (await client.call("metrics"))["requests_running"] < 4:
-                await asyncio.sleep(0)
+            await until(client, lambda metrics: metrics["requests_running"] == 4)
         reached = asyncio.Event()
         leaves = asyncio.ensure_future(request(reached))
         if moment == "before it is accepted":
@@ -126,7 +137,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
         else:
             await reached.wait()
         if moment == "waiting":
-            assert (await client.call("metrics"))["requests_waiting"] == n
+            await until(client, lambda metrics: metrics["requests_waiting"] == n)
         for task in leaves, *others:
             task.cancel()
         await asyncio.gather(leaves, *others, return_exceptions=True)
@@ -206,12 +217,6 @@ class Unreadable(list):
         if multiprocessing.parent_process() is not None:
             raise TypeError("a bug")
         return super().__iter__()
-
-
-def test_a_call_that_fails_tells_its_caller(engine):
-    with pytest.raises(RuntimeError, match="no_such_call"):
-        engine.run(engine.client.call("no_such_call"))
-    engine.run(assert_clean(engine.client))
 
 
 def test_ctrl_c_does_not_reach_the_engine(engine):

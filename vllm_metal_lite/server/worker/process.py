@@ -6,7 +6,6 @@ The process ends when the server says so, or when the server ends.
 import logging
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
@@ -21,14 +20,14 @@ from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import Cursor, RequestOutput
-from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
     Abort,
     Add,
     Added,
     AnswerUpdate,
-    Call,
+    Compile,
+    Compiled,
     Failed,
     Found,
     Log,
@@ -36,7 +35,6 @@ from vllm_metal_lite.server.worker.messages import (
     Metrics,
     ModelFacts,
     Refused,
-    Returned,
     Seen,
     Stop,
     Watch,
@@ -150,19 +148,15 @@ class Worker:
             self._report(self._engine.abort(message.request_id))
         elif isinstance(message, Watch):
             self._watcher.watch(message.seconds)
-        elif isinstance(message, Call):
-            if message.name in SLOW_CALLS:
-                Thread(target=self._call, args=[message], daemon=True).start()
-            else:
-                self._call(message)
+        elif isinstance(message, Compile):
+            # On a thread: it takes long, and touches nothing that steps do.
+            Thread(target=self._compile, args=[message], daemon=True).start()
 
-    def _call(self, message: Call) -> None:
-        try:
-            value = (CALLS | SLOW_CALLS)[message.name](self._engine, *message.arguments)
-            self._send(Returned(message.call_id, value))
-        except Exception as e:
-            with suppress(OSError):  # the server is gone
-                self._send(Returned(message.call_id, None, one_line(e)))
+    def _compile(self, message: Compile) -> None:
+        with suppress(Exception):  # `Add` says why a grammar cannot be used
+            constraint_of(message.params, self._engine.model)
+        with suppress(OSError):  # the server is gone
+            self._send(Compiled(message.request_id))
 
     def _add(self, message: Add) -> None:
         try:
@@ -285,19 +279,3 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
         store_bytes=engine.runner.attention.store.nbytes,
         description=tuple(describe(engine)),
     )
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "metrics": LLMEngine.metrics,
-    "reset_prefix_cache": LLMEngine.reset_prefix_cache,
-}
-
-
-def _compile(engine: LLMEngine, params: SamplingParams) -> None:
-    """Keep the grammar of a request that is about to come; `Add` says why if it cannot be used."""
-    with suppress(MetalLiteError):
-        constraint_of(params, engine.model)
-
-
-# On a thread: they take long, and touch nothing that steps do.
-SLOW_CALLS: dict[str, Callable[..., Any]] = {"compile": _compile}
