@@ -123,22 +123,25 @@ class Worker:
             try:
                 outputs = engine.step()
             except Exception as e:
-                why = f"a step of the engine failed: {one_line(e)}"
-                logger.warning(why)
-                lost = engine.requests_at_fault
-                engine.abort(lost)
-                for request_id in lost:
-                    self._progress.pop(request_id, None)
-                if lost:
-                    self._send(Lost(why, lost))
-                if engine.failed_steps.is_hopeless:
-                    logger.error("several steps failed one after the other, so the engine ends")
-                    raise SystemExit(1) from e
-                self._report([])
+                self._fail(e)
                 continue
             self._report(outputs)
             if self._watcher.wait() == 0:
                 self._send(Seen(self._watcher.event()))
+
+    def _fail(self, e: Exception) -> None:
+        """End the requests at fault for a failed step; SystemExit if no step succeeds."""
+        why = f"a step of the engine failed: {one_line(e)}"
+        logger.warning(why)
+        if lost := self._engine.requests_at_fault:
+            self._engine.abort(lost)
+            for request_id in lost:
+                self._progress.pop(request_id, None)
+            self._send(Lost(why, lost))
+        if self._engine.failed_steps.is_hopeless:
+            logger.error("several steps failed one after the other, so the engine ends")
+            raise SystemExit(1) from e
+        self._report([])
 
     def _take(self, message: Any) -> None:
         self._watcher.changed()
