@@ -17,6 +17,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.chat_checkpoints import turn_checkpoints
 from vllm_metal_lite.engine.constraints import Constraints
+from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import (
     bad_words_of,
     check_arguments,
@@ -76,6 +77,7 @@ class LLMEngine:
             num_state_slots=self.num_state_slots,
             shares_in_step=not model.packed.reads_store,
         )  # fmt: skip
+        self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
         self._requests: dict[str, list[Answer]] = {}  # unfinished, by the user's request id
@@ -203,8 +205,9 @@ class LLMEngine:
         token (all their output so far).
 
         If a forward fails (an error or Ctrl-C), all scheduled requests return to the queue before
-        the exception propagates: nothing is lost, and `step` may be called again.  The error of a
-        step whose requests were all aborted is only logged.
+        the exception propagates: nothing is lost.  The caller ends `requests_at_fault` with the
+        error, and may call `step` again.  The error of a step whose requests were all aborted is
+        only logged.
         """
         try:
             if not self._outputs:
@@ -218,14 +221,33 @@ class LLMEngine:
         except StatesLost:  # a kernel was replaced, so this happens once per kernel
             self._roll_back()
             return self.step()
-        except BaseException as e:
-            is_wanted = not self._outputs or self._outputs[0].is_wanted
+        except Exception as e:
+            failed = self._failed_step()
+            is_wanted = not self._outputs or failed.is_wanted
+            if is_wanted:
+                self.failed_steps.failed(failed)
             self._roll_back()
-            if is_wanted or not isinstance(e, Exception):
+            if is_wanted:
                 raise
             logger.warning(f"a step failed after its requests were aborted: {one_line(e)}")
             return self.step()  # no step is in flight now, so this happens once
-        return self._finish(self._outputs.popleft(), step)
+        except BaseException:
+            self._roll_back()
+            raise
+        output = self._outputs.popleft()
+        try:
+            return self._finish(output, step)
+        except Exception:
+            self.failed_steps.spoilt(output)
+            raise
+
+    @property
+    def requests_at_fault(self) -> list[str]:
+        """Ids of the requests that must end because `step` raised."""
+        if self.failed_steps.is_hopeless:
+            return list(self._requests)
+        answers = [self._answers.get(r.request_id) for r in self.failed_steps.at_fault]
+        return list(dict.fromkeys(a.result.request_id for a in answers if a is not None))
 
     def _launch(self, output: SchedulerOutput) -> None:
         """Submit a step; it may extend the tokens of the step in flight."""
@@ -267,6 +289,19 @@ class LLMEngine:
                 self._sample(request)
         for request in ended:
             self._unseat(request)
+
+    def _failed_step(self) -> SchedulerOutput:
+        """The step that raised.  A launch may also raise the error of the step before it."""
+        if not self._outputs:
+            return SchedulerOutput()
+        if len(self.pipeline.steps) == len(self._outputs):
+            return self._outputs[0]
+        try:
+            for step in self.pipeline.steps:
+                step.result.wait()
+        except Exception:
+            return self._outputs[0]
+        return self._outputs[-1]
 
     def _roll_back(self) -> None:
         """Undo the steps in flight."""
@@ -312,6 +347,7 @@ class LLMEngine:
             reports[answer.result.request_id] = answer.result
         if self.on_step is not None:
             self.on_step(output)
+        self.failed_steps.succeeded(output)
         return list(reports.values())
 
     def _seat(self, output: SchedulerOutput) -> None:
