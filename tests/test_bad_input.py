@@ -202,14 +202,15 @@ BAD_CALLS = {
     "template options 0": lambda llm: llm.chat([MESSAGE], chat_template_kwargs=0),
     "template options by number": lambda llm: llm.chat([MESSAGE], chat_template_kwargs={1: 2}),
     "text from the template": lambda llm: llm.chat(
-        [MESSAGE], chat_template_kwargs={"tokenize": False}),
+        [MESSAGE], chat_template_kwargs={"tokenize": False}
+    ),
     "add_generation_prompt as text": lambda llm: llm.chat([MESSAGE], add_generation_prompt="no"),
     "a request id that is long": lambda llm: llm.engine.add_request("a\nb" * 999, [1] * 200),
     "abort of no id": lambda llm: llm.engine.abort(None),
     "abort of a list": lambda llm: llm.engine.abort([["a"]]),
     "options in a dict": lambda llm: LLMEngine.from_name("demo", {}),
     "another engine": lambda llm: AsyncEngine(llm),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", BAD_CALLS)

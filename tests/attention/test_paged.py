@@ -141,11 +141,7 @@ def two_steps(kind=KernelAttention) -> tuple[Launches, list[mx.array], list[np.n
     return launches, launches.outputs_of("paged_decode"), expected
 
 
-ORDERS = {
-    "first": min,
-    "last": max,
-    **{str(seed): random.Random(seed).choice for seed in range(3)},
-}
+ORDERS = {"first": min, "last": max, **{str(seed): random.Random(seed).choice for seed in range(3)}}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -245,9 +241,7 @@ def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(
     model = tiny.packed(name)
     prompts = tiny.prompts(4, 9, 16, seed=5)
     prompts.append(prompts[1][:8] + prompts[2])
-    how = {
-        "num_blocks": 9, "max_num_batched_tokens": 12, "max_num_seqs": 3, "kv_bits": kv_bits
-    }  # fmt: skip
+    how = {"num_blocks": 9, "max_num_batched_tokens": 12, "max_num_seqs": 3, "kv_bits": kv_bits}
     expected, _ = tokens(model, prompts, attention="reference", **how)
     got, engine = tokens(model, prompts, attention="kernels", **how)
     assert engine.runner.attention.name == "kernels"

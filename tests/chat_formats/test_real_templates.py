@@ -103,8 +103,7 @@ def test_templates_that_are_newer(name):
 
 # Their texts are those of another format.
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("tencent-Hy-MT2-30B-A3B", "thinking"), ("openbmb-MiniCPM3-4B", "plain")],
+    ("name", "expected"), [("tencent-Hy-MT2-30B-A3B", "thinking"), ("openbmb-MiniCPM3-4B", "plain")]
 )
 def test_a_format_that_does_not_read_the_template_s_call_is_not_chosen(name, expected):
     text = template(name)

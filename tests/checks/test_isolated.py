@@ -112,8 +112,7 @@ def test_a_kernel_that_hangs_is_not_tried_again(process):
 
 
 @pytest.mark.parametrize(
-    "script",
-    ["raise ImportError('no module named mlx')", 'print(\'{"device": "another"}\')', "#"],
+    "script", ["raise ImportError('no module named mlx')", 'print(\'{"device": "another"}\')', "#"]
 )
 def test_without_a_process_that_works_checks_run_here(process, script):
     process(script)
@@ -164,9 +163,10 @@ def test_a_kernel_that_hangs_ends_with_its_parent(tmp_path, number):
     """Ctrl-C, or a parent that is gone."""
     file = tmp_path / "pid"
     parent = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(file)], stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", SCRIPT, str(file)],
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    )
     child = int(_soon(lambda: file.exists() and file.read_text().strip()))
     parent.send_signal(number)
     parent.wait(60)

@@ -33,12 +33,13 @@ GEMMA3 = KernelUse(
     (Rotation(256, base=1e4, eps=1e-6), Rotation(256, base=1e6, eps=1e-6)), (2560,),
 )  # fmt: skip
 QWEN35 = KernelUse(
-    (), 16,
+    (),
+    16,
     recurrences=(
         ConvShape(8192, 4, False, True, mx.bfloat16),
         RecurrenceShape(16, 32, 128, 128, mx.bfloat16, fused=True),
     ),
-)  # fmt: skip
+)
 
 
 @pytest.fixture

@@ -91,10 +91,11 @@ def test_only_what_a_model_uses_is_checked():
     )
     checks = checks_for(replace(USE, shapes=(BFLOAT16,), weights=mixed))
     assert {c.shape[:2] for c in checks if c.kernel == "skinny_gemm"} == {
-        (5, (64, 32, None)), (64, (64, 96, None)),
+        (5, (64, 32, None)),
+        (64, (64, 96, None)),
         *((rows, (64, 64, Quantisation(4, 32))) for rows in (3, 4, 5, 64)),
         *((rows, (9, 64, Quantisation(8, 64))) for rows in (3, 4, 5, 64)),
-    }  # fmt: skip
+    }
     assert pickle.loads(pickle.dumps(checks)) == checks
 
 

@@ -306,8 +306,9 @@ def test_logprobs_are_taken_before_bias_and_temperature(llm, native):
 def test_penalties_follow_their_definition(llm, native):
     """A greedy loop by hand over mlx-lm's logits."""
     prompt = encode("to be or not to be")
-    out = one(llm, prompt, greedy(20, frequency_penalty=1.5, presence_penalty=0.7,
-                                  repetition_penalty=1.3))  # fmt: skip
+    out = one(
+        llm, prompt, greedy(20, frequency_penalty=1.5, presence_penalty=0.7, repetition_penalty=1.3)
+    )
     tokens: list[int] = []
     for _ in range(20):
         x = tiny.logits_alone(native, prompt + tokens)[-1].astype(np.float64)

@@ -94,8 +94,9 @@ def test_a_windowed_layer_costs_its_window_while_the_context_grows(name, ahead):
                 most[group.window] = max(most.get(group.window, 0), table.num_owned)
     assert tokens[0].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 60)
     # Of 159 tokens stored, 20 blocks: the full group has all, the others what their windows touch.
-    assert most == {g.window: 20 if g.window is None else -(-(g.window - 1) // 8) + 1
-                    for g in engine.kv_groups}  # fmt: skip
+    assert most == {
+        g.window: 20 if g.window is None else -(-(g.window - 1) // 8) + 1 for g in engine.kv_groups
+    }
 
 
 def test_a_context_may_be_longer_than_all_blocks_where_every_layer_has_a_window():
@@ -169,9 +170,10 @@ def test_a_hit_owns_of_a_windowed_group_what_its_next_token_sees():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=12), st.integers(1, 30),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=12),
     st.integers(1, 30),
-)  # fmt: skip
+    st.integers(1, 30),
+)
 @settings(max_examples=200)
 def test_the_longest_prefix_that_all_groups_hold_is_found(evicted, first, second):
     windows = (None, first, second)

@@ -280,8 +280,9 @@ def test_log_probabilities_of_prompts(prefill, monkeypatch):
             np.testing.assert_allclose(
                 [x.logprob for p in theirs for x in p.values()],
                 [x.logprob for p in ours for x in p.values()],
-                1e-4, 1e-4,
-            )  # fmt: skip
+                1e-4,
+                1e-4,
+            )
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)

@@ -255,10 +255,11 @@ def test_launches_that_change_places_are_noticed():
     graph = record(make_engine(), arrivals)
     write, read = next(
         (i, j)
-        for i in users_of_tokens(graph) for j in users_of_tokens(graph)
+        for i in users_of_tokens(graph)
+        for j in users_of_tokens(graph)
         if graph.nodes[i].label == f"{OURS}rope_write"
         and graph.nodes[j].parameters["token"] == graph.nodes[i].outputs[1]
-    )  # fmt: skip
+    )
     before, after = graph.nodes[write].parameters["token"], graph.nodes[read].outputs[1]
     new_q = graph.nodes[write].outputs[0]
     inputs = {

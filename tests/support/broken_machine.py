@@ -88,14 +88,15 @@ PRODUCTS = KernelUse(
     (replace(SHAPE, dtype=mx.bfloat16),), 16, weights=(WeightShape(100, 96), WeightShape(96, 1056))
 )
 EXPERTS = KernelUse(
-    (replace(SHAPE, dtype=mx.bfloat16),), 16,
+    (replace(SHAPE, dtype=mx.bfloat16),),
+    16,
     experts=(
         ExpertShape(6, 96, 64),
         ExpertShape(
             5, 64, 64, "clamped_swiglu", True, Quantisation(4, 32, "mxfp4"), Quantisation(8, 64)
         ),
     ),
-)  # fmt: skip
+)
 LATENT = KernelUse(
     (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (Rotation(16, traditional=True),)
 )

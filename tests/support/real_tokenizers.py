@@ -119,8 +119,9 @@ def _npm_package(name: str, version: str, *files: str) -> Path:
     if not folder.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
-            _download(["npm", "pack", "--silent", "--pack-destination", scratch,
-                       f"{name}@{version}"])  # fmt: skip
+            _download(
+                ["npm", "pack", "--silent", "--pack-destination", scratch, f"{name}@{version}"]
+            )
             (archive,) = Path(scratch).glob("*.tgz")
 
             def wanted(path: str) -> str:

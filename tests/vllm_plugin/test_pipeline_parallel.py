@@ -87,10 +87,7 @@ def test_a_stage_of_another_host_that_dies_ends_the_engine(tmp_path):
     model = tiny.write_folder(tmp_path / "model", "llama", **LONG)
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
     options = SERVED | sizes | kit.two_hosts()
-    with (
-        kit.second_host(model, log_2, **options),
-        serving(tmp_path, model, options) as process,
-    ):
+    with kit.second_host(model, log_2, **options), serving(tmp_path, model, options) as process:
         wait_for(log, "SERVING", process, 600)
         pid = pid_of_rank_1(log_2)
         os.kill(pid, signal.SIGKILL)

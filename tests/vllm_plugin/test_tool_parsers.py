@@ -33,9 +33,7 @@ CALLS = {
 # By our names; those without are vLLM's too.
 VLLM = {"mistral_list": "mistral", "tool_calls_json": "jamba"}
 # Other interfaces or forms; functiongemma leaves out values that are no strings.
-NOT_VLLM = {
-    "harmony", "nemotron_json", "cohere", "function_gemma", "longcat2", "hunyuan"
-}  # fmt: skip
+NOT_VLLM = {"harmony", "nemotron_json", "cohere", "function_gemma", "longcat2", "hunyuan"}
 SGLANG = {
     "hermes": ("qwen25_detector", "Qwen25Detector"),
     "qwen3_coder": ("qwen3_coder_detector", "Qwen3CoderDetector"),
@@ -100,9 +98,10 @@ def check(engine: str, name: str, case: str, found: list) -> None:
 def test_as_vllm(name, case):
     text = WRITERS[name](CALLS[case])
     request = ChatCompletionRequest(
-        model="m", messages=[{"role": "user", "content": "Go."}],
+        model="m",
+        messages=[{"role": "user", "content": "Go."}],
         tools=[tool.for_template() for tool in TOOLS],
-    )  # fmt: skip
+    )
     parser = ToolParserManager.get_tool_parser(VLLM.get(name, name))
     found = parser(tokenizer_of(text), request.tools).extract_tool_calls(text, request).tool_calls
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in found]
