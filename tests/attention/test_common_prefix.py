@@ -11,20 +11,12 @@ from hypothesis import strategies as st
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
-from tests.support.attention_cases import begin
-from tests.support.attention_oracle import paged_attention
-from tests.support.declared_order import recording
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
 from vllm_metal_lite.attention.base import arrays_of, variant_of, with_arrays
-from vllm_metal_lite.attention.paged import common_prefix as shared
 from vllm_metal_lite.attention.paged import decodes
-from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.common_prefix import PrefixSearch, common_prefix
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels.cache_ops import kv_write
-from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 BLOCK_SIZE = 8
 
@@ -132,79 +124,6 @@ def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
         assert (found.lens[having] == blocks * BLOCK_SIZE).all()
         assert (found.lens <= (lens - 1) // BLOCK_SIZE * BLOCK_SIZE).all()
         assert (tables[having, :blocks] == tables[found.leader, :blocks]).all()
-
-
-def test_a_prefix_is_searched_for_once(monkeypatch):
-    """Until a row comes, goes or begins otherwise, or more is to be saved."""
-    searched, search = [], PrefixSearch()
-
-    def noting(*args):
-        searched.append(args)
-        return common_prefix(*args)
-
-    monkeypatch.setattr(shared, "common_prefix", noting)
-    first, second, other = [1, 2, 3, 4, 0], [1, 2, 5, 6, 0], [7, 8, 9, 10, 0]
-    lens = np.array([30, 31, 25])
-
-    def step(*rows, lens=lens, least=8):
-        before = len(searched)
-        found = search(tables_of(*rows), lens[: len(rows)], BLOCK_SIZE, least)
-        return found and found.lens.tolist(), len(searched) - before
-
-    assert step(first, second, other) == ([16, 16, 0], 1)
-    assert step(first, second, other) == ([16, 16, 0], 0)
-    assert step([1, 2, 3, 4, 11], second, other, lens=lens + 8) == ([16, 16, 0], 0)
-    assert step(first, second, other, least=9) == ([16, 16, 0], 1)
-    assert step(first, second, least=9) == ([16, 16], 1)
-    assert step(second, [1, 2, 9, 9, 9], least=9) == ([16, 16], 0)
-    assert step(first, other, least=9) == (None, 1)
-    assert step(first, second, least=2) == ([16, 16], 1)
-    assert step(first, second, lens=np.array([16, 31]), least=2) == ([8, 8], 1)
-
-
-# The order of launches
-
-
-def array_of(rng, *shape):
-    return mx.array(rng.standard_normal(shape).astype(np.float32))
-
-
-@needs_kernels
-@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
-@pytest.mark.parametrize("order", [min, max])
-def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order):
-    """The first key of the prefix is another one in each of two steps."""
-    change_device(monkeypatch, min_saved_tokens=1)
-    rng = np.random.default_rng(0)
-    store = PagedStore([LayerSpec(2, 32, 32, mx.float32)], 4, BLOCK_SIZE)
-    for arrays in (store.keys, store.values):
-        arrays[:] = [array_of(rng, *a.shape) for a in arrays]
-    inputs = InputBatch(2, 16, BLOCK_SIZE)
-    lens = np.array([12, 14])
-    rows = np.array([inputs.add([0] * n, n) for n in lens])
-    for row, block in zip(rows, (2, 3), strict=True):
-        inputs.append_blocks(row, [1, block])
-    batch = inputs.pack(rows, lens - 1, np.ones(2, int))
-    q, keys, values = array_of(rng, 2, 4, 32), np.array(store.keys[0]), np.array(store.values[0])
-    expected = []
-    with recording() as launches:
-        attention = KernelAttention(store, "varlen", {2})
-        step = begin(attention, batch, 2)
-        for _ in range(2):
-            k, v = array_of(rng, 1, 2, 32), array_of(rng, 1, 2, 32)
-            mx.eval(k, v, q, store.keys, store.values)
-            arrays = mx.array([BLOCK_SIZE], mx.int32), *store.arrays
-            step.token = kv_write(k, v, *arrays, step.token)
-            step.attend(0, q, scale=0.2)
-            keys[BLOCK_SIZE], values[BLOCK_SIZE] = np.array(k[0]), np.array(v[0])
-            expected.append(paged_attention(
-                np.array(q), keys, values, batch.block_tables, batch.cu_seqlens_q, lens,
-                block_size=BLOCK_SIZE, scale=0.2,
-            ))  # fmt: skip
-    assert len(launches.outputs_of("shared_prefix")) == 2
-    results = launches.run(order)
-    for got, wanted in zip(launches.outputs_of("paged_decode"), expected, strict=True):
-        np.testing.assert_allclose(np.array(results[id(got)]), wanted, 1e-5, 1e-5)
 
 
 # Whole engines

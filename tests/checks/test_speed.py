@@ -14,7 +14,6 @@ from vllm_metal_lite.checks import alternatives, attention, speed
 from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.checks.run import run
-from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, Rotation
 
@@ -97,25 +96,6 @@ def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
     assert run(check, timed=True).speed == Speed(1.0, 2.0)
     monkeypatch.setattr(attention, "write", lambda _: (2.0, 1.0))
     assert run(check, timed=True).speed is None
-
-
-def test_a_median_of_calls_in_turns(monkeypatch):
-    """A device that slows down does so for both."""
-    now, order = [0.0], []
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def way(name, cost):
-        def call():
-            order.append(name)
-            now[0] += cost * (1 + len(order) / 1000)
-            return mx.zeros(1)
-
-        return call
-
-    ours, alternative = speed._seconds(way("ours", 1.0), way("alternative", 2.0))
-    assert ours < alternative < 2.1 * ours
-    turn = ["ours"] * speed._CALLS + ["alternative"] * speed._CALLS
-    assert order[-5 * len(turn) :] == turn * 5
 
 
 def test_slow_must_be_found_twice(monkeypatch):

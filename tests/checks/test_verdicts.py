@@ -254,18 +254,6 @@ def test_what_is_wrong_is_said_before_what_is_slow(found):
     assert verify(USE).failures["gather_rows"].endswith("error 2, allowed 1")
 
 
-@pytest.mark.parametrize("name", ["paged_decode", "kv_gather", "varlen_prefill"])
-def test_a_miscompiled_kernel_is_found(monkeypatch, tmp_path, name):
-    """In this process; test_giving_way.py has them all, in another."""
-    miscompile(monkeypatch, name)
-    verdict = verify(USE)
-    assert list(verdict.failures) == [name]
-    assert "allowed" in verdict.failures[name]
-    assert verdict.prefill == ("gather" if name == "varlen_prefill" else "varlen")
-    (memory,) = tmp_path.rglob("*.json")
-    assert not [key for key in json.loads(memory.read_text()) if key.startswith(name)]
-
-
 LATENT = AttentionShape(4, 1, 64, 16, mx.float32, latent=True)
 
 

@@ -88,14 +88,6 @@ def test_a_shared_prefix_is_computed_once_and_changes_nothing():
     assert tokens_of(engine, prompts, greedy(10)) == expected("llama", prompts, 10)
 
 
-def test_num_cached_tokens_is_reported():
-    engine = tiny.engine()
-    prompt = tiny.prompts(1, 40, 40, seed=9)[0]
-    for count in (0, 32):
-        engine.add_request("a", prompt, greedy(2))
-        assert tiny.run(engine)["a"].num_cached_tokens == count
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3/w9"])
 def test_only_prompts_of_one_salt_share_blocks_and_states(name):
     engine = tiny.engine(name)
@@ -172,20 +164,6 @@ def test_atomic_prompts_are_never_chunked():
     engine.runner.execute = record
     assert tokens_of(engine, prompts, greedy(5), atomic=True) == expected("llama", prompts, 5)
     assert sorted(s for s in scheduled if s > 1) == sorted(map(len, prompts))
-
-
-def test_the_budget_is_never_exceeded():
-    engine = tiny.engine(max_num_batched_tokens=10, max_num_seqs=3)
-    execute, seen = engine.runner.execute, []
-
-    def record(batch, *args):
-        seen.append((batch.num_tokens, batch.num_segments))
-        return execute(batch, *args)
-
-    engine.runner.execute = record
-    assert tokens_of(engine, PROMPTS, greedy(6)) == expected("llama", PROMPTS, 6)
-    assert max(tokens for tokens, _ in seen) == 10
-    assert max(segments for _, segments in seen) == 3
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1000])
@@ -317,14 +295,6 @@ def test_what_a_step_computes_for_aborted_requests_is_found():
     output = tiny.run(engine)["b"]
     assert output.outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 6)
     assert output.num_cached_tokens == 64
-
-
-def test_an_id_in_use_is_refused_and_the_first_goes_on():
-    engine = tiny.engine()
-    engine.add_request("a", PROMPTS[0], greedy(3))
-    with pytest.raises(RequestError, match="'a' is already in use"):
-        engine.add_request("a", PROMPTS[1], greedy(3))
-    assert tiny.run(engine)["a"].outputs[0].token_ids == expected("llama", [PROMPTS[0]], 3)[0]
 
 
 def test_stepping_an_idle_engine_does_nothing():

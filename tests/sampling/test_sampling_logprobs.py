@@ -152,23 +152,6 @@ def test_a_call_evaluates_nothing():
     mx.eval(out.token_ids)
 
 
-def test_an_unchanged_batch_keeps_its_plan():
-    sampler = make(SEEDED, range(3), VOCAB, PROMPT)
-    x = mx.array(random_logits(0, 3, VOCAB))
-    sampler(x, np.arange(3))
-    plan = sampler._plan
-    for _ in range(3):  # min_tokens = 4
-        assert sampler._plan is plan
-        sampler(x, np.arange(3))
-    sampler(x, np.arange(3))
-    assert sampler._plan is not plan
-    plan = sampler._plan
-    sampler(x, np.arange(3))
-    assert sampler._plan is plan
-    sampler(x, np.array([2, 1, 0]))
-    assert sampler._plan is not plan
-
-
 @pytest.mark.skipif(not shutil.which("g++"), reason="MLX fuses on a CPU with a C++ compiler")
 def test_fused_operations_equal_the_plain_ones(monkeypatch):
     x = random_logits(6, 4, VOCAB)
