@@ -17,6 +17,7 @@ from tests.vllm_plugin.test_tensor_parallel import (
     PROMPTS,
     SERVED,
     TIGHT,
+    check_as_one,
     load,
     pid_of_rank_1,
     serving,
@@ -48,13 +49,7 @@ def test_two_stages_answer_as_one():
             in_flight = batches_in_flight(llm) if size == 2 else [1]
             found.append(load(llm))
             assert max(in_flight) == 1
-    (greedy, others), (_, others_of_one) = found
-    expected = [kit.alone("llama", prompt, NUM_TOKENS) for prompt in PROMPTS]
-    assert greedy == [expected, expected]
-    for name, (answered, scores) in others.items():
-        expected, expected_scores = others_of_one[name]
-        assert answered == expected
-        assert scores == pytest.approx(expected_scores, abs=1e-4)
+    check_as_one(*found)
 
 
 def test_stages_with_recurrent_states():

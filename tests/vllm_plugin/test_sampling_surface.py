@@ -196,18 +196,6 @@ def test_a_request_without_a_token_ends_at_once(llm, monkeypatch):
     assert "nothing is left by allowed_token_ids and min_tokens" in line
 
 
-def test_stop_strings_and_stop_tokens(llm):
-    text = kit.generate(llm, PROMPTS[:1], max_tokens=30)[0].outputs[0].text
-    stop = text[10:12]
-    out = kit.generate(llm, PROMPTS[:1], max_tokens=30, stop=[stop])[0].outputs[0]
-    assert out.finish_reason == "stop"
-    assert out.text == text[: text.index(stop)]
-    token = kit.alone("llama", PROMPTS[0], 30)[7]
-    out = kit.generate(llm, PROMPTS[:1], max_tokens=30, stop_token_ids=[token])[0].outputs[0]
-    assert out.token_ids[-1] == token
-    assert out.stop_reason == token
-
-
 def contains(tokens, word):
     return any(tokens[i : i + len(word)] == word for i in range(len(tokens)))
 
