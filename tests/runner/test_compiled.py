@@ -3,7 +3,6 @@
 On a CPU through ArrayAttention; on a GPU (METAL_LITE_DEVICE=gpu) through the kernels.
 """
 
-from collections import Counter
 from copy import copy
 from dataclasses import replace
 
@@ -131,69 +130,49 @@ def test_the_kernel_that_ran_last_makes_no_variant(monkeypatch, prefill):
     assert sum(traced) == len(engine.runner.compiled._variants) > 2
 
 
-def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch):
-    """All seven of a layer, of forwards of 2 to 8 rows, compiled or not, and the head's of as many;
-    launches are stubs."""
-    stubs, products = Stubs(monkeypatch), Counter()
+def forwards_with(monkeypatch, name, fuse, **fusion):
+    """Of each forward over a model that `fuse` has changed: whether it is compiled, its rows, those
+    of its logits, and its launches, which are stubs.  And the number of layers."""
+    stubs, found = Stubs(monkeypatch), []
     call = PackedModel.__call__
 
     def noting(self, attention, *args):
         stubs.needed()
         logits, step = call(self, attention, *args), attention.step
-        needed = stubs.needed(logits, *attention.state)
-        skinny = sum(n for launch, n in needed.items() if launch.startswith("skinny_gemm"))
-        head = 2 <= len(logits) <= 8
-        products[step.batch is None, len(step.token_ids), skinny - head] += 1
+        launches = stubs.needed(logits, *attention.state)
+        found.append((step.batch is None, len(step.token_ids), len(logits), launches))
         return logits
 
-    engine = tiny.engine("qwen3", mx.bfloat16, max_num_batched_tokens=24)
+    engine = tiny.engine(name, mx.bfloat16, max_num_batched_tokens=24)
     monkeypatch.setattr(PackedModel, "__call__", noting)
     attention = KernelAttention(engine.runner.attention.store, "gather", {2})
-    fuse_linears(engine.model.packed.model)
-    fusion = FusedLaunches(skinny_rows=range(2, 9))
-    engine.pipeline.runner = ModelRunner(
-        engine.model.packed, Path(attention, fusion=fusion), engine.sampler
-    )
+    fuse(engine.model.packed.model)
+    path = Path(attention, fusion=FusedLaunches(**fusion))
+    engine.pipeline.runner = ModelRunner(engine.model.packed, path, engine.sampler)
     engine.runner.compiled.reason = None
     tokens_of(engine)
-    all_seven = 7 * len(attention.store.specs)
-    assert {(how, rows) for how, rows, _ in products} >= {
-        (True, 1), (True, 2), (True, 8), (False, 8), (False, 32)
-    }  # fmt: skip
-    for _, rows, skinny in products:
-        assert skinny == (all_seven if 2 <= rows <= 8 else 0)
+    forms = {(compiled, rows) for compiled, rows, *_ in found}
+    assert forms >= {(True, 1), (True, 2), (True, 8), (False, 8), (False, 32)}
+    return found, len(attention.store.specs)
+
+
+def test_products_of_few_rows_are_the_kernel_s_in_compiled_steps_too(monkeypatch):
+    """All seven of a layer, of forwards of 2 to 8 rows, and the head's of as many."""
+    found, layers = forwards_with(monkeypatch, "qwen3", fuse_linears, skinny_rows=range(2, 9))
+    for _, rows, logits_rows, launches in found:
+        skinny = sum(n for launch, n in launches.items() if launch.startswith("skinny_gemm"))
+        assert skinny == 7 * layers * (2 <= rows <= 8) + (2 <= logits_rows <= 8)
 
 
 def test_experts_of_few_rows_are_the_kernels_in_compiled_steps_too(monkeypatch):
-    """Two products of a layer and a sum; a plan unless there is one row.  Launches are stubs."""
-    stubs, launches = Stubs(monkeypatch), {}
-    call = PackedModel.__call__
-
-    def noting(self, attention, *args):
-        stubs.needed()
-        logits, step = call(self, attention, *args), attention.step
-        needed = stubs.needed(logits, *attention.state)
-        found = {launch: n for launch, n in needed.items() if launch.startswith("expert")}
-        launches[step.batch is None, len(step.token_ids)] = found
-        return logits
-
+    """Two products of a layer and a sum; a plan unless there is one row."""
     monkeypatch.setattr(mx, "gather_mm", of_16_bits(mx.gather_mm))
-    engine = tiny.engine("qwen3_moe", mx.bfloat16, max_num_batched_tokens=24)
-    monkeypatch.setattr(PackedModel, "__call__", noting)
-    attention = KernelAttention(engine.runner.attention.store, "gather", {2})
-    fuse_experts(engine.model.packed.model)
-    fusion = FusedLaunches(expert_rows=range(1, 9))
-    engine.pipeline.runner = ModelRunner(
-        engine.model.packed, Path(attention, fusion=fusion), engine.sampler
-    )
-    engine.runner.compiled.reason = None
-    tokens_of(engine)
-    layers = len(attention.store.specs)
-    assert launches.keys() >= {(True, 1), (True, 2), (True, 8), (False, 8), (False, 32)}
+    found, layers = forwards_with(monkeypatch, "qwen3_moe", fuse_experts, expert_rows=range(1, 9))
     of_one = {"expert_gemm": 2 * layers, "expert_sum": layers}
     of_few = {**of_one, "expert_plan": layers}
-    for (_, rows), found in launches.items():
-        assert found == (of_one if rows == 1 else of_few if rows <= 8 else {})
+    for _, rows, _, launches in found:
+        experts = {launch: n for launch, n in launches.items() if launch.startswith("expert")}
+        assert experts == (of_one if rows == 1 else of_few if rows <= 8 else {})
 
 
 # Prompts
@@ -351,20 +330,6 @@ def test_a_wave_of_like_prompts_behind_a_cached_prefix_is_compiled(monkeypatch):
         answers.append({name: o.outputs[0].token_ids for name, o in done.items()})
     assert answers[0] == answers[1]
     assert len(steps) >= 1
-
-
-def test_variants_seen_once_do_not_displace_compiled_ones(monkeypatch):
-    monkeypatch.setattr(compiled, "_MAX_VARIANTS", 8)
-    engine = make_engine(max_num_batched_tokens=64, enable_prefix_caching=False)
-    tokens_of(engine)
-    kept = list(engine.runner.compiled._variants)
-    engine.add_request("decode", tiny.prompts(1, 17, 17)[0], GREEDY)
-    engine.step()
-    for n in range(1, 7):
-        pass_by(engine, *tiny.prompts(n, 2, 9, seed=n))
-    assert "decode" in engine._requests
-    assert set(kept) <= set(engine.runner.compiled._variants)
-    assert 1 <= len(engine.runner.compiled._seen) <= 8
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)
