@@ -12,7 +12,7 @@ from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
 from tests.support.device import change_device, pad_to_powers_of_two
-from vllm_metal_lite import SamplingParams, backend
+from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import arrays_of, variant_of, with_arrays
 from vllm_metal_lite.attention.paged import decodes
 from vllm_metal_lite.attention.paged.common_prefix import PrefixSearch, common_prefix
@@ -159,11 +159,7 @@ def on_kernels():
 
 
 def tokens_of(engine, prompts, max_tokens=10):
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    done = tiny.run(engine)
-    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+    return tiny.answers(engine, prompts, tiny.greedy(max_tokens))
 
 
 def engine_of(name, attention="kernels", **options):
@@ -210,12 +206,11 @@ def test_other_layers(on_kernels, steps, name, options):
 def test_a_newcomer_without_the_prefix_reads_its_own_keys(on_kernels, steps):
     prompts = [PREFIX[:34] + rest for rest in OTHERS[:3]]
     engine = engine_of("llama")
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12))
+    tiny.add(engine, prompts, tiny.greedy(12))
     for _ in range(4):
         engine.step()
     assert set(steps[-1].lens.tolist()) == {32}
-    engine.add_request("x", OTHERS[3], SamplingParams(temperature=0, max_tokens=4))
+    engine.add_request("x", OTHERS[3], tiny.greedy(4))
     done = tiny.run(engine)
     assert any(s and sorted(set(s.lens.tolist())) == [0, 32] for s in steps)
     for i, prompt in enumerate(prompts):

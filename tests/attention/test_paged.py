@@ -9,7 +9,7 @@ from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.attention_cases import RAGGED, Case, check
 from tests.support.device import change_device
-from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from vllm_metal_lite import EngineConfig, LLMEngine
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa import run as sdpa_run
@@ -109,12 +109,7 @@ def test_a_quantised_store(dtype, bits):
 
 def tokens(model, prompts, **config):
     engine = LLMEngine(model, EngineConfig(max_model_len=64, block_size=8, **config))
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=20))
-    done = {}
-    while len(done) < len(prompts):
-        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
-    return done, engine
+    return tiny.answers(engine, prompts, tiny.greedy(20)), engine
 
 
 def test_a_decode_may_read_what_another_one_writes_in_the_same_step(monkeypatch):
@@ -127,7 +122,7 @@ def test_a_decode_may_read_what_another_one_writes_in_the_same_step(monkeypatch)
         return launch(self, arrays, template, *args)
 
     monkeypatch.setattr(Kernel, "__call__", watching)
-    model, greedy = tiny.build(config_of("qwen3")), SamplingParams(temperature=0, max_tokens=5)
+    model, greedy = tiny.build(config_of("qwen3")), tiny.greedy(5)
     first = tiny.prompts(1, 15, 15)[0]
     second = [*first, tiny.alone(model, first, 1)[0], 7]
     with installed(schedule="reverse"):  # the reader comes first, if it may

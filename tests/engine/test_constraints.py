@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
 from tests.support.slots import SlotConstraint, alone, draw_slots
+from tests.support.tiny_models import greedy
 from vllm_metal_lite.engine import constraints
 from vllm_metal_lite.engine import engine as engines
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -38,10 +39,6 @@ def constrained(engine, slots_of: dict[str, list]):
 
     engine.add_request = add
     return made
-
-
-def greedy(max_tokens: int, **options) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
 
 
 @settings(max_examples=25)

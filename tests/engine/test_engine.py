@@ -9,24 +9,19 @@ import pytest
 from tests.support import tiny_models as tiny
 from tests.support.poison import poison, poison_states
 from tests.support.pool_accounts import check_accounts
+from tests.support.tiny_models import greedy
 from vllm_metal_lite import LLM
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 
 
-def greedy(max_tokens: int, **more) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
-
-
 def tokens_of(engine, prompts, params, **how) -> list[list[int]]:
     """Add all prompts, run to the end; the tokens of each one's first answer."""
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params, **how)
-    done = tiny.run(engine)
+    answers = tiny.answers(engine, prompts, params, **how)
     check_accounts(engine.scheduler.kv, [])
     assert engine.metrics()["blocks_owned"] == 0
-    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+    return answers
 
 
 def expected(name, prompts, n):
@@ -197,8 +192,7 @@ def test_a_step_that_fails_loses_nothing(monkeypatch, error, when):
         raise error
 
     monkeypatch.setattr(engine.runner, "execute", fails_often)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
+    tiny.add(engine, prompts, params)
     done, failures = {}, 0
     for _ in range(1000):
         if not engine.has_unfinished_requests():
@@ -227,8 +221,7 @@ def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, lay
         return attend(*args, **how)
 
     monkeypatch.setattr(ReferenceStepAttention, "attend", break_off)
-    for i, prompt in enumerate(PROMPTS[:4]):
-        engine.add_request(str(i), prompt, greedy(12))
+    tiny.add(engine, PROMPTS[:4], greedy(12))
     with pytest.raises(MemoryError):
         tiny.run(engine)
     done = tiny.run(engine)

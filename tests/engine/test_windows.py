@@ -14,7 +14,6 @@ from vllm_metal_lite.cli.startup import start_engine
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.kv_groups import KVGroup, kv_groups
 from vllm_metal_lite.scheduler.kv_manager import KVCacheManager
 from vllm_metal_lite.scheduler.request import Request
@@ -81,7 +80,7 @@ def test_a_windowed_layer_costs_its_window_while_the_context_grows(name, ahead):
     engine.async_scheduling = ahead
     poison_free_blocks(engine)
     prompt = tiny.prompts(1, 100, 100, seed=3)[0]
-    engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    engine.add_request("a", prompt, tiny.greedy(60, ignore_eos=True))
     request = engine.scheduler._requests["a"]
     tokens, most = [], {}
     while engine.has_unfinished_requests():
@@ -105,11 +104,8 @@ def test_a_context_may_be_longer_than_all_blocks_where_every_layer_has_a_window(
     assert engine.max_model_len == 200
     poison_free_blocks(engine)
     prompts = tiny.prompts(2, 70, 90, seed=4)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=100))
-    done = tiny.run(engine)
-    for i, prompt in enumerate(prompts):
-        assert done[str(i)].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 100)
+    answers = tiny.answers(engine, prompts, tiny.greedy(100))
+    assert answers == [tiny.alone(tiny.native(name), prompt, 100) for prompt in prompts]
     assert engine.metrics()["blocks_peak_owned"] <= 5
 
 
@@ -125,11 +121,8 @@ def test_many_requests_over_few_blocks(name, caching):
     stem = tiny.prompts(1, 60, 60, seed=8)[0]
     prompts = tiny.prompts(4, 5, 70, seed=9)
     prompts += [[*stem[:n], n] for n in (10, 33, 48, 60)]
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=40))
-    done = tiny.run(engine)
-    for i, prompt in enumerate(prompts):
-        assert done[str(i)].outputs[0].token_ids == tiny.alone(tiny.native(name), prompt, 40)
+    answers = tiny.answers(engine, prompts, tiny.greedy(40))
+    assert answers == [tiny.alone(tiny.native(name), prompt, 40) for prompt in prompts]
     metrics = engine.metrics()
     assert metrics["preemptions"] > 0
     assert (metrics["prefix_cache_hit_tokens"] > 0) == caching

@@ -64,10 +64,7 @@ def uncompiled(engine):
 
 
 def tokens_of(engine, params=GREEDY, prompts=PROMPTS):
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    done = tiny.run(engine)
-    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+    return tiny.answers(engine, prompts, params)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama/window", "mixtral"])
@@ -274,8 +271,7 @@ def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, mon
         enable_prefix_caching=False,
     )  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    for i, prompt in enumerate(PROMPTS[:4]):
-        engine.add_request(str(i), prompt, params)
+    tiny.add(engine, PROMPTS[:4], params)
     while engine.metrics()["decode_tokens"] < 8:
         engine.step()
     traced, steps = count_traces(engine, monkeypatch), compiled_with_prompts(engine, monkeypatch)
@@ -445,8 +441,7 @@ def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compile
     engine.runner.compiled = CompiledSteps(engine.model.packed, with_kernel)
     engine.runner.compiled.reason = None
     monkeypatch.setattr(backend, "is_cpu", lambda: False)  # for the next CompiledSteps
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), prompt, GREEDY)
+    tiny.add(engine, PROMPTS, GREEDY)
     done = {}
     for _ in range(8):
         done |= {o.request_id: o for o in engine.step() if o.finished}

@@ -26,6 +26,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.sampling_params import SamplingParams
 
 
 def build(config: dict[str, Any], seed: int = 0) -> nn.Module:
@@ -146,6 +147,27 @@ def run(engine: LLMEngine, max_steps: int = 2000) -> dict[str, Any]:
             return done
         done |= {o.request_id: o for o in engine.step() if o.finished}
     raise AssertionError(f"requests are left after {max_steps} steps")
+
+
+def add(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, **how: Any
+) -> None:
+    """One request a prompt, named by its number."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params, **how)
+
+
+def answers(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, **how: Any
+) -> list[list[int]]:
+    """The tokens of each prompt's first answer; the requests run together."""
+    add(engine, prompts, params, **how)
+    done = run(engine)
+    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
 
 
 def prompts(count: int, low: int = 1, high: int = 40, seed: int = 0) -> list[list[int]]:
