@@ -160,7 +160,10 @@ def test_a_prompt_alone_waits_to_be_compiled():
 
 
 @needs_host
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "llama/window"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma2", "llama/window"))],
+)
 def test_tokens_through_kernels(monkeypatch, tmp_path, name):
     """A pool that makes requests give way, chunks of unlike size, and a newcomer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

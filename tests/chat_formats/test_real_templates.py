@@ -73,6 +73,7 @@ def test_a_rendered_call_is_read_under_every_split(name):
     assert check_splits(chat_format, answer, tools=[TOOL]).called == [(TOOL.name, ARGUMENTS)]
 
 
+@pytest.mark.long
 def test_a_format_reads_what_its_template_writes_or_there_is_none():
     """Others write forms of their own.  Some cannot be rendered here, so their texts decide."""
     counts, unread = Counter(), []

@@ -305,6 +305,7 @@ def test_recurrent_states_are_those_of_the_step_before(monkeypatch, kernel, fuse
     assert fault.failed
 
 
+@pytest.mark.long
 def test_products_of_few_rows(monkeypatch):
     """In 16 bits the ways round differently: a request has the tokens of one or the other."""
 
