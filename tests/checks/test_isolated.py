@@ -169,16 +169,16 @@ def test_a_kernel_that_hangs_ends_with_its_parent(tmp_path, number):
     )
     child = int(_soon(lambda: file.exists() and file.read_text().strip()))
     parent.send_signal(number)
-    parent.wait(60)
+    parent.wait(600)
     _soon(lambda: not _runs(child))
 
 
 def _soon(what):
-    for _ in range(1200):
+    for _ in range(12_000):
         if found := what():
             return found
         time.sleep(0.05)
-    pytest.fail("not within a minute")
+    pytest.fail("not within ten minutes")
 
 
 def _runs(pid: int) -> bool:
