@@ -1,7 +1,6 @@
 """Which decodes share a prefix, and whole engines whose decodes do."""
 
 from contextlib import nullcontext
-from itertools import repeat
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import backend
-from vllm_metal_lite.attention.base import arrays_of, variant_of, with_arrays
 from vllm_metal_lite.attention.paged import decodes
 from vllm_metal_lite.attention.paged.common_prefix import PrefixSearch, common_prefix
-from vllm_metal_lite.backend import mx
 
 BLOCK_SIZE = 8
 
@@ -233,21 +230,3 @@ def test_compiled_steps_that_share(steps, monkeypatch):
     assert any(steps)
     assert not all(steps)
     assert engine.runner.compiled.reason is None
-
-
-def test_a_step_can_have_other_arrays(steps):
-    """What a compiled step would keep of the one that it was made of."""
-    engine = compile_on_cpu(tiny.engine("qwen3", block_size=BLOCK_SIZE))
-    prepared, prepare = [], engine.runner.attention.prepare
-    engine.runner.attention.prepare = lambda *args: prepared.append(prepare(*args)) or prepared[-1]
-    tokens_of(engine, [PREFIX[:20] + rest for rest in OTHERS[:2]], 4)
-    step = prepared[-1]
-    assert step.plan.decodes.prefix.length == 16
-    variant, arrays = variant_of(step._replace(variant=None)[1:]), arrays_of(step)
-    assert step.variant == variant
-    hash(variant)
-    none = mx.array(0)
-    empty = with_arrays(step, repeat(none))
-    assert all(a is none for a in arrays_of(empty))
-    again = with_arrays(empty, arrays)
-    assert [id(a) for a in arrays_of(again)] == [id(a) for a in arrays]

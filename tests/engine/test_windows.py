@@ -109,27 +109,6 @@ def test_a_context_may_be_longer_than_all_blocks_where_every_layer_has_a_window(
     assert engine.metrics()["blocks_peak_owned"] <= 5
 
 
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("name", ["llama/window", "gemma3_text/w9", "llama4", "mimo_v2_flash"])
-def test_many_requests_over_few_blocks(name, caching):
-    """Chunks, mixed steps, preemptions and shared prefixes; what is free is NaN."""
-    engine = tiny.engine(
-        name, num_blocks=24, max_num_batched_tokens=20, max_num_seqs=4, max_model_len=128,
-        enable_prefix_caching=caching,
-    )  # fmt: skip
-    poison_free_blocks(engine)
-    stem = tiny.prompts(1, 60, 60, seed=8)[0]
-    prompts = tiny.prompts(4, 5, 70, seed=9)
-    prompts += [[*stem[:n], n] for n in (10, 33, 48, 60)]
-    answers = tiny.answers(engine, prompts, tiny.greedy(40))
-    assert answers == [tiny.alone(tiny.native(name), prompt, 40) for prompt in prompts]
-    metrics = engine.metrics()
-    assert metrics["preemptions"] > 0
-    assert (metrics["prefix_cache_hit_tokens"] > 0) == caching
-    window = engine.kv_groups[1].window
-    assert metrics[f"blocks_peak_owned_window_{window}"] < metrics["blocks_peak_owned"]
-
-
 # Prefixes
 
 
