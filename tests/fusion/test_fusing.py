@@ -294,7 +294,7 @@ def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp
 
 
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
 def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     """Every one of every forward of so many rows, and the sums behind two of them; the tokens stay
     the same.  The head of "qwen3" is its embedding, and that of "llama" sees other rows.
