@@ -7,6 +7,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from tests.support import tiny_models as tiny
+from tests.support.sampling_oracle import log_softmax
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.errors import RequestError
@@ -247,12 +248,6 @@ def test_max_tokens_none_runs_to_the_end_of_the_context(llm, native):
 
 
 # Log-probabilities, biases, penalties
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 def check_logprobs(entry: dict, expected: np.ndarray, token: int, k: int) -> None:

@@ -11,6 +11,7 @@ from tests.support.sampling_oracle import (
     SEEDED,
     VOCAB,
     draw,
+    log_softmax,
     make,
     primitives,
     random_logits,
@@ -21,12 +22,6 @@ from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
 from vllm_metal_lite.sampling_params import SamplingParams
 
 # Logprobs
-
-
-def log_softmax(raw):
-    raw = raw.astype(np.float64)
-    raw = raw - raw.max(1, keepdims=True)
-    return raw - np.log(np.exp(raw).sum(1, keepdims=True))
 
 
 def check_logprobs(arrays, raw, chosen, k):

@@ -14,6 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.utils import tensor_data
 
+from tests.support.sampling_oracle import log_softmax
 from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams as OurParams
 from vllm_metal_lite.vllm_plugin import outputs
@@ -75,15 +76,6 @@ def test_n_answers_of_one_prompt_differ_and_repeat_with_the_seed(llm):
 def test_without_a_seed_answers_differ(llm):
     out = kit.generate(llm, PROMPTS[:1] * 4, temperature=1.5, max_tokens=12)
     assert len(set(map(tuple, kit.tokens(out)))) == 4
-
-
-def log_softmax(x):
-    x = x.astype(np.float64)
-    return (
-        x
-        - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
-        - x.max(-1, keepdims=True)
-    )
 
 
 def assert_logprobs(entry, expected, chosen, k):
