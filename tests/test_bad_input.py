@@ -11,28 +11,19 @@ import pytest
 from tests.support import tiny_models as tiny
 from tests.support.cli_kit import model_folder
 from tests.support.counts import counts
+from tests.test_config import Broken, refusal
 from vllm_metal_lite import LLM, AsyncEngine, EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.cli.files import OrderedWriter
 from vllm_metal_lite.cli.jsonl import BadLine, parse_line, result_line
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import ENGINE_RULES
 from vllm_metal_lite.engine import intake
-from vllm_metal_lite.errors import ConfigError, MetalLiteError
+from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.sampling_params import SAMPLING_RULES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 NAN, INF = float("nan"), float("inf")
-
-
-def refusal(call, *args, **kwargs) -> str:
-    """The message of the project's own error, which is one printable line."""
-    with pytest.raises(MetalLiteError) as error:
-        call(*args, **kwargs)
-    message = str(error.value)
-    assert message.isprintable()
-    assert 0 < len(message) < 600
-    return message
 
 
 # The same words everywhere
@@ -112,11 +103,6 @@ def test_a_value_that_spells_a_field_is_quoted_as_it_is(capsys):
 
 
 # Calls
-
-
-class Broken:
-    def __repr__(self):
-        raise RuntimeError
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Options: every bad value is refused when it is given, in one line that names it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,15 +65,14 @@ BAD_PARAMS = {
 }  # fmt: skip
 
 
-def refusal(make: type, **options: Any) -> str:
+def refusal(call: Callable, *args: Any, error: type = MetalLiteError, **kwargs: Any) -> str:
     """The message of the project's own error, which is one printable line."""
-    with pytest.raises(MetalLiteError) as error:
-        make(**options)
-    message = str(error.value)
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    assert issubclass(caught.type, MetalLiteError)
+    message = str(caught.value)
     assert message.isprintable()
-    assert len(message) < 600
-    assert isinstance(error.value, ValueError)
-    assert isinstance(error.value, ConfigError if make is EngineConfig else SamplingError)
+    assert 0 < len(message) < 600
     return message
 
 
@@ -84,14 +84,18 @@ def refusal(make: type, **options: Any) -> str:
     ids=lambda v: v if isinstance(v, str) else getattr(v, "__name__", type(v).__name__),
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name(make, name, value):
-    message = refusal(make, **{name: value})
+    error = ConfigError if make is EngineConfig else SamplingError
+    assert issubclass(error, ValueError)
+    message = refusal(make, error=error, **{name: value})
     assert message.startswith(f"{name} must be ")
     if type(value) in (str, float, bool, type(None)):
         assert message.endswith(f", got {value!r}")
 
 
 def test_options_that_contradict_each_other():
-    message = refusal(EngineConfig, long_prefill_token_threshold=100, max_model_len=50)
+    message = refusal(
+        EngineConfig, error=ConfigError, long_prefill_token_threshold=100, max_model_len=50
+    )
     assert "100" in message
     assert "50" in message
 

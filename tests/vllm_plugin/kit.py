@@ -170,10 +170,11 @@ def generate(llm: LLM, prompts: Sequence[Sequence[int]], *params: Any, **kwargs:
     return llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
 
 
-def add(llm: LLM, request_id: str, prompt: Sequence[int], **kwargs: Any) -> None:
+def add(llm: LLM, request_id: str, prompt: Sequence[int], priority: int = 0, **kwargs: Any) -> None:
     """kwargs: SamplingParams, greedy unless they say otherwise."""
     params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_tokens": 40, **kwargs})
-    llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+    given = {"prompt_token_ids": list(prompt)}
+    llm.llm_engine.add_request(request_id, given, params, priority=priority)
 
 
 def run(llm: LLM, steps: int = 10_000) -> dict[str, Any]:
