@@ -14,7 +14,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.origins import Multiplied, Normed
 from vllm_metal_lite.fusion.traced import as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.skinny_gemm import fits
+from vllm_metal_lite.kernels.skinny_gemm import RowNorm, fits
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.usage import weight_of
 
@@ -40,20 +40,22 @@ def _product(layer: nn.Module, x: mx.array, original: Callable[[mx.array], mx.ar
     rows, weight, bias = rows_of(x), weight_of(layer), layer.get("bias")
     plain = bias is None or bias.dtype == x.dtype
     if len(rows) in skinny_rows and plain and fits(rows, weight):
-        origin = origin_of(x)
-        inside = isinstance(origin, Normed) and _normalises(weight)
-        normed = origin if inside else Normed(rows, None)
-        product = Multiplied(normed, weight, bias)
+        origin, norm = origin_of(x), None
+        if isinstance(origin, Normed) and _normalises(origin, weight):
+            rows, norm = origin.x, RowNorm(origin.weight, origin.eps)
+        product = Multiplied(rows, norm, weight, bias)
         return as_view(product(), x.shape[:-1], product)
     if isinstance(layer, nn.Linear) and bias is None:
         return as_view(rows @ _transposed(layer), x.shape[:-1])
     return as_view(original(rows), x.shape[:-1])
 
 
-def _normalises(weight: Weight) -> bool:
+def _normalises(normed: Normed, weight: Weight) -> bool:
     """Whether each threadgroup of a product with this weight normalises the rows itself."""
-    outputs, depth, how = shape_of(weight)
-    return how is None or outputs * depth <= profile().max_normed_weights
+    device, (outputs, depth, how) = profile(), shape_of(weight)
+    if normed.weight is None or normed.x.ndim != 2 or len(normed.x) > device.max_normed_rows:
+        return False
+    return how is None or outputs * depth <= device.max_normed_weights
 
 
 def _transposed(linear: nn.Linear) -> mx.array:

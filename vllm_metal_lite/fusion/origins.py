@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from vllm_metal_lite.attention.heads import Heads, RotaryPart
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm
 from vllm_metal_lite.kernels.experts import expert_sum
 from vllm_metal_lite.kernels.new_rows import Columns
 from vllm_metal_lite.kernels.skinny_gemm import Gate, RowNorm, skinny_gemm
@@ -39,43 +38,31 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """Rows (N, K) and their RMS norm; norm None: not normalised."""
+    """The RMS norm of rows (N, K), or of each head of x (N, 1, heads, K).
 
-    rows: mx.array
-    norm: RowNorm | None
-
-
-@dataclass(frozen=True, slots=True)
-class PostNormed:
-    """Rows (N, K) and their RMS norm, which a residual sum may compute."""
-
-    rows: mx.array
-    norm: PostNorm
-
-
-@dataclass(frozen=True, slots=True)
-class NormedHeads:
-    """The RMS norm of each head of x (N, 1, heads, dim), by a weight (dim,)."""
+    A product or a residual sum may compute the norm of rows; a gate, that of heads.
+    """
 
     x: mx.array
-    weight: mx.array
+    weight: mx.array | None
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class Multiplied:
-    """A `skinny_gemm` product of normed rows and a weight (outputs, K), plus a bias (outputs,)."""
+    """A `skinny_gemm` product of rows (N, K), or of their norm, and a weight (outputs, K), plus a
+    bias (outputs,)."""
 
-    x: Normed
+    rows: mx.array
+    norm: RowNorm | None
     weight: Weight
-    bias: mx.array | None = None
+    bias: mx.array | None
 
     def __call__(self, residual: mx.array | None = None, gate: Gate | None = None) -> mx.array:
         """The product (N, outputs), fused with a residual sum or a gate."""
         return skinny_gemm(
-            self.x.rows, self.weight, norm=self.x.norm, bias=self.bias, residual=residual,
-            gate=gate,
-        )  # fmt: skip
+            self.rows, self.weight, norm=self.norm, bias=self.bias, residual=residual, gate=gate
+        )
 
 
 @dataclass(frozen=True, slots=True)
