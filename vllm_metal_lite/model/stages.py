@@ -16,6 +16,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
+from vllm_metal_lite.model.calls import wrap_call
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import body_of
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
@@ -37,9 +38,12 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
         raise ModelLoadError(f"{refusal}: {problem}")
     start, end = stage_bounds(len(body.layers), ranks.rank, ranks.size)
     if start > 0:
-        _wrap(body.layers[start], lambda call, x: call(ranks.receive(like=x)))
+        wrap_call(
+            body.layers[start],
+            lambda call, x, *args, **how: call(ranks.receive(like=x), *args, **how),
+        )
     if end < len(body.layers):
-        _wrap(body.layers[end - 1], lambda call, x: ranks.send(call(x)))
+        wrap_call(body.layers[end - 1], lambda call, *args, **how: ranks.send(call(*args, **how)))
     body.layers = [
         layer if start <= i < end else Absent(layer) for i, layer in enumerate(body.layers)
     ]
@@ -93,14 +97,14 @@ def _no_chain(model: nn.Module, layers: list[nn.Module]) -> str | None:
     they are.  Builds a forward of one token; nothing is evaluated."""
     calls: list[tuple[int, Any, Any]] = []
 
-    def noting(i: int, call: Callable[[Any], Any], x: Any) -> Any:
-        y = call(x)
+    def noting(i: int, call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+        y = call(x, *args, **kwargs)
         calls.append((i, x, y))
         return y
 
     types = [type(layer) for layer in layers]
     for i, layer in enumerate(layers):
-        _wrap(layer, partial(noting, i))
+        wrap_call(layer, partial(noting, i))
     try:
         model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
     except Exception as e:
@@ -116,13 +120,3 @@ def _no_chain(model: nn.Module, layers: list[nn.Module]) -> str | None:
         if not isinstance(y, mx.array) or (y.shape, y.dtype) != (x.shape, x.dtype):
             return f"layer {i} returns something else than hidden states like its own"
     return None
-
-
-def _wrap(layer: nn.Module, run: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Have run(call, x) stand for the layer's call on x, in which call(x) is the layer's own."""
-    base = type(layer)
-
-    def call(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(lambda x: base.__call__(self, x, *args, **kwargs), x)
-
-    layer.__class__ = type(base.__name__, (base,), {"__call__": call})

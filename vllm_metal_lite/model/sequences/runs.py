@@ -12,8 +12,6 @@ Then each segment is its own run, with its context gathered from the store (kv_s
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import mlx.nn as nn
-
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.states import StatePool
@@ -90,11 +88,11 @@ class CacheMembers(tuple):
     """A layer's several caches, in mlx-lm's order."""
 
 
-def in_sequences(call: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+def call_by_runs(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a module once per run if it receives a packed cache, otherwise once, unchanged."""
     caches = _find(args) + _find(tuple(kwargs.values()))
     if not caches:
-        return call(module, *args, **kwargs)
+        return call(*args, **kwargs)
     steps = caches[0].sequences
     assert steps is not None, "a module that sees sequences, in a step without them"
     parts = []
@@ -102,7 +100,7 @@ def in_sequences(call: Callable, module: nn.Module, args: tuple, kwargs: dict) -
         natives = {id(c): c.native(run, steps) for c in caches}
         positional = [_of_run(a, run, steps, natives) for a in args]
         named = {name: _of_run(a, run, steps, natives) for name, a in kwargs.items()}
-        parts.append(call(module, *positional, **named))
+        parts.append(call(*positional, **named))
         for cache in caches:
             cache.keep(run, natives[id(cache)], steps)
     out = steps.to_rows(parts)
@@ -134,15 +132,3 @@ def _find(values: Sequence[Any]) -> list[PackedCache]:
         elif isinstance(value, (list, tuple)):
             found += _find(value)
     return found
-
-
-def show_sequences(module: nn.Module) -> None:
-    """Make `module` see sequences in packed forwards; other forwards are unchanged."""
-    base = type(module)
-    if getattr(base, "_in_sequences", False):
-        return
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return in_sequences(base.__call__, self, args, kwargs)
-
-    module.__class__ = type(base.__name__, (base,), {"__call__": call, "_in_sequences": True})
