@@ -60,11 +60,11 @@ def timed(monkeypatch, *faster) -> list[int]:
     """Steps of so many rows are faster by the kernel -> a list that grows by what is timed."""
     sizes = []
 
-    def seconds(packed, attention, fusion, num_rows, ranks):
+    def seconds(steps, num_rows):
         sizes.append(num_rows)
         return (1.0, 1.1) if num_rows in faster else (1.0, 1.0)
 
-    monkeypatch.setattr(tune, "_seconds", seconds)
+    monkeypatch.setattr(tune._Steps, "seconds", seconds)
     return sizes
 
 
@@ -232,7 +232,7 @@ def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, ste
     """In turns, so that a device that slows down does so for both."""
     clock = Clock(monkeypatch, seconds, 1.005 * seconds)
     ways = FusedLaunches(skinny_rows=ALL_ROWS), FusedLaunches()
-    by_kernel, by_mlx = tune._seconds(*model(), ways, 8, ALONE)
+    by_kernel, by_mlx = tune._Steps(*model(), *ways, ALONE).seconds(8)
     assert seconds < by_kernel < by_mlx < 2 * seconds
     turns = clock.steps[2 * warm :]
     assert turns == ([True] * steps + [False] * steps) * chains

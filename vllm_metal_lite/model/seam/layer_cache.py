@@ -87,9 +87,9 @@ class Mask:
     def window(self) -> int | None:
         return self._window or self._cache.spec.window
 
-    def native(self, run: Run, steps: SequenceStep) -> Any:
-        native = self._cache.native(run, steps)
-        return native.make_mask(
+    def native(self, run: Run) -> Any:
+        cache = self._cache.native(run)
+        return cache.make_mask(
             run.length, return_array=self._return_array, window_size=self._window
         )
 
@@ -174,18 +174,18 @@ class PagedLayerCache(PackedCache):
 
     # For modules that see sequences
 
-    def native(self, run: Run, steps: SequenceStep) -> Any:
+    def native(self, run: Run) -> Any:
         return rebuild(self.template, self.layer, self.attention.store, self.step.batch, run)
 
-    def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
+    def keep(self, run: Run, native: Any) -> None:
         if native.written is not None:
             self._written.append(native.written)
 
-    def flush(self, steps: SequenceStep, out: Any) -> None:
+    def flush(self, out: Any) -> None:
         if not self._written:
             return
         k, v = (
-            steps.pack([a[0].swapaxes(0, 1) for a in rows])
+            self.steps.pack([a[0].swapaxes(0, 1) for a in rows])
             for rows in zip(*self._written, strict=True)
         )
         # Read the store before the write; otherwise MLX would copy the store.

@@ -72,16 +72,21 @@ class PackedCache:
 
     sequences: SequenceStep | None
 
-    def native(self, run: Run, steps: SequenceStep) -> Any:
+    def native(self, run: Run) -> Any:
         """The cache that mlx-lm itself would have before this run."""
         raise NotImplementedError
 
-    def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
+    def keep(self, run: Run, native: Any) -> None:
         """Take the run's results from its native cache."""
         raise NotImplementedError
 
-    def flush(self, steps: SequenceStep, out: Any) -> None:
+    def flush(self, out: Any) -> None:
         """Called when all runs are built.  out: their result."""
+
+    @property
+    def steps(self) -> SequenceStep:
+        assert self.sequences is not None, "a module that sees sequences, in a step without them"
+        return self.sequences
 
 
 class CacheMembers(tuple):
@@ -93,19 +98,17 @@ def call_by_runs(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     caches = _find(args) + _find(tuple(kwargs.values()))
     if not caches:
         return call(*args, **kwargs)
-    steps = caches[0].sequences
-    assert steps is not None, "a module that sees sequences, in a step without them"
-    parts = []
+    steps, parts = caches[0].steps, []
     for run in steps.runs:
-        natives = {id(c): c.native(run, steps) for c in caches}
+        natives = {id(c): c.native(run) for c in caches}
         positional = [_of_run(a, run, steps, natives) for a in args]
         named = {name: _of_run(a, run, steps, natives) for name, a in kwargs.items()}
         parts.append(call(*positional, **named))
         for cache in caches:
-            cache.keep(run, natives[id(cache)], steps)
+            cache.keep(run, natives[id(cache)])
     out = steps.to_rows(parts)
     for cache in caches:
-        cache.flush(steps, out)
+        cache.flush(out)
     return out
 
 
@@ -121,7 +124,7 @@ def _of_run(value: Any, run: Run, steps: SequenceStep, natives: dict[int, Any]) 
         return natives[id(value)]
     if isinstance(value, (list, tuple)):
         return [_of_run(v, run, steps, natives) for v in value]
-    return value.native(run, steps) if hasattr(value, "native") else value
+    return value.native(run) if hasattr(value, "native") else value
 
 
 def _find(values: Sequence[Any]) -> list[PackedCache]:
