@@ -12,6 +12,7 @@ from tests.support.arch_configs import config_of
 from tests.support.attention_cases import RAGGED, Case, check
 from tests.support.declared_order import Launches, recording
 from tests.support.device import change_device
+from tests.support.launches import watch
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
@@ -21,7 +22,6 @@ from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.launch import Kernel
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -193,24 +193,18 @@ def test_a_dropped_token_is_noticed(step):
 
 def tokens(model, prompts, **config):
     engine = LLMEngine(model, EngineConfig(max_model_len=64, block_size=8, **config))
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=20))
-    done = {}
-    while len(done) < len(prompts):
-        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
-    return done, engine
+    return tiny.answers(engine, prompts, 20), engine
 
 
 def test_a_decode_may_read_what_another_one_writes_in_the_same_step(monkeypatch):
     """The second prompt ends behind a block that the first request completes in this very step."""
-    fused, launch = [], Kernel.__call__
+    fused = []
 
-    def watching(self, arrays, template, *args):
-        if self.name == "paged_decode":
+    def note(kernel, _, template):
+        if kernel == "paged_decode":
             fused.append(template["FUSED"])
-        return launch(self, arrays, template, *args)
 
-    monkeypatch.setattr(Kernel, "__call__", watching)
+    watch(monkeypatch, note)
     model, greedy = tiny.build(config_of("qwen3")), SamplingParams(temperature=0, max_tokens=5)
     first = tiny.prompts(1, 15, 15)[0]
     second = [*first, tiny.alone(model, first, 1)[0], 7]

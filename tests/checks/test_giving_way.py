@@ -32,7 +32,6 @@ from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.checks import isolated, verdicts
 from vllm_metal_lite.checks.verdicts import verify
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -149,9 +148,6 @@ def shared_prefix(count: int) -> list[list[int]]:
     return [first, *(first[:16] + prompt for prompt in others)]
 
 
-def answers(name, prompts, **options) -> list[list[int]]:
-    engine = tiny.engine(name, num_blocks=64, max_num_batched_tokens=32, **options)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12))
-    done = tiny.run(engine)
-    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+def answers(name, prompts, attention) -> list[list[int]]:
+    engine = tiny.engine(name, num_blocks=64, max_num_batched_tokens=32, attention=attention)
+    return tiny.answers(engine, prompts, 12)

@@ -26,6 +26,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.sampling_params import SamplingParams
 
 
 def build(config: dict[str, Any], seed: int = 0) -> nn.Module:
@@ -146,6 +147,28 @@ def run(engine: LLMEngine, max_steps: int = 2000) -> dict[str, Any]:
             return done
         done |= {o.request_id: o for o in engine.step() if o.finished}
     raise AssertionError(f"requests are left after {max_steps} steps")
+
+
+def submit(engine: LLMEngine, prompts: Sequence[list[int]], max_tokens: int, **how: Any) -> None:
+    """Add greedy requests of exactly max_tokens tokens, named "0", "1", ..."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params, **how)
+
+
+def answers(
+    engine: LLMEngine, prompts: Sequence[list[int]], max_tokens: int, **how: Any
+) -> list[list[int]]:
+    """The greedy tokens of each prompt."""
+    submit(engine, prompts, max_tokens, **how)
+    done = run(engine)
+    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+
+
+def all_alone(model: str | nn.Module, prompts: Sequence[list[int]], n: int) -> list[list[int]]:
+    """What `answers` must be: `alone` for each prompt, by the native model or the one of a name."""
+    model = native(model) if isinstance(model, str) else model
+    return [alone(model, prompt, n) for prompt in prompts]
 
 
 def prompts(count: int, low: int = 1, high: int = 40, seed: int = 0) -> list[list[int]]:

@@ -4,9 +4,6 @@ The reference is computed in NumPy on this machine's CPU, rounded where MLX's ow
 round.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 
 from vllm_metal_lite.backend import mx
@@ -15,9 +12,8 @@ from vllm_metal_lite.checks.case import draw, rounded, spec_of
 from vllm_metal_lite.checks.check import Check, NormShape, ProductShape
 from vllm_metal_lite.checks.new_rows import (
     EPS,
+    drawn,
     last_position,
-    new_latents,
-    new_rows,
     rms_norm,
     tolerance,
 )
@@ -25,8 +21,6 @@ from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_err
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
 from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.latent_write import latent_write
-from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.skinny_gemm import RowNorm, gemm_plan, skinny_gemm
 from vllm_metal_lite.kernels.weights import Weight, dequantised, quantised
 from vllm_metal_lite.specs import AttentionShape
@@ -92,14 +86,9 @@ def write(check: Check[AttentionShape]) -> Found:
 
 def _written(check: Check[AttentionShape], rows: int) -> Found:
     """So many new rows, of which every third has no slot, in an empty store."""
-    make: Callable[..., tuple[Any, Sequence[np.ndarray]]] = new_rows
-    launch: Callable[..., tuple[mx.array, mx.array]] = rope_write
-    if check.kernel == "latent_write":
-        make, launch = new_latents, latent_write
-    assert check.rotation is not None
-    last = last_position(check.rotation)
+    last = last_position(check)
     positions = np.linspace(0, last, rows).astype(np.int64)
-    new, (q, *fresh) = make(check.shape, positions, check.rotation)
+    launch, new, (q, *fresh) = drawn(check, positions)
     spec = spec_of(check.shape)
     slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
     slots[::3] = -1

@@ -39,7 +39,7 @@ def command() -> list[str] | None:
     """
     if backend.is_cpu() or not sys.executable:
         return None
-    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.child"]
+    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run"]
 
 
 def environment() -> dict[str, str]:

@@ -15,8 +15,8 @@ from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, i
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
+from vllm_metal_lite.model.sequences.by_runs import CacheMembers, SequenceStep, call_by_runs
 from vllm_metal_lite.model.sequences.recurrent import StateCache
-from vllm_metal_lite.model.sequences.runs import CacheMembers, SequenceStep, call_by_runs
 
 
 class _Rows:
@@ -79,9 +79,9 @@ def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
-    by_segment: why attention runs one segment at a time (sequences/runs.py), in one line; None if
-    attention runs packed.  in_sequences: why modules with recurrent states see sequences; None if
-    there are none, or if they work on packed rows (seam/recurrent.py).
+    by_segment: why attention runs one segment at a time (sequences/by_runs.py), in one line; None
+    if attention runs packed.  in_sequences: why modules with recurrent states see sequences; None
+    if there are none, or if they work on packed rows (seam/recurrent.py).
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class PackedModel:
 
     @property
     def sees_sequences(self) -> bool:
-        """Whether some modules run on sequences (sequences/runs.py), not on packed rows."""
+        """Whether some modules run on sequences (sequences/by_runs.py), not on packed rows."""
         return self.in_sequences is not None or self.reads_store
 
     @property

@@ -14,8 +14,8 @@ from typing import Any
 from vllm_metal_lite.attention.base import StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.sequences.by_runs import PackedCache, SequenceStep
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.model.sequences.runs import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.runs import Run
 
 _POISON_SHAPE = (0, 7919)
@@ -99,7 +99,7 @@ class PagedLayerCache(PackedCache):
 
     offset: (N,) positions of the rows, as `mx.fast.rope` takes them.
     template, sequences: mlx-lm's own empty cache, and the step as sequences, for modules that must
-    see sequences (sequences/runs.py); None if there are no such modules.
+    see sequences (sequences/by_runs.py); None if there are no such modules.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their states in an
 `ArraysCache` of a few arrays (B, ...).  Modules that work on packed rows get handles for the arrays
-(seam/recurrent.py).  Modules that see sequences get the arrays, a run at a time (runs.py).
+(seam/recurrent.py).  Modules that see sequences get the arrays, a run at a time (by_runs.py).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.states import Key
-from vllm_metal_lite.model.sequences.runs import PackedCache, SequenceStep
+from vllm_metal_lite.model.sequences.by_runs import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.base import StepRecurrence
 from vllm_metal_lite.recurrence.runs import Run
 
