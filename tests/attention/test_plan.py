@@ -18,7 +18,6 @@ from vllm_metal_lite.attention.sdpa.plan import (
     plan_groups,
     split_packs,
 )
-from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
 
 
 def visible(group: Group, window: int | None) -> np.ndarray:
@@ -144,13 +143,6 @@ def test_packs_hold_at_most_the_cap_in_order_and_oversized_prompts_are_alone(len
             assert rows + q_lens[following[0]] > cap, "split too early"
 
 
-def test_the_default_cap_is_the_documented_one():
-    lengths = np.array([3000, 1096, 1, 5000, 10])
-    packs = split_packs(np.arange(5), lengths)
-    assert MAX_PACKED_PREFILL_TOKENS == 4096
-    assert [p.tolist() for p in packs] == [[0, 1], [2], [3], [4]]
-
-
 @pytest.mark.parametrize("call_cost", [0, 1 << 20])
 def test_an_oversized_prompt_runs_alone_and_needs_no_mask(call_cost):
     batch = make_batch([(0, 5000), (0, 40), (0, 30)])
@@ -263,10 +255,3 @@ def test_the_tiles_of_a_chunk_share_one_copy_of_its_keys(window, keys):
     (gather,) = joint_gathers(groups, 1 << 17)
     assert len(gather.slots) == keys
     assert places(groups, 600) == (None, None), "rows are in order, and none is copied"
-
-
-def test_a_bound_that_is_not_reached_changes_nothing():
-    batch = make_batch([(4000, 512), (0, 300), (9, 1)])
-    plain = plan_groups(batch, None, tile=1 << 30, call_cost=1 << 16)
-    bounded = plan_groups(batch, None, tile=1 << 30, call_cost=1 << 16, max_scores=1 << 30)
-    assert [g.q_rows.shape for g in bounded] == [g.q_rows.shape for g in plain]

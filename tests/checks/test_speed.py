@@ -93,23 +93,28 @@ def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
     assert run(check, timed=True).speed is None
 
 
-def test_a_median_of_calls_in_turns(monkeypatch):
+@pytest.mark.parametrize(
+    ("cost", "rounds", "calls"),
+    [(0.002, 5, 20), (0.0105, 5, 4), (0.06, 3, 1), (0.1, 2, 1), (3.0, 1, 1)],
+)
+def test_ways_are_timed_in_turns_and_slow_ones_less_often(monkeypatch, cost, rounds, calls):
     """A device that slows down does so for both."""
     now, order = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
-    def way(name, cost):
-        def call():
-            order.append(name)
-            now[0] += cost * (1 + len(order) / 1000)
-            return mx.zeros(1)
+    def way(name, factor):
+        def run(count):
+            for _ in range(count):
+                order.append(name)
+                now[0] += factor * cost * (1 + len(order) / 1000)
 
-        return call
+        return run
 
-    ours, alternative = speed._seconds(way("ours", 1.0), way("alternative", 2.0))
-    assert ours < alternative < 2.1 * ours
-    turn = ["ours"] * speed._CALLS + ["alternative"] * speed._CALLS
-    assert order[-5 * len(turn) :] == turn * 5
+    ways = [way("ours", 1.0), way("other", 1.005)]
+    ours, other = timing.seconds_in_turns(ways, calls=20, enough=0.24)
+    assert cost < ours < other < 2 * cost
+    before = 2 * (2 + 1)  # two that warm up, one that tells how many to time
+    assert order[before:] == (["ours"] * calls + ["other"] * calls) * rounds
 
 
 def test_slow_must_be_found_twice(monkeypatch):
