@@ -16,7 +16,7 @@ from tests.support.attention_oracle import paged_attention
 from tests.support.declared_order import recording
 from tests.support.device import change_device, pad_to_powers_of_two
 from vllm_metal_lite import SamplingParams, backend
-from vllm_metal_lite.attention.base import arrays_of, variant_of, with_arrays
+from vllm_metal_lite.attention.base import Call, arrays_of, variant_of, with_arrays
 from vllm_metal_lite.attention.paged import common_prefix as shared
 from vllm_metal_lite.attention.paged import decodes
 from vllm_metal_lite.attention.paged.attention import KernelAttention
@@ -195,7 +195,7 @@ def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order
             mx.eval(k, v, q, store.keys, store.values)
             arrays = mx.array([BLOCK_SIZE], mx.int32), *store.arrays
             step.token = kv_write(k, v, *arrays, step.token)
-            step.attend(0, q, scale=0.2)
+            step.attend(q, Call(0, 0.2))
             keys[BLOCK_SIZE], values[BLOCK_SIZE] = np.array(k[0]), np.array(v[0])
             expected.append(paged_attention(
                 np.array(q), keys, values, batch.block_tables, batch.cu_seqlens_q, lens,

@@ -14,6 +14,7 @@ from tests.support.declared_order import Launches, recording
 from tests.support.device import change_device
 from tests.support.launches import watch
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
+from vllm_metal_lite.attention.base import Call
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
@@ -132,7 +133,7 @@ def two_steps(kind=KernelAttention) -> tuple[Launches, list[mx.array], list[np.n
             step = attention.begin(attention.prepare(case.batch, 1), state)
             mx.eval(k, v, q)
             step.write(0, k, v)
-            step.attend(0, q, scale=case.scale)
+            step.attend(q, Call(0, case.scale))
             state = [step.token]
             slot = int(case.batch.slot_mapping[0])
             keys[slot], values[slot] = np.array(k[0]), np.array(v[0])
@@ -165,9 +166,9 @@ class _NeverTakesAToken(KernelStepAttention):
 class _ForgetsTheReader(KernelStepAttention):
     """Drops the reader's token: a later write does not wait for it."""
 
-    def attend(self, layer, q, **how):
+    def attend(self, q, call):
         token = self.token
-        out = super().attend(layer, q, **how)
+        out = super().attend(q, call)
         self.token = token
         return out
 

@@ -16,6 +16,7 @@ from tests.support.rounding import medians, of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import experts
+from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.experts import fuse_experts
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.origins import Weighted
@@ -78,7 +79,7 @@ def on_a_cpu(monkeypatch):
 
 @pytest.fixture
 def building():
-    with installed(), experts.fusing(FEW):
+    with installed(), fusing(Current(expert_rows=FEW)):
         yield
 
 
@@ -101,7 +102,7 @@ def test_only_a_fused_forward_of_few_rows_uses_the_kernels(monkeypatch):
     assert type(switch_model.mlp) is not SwitchGLU
     monkeypatch.setattr(experts, "expert_mlp", None)
     np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
-    with experts.fusing(range(1, 5)):  # these are five
+    with fusing(Current(expert_rows=range(1, 5))):  # these are five
         np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
 
 

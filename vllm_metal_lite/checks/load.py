@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from vllm_metal_lite.attention.base import Call
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
@@ -82,14 +83,12 @@ class Load:
         attention = KernelAttention(self.store, prefill, groups, without=without)
         step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
         sinks = mx.zeros(s.num_heads) if s.sinks else None
+        call = Call(0, self.scale, s.window, s.softcap, sinks, self.q_pe)
 
         def attend(q: mx.array | NewHeads) -> mx.array:
             bound = attention.begin(step, state)
             rows = bound.rope_write(0, *q) if isinstance(q, tuple) else q
             assert rows is not None
-            return bound.attend(
-                0, rows, scale=self.scale, window=s.window, softcap=s.softcap, sinks=sinks,
-                q_pe=self.q_pe,
-            )  # fmt: skip
+            return bound.attend(rows, call)
 
         return attend

@@ -1,7 +1,6 @@
 """A layer cache for fused kernels: one launch normalises, rotates, writes, and may attend."""
 
-from typing import Any
-
+from vllm_metal_lite.attention.base import Call
 from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.backend import mx
@@ -30,12 +29,12 @@ class FusedLayerCache(PagedLayerCache):
             (k, v), self._pending = self._pending, None
             super().update_and_fetch(k, v)
 
-    def _attend(self, q: mx.array, **how: Any) -> mx.array:
+    def _attend(self, q: mx.array, call: Call) -> mx.array:
         rows: mx.array | NewRows | None = self._with_new_rows(q)
         if rows is None:
             self.end()
             rows = q.squeeze(2)
-        out = self.attention.attend(self.layer, rows, **how)
+        out = self.attention.attend(rows, call)
         return Traced(out[:, :, None], Attended(out))
 
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:

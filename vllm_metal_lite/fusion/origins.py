@@ -1,4 +1,18 @@
-"""What a traced array may come from: the part of a graph from which a fused kernel starts."""
+"""What a traced array may come from: the part of a graph from which a fused kernel starts.
+
+origin                made by                       used by
+Columns, Part         linear layers, mx.split       Heads, Latents, gates
+Heads                 reshape, rms_norm, rope       rope_write, paged_decode
+Latents, RotaryPart   mx.split, rms_norm, rope      latent_write
+Scaled                a product with a number       rope
+Attended              attention                     reshape
+Normed                rms_norm                      linear layers, sums, gates
+Multiplied            linear layers                 norms behind a sum, gates, routers
+Activated             gelu                          the product with `up`
+Sum                   x + y                         rms_norm
+Chosen, Weighted      mixtures of experts           products with weights, sums
+Widened, Negated      astype, -x                    routers (routing.py)
+"""
 
 from dataclasses import dataclass
 

@@ -49,11 +49,16 @@ class Scores:
 
     def on_widen(self, value: mx.array) -> mx.array:
         """What is computed of widened logits is in float32; scores stay as they are."""
-        return Traced(value, replace(self, dtype=mx.float32) if _unscored(self) else self)
+        return Traced(value, replace(self, dtype=mx.float32) if self.are_logits else self)
 
     @property
     def biased(self) -> bool:
         return self.bias is not None
+
+    @property
+    def are_logits(self) -> bool:
+        """Whether these are logits as they are."""
+        return self.scoring == "logits" and not self.negated and not self.biased
 
     def weighs(self, choice: "Choice") -> bool:
         """Whether these are the scores of a choice, without the bias that only chooses."""
@@ -177,9 +182,8 @@ def scores_of(x: Any) -> Scores | None:
 
 def routing_functions(selectors: Collection[Selector]) -> list[Hook]:
     """MLX's functions, and a model's compiled ones, that record scores and choices."""
-    names = "softmax", "sigmoid", "argpartition", "take_along_axis", "stop_gradient", "sum"
-    functions: list[Hook] = [(mx, name, globals()[f"_{name}"](getattr(mx, name))) for name in names]
-    return functions + [(m, name, _selecting(getattr(m, name))) for m, name in selectors]
+    hooks: list[Hook] = [(mx, name, make(getattr(mx, name))) for name, make in _RECORDING.items()]
+    return hooks + [(m, name, _selecting(getattr(m, name))) for m, name in selectors]
 
 
 Function = Callable[..., mx.array]
@@ -209,14 +213,9 @@ def _sigmoid(original: Function) -> Function:
 
 def _scored(value: mx.array, x: mx.array, scoring: Scoring) -> mx.array:
     logits = scores_of(x)
-    if logits is None or not _unscored(logits):
+    if logits is None or not logits.are_logits:
         return value
     return Traced(value, replace(logits, scoring=scoring))
-
-
-def _unscored(scores: Scores | None) -> bool:
-    """Whether these are logits as they are."""
-    return scores is not None and scores.scoring == "logits" and not scores.negated | scores.biased
 
 
 def _argpartition(original: Function) -> Function:
@@ -259,6 +258,12 @@ def _sum(original: Function) -> Function:
         return original(x, *args, **kwargs)
 
     return sum
+
+
+_RECORDING = {
+    "softmax": _softmax, "sigmoid": _sigmoid, "argpartition": _argpartition,
+    "take_along_axis": _take_along_axis, "stop_gradient": _stop_gradient, "sum": _sum,
+}  # fmt: skip
 
 
 # Compiled functions

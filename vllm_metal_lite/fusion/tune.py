@@ -20,7 +20,7 @@ from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.fusion.experts import fusing
+from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.fused import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
@@ -209,7 +209,7 @@ def _mixture_seconds(
     def way(rows: range) -> timing.Way:
         def run(count: int) -> None:
             for _ in range(count):
-                with fusing(rows):
+                with fusing(Current(expert_rows=rows)):
                     mx.eval((layer(x, indices) * weights[..., None]).sum(axis=-2))
 
         return run

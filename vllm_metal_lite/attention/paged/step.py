@@ -1,7 +1,6 @@
 """Attention and K/V writes of one step, through the kernels of metal/."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from vllm_metal_lite.attention.base import Call, Step
 from vllm_metal_lite.attention.heads import Heads, Latents, RotaryPart, same_rope
@@ -123,10 +122,9 @@ class KernelStepAttention:
         )  # fmt: skip
         return rows
 
-    def attend(self, layer: int, q: mx.array | NewRows, **how: Any) -> mx.array:
+    def attend(self, q: mx.array | NewRows, call: Call) -> mx.array:
         decodes, prompts = self.plan.decodes, self.plan.prompts
-        dtype, count = self.store.specs[layer].dtype, self.plan.num_decodes
-        call = Call(layer, **how)
+        dtype, count = self.store.specs[call.layer].dtype, self.plan.num_decodes
         if call.q_pe is not None:
             call = call._replace(q_pe=call.q_pe.astype(dtype))
         if isinstance(q, NewRows):

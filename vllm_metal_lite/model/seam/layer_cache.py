@@ -11,7 +11,7 @@ empty arrays of an absurd width, so that an unforeseen use fails instead of comp
 
 from typing import Any
 
-from vllm_metal_lite.attention.base import StepAttention
+from vllm_metal_lite.attention.base import Call, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.model.sequences.by_runs import PackedCache, SequenceStep
@@ -152,25 +152,22 @@ class PagedLayerCache(PackedCache):
 
         With LatentScores as the mask, K holds latents, which are also the values.
         """
-        how = {"scale": scale, "window": self.spec.window, "softcap": softcap, "sinks": sinks}
-        if self.spec.chunk is not None:
-            how["chunk"] = self.spec.chunk
+        window, chunk, q_pe = self.spec.window, self.spec.chunk, None
         if isinstance(mask, Mask):
             # The store keeps nothing beyond the layer's own window, whatever the mask asks for.
-            windows = [w for w in (mask.window, self.spec.window) if w is not None]
-            how["window"] = min(windows, default=None)
+            window = min((w for w in (mask.window, window) if w is not None), default=None)
         elif isinstance(mask, LatentScores) and mask.cache is self:
-            how["q_pe"] = self._rotary_queries(mask.q_pe, scale)
+            q_pe = self._rotary_queries(mask.q_pe, scale)
         elif mask is not None:
             raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
-        return self._attend(q, **how)
+        return self._attend(q, Call(self.layer, scale, window, softcap, sinks, q_pe, chunk))
 
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:
         """(N, H, rope_dim) of q_pe * scale, as LatentScores have them."""
         return scaled.squeeze(2) / scale
 
-    def _attend(self, q: mx.array, **how: Any) -> mx.array:
-        return self.attention.attend(self.layer, q.squeeze(2), **how)[:, :, None]
+    def _attend(self, q: mx.array, call: Call) -> mx.array:
+        return self.attention.attend(q.squeeze(2), call)[:, :, None]
 
     # For modules that see sequences
 
