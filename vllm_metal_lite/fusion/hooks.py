@@ -7,13 +7,12 @@ with its gate.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import mlx.nn as nn
 
-from vllm_metal_lite.attention.heads import Heads, Latents, RotaryPart
+from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.origins import (
@@ -126,13 +125,11 @@ def _rope(original: Function, positions: mx.array) -> Function:
             return out
         origin, factor = origin_of(x), 1.0
         if isinstance(origin, Scaled) and origin.dims == dims:
-            factor, origin = origin.factor, origin.part
+            factor, origin = origin.factor, origin.heads
         angles = how["traditional"], how["base"], how["scale"], how.get("freqs")
-        turn = Rope(dims, *angles, factor)
-        if isinstance(origin, RotaryPart):
-            return out if origin.rope else Traced(out, replace(origin, rope=turn))
-        heads = (origin if isinstance(origin, Heads) else heads_of(x)).rotated(turn)
-        return out if heads is None else Traced(out, heads)
+        heads = origin if isinstance(origin, Heads) else heads_of(x)
+        turned = heads.rotated(Rope(dims, *angles, factor))
+        return out if turned is None else Traced(out, turned)
 
     return rope
 
@@ -160,11 +157,10 @@ def _split(original: Callable[..., Any]) -> Callable[..., Any]:
             heads = heads_of(x)
             if heads.norm is None and heads.rope is None:
                 array, first, *_ = heads.columns
-                sizes = heads.num_heads, heads.head_dim
-                return [
-                    Traced(part, RotaryPart(Columns(array, first + at), *sizes, part.shape[-1]))
-                    for part, at in zip(parts, starts, strict=True)
-                ]
+                stride = heads.stride or heads.head_dim
+                for i, (part, at) in enumerate(zip(parts, starts, strict=True)):
+                    columns, dim = Columns(array, first + at), part.shape[-1]
+                    parts[i] = Traced(part, Heads(columns, heads.num_heads, dim, stride=stride))
         return parts
 
     return split
@@ -186,8 +182,8 @@ def _gated_norm(original: Function) -> Function:
         if not of_h or gate.shape != h.shape:
             return original(h, gate, x)
         known = origin_of(gate)
-        plain = isinstance(known, Heads) and known.norm is None and known.rope is None
-        z = known.columns if plain else Columns(gate.reshape(len(gate), -1), 0)
+        plain = known.plain if isinstance(known, Heads) else None
+        z = plain or Columns(gate.reshape(len(gate), -1), 0)
         if z.array.dtype != h.dtype:
             return original(h, gate, x)
         rows = h.reshape(len(h), -1)

@@ -43,7 +43,7 @@ class FusedLayerCache(PagedLayerCache):
         if self._pending is not None and isinstance(origin, Scaled) and origin.wholly_by(scale):
             latents, k_pe = map(origin_of, self._pending)
             if isinstance(latents, Latents) and isinstance(k_pe, Heads):
-                rows = self.attention.latent_write(self.layer, origin.part, latents, k_pe)
+                rows = self.attention.latent_write(self.layer, origin.heads, latents, k_pe)
                 if rows is not None:
                     self._pending = None
                     return rows

@@ -1,22 +1,24 @@
 """What a traced array may come from: the part of a graph from which a fused kernel starts.
 
-origin                made by                       used by
-Columns, Part         linear layers, mx.split       Heads, Latents, gates
-Heads                 reshape, rms_norm, rope       rope_write, paged_decode
-Latents, RotaryPart   mx.split, rms_norm, rope      latent_write
-Scaled                a product with a number       rope
-Attended              attention                     reshape
-Normed                rms_norm                      linear layers, sums, gates
-Multiplied            linear layers                 norms behind a sum, gates, routers
-Activated             gelu                          the product with `up`
-Sum                   x + y                         rms_norm
-Chosen, Weighted      mixtures of experts           products with weights, sums
-Widened, Negated      astype, -x                    routers (routing.py)
+    origin                made by                       used by
+    Columns, Part         linear layers, mx.split       Heads, Latents, gates
+    Heads                 reshape, rms_norm, rope       rope_write, paged_decode, latent_write
+    Latents               mx.split, rms_norm            latent_write
+    Scaled                a product with a number       rope
+    Attended              attention                     reshape
+    Normed                rms_norm                      linear layers, sums, gates
+    Multiplied            linear layers                 norms behind a sum, gates, routers
+    Activated             gelu                          the product with `up`
+    Sum                   x + y                         rms_norm
+    Chosen, Weighted      mixtures of experts           products with weights, sums
+    Widened, Negated      astype, -x                    routers (routing.py)
+
+The operations of `Traced` and the functions of hooks.py make and use origins.
 """
 
 from dataclasses import dataclass
 
-from vllm_metal_lite.attention.heads import Heads, RotaryPart
+from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.experts import expert_sum
 from vllm_metal_lite.kernels.new_rows import Columns
@@ -32,15 +34,15 @@ class Part(Columns):
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Heads, or a rotary part of them, of which the first `dims` elements are times a number."""
+    """Heads of which the first `dims` elements are times a number."""
 
-    part: RotaryPart | Heads
+    heads: Heads
     factor: float
     dims: int
 
     def wholly_by(self, factor: float) -> bool:
         """Whether all elements are times this number."""
-        return (self.factor, self.dims) == (factor, self.part.head_dim)
+        return (self.factor, self.dims) == (factor, self.heads.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
