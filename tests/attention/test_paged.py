@@ -142,11 +142,7 @@ def two_steps(kind=KernelAttention) -> tuple[Launches, list[mx.array], list[np.n
     return launches, launches.outputs_of("paged_decode"), expected
 
 
-ORDERS = {
-    "first": min,
-    "last": max,
-    **{str(seed): random.Random(seed).choice for seed in range(3)},
-}
+ORDERS = {"first": min, "last": max, **{str(seed): random.Random(seed).choice for seed in range(3)}}
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -112,8 +112,7 @@ def test_a_kernel_that_hangs_is_not_tried_again(process):
 
 
 @pytest.mark.parametrize(
-    "script",
-    ["raise ImportError('no module named mlx')", 'print(\'{"device": "another"}\')', "#"],
+    "script", ["raise ImportError('no module named mlx')", 'print(\'{"device": "another"}\')', "#"]
 )
 def test_without_a_process_that_works_checks_run_here(process, script):
     process(script)

@@ -6,13 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.registry import REGISTRY
-from vllm_metal_lite.specs import (
-    AttentionShape,
-    ExpertShape,
-    RecurrentShape,
-    Rotation,
-    WeightShape,
-)
+from vllm_metal_lite.specs import AttentionShape, ExpertShape, RecurrentShape, Rotation, WeightShape
 
 
 def _dtype(name: str) -> mx.Dtype:

@@ -10,13 +10,7 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.attention import of_store
 from vllm_metal_lite.checks.case import draw, rounded, spec_of
 from vllm_metal_lite.checks.check import Check, NormShape, ProductShape
-from vllm_metal_lite.checks.new_rows import (
-    EPS,
-    drawn,
-    last_position,
-    rms_norm,
-    tolerance,
-)
+from vllm_metal_lite.checks.new_rows import EPS, drawn, last_position, rms_norm, tolerance
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm

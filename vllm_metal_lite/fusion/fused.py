@@ -12,11 +12,7 @@ from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.experts import fuse_experts
 from vllm_metal_lite.fusion.hooks import fused_functions
-from vllm_metal_lite.fusion.joined import (
-    JoinedProjection,
-    join_projections,
-    joined_projections,
-)
+from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
 from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.fusion.norms import fold_norm_weights

@@ -15,14 +15,7 @@ import mlx.nn as nn
 from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.fusion.origins import (
-    Activated,
-    Multiplied,
-    Normed,
-    Part,
-    Scaled,
-    Sum,
-)
+from vllm_metal_lite.fusion.origins import Activated, Multiplied, Normed, Part, Scaled, Sum
 from vllm_metal_lite.fusion.traced import (
     Traced,
     as_view,

@@ -131,10 +131,7 @@ class LoadedModel:
 
 
 def load(
-    name: str,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    ranks: RankGroup = ALONE,
+    name: str, dtype: str = "auto", trust_remote_code: bool = False, ranks: RankGroup = ALONE
 ) -> LoadedModel:
     """Load a model by name; every failure is a ModelLoadError of one line.
 

@@ -140,10 +140,7 @@ class PackedModel:
         return StatePool(self.layout.states, num_slots)
 
     def __call__(
-        self,
-        attention: StepAttention,
-        logits_indices: mx.array | None,
-        fusion: Fusion = NO_FUSION,
+        self, attention: StepAttention, logits_indices: mx.array | None, fusion: Fusion = NO_FUSION
     ) -> mx.array:
         """Build the forward of a step; returns logits (R, vocab_size) of rows `logits_indices`.
 
