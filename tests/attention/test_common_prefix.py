@@ -15,7 +15,7 @@ from tests.support.attention_cases import begin
 from tests.support.attention_oracle import paged_attention
 from tests.support.declared_order import recording
 from tests.support.device import change_device, pad_to_powers_of_two
-from vllm_metal_lite import SamplingParams, backend
+from vllm_metal_lite import backend
 from vllm_metal_lite.attention.base import Call, arrays_of, variant_of, with_arrays
 from vllm_metal_lite.attention.paged import common_prefix as shared
 from vllm_metal_lite.attention.paged import decodes
@@ -277,21 +277,6 @@ def test_other_layers(on_kernels, steps, name, options):
     expected = tiny.answers(engine_of(name, "reference", **options), prompts, 10)
     assert tiny.answers(engine_of(name, **options), prompts, 10) == expected
     assert any(steps)
-
-
-@needs_kernels
-def test_a_newcomer_without_the_prefix_reads_its_own_keys(on_kernels, steps):
-    prompts = [PREFIX[:34] + rest for rest in OTHERS[:3]]
-    engine = engine_of("llama")
-    tiny.submit(engine, prompts, 12)
-    for _ in range(4):
-        engine.step()
-    assert set(steps[-1].lens.tolist()) == {32}
-    engine.add_request("x", OTHERS[3], SamplingParams(temperature=0, max_tokens=4))
-    done = tiny.run(engine)
-    assert any(s and sorted(set(s.lens.tolist())) == [0, 32] for s in steps)
-    got = [done[str(i)].outputs[0].token_ids for i in range(3)]
-    assert got == tiny.all_alone("llama", prompts, 12)
 
 
 # Compiled
