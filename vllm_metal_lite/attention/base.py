@@ -63,7 +63,7 @@ class Step(NamedTuple):
     logits_indices: (R,) int32, the batch's, then padding; None: all rows get logits.
     plan: the attention path's; only that path reads it.  Its arrays are all that differs between
     two steps of one variant.
-    variant: what a compiled step depends on beside its arrays' values; None if it is not compiled.
+    variant: what a compiled step depends on, apart from its arrays' values; None if not compiled.
     """
 
     batch: ForwardBatch
@@ -117,7 +117,7 @@ def make_step(
 
 
 class Call(NamedTuple):
-    """What a layer asks of attention, beside its queries (num_rows, H, D).
+    """A layer's attention call, apart from its queries (num_rows, H, D).
 
     window: tokens a query sees, including its own.  softcap: scores become
     softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per head, without a

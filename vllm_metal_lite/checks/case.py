@@ -48,7 +48,7 @@ class Sequences:
             self._inputs.append_blocks(row, first + [free.pop() for _ in range(count)])
 
     def batch(self, lengths: np.ndarray) -> ForwardBatch:
-        """The last so many rows of each."""
+        """The last rows of each sequence; lengths: how many."""
         return self._inputs.pack(self._rows, self._contexts - lengths, lengths)
 
 

@@ -24,7 +24,7 @@ _MOST_OUTPUTS = 256
 
 
 def add_norm(check: Check[NormShape]) -> Found:
-    """Rows of the model's hidden size, as they are and behind a norm of their own."""
+    """Rows of the model's hidden size, with and without a norm of one summand."""
     (dim, dtype), rng = check.shape, np.random.default_rng(0)
     x, y = (draw(rng, (_ROWS, dim), dtype) for _ in range(2))
     weight = draw(rng, (dim,), dtype)
@@ -79,7 +79,7 @@ def write(check: Check[AttentionShape]) -> Found:
 
 
 def _written(check: Check[AttentionShape], rows: int) -> Found:
-    """So many new rows, of which every third has no slot, in an empty store."""
+    """New rows written to an empty store; every third row has no slot."""
     last = last_position(check)
     positions = np.linspace(0, last, rows).astype(np.int64)
     launch, new, (q, *fresh) = drawn(check, positions)

@@ -50,7 +50,7 @@ Seen = tuple[mx.array, np.ndarray]
 
 @dataclass(frozen=True)
 class Sizes:
-    """launches: about so many, half of them reads.  context: tokens of each sequence."""
+    """launches: their approximate number, half of them reads.  context: tokens of each sequence."""
 
     launches: int = 300
     sequences: int = 8

@@ -69,7 +69,7 @@ class FusedLaunches(Fusion):
         return "".join(f"; {what} of {_count(rows)} by {by}" for what, rows, by in parts if rows)
 
     def without(self, failed: Collection[str]) -> "FusedLaunches":
-        """The fusion without the kernels in `failed`.  KernelAttention does without its own."""
+        """The fusion without the kernels in `failed`; KernelAttention replaces its own kernels."""
         failed = left_out(failed)
         return replace(
             self,

@@ -34,7 +34,7 @@ class Part(Columns):
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Heads of which the first `dims` elements are times a number."""
+    """Heads whose first `dims` elements were multiplied by a number."""
 
     heads: Heads
     factor: float

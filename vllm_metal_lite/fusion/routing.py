@@ -5,9 +5,10 @@
     weights = mx.take_along_axis(scores, inds, axis=-1)          Gathered
     weights /= weights.sum(axis=-1, keepdims=True)               Gathered, of Total
 
-The methods `on_...` of these origins say what an operation makes of them (traced.py).  Indices come
-from the kernel as soon as they are cut out, so that a model may go on in any way.  Each later step
-that is known launches the kernel anew, with more of the work.  What nothing uses never runs.
+The methods `on_...` of these origins give the result of an operation on them (traced.py).  Indices
+come from the kernel as soon as the model cuts them out, so any later operation is right.  Each
+known operation launches the kernel again, with more of the work.  MLX never runs a launch that
+nothing uses.
 """
 
 from collections.abc import Callable, Collection
@@ -48,7 +49,7 @@ class Scores:
         return Traced(value, replace(self, bias=bias, sum_dtype=value.dtype))
 
     def on_widen(self, value: mx.array) -> mx.array:
-        """What is computed of widened logits is in float32; scores stay as they are."""
+        """Scores of widened logits are in float32; known scores keep their type."""
         return Traced(value, replace(self, dtype=mx.float32) if self.are_logits else self)
 
     @property
@@ -57,7 +58,7 @@ class Scores:
 
     @property
     def are_logits(self) -> bool:
-        """Whether these are logits as they are."""
+        """Whether these are plain logits."""
         return self.scoring == "logits" and not self.negated and not self.biased
 
     def weighs(self, choice: "Choice") -> bool:

@@ -182,7 +182,7 @@ def _add(x: Any, y: Any) -> mx.array:
 
 
 def _by_rule(x: Any, rule: str, value: mx.array, *args: Any) -> mx.array:
-    """The result `value` of an operation on x, with what the origin of x makes of it."""
+    """The result `value` of an operation on x, or what the rule of x's origin makes of it."""
     apply = getattr(origin_of(x), rule, None)
     return value if apply is None else apply(value, *args)
 
@@ -193,7 +193,7 @@ def _summed(origin: Weighted, dtype: mx.Dtype) -> mx.array:
 
 
 def gated_by(gate: Any, up: Any, activation: Gate, shape: tuple[int, ...]) -> mx.array | None:
-    """The activation of gate times up, from the product of which both are the columns (*shape)."""
+    """activation(gate) * up (*shape) from the product that made both; None if one did not."""
     if not isinstance(gate, Columns) or not isinstance(up, Columns):
         return None
     product, size = gate.origin, shape[-1]

@@ -39,8 +39,8 @@ _SIZES = (8, 16, 32, MAX_ROWS)
 # For each size, with and without the kernel: the median of _CHAINS chains of _STEPS steps, or of
 # fewer, to stay within _ENOUGH seconds each, 3 in all: a Mac may need 100 ms per step.
 _CHAINS, _STEPS, _ENOUGH = 5, 20, 0.24
-# Rows of a prompt, and experts that each chooses, as many as gpt-oss and GLM have.  Mixtures of
-# prompts are timed alone: a step of so many rows takes seconds, and the host is no part of it.
+# Rows of a prompt, and the experts of each row, as in gpt-oss and GLM.  Mixtures of
+# prompts are timed alone: a step of as many rows takes seconds, and the host does not matter.
 _PROMPT_ROWS, _TOP_K, _ENOUGH_FOR_PROMPTS = 512, 4, 0.75
 
 NONE = range(0)

@@ -58,7 +58,7 @@ class LoadedModel:
     fit: the packed form, and what it asks of the kernels.
     sampling_defaults: SamplingParams fields of requests that name none.
     context_guess: the source of max_position if the number is a guess, otherwise None.
-    ranks: the ranks that share the model, of which this is one shard; ALONE for a whole model.
+    ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     """
 
     name: str

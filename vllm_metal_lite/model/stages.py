@@ -1,9 +1,9 @@
-"""A model's layers divided among ranks: a pipeline, of which each rank is a stage.
+"""A model's layers divided among ranks: each rank is a stage of a pipeline.
 
-As mlx-lm's PipelineMixin, for any model with a list of layers: a layer of another stage hands its
-input on.  The first own layer receives what the previous stage sends, the last one sends.  Hidden
-states go from stage to stage and not back, so only the last stage has logits, and a stage that has
-sent may begin the next step.
+Like mlx-lm's PipelineMixin, for any model with a list of layers: a layer of another stage returns
+its input.  The first own layer receives from the previous stage, the last one sends to the next.
+Hidden states never go back, so only the last stage has logits, and a stage that has sent may begin
+the next step.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,8 @@ def check_kinds(layout: Layout, model_type: str, ranks: RankGroup) -> None:
 class Absent(nn.Module):
     """Stands for a layer of another stage.
 
-    It has no weights, but the layer's plain attributes: models ask layers of which kind they are.
+    It has no weights, but keeps the layer's plain attributes, because models ask layers for their
+    kind.
     """
 
     def __init__(self, layer: nn.Module) -> None:
