@@ -34,8 +34,9 @@ from vllm_metal_lite.fusion.joined import (
 )
 from vllm_metal_lite.fusion.origins import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of, up_to_date
+from vllm_metal_lite.kernels.common import RMSNorm
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import adapt
@@ -169,8 +170,8 @@ def test_a_trace_costs_nothing():
 
 def test_norms_and_rotations_come_once_and_in_order():
     heads = Heads(Columns(mx.ones((2, 8)), 0), 2, 4)
-    norm, rope = HeadNorm(mx.ones(4), 1e-5), Rope(4, False, 1e4, 1.0, None)
-    assert heads.normed(HeadNorm(mx.ones(8), 1e-5)) is None
+    norm, rope = RMSNorm(mx.ones(4), 1e-5), Rope(4, False, 1e4, 1.0, None)
+    assert heads.normed(RMSNorm(mx.ones(8), 1e-5)) is None
     both = heads.normed(norm).rotated(rope)
     assert (both.norm, both.rope) == (norm, rope)
     assert both.rotated(rope) is both.normed(norm) is heads.rotated(rope).normed(norm) is None

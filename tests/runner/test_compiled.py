@@ -466,8 +466,8 @@ def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compile
         def begin(self, step, state):
             begun = super().begin(step, state)
             attend = begun.attend
-            begun.attend = lambda layer, q, **kwargs: attend(
-                layer, kernel([q], {}, (1, 1, 1), 32, [q.shape], [q.dtype])[0], **kwargs
+            begun.attend = lambda q, call: attend(
+                kernel([q], {}, (1, 1, 1), 32, [q.shape], [q.dtype])[0], call
             )
             return begun
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.new_rows import Columns, Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Heads:
     columns: Columns
     num_heads: int
     head_dim: int
-    norm: HeadNorm | None = None
+    norm: RMSNorm | None = None
     rope: Rope | None = None
     stride: int | None = None
 
@@ -26,7 +27,7 @@ class Heads:
         pending = self.norm or self.rope or self.stride
         return None if pending else self.columns
 
-    def normed(self, norm: HeadNorm) -> "Heads | None":
+    def normed(self, norm: RMSNorm) -> "Heads | None":
         """Add a norm; None if the kernels do not support it."""
         if self.norm or self.rope or not (norm.weight is None or norm.weight.size == self.head_dim):
             return None
@@ -43,7 +44,7 @@ class Latents:
 
     columns: Columns
     rank: int
-    norm: HeadNorm
+    norm: RMSNorm
 
 
 def same_rope(a: Rope | None, b: Rope | None) -> bool:

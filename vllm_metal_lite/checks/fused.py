@@ -13,9 +13,9 @@ from vllm_metal_lite.checks.check import Check, NormShape, ProductShape
 from vllm_metal_lite.checks.new_rows import EPS, drawn, last_position, rms_norm, tolerance
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
-from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.skinny_gemm import RowNorm, gemm_plan, skinny_gemm
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.common import RMSNorm, new_token
+from vllm_metal_lite.kernels.skinny_gemm import gemm_plan, skinny_gemm
 from vllm_metal_lite.kernels.weights import Weight, dequantised, quantised
 from vllm_metal_lite.specs import AttentionShape
 
@@ -30,7 +30,7 @@ def add_norm(check: Check[NormShape]) -> Found:
     weight = draw(rng, (dim,), dtype)
     a, b, gain = (mx.array(array).astype(dtype) for array in (x, y, weight))
     error = 0.0
-    for norm in (None, PostNorm(gain, EPS)):
+    for norm in (None, RMSNorm(gain, EPS)):
         added = rounded(x + (y if norm is None else rms_norm(y, weight, EPS, dtype)), dtype)
         got = add_rms_norm(a, b, gain, EPS, norm)
         error = max(error, largest(got, (added, rms_norm(added, weight, EPS, dtype))))
@@ -63,7 +63,7 @@ def product(check: Check[ProductShape]) -> Found:
     normed = rms_norm(x, gain, EPS, dtype)
     gate, up = (normed @ columns for columns in gate_columns)
     r, g = (mx.array(array).astype(dtype) for array in (residual, gain))
-    fused = skinny_gemm(a, w, plan=plan, norm=RowNorm(g, EPS), residual=r, gate="silu")
+    fused = skinny_gemm(a, w, plan=plan, norm=RMSNorm(g, EPS), residual=r, gate="silu")
     expected = gate / (1 + np.exp(-gate)) * up + residual
     return largest([fused], [expected]), TOLERANCE[dtype]
 

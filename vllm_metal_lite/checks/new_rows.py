@@ -11,8 +11,9 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import draw, rounded
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import TOLERANCE
+from vllm_metal_lite.kernels.common import RMSNorm
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.specs import AttentionShape, Rotation
 
@@ -66,7 +67,7 @@ def new_rows(
     q_norm = k_norm = None
     if rotation.eps is not None:
         weights = [draw(rng, (dim,), shape.dtype) for _ in range(2)]
-        q_norm, k_norm = (HeadNorm(mx.array(w).astype(shape.dtype), rotation.eps) for w in weights)
+        q_norm, k_norm = (RMSNorm(mx.array(w).astype(shape.dtype), rotation.eps) for w in weights)
         parts[:2] = (
             rms_norm(x, w, rotation.eps, shape.dtype)
             for x, w in zip(parts[:2], weights, strict=True)
@@ -88,7 +89,7 @@ def new_latents(
     kv = draw(rng, (rows, 1, rank + rope), shape.dtype)
     weight = draw(rng, (rank,), shape.dtype)
     joined, queries = (mx.array(a.reshape(rows, -1)).astype(shape.dtype) for a in (kv, q))
-    norm = HeadNorm(mx.array(weight).astype(shape.dtype), EPS)
+    norm = RMSNorm(mx.array(weight).astype(shape.dtype), EPS)
     turn, rates = _rope(rotation)
     latent, k_pe = Columns(joined, 0), Columns(joined, rank)
     new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, turn)

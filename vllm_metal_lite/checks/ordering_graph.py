@@ -15,12 +15,12 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.rope_write import rope_write
@@ -245,7 +245,7 @@ class Graph:
 
     def _new_latents(self, rows: int, number: int) -> NewLatents:
         """Ones, whose norm has the weight `number`."""
-        heads, norm = self.sizes.num_heads, HeadNorm(mx.full((_RANK,), number, _DTYPE), 0.0)
+        heads, norm = self.sizes.num_heads, RMSNorm(mx.full((_RANK,), number, _DTYPE), 0.0)
         q, latent = _columns(rows, heads * _ROPE, 1), _columns(rows, _RANK, 1)
         k_pe = _columns(rows, _ROPE, 0)
         return NewLatents(q, _ROPE, heads, latent, k_pe, norm, Rope(_ROPE, False, 1e4, 1.0, None))

@@ -25,9 +25,10 @@ from vllm_metal_lite.fusion.traced import (
     rows_of,
     up_to_date,
 )
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.common import RMSNorm
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.model.seam.hooks import Hook
 
 Function = Callable[..., mx.array]
@@ -61,36 +62,36 @@ def _rms_norm(original: Function, skinny_rows: range, adds_norms: bool) -> Funct
             if total is not None:
                 origin.total = as_view(total, shape)
             elif adds_norms:
-                total, out = add_rms_norm(*_summands(origin, weight, eps))
+                x, y, of_y = _summands(origin)
+                total, out = add_rms_norm(x, y, weight, eps, of_y)
                 origin.total = as_view(total, shape)
                 return as_view(out, shape)
         x = up_to_date(x)
-        out, normed = original(x, weight, eps, **kwargs), _normed(x, weight, eps)
+        out, normed = original(x, weight, eps, **kwargs), _normed(x, RMSNorm(weight, eps))
         return out if normed is None else Traced(out, normed)
 
     return rms_norm
 
 
-def _normed(x: mx.array, weight: mx.array | None, eps: float) -> Latents | Heads | Normed | None:
+def _normed(x: mx.array, norm: RMSNorm) -> Latents | Heads | Normed | None:
     """The origin of a norm that a larger launch can compute."""
     origin = origin_of(x)
-    if isinstance(origin, Part) and weight is not None:
-        return Latents(origin, x.shape[-1], HeadNorm(weight, eps))
+    if isinstance(origin, Part) and norm.weight is not None:
+        return Latents(origin, x.shape[-1], norm)
     if isinstance(origin, Heads):
-        return origin.normed(HeadNorm(weight, eps))
-    if x.ndim not in (3, 4) or (weight is not None and weight.dtype != x.dtype):
+        return origin.normed(norm)
+    if x.ndim not in (3, 4) or (norm.weight is not None and norm.weight.dtype != x.dtype):
         return None
-    return Normed(rows_of(x) if x.ndim == 3 else x, weight, eps)
+    return Normed(rows_of(x) if x.ndim == 3 else x, norm)
 
 
-def _summands(origin: Sum, weight: mx.array | None, eps: float) -> tuple:
-    """The arguments of `add_rms_norm`: with the norm of one side, if that side is one."""
+def _summands(origin: Sum) -> tuple[mx.array, mx.array, RMSNorm | None]:
+    """Rows x and y, and the norm of y that is added, if one side is a norm."""
     for side, other in ((origin.y, origin.x), (origin.x, origin.y)):
         normed = origin_of(side)
         if isinstance(normed, Normed):
-            norm = PostNorm(normed.weight, normed.eps)
-            return rows_of(other), normed.x, weight, eps, norm
-    return rows_of(origin.x), rows_of(origin.y), weight, eps
+            return rows_of(other), normed.x, normed.norm
+    return rows_of(origin.x), rows_of(origin.y), None
 
 
 def _clip_residual(original: Function) -> Function:
@@ -171,7 +172,7 @@ def _gated_norm(original: Function) -> Function:
     def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
         """silu(gate) * x, where x is a norm of h."""
         origin = origin_of(x)
-        of_h = isinstance(origin, Normed) and origin.x is h and origin.weight is not None
+        of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
         if not of_h or gate.shape != h.shape:
             return original(h, gate, x)
         known = origin_of(gate)
@@ -180,7 +181,7 @@ def _gated_norm(original: Function) -> Function:
         if z.array.dtype != h.dtype:
             return original(h, gate, x)
         rows = h.reshape(len(h), -1)
-        return gated_rms_norm(rows, z, origin.weight, origin.eps, dim=h.shape[-1]).reshape(h.shape)
+        return gated_rms_norm(rows, z, *origin.norm, dim=h.shape[-1]).reshape(h.shape)
 
     return precise_swiglu
 

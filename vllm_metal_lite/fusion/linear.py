@@ -13,7 +13,8 @@ from vllm_metal_lite.devices import profile
 from vllm_metal_lite.fusion.current import current
 from vllm_metal_lite.fusion.origins import Multiplied, Normed
 from vllm_metal_lite.fusion.traced import as_view, origin_of, rows_of
-from vllm_metal_lite.kernels.skinny_gemm import RowNorm, fits
+from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.skinny_gemm import fits
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.usage import weight_of
 
@@ -33,16 +34,16 @@ def _product(layer: nn.Module, x: mx.array, original: Callable[[mx.array], mx.ar
     return as_view(original(rows), x.shape[:-1])
 
 
-def _normed(x: mx.array, weight: Weight) -> tuple[mx.array, RowNorm | None]:
+def _normed(x: mx.array, weight: Weight) -> tuple[mx.array, RMSNorm | None]:
     """The rows of x.  With a norm, if each threadgroup of a product with this weight normalises the
     rows itself."""
     origin, device, (outputs, depth, how) = origin_of(x), profile(), shape_of(weight)
     small = how is None or outputs * depth <= device.max_normed_weights
-    if not small or not isinstance(origin, Normed) or origin.weight is None or origin.x.ndim != 2:
+    if not small or not isinstance(origin, Normed) or origin.norm.weight is None:
         return rows_of(x), None
-    if len(origin.x) > device.max_normed_rows:
+    if origin.x.ndim != 2 or len(origin.x) > device.max_normed_rows:
         return rows_of(x), None
-    return origin.x, RowNorm(origin.weight, origin.eps)
+    return origin.x, origin.norm
 
 
 def _transposed(linear: nn.Linear) -> mx.array:

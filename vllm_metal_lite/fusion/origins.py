@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.kernels.common import RMSNorm
 from vllm_metal_lite.kernels.experts import expert_sum
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.skinny_gemm import Gate, RowNorm, skinny_gemm
+from vllm_metal_lite.kernels.skinny_gemm import Gate, skinny_gemm
 from vllm_metal_lite.kernels.weights import Weight
 
 
@@ -60,8 +61,7 @@ class Normed:
     """
 
     x: mx.array
-    weight: mx.array | None
-    eps: float
+    norm: RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Multiplied:
     bias (outputs,)."""
 
     rows: mx.array
-    norm: RowNorm | None
+    norm: RMSNorm | None
     weight: Weight
     bias: mx.array | None
 
