@@ -8,15 +8,15 @@ import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.attention import of_store
-from vllm_metal_lite.checks.case import draw, rounded, spec_of
+from vllm_metal_lite.checks.case import activated, draw, draw_weight, rounded, spec_of
 from vllm_metal_lite.checks.check import Check, NormShape, ProductShape
 from vllm_metal_lite.checks.new_rows import EPS, drawn, last_position, rms_norm, tolerance
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
 from vllm_metal_lite.devices import profile
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.common import RMSNorm, new_token
+from vllm_metal_lite.kernels.experts import Activation
 from vllm_metal_lite.kernels.skinny_gemm import gemm_plan, skinny_gemm
-from vllm_metal_lite.kernels.weights import Weight, dequantised, quantised
 from vllm_metal_lite.specs import AttentionShape
 
 _ROWS = 9  # see case.CONTEXTS
@@ -45,31 +45,23 @@ def product(check: Check[ProductShape]) -> Found:
     width, rng = min(outputs, _MOST_OUTPUTS) // 2 * 2, np.random.default_rng(0)
     x = draw(rng, (rows, depth), dtype) / 2  # or rounding errors of gate and up would add up
     plan = gemm_plan(rows, shape)
-    weight = rounded(draw(rng, (width, depth), dtype) / depth**0.5, dtype)
-    a, plain = (mx.array(array).astype(dtype) for array in (x, weight))
-    w: Weight = plain
-    if how:
-        w = quantised(plain, how)
-        weight = rounded(dequantised(w), dtype)
+    w, weight = draw_weight(rng, (width, depth), dtype, how)
+    a = mx.array(x).astype(dtype)
     gate_columns = weight[: width // 2].T, weight[width // 2 :].T
     if rows % 4 == 0:
         bias = draw(rng, (width,), dtype) / 2
         halves = zip(gate_columns, np.split(bias, 2), strict=True)
         gate, up = (x @ columns + b for columns, b in halves)
         fused = skinny_gemm(a, w, plan=plan, bias=mx.array(bias).astype(dtype), gate="gelu_approx")
-        return largest([fused], [_gelu(gate) * up]), TOLERANCE[dtype]
+        return largest_error(fused, activated(gate, up, Activation("geglu"))), TOLERANCE[dtype]
     residual = draw(rng, (rows, width // 2), dtype)
     gain = draw(rng, (depth,), dtype) / 2
     normed = rms_norm(x, gain, EPS, dtype)
     gate, up = (normed @ columns for columns in gate_columns)
     r, g = (mx.array(array).astype(dtype) for array in (residual, gain))
     fused = skinny_gemm(a, w, plan=plan, norm=RMSNorm(g, EPS), residual=r, gate="silu")
-    expected = gate / (1 + np.exp(-gate)) * up + residual
-    return largest([fused], [expected]), TOLERANCE[dtype]
-
-
-def _gelu(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    expected = activated(gate, up, Activation()) + residual
+    return largest_error(fused, expected), TOLERANCE[dtype]
 
 
 def write(check: Check[AttentionShape]) -> Found:

@@ -6,17 +6,15 @@ Hidden states never go back, so only the last stage has logits, and a stage that
 the next step.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import CacheList
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
-from vllm_metal_lite.model.calls import wrap_call
+from vllm_metal_lite.model.calls import calls_of, wrap_call
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import body_of
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
@@ -96,26 +94,13 @@ def _advance(cache: Any, num_tokens: int) -> None:
 def _no_chain(model: nn.Module, layers: list[nn.Module]) -> str | None:
     """Why the layers are no chain, in which each gets only what the one before returns; None if
     they are.  Builds a forward of one token; nothing is evaluated."""
-    calls: list[tuple[int, Any, Any]] = []
-
-    def noting(i: int, call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-        y = call(x, *args, **kwargs)
-        calls.append((i, x, y))
-        return y
-
-    types = [type(layer) for layer in layers]
-    for i, layer in enumerate(layers):
-        wrap_call(layer, partial(noting, i))
     try:
-        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
+        calls = calls_of(model, layers)
     except Exception as e:
         return one_line(e)
-    finally:
-        for layer, own in zip(layers, types, strict=True):
-            layer.__class__ = own
-    if [i for i, *_ in calls] != list(range(len(layers))):
+    if [id(layer) for layer, *_ in calls] != list(map(id, layers)):
         return "its layers do not run once each, in order"
-    for i, x, y in calls:
+    for i, (_, x, y) in enumerate(calls):
         if i and x is not calls[i - 1][2]:
             return f"layer {i} gets something else than layer {i - 1} returns"
         if not isinstance(y, mx.array) or (y.shape, y.dtype) != (x.shape, x.dtype):
