@@ -15,7 +15,7 @@ from vllm_metal_lite.errors import OutOfMemoryError
 from vllm_metal_lite.kv.states import StatePool, StateSpec
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.recurrent import ConvInput, ShortConv
-from vllm_metal_lite.model.sequences.recurrent import StateCache
+from vllm_metal_lite.model.seam.state_cache import StateCache
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.sampling_params import SamplingParams
 

@@ -15,8 +15,8 @@ from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, i
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
+from vllm_metal_lite.model.seam.state_cache import StateCache
 from vllm_metal_lite.model.sequences.by_runs import CacheMembers, SequenceStep, call_by_runs
-from vllm_metal_lite.model.sequences.recurrent import StateCache
 
 
 class _Rows:

@@ -2,7 +2,7 @@
 
 Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their states in an
 `ArraysCache` of a few arrays (B, ...).  Modules that work on packed rows get handles for the arrays
-(seam/recurrent.py).  Modules that see sequences get the arrays, a run at a time (by_runs.py).
+(recurrent.py).  Modules that see sequences get the arrays, a run at a time (sequences/by_runs.py).
 """
 
 from typing import Any
