@@ -358,6 +358,8 @@ def test_bad_company_is_named():
     x, weight, gain = mx.zeros((2, 32), mx.float16), mx.zeros((8, 32), mx.float16), mx.zeros(32)
     with pytest.raises(ValueError, match=r"norm's weight must be \(32,\) mlx.core.float16, not"):
         skinny_gemm(x, weight, norm=RMSNorm(gain, EPS))
+    with pytest.raises(ValueError, match="norm of a product must have a weight"):
+        skinny_gemm(x, weight, norm=RMSNorm(None, EPS))
     with pytest.raises(ValueError, match=r"residual must be \(2, 4\) .* not \(2, 8\)"):
         skinny_gemm(x, weight, residual=mx.zeros((2, 8), mx.float16), gate="silu")
     with pytest.raises(ValueError, match=r"bias must be \(8,\) .* not \(4,\)"):
