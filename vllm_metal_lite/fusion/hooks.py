@@ -62,8 +62,8 @@ def _rms_norm(original: Function, skinny_rows: range, adds_norms: bool) -> Funct
             if total is not None:
                 origin.total = as_view(total, shape)
             elif adds_norms:
-                x, y, of_y = _summands(origin)
-                total, out = add_rms_norm(x, y, weight, eps, of_y)
+                one, other, of_other = _summands(origin)
+                total, out = add_rms_norm(one, other, weight, eps, of_other)
                 origin.total = as_view(total, shape)
                 return as_view(out, shape)
         x = up_to_date(x)
@@ -86,7 +86,7 @@ def _normed(x: mx.array, norm: RMSNorm) -> Latents | Heads | Normed | None:
 
 
 def _summands(origin: Sum) -> tuple[mx.array, mx.array, RMSNorm | None]:
-    """Rows x and y, and the norm of y that is added, if one side is a norm."""
+    """The rows of both sides, and the norm that the sum applies to the second, if there is one."""
     for side, other in ((origin.y, origin.x), (origin.x, origin.y)):
         normed = origin_of(side)
         if isinstance(normed, Normed):

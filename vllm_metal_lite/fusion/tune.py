@@ -97,7 +97,7 @@ class _Steps:
     def faster_rows(self, kernel: str, what: str, forms: Sequence[str]) -> range:
         """The row counts at which the kernel wins, measured once for models with these weights.
 
-        what: the kernel computes.  forms: of the weights that it reads.
+        what: the name of its work in messages.  forms: of the weights that it reads.
         """
         # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
         # means nothing.
