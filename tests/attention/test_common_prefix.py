@@ -155,10 +155,6 @@ def on_kernels():
         yield
 
 
-def tokens_of(engine, prompts, max_tokens=10):
-    return tiny.answers(engine, prompts, tiny.greedy(max_tokens))
-
-
 def engine_of(name, attention="kernels", **options):
     return tiny.engine(name, attention=attention, block_size=BLOCK_SIZE, **options)
 
@@ -172,15 +168,15 @@ OTHERS = tiny.prompts(4, 1, 20, seed=4)
 def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length):
     """Rows with the prefix, and one without."""
     prompts = [PREFIX[:length] + rest for rest in OTHERS[:3]] + [OTHERS[3]]
-    got = tokens_of(engine_of("llama"), prompts)
+    got = tiny.answers(engine_of("llama"), prompts, 10)
     lens = {int(s.lens.max()) for s in steps if s}
     assert lens == ({length // 8 * 8} if length >= 8 else set())
     assert all(np.count_nonzero(s.lens) <= 3 for s in steps if s)
     change_device(monkeypatch, min_saved_tokens=1 << 30)
     steps.clear()
-    assert tokens_of(engine_of("llama"), prompts) == got
+    assert tiny.answers(engine_of("llama"), prompts, 10) == got
     assert not any(steps)
-    assert tokens_of(engine_of("llama", "reference"), prompts) == got
+    assert tiny.answers(engine_of("llama", "reference"), prompts, 10) == got
 
 
 @needs_kernels
@@ -194,25 +190,9 @@ def test_other_layers(on_kernels, steps, name, options):
     """Norms and rotations in kernels, softcaps, windows, sinks, quantised stores; chunks, mixed
     steps and preemptions."""
     prompts = [PREFIX[:26] + rest for rest in OTHERS]
-    expected = tokens_of(engine_of(name, "reference", **options), prompts)
-    assert tokens_of(engine_of(name, **options), prompts) == expected
+    expected = tiny.answers(engine_of(name, "reference", **options), prompts, 10)
+    assert tiny.answers(engine_of(name, **options), prompts, 10) == expected
     assert any(steps)
-
-
-@needs_kernels
-def test_a_newcomer_without_the_prefix_reads_its_own_keys(on_kernels, steps):
-    prompts = [PREFIX[:34] + rest for rest in OTHERS[:3]]
-    engine = engine_of("llama")
-    tiny.add(engine, prompts, tiny.greedy(12))
-    for _ in range(4):
-        engine.step()
-    assert set(steps[-1].lens.tolist()) == {32}
-    engine.add_request("x", OTHERS[3], tiny.greedy(4))
-    done = tiny.run(engine)
-    assert any(s and sorted(set(s.lens.tolist())) == [0, 32] for s in steps)
-    for i, prompt in enumerate(prompts):
-        expected = tiny.alone(tiny.native("llama"), prompt, 12)
-        assert done[str(i)].outputs[0].token_ids == expected
 
 
 # Compiled
@@ -223,9 +203,9 @@ def test_compiled_steps_that_share(steps, monkeypatch):
     pad_to_powers_of_two(monkeypatch)
     prompts = [PREFIX[:26] + rest for rest in OTHERS] + [OTHERS[3]]
     options = {"max_num_batched_tokens": 24, "block_size": BLOCK_SIZE}
-    expected = tokens_of(tiny.engine("qwen3", **options), prompts, 24)
+    expected = tiny.answers(tiny.engine("qwen3", **options), prompts, 24)
     engine = compile_on_cpu(tiny.engine("qwen3", **options))
-    assert tokens_of(engine, prompts, 24) == expected
+    assert tiny.answers(engine, prompts, 24) == expected
     assert engine.metrics()["compiled_steps"] > 10
     assert any(steps)
     assert not all(steps)

@@ -9,14 +9,14 @@ from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.attention_cases import RAGGED, Case, check
 from tests.support.device import change_device
-from vllm_metal_lite import EngineConfig, LLMEngine
+from tests.support.launches import watch
+from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
 from vllm_metal_lite.attention.sdpa import run as sdpa_run
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
-from vllm_metal_lite.kernels.launch import Kernel
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -109,20 +109,19 @@ def test_a_quantised_store(dtype, bits):
 
 def tokens(model, prompts, **config):
     engine = LLMEngine(model, EngineConfig(max_model_len=64, block_size=8, **config))
-    return tiny.answers(engine, prompts, tiny.greedy(20)), engine
+    return tiny.answers(engine, prompts, 20), engine
 
 
 def test_a_decode_may_read_what_another_one_writes_in_the_same_step(monkeypatch):
     """The second prompt ends behind a block that the first request completes in this very step."""
-    fused, launch = [], Kernel.__call__
+    fused = []
 
-    def watching(self, arrays, template, *args):
-        if self.name == "paged_decode":
+    def note(kernel, _, template):
+        if kernel == "paged_decode":
             fused.append(template["FUSED"])
-        return launch(self, arrays, template, *args)
 
-    monkeypatch.setattr(Kernel, "__call__", watching)
-    model, greedy = tiny.build(config_of("qwen3")), tiny.greedy(5)
+    watch(monkeypatch, note)
+    model, greedy = tiny.build(config_of("qwen3")), SamplingParams(temperature=0, max_tokens=5)
     first = tiny.prompts(1, 15, 15)[0]
     second = [*first, tiny.alone(model, first, 1)[0], 7]
     with installed(schedule="reverse"):  # the reader comes first, if it may

@@ -121,7 +121,7 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
     params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0 if scored else None)
 
     def answers(engine):
-        tiny.add(engine, prompts, params)
+        tiny.submit(engine, prompts, params)
         done = tiny.run(engine)
         scores = [
             [next(iter(p.values())).logprob for p in done[str(i)].prompt_logprobs[1:]]
@@ -154,7 +154,7 @@ def test_a_prompt_alone_waits_to_be_compiled():
         engine = compile_on_cpu(tiny.engine("qwen3"), rows_as_decodes=LIMIT)
         compiled = []
         for prompt in tiny.prompts(3, 20, 30, seed=1):
-            tiny.answers(engine, [prompt], tiny.greedy(1))
+            tiny.answers(engine, [prompt], 1)
             compiled.append(engine.metrics()["compiled_steps"])
     assert compiled == [0, 1, 2]
 
@@ -174,6 +174,5 @@ def test_tokens_through_kernels(monkeypatch, tmp_path, name):
             name, attention="kernels", block_size=8, num_blocks=10, max_num_batched_tokens=19
         )
         assert engine.runner.attention.rows_as_decodes == profile().rows_as_decodes
-        got = tiny.answers(engine, prompts, tiny.greedy(16))
+        assert tiny.answers(engine, prompts, 16) == tiny.all_alone(name, prompts, 16)
     assert engine.metrics()["preemptions"] > 0
-    assert got == [tiny.alone(tiny.native(name), prompt, 16) for prompt in prompts]

@@ -139,6 +139,6 @@ def shared_prefix(count: int) -> list[list[int]]:
     return [first, *(first[:16] + prompt for prompt in others)]
 
 
-def answers(name, prompts, **options) -> list[list[int]]:
-    engine = tiny.engine(name, num_blocks=64, max_num_batched_tokens=32, **options)
-    return tiny.answers(engine, prompts, tiny.greedy(12))
+def answers(name, prompts, attention) -> list[list[int]]:
+    engine = tiny.engine(name, num_blocks=64, max_num_batched_tokens=32, attention=attention)
+    return tiny.answers(engine, prompts, 12)

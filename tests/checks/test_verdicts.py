@@ -91,11 +91,10 @@ def test_only_what_a_model_uses_is_checked():
     )
     checks = checks_for(replace(USE, shapes=(BFLOAT16,), weights=mixed))
     assert {c.shape[:2] for c in checks if c.kernel == "skinny_gemm"} == {
-        (5, (64, 32, None)),
-        (64, (64, 96, None)),
+        (5, (64, 32, None)), (64, (64, 96, None)),
         *((rows, (64, 64, Quantisation(4, 32))) for rows in (3, 4, 5, 64)),
         *((rows, (9, 64, Quantisation(8, 64))) for rows in (3, 4, 5, 64)),
-    }
+    }  # fmt: skip
     assert pickle.loads(pickle.dumps(checks)) == checks
 
 
@@ -119,14 +118,17 @@ def test_layers_that_differ_in_their_masks_share_what_knows_no_mask():
 
 
 UNLIKE = {
-    "masks": KernelUse((replace(SHAPE, window=50, softcap=5.0, sinks=True),), 16, (Rotation(32),)),
+    "masks": KernelUse(
+        (replace(SHAPE, window=50, softcap=5.0, sinks=True),), 16, (Rotation(32),)
+    ),
     "dims": KernelUse(
         (AttentionShape(6, 2, 48, 32, mx.float16),), 16, (Rotation(24, True, scale=0.5),)
     ),
-    "factor": KernelUse((BFLOAT16,), 16, (Rotation(24, base=None, eps=1e-6, factor=YARN_FACTOR),)),
+    "factor": KernelUse(
+        (BFLOAT16,), 16, (Rotation(24, base=None, eps=1e-6, factor=YARN_FACTOR),)
+    ),
     "latents with a factor": KernelUse(
-        (AttentionShape(4, 1, 64, 16, mx.float16, latent=True),),
-        16,
+        (AttentionShape(4, 1, 64, 16, mx.float16, latent=True),), 16,
         (Rotation(16, True, factor=YARN_FACTOR),),
     ),
     "quantised": KernelUse((replace(BFLOAT16, kv_bits=4),), 8, (Rotation(16),), (1001,)),
@@ -134,18 +136,15 @@ UNLIKE = {
         (replace(SHAPE, window=50, kv_bits=8),), 16, (Rotation(32, eps=1e-6),)
     ),
     "frequencies": KernelUse(
-        (BFLOAT16,),
-        32,
-        (Rotation(16, base=None, eps=1e-6),),
-        (96,),
+        (BFLOAT16,), 32, (Rotation(16, base=None, eps=1e-6),), (96,),
         (WeightShape(100, 1056, Quantisation(4, 32)),),
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", UNLIKE)
-def test_kernels_are_right_at_unlike_uses(case):
-    assert verify(UNLIKE[case]).failures == {}
+@pytest.mark.parametrize("name", UNLIKE)
+def test_kernels_are_right_at_unlike_uses(name):
+    assert verify(UNLIKE[name]).failures == {}
 
 
 # What is remembered

@@ -192,7 +192,7 @@ def test_a_step_that_fails_loses_nothing(monkeypatch, error, when):
         raise error
 
     monkeypatch.setattr(engine.runner, "execute", fails_often)
-    tiny.add(engine, prompts, params)
+    tiny.submit(engine, prompts, params)
     done, failures = {}, 0
     for _ in range(1000):
         if not engine.has_unfinished_requests():
@@ -221,7 +221,7 @@ def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, lay
         return attend(*args, **how)
 
     monkeypatch.setattr(ReferenceStepAttention, "attend", break_off)
-    tiny.add(engine, PROMPTS[:4], greedy(12))
+    tiny.submit(engine, PROMPTS[:4], greedy(12))
     with pytest.raises(MemoryError):
         tiny.run(engine)
     done = tiny.run(engine)

@@ -47,8 +47,8 @@ class Blind(ReferenceAttention):
 
 
 class BlindStep(ReferenceStepAttention):
-    def attend(self, layer, q, **how):
-        return super().attend(layer, q, **how | {"window": 1})
+    def attend(self, q, call):
+        return super().attend(q, call._replace(window=1))
 
 
 class Restarting(ReferenceAttention):

@@ -264,7 +264,7 @@ def test_a_long_prompt_beside_four_decodes_is_a_handful_of_variants(prefill, mon
         enable_prefix_caching=False,
     )  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    tiny.add(engine, PROMPTS[:4], params)
+    tiny.submit(engine, PROMPTS[:4], params)
     while engine.metrics()["decode_tokens"] < 8:
         engine.step()
     traced, steps = count_traces(engine, monkeypatch), compiled_with_prompts(engine, monkeypatch)
@@ -405,8 +405,8 @@ def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compile
         def begin(self, step, state):
             begun = super().begin(step, state)
             attend = begun.attend
-            begun.attend = lambda layer, q, **kwargs: attend(
-                layer, kernel([q], {}, (1, 1, 1), 32, [q.shape], [q.dtype])[0], **kwargs
+            begun.attend = lambda q, call: attend(
+                kernel([q], {}, (1, 1, 1), 32, [q.shape], [q.dtype])[0], call
             )
             return begun
 
@@ -418,7 +418,7 @@ def test_a_kernel_that_fails_in_a_compiled_step_gives_way_and_steps_stay_compile
     engine.runner.compiled = CompiledSteps(engine.model.packed, with_kernel)
     engine.runner.compiled.reason = None
     monkeypatch.setattr(backend, "is_cpu", lambda: False)  # for the next CompiledSteps
-    tiny.add(engine, PROMPTS, GREEDY)
+    tiny.submit(engine, PROMPTS, GREEDY)
     done = {}
     for _ in range(8):
         done |= {o.request_id: o for o in engine.step() if o.finished}

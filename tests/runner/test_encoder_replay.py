@@ -61,7 +61,7 @@ def make_engine(
 
 def arrivals(engine: LLMEngine) -> None:
     """Prompts, decodes one step ahead, a prompt beside decodes, decodes, the last one alone."""
-    tiny.add(engine, PROMPTS[:3], PARAMS)
+    tiny.submit(engine, PROMPTS[:3], PARAMS)
     for _ in range(4):
         engine.step()
     engine.add_request("late", PROMPTS[3], PARAMS)
@@ -150,7 +150,7 @@ def test_rows_of_prompts_as_decodes_behind_a_shared_prefix(monkeypatch):
 
 def test_blocks_that_change_hands_by_preemptions_and_aborts():
     def drive(engine: LLMEngine) -> None:
-        tiny.add(engine, PROMPTS, replace(PARAMS, max_tokens=24))
+        tiny.submit(engine, PROMPTS, replace(PARAMS, max_tokens=24))
         for _ in range(6):
             engine.step()
         engine.abort("0")  # its last step is in flight
@@ -176,7 +176,7 @@ def test_a_step_that_mlx_breaks_off_and_its_repetition(failing):
     """The repetition starts from the token of the last step that was submitted whole."""
 
     def drive(engine: LLMEngine) -> None:
-        tiny.add(engine, PROMPTS, PARAMS)
+        tiny.submit(engine, PROMPTS, PARAMS)
         failures = 0
         while engine.has_unfinished_requests():
             try:
