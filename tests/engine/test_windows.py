@@ -105,7 +105,7 @@ def test_a_context_may_be_longer_than_all_blocks_where_every_layer_has_a_window(
     poison_free_blocks(engine)
     prompts = tiny.prompts(2, 70, 90, seed=4)
     answers = tiny.answers(engine, prompts, tiny.greedy(100))
-    assert answers == [tiny.alone(tiny.native(name), prompt, 100) for prompt in prompts]
+    assert answers == tiny.all_alone(name, prompts, 100)
     assert engine.metrics()["blocks_peak_owned"] <= 5
 
 
