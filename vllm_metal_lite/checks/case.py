@@ -173,11 +173,11 @@ def draw_weight(
 ) -> tuple[Weight, np.ndarray]:
     """A weight (.., outputs, depth), quantised if `how` says so, and its values."""
     values = rounded(draw(rng, dims, dtype) / dims[-1] ** 0.5, dtype)
-    weight: Weight = mx.array(values).astype(dtype)
-    if how is not None:
-        weight = quantised(weight, how)
-        values = rounded(dequantised(weight), dtype)
-    return weight, values
+    plain = mx.array(values).astype(dtype)
+    if how is None:
+        return plain, values
+    packed = quantised(plain, how)
+    return packed, rounded(dequantised(packed), dtype)
 
 
 def activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:
