@@ -58,13 +58,15 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Marks the tests of slow.txt, and leaves out most of their cases."""
     lines = (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines()
-    paths = [TESTS / line for line in lines if not line.startswith("#")]
-    if missing := [str(path) for path in paths if not path.exists()]:
+    how = {TESTS / path: rest for path, *rest in map(str.split, lines) if path != "#"}
+    if missing := [str(path) for path in how if not path.exists()]:
         raise pytest.UsageError(f"slow.txt names what is not there: {', '.join(missing)}")
-    files = {item.path for item in items}
-    slow = {file for file in files if any(file.is_relative_to(path) for path in paths)}
+    named = {
+        file: next((how[path] for path in how if file.is_relative_to(path)), None)
+        for file in {item.path for item in items}
+    }
     for item in items:
-        if item.path in slow:
+        if named[item.path] is not None:
             item.add_marker(pytest.mark.slow)
     result = yield  # -k and -m
     if not config.getoption("all_cases"):
@@ -72,8 +74,9 @@ def pytest_collection_modifyitems(config, items):
         long = config.getoption("long")
         dropped.update(i for i in items if (i.get_closest_marker("long") is not None) != long)
         one_in = config.getoption("one_in")
-        dropped.update(most_of_many(items, one_in))
-        try_fewer_examples(items, one_in)
+        sampled = [item for item in items if named[item.path] == []]
+        dropped.update(most_of_many(sampled, one_in))
+        try_fewer_examples(sampled, one_in)
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -83,11 +86,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def most_of_many(items, one_in):
-    """Of slow tests with MANY cases the ones not to run: always the same, from all over."""
+    """Of tests with MANY cases the ones not to run: always the same, from all over."""
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow"):
-            cases[item.path, item.cls, item.originalname].append(item)
+        cases[item.path, item.cls, item.originalname].append(item)
     for some in cases.values():
         if len(some) >= MANY:
             some.sort(key=lambda item: hashlib.sha1(item.name.encode()).digest())
@@ -95,8 +97,8 @@ def most_of_many(items, one_in):
 
 
 def try_fewer_examples(items, one_in):
-    """Of the random examples of slow tests MANY in `one_in`."""
-    for test in {item.obj for item in items if item.get_closest_marker("slow")}:
+    """Of the random examples of tests MANY in `one_in`."""
+    for test in {item.obj for item in items}:
         if how := getattr(test, "_hypothesis_internal_use_settings", None):
             examples = max(1, min(1, MANY / one_in) * how.max_examples)
             test._hypothesis_internal_use_settings = settings(how, max_examples=int(examples))

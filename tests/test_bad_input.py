@@ -11,28 +11,19 @@ import pytest
 from tests.support import tiny_models as tiny
 from tests.support.cli_kit import model_folder
 from tests.support.counts import counts
+from tests.test_config import Broken, refusal
 from vllm_metal_lite import LLM, AsyncEngine, EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.cli.files import OrderedWriter
 from vllm_metal_lite.cli.jsonl import BadLine, parse_line, result_line
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import ENGINE_RULES
 from vllm_metal_lite.engine import intake
-from vllm_metal_lite.errors import ConfigError, MetalLiteError, SamplingError
+from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_metal_lite.sampling_params import SAMPLING_RULES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 NAN, INF = float("nan"), float("inf")
-
-
-def refusal(call, *args, **kwargs) -> str:
-    """The message of the project's own error, which is one printable line."""
-    with pytest.raises(MetalLiteError) as error:
-        call(*args, **kwargs)
-    message = str(error.value)
-    assert message.isprintable()
-    assert 0 < len(message) < 600
-    return message
 
 
 # The same words everywhere
@@ -111,65 +102,6 @@ def test_a_value_that_spells_a_field_is_quoted_as_it_is(capsys):
     assert capsys.readouterr().err.endswith("got 'dtype'\n")
 
 
-# Values
-
-
-def test_numpy_scalars_are_numbers():
-    params = SamplingParams(
-        temperature=np.float64(0.5), top_k=np.int64(4), seed=np.uint64(2**63),
-        max_tokens=np.int8(2), logit_bias={np.int64(1): np.float64(2)},
-        stop_token_ids=[np.int32(1)], ignore_eos=np.bool_(True),
-    )  # fmt: skip
-    expected = SamplingParams(
-        temperature=0.5, top_k=4, seed=2**63, max_tokens=2, logit_bias={1: 2.0}, stop_token_ids=[1],
-        ignore_eos=True,
-    )  # fmt: skip
-    assert repr(params) == repr(expected)  # plain numbers, no numpy
-    assert repr(EngineConfig(kv_bits=np.int64(8))) == repr(EngineConfig(kv_bits=8))
-
-
-class Broken:
-    def __repr__(self):
-        raise RuntimeError
-
-
-class Tall:
-    def __repr__(self):
-        return "a\nb" * 1000
-
-
-BAD_VALUES = {
-    "temperature": [np.float64(NAN), np.array([0.5, 1]), 10**400, Broken(), Tall(), 1j, b"1"],
-    "n": [10**5000, np.float64(1)],
-    "stop": [False, {}, set(), b"", np.array([]), ["\udfff"]],
-    "bad_words": [0, "", [["a"]]],
-    "logit_bias": [0, "", (), {1.0: 1}, {True: 1}, {1: True}, {1: 10**400}],
-    "allowed_token_ids": [{1}, np.array([-1]), [np.float64(1)], (t for t in [1])],
-    "stop_token_ids": [0, False, "", {}],
-    "ignore_eos": [0, 1, None, [], np.array([True, False])],
-    "skip_special_tokens": ["false", None],
-    "include_stop_str_in_output": ["false", 1],
-}
-
-
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD_VALUES.items() for v in vs],
-                         ids=lambda v: v if isinstance(v, str) else type(v).__name__)  # fmt: skip
-def test_odd_values_of_parameters_are_refused(name, value):
-    with pytest.raises(SamplingError, match=rf"^{name} must be .*, got "):
-        SamplingParams(**{name: value})
-    refusal(SamplingParams, **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("block_size", 16.0), ("block_size", np.array([16, 32])), ("kv_bits", 8.0),
-     ("memory_fraction", True), ("num_blocks", "1e3"),
-     ("prefill_policy", np.array(["mixed", "x"])), ("dtype", np.float32), ("seed", Broken())],
-)  # fmt: skip
-def test_odd_values_of_options_are_refused(name, value):
-    assert refusal(EngineConfig, **{name: value}).startswith(f"{name} must be ")
-
-
 # Calls
 
 
@@ -202,14 +134,15 @@ BAD_CALLS = {
     "template options 0": lambda llm: llm.chat([MESSAGE], chat_template_kwargs=0),
     "template options by number": lambda llm: llm.chat([MESSAGE], chat_template_kwargs={1: 2}),
     "text from the template": lambda llm: llm.chat(
-        [MESSAGE], chat_template_kwargs={"tokenize": False}),
+        [MESSAGE], chat_template_kwargs={"tokenize": False}
+    ),
     "add_generation_prompt as text": lambda llm: llm.chat([MESSAGE], add_generation_prompt="no"),
     "a request id that is long": lambda llm: llm.engine.add_request("a\nb" * 999, [1] * 200),
     "abort of no id": lambda llm: llm.engine.abort(None),
     "abort of a list": lambda llm: llm.engine.abort([["a"]]),
     "options in a dict": lambda llm: LLMEngine.from_name("demo", {}),
     "another engine": lambda llm: AsyncEngine(llm),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", BAD_CALLS)

@@ -1,5 +1,9 @@
 """Options: every bad value is refused when it is given, in one line that names it."""
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 
 from vllm_metal_lite.config import EngineConfig
@@ -8,51 +12,35 @@ from vllm_metal_lite.sampling_params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 
+
+class Broken:
+    def __repr__(self):
+        raise RuntimeError
+
+
+class Tall:
+    def __repr__(self):
+        return "a\nb" * 1000
+
+
 BAD_CONFIG = {
-    "block_size": [0, 7, 12, 64, -8, "16", None],
-    "num_blocks": [0, -1, 1.5, "10", True],
+    "block_size": [0, 7, 12, 64, -8, "16", None, 16.0, np.array([16, 32])],
+    "num_blocks": [0, -1, 1.5, "10", True, "1e3"],
     "max_num_seqs": [0, -1, None, 2.0, True],
     "max_num_batched_tokens": [0, -5, None, "64", False],
     "max_model_len": [0, -1, 1.5, "x"],
     "long_prefill_token_threshold": [-1, 1, 15, None, 2.5],
-    "prefill_policy": ["", "Mixed", None, 1, []],
+    "prefill_policy": ["", "Mixed", None, 1, [], np.array(["mixed", "x"])],
     "enable_prefix_caching": [None, 1, "yes"],
-    "memory_fraction": [0, -0.5, 1.5, NAN, "0.5"],
-    "kv_bits": [0, 3, 16, "8", True],
-    "dtype": ["float64", "", None, "int8"],
-    "seed": [-1, None, 1.5, "x"],
+    "memory_fraction": [0, -0.5, 1.5, NAN, "0.5", True],
+    "kv_bits": [0, 3, 16, "8", True, 8.0],
+    "dtype": ["float64", "", None, "int8", np.float32],
+    "seed": [-1, None, 1.5, "x", Broken()],
 }
-
-
-def one_line_with(error: pytest.ExceptionInfo, *words: str) -> None:
-    message = str(error.value)
-    assert "\n" not in message
-    assert all(w in message for w in words), message
-    assert isinstance(error.value, MetalLiteError)
-    assert isinstance(error.value, ValueError)
-
-
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD_CONFIG.items() for v in vs])
-def test_bad_options_are_refused(name, value):
-    with pytest.raises(ConfigError) as error:
-        EngineConfig(**{name: value})
-    one_line_with(error, name, repr(value))
-
-
-def test_options_that_contradict_each_other():
-    with pytest.raises(ConfigError) as error:
-        EngineConfig(long_prefill_token_threshold=100, max_model_len=50)
-    one_line_with(error, "100", "50")
-
-
-def test_options_cannot_change_afterwards():
-    with pytest.raises(AttributeError):
-        EngineConfig().block_size = 3
-
-
 BAD_PARAMS = {
-    "n": [0, -1, 1025, 1.5, None, True],
-    "temperature": [-0.1, NAN, INF, None, "1"],
+    "n": [0, -1, 1025, 1.5, None, True, 10**5000, np.float64(1)],
+    "temperature": [-0.1, NAN, INF, None, "1", np.float64(NAN), np.array([0.5, 1]), 10**400,
+                    Broken(), Tall(), 1j, b"1"],
     "top_k": [-2, 1.5, None],
     "top_p": [0, -0.1, 1.1, NAN, None],
     "min_p": [-0.1, 1.1, NAN],
@@ -60,23 +48,75 @@ BAD_PARAMS = {
     "repetition_penalty": [0, -1, NAN, INF],
     "presence_penalty": [-2.1, 2.1, NAN, None],
     "frequency_penalty": [-2.1, 2.1, NAN],
-    "logit_bias": [{-1: 1.0}, {1: NAN}, {1: INF}, {"a": 1.0}, {1: None}, [1, 2], "x"],
-    "stop": ["", ["a", ""], [1], 5, {"a"}],
-    "stop_token_ids": [[-1], ["a"], [1.5], 7],
-    "allowed_token_ids": [[-1], ["a"], [], 7],
-    "bad_words": ["word", [""], [1], 7],
+    "logit_bias": [{-1: 1.0}, {1: NAN}, {1: INF}, {"a": 1.0}, {1: None}, [1, 2], "x", 0, "", (),
+                   {1.0: 1}, {True: 1}, {1: True}, {1: 10**400}],
+    "stop": ["", ["a", ""], [1], 5, {"a"}, False, {}, set(), b"", np.array([]), ["\udfff"]],
+    "stop_token_ids": [[-1], ["a"], [1.5], 7, 0, False, "", {}],
+    "allowed_token_ids": [[-1], ["a"], [], 7, {1}, np.array([-1]), [np.float64(1)],
+                          (t for t in [1])],
+    "bad_words": ["word", [""], [1], 7, 0, "", [["a"]]],
     "max_tokens": [0, -1, 1.5, "9", True],
     "min_tokens": [-1, 17, 1.5, None],
     "logprobs": [-1, 1.5, True],
     "prompt_logprobs": [-1, "1"],
-}
+    "ignore_eos": [0, 1, None, [], np.array([True, False])],
+    "skip_special_tokens": ["false", None],
+    "include_stop_str_in_output": ["false", 1],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD_PARAMS.items() for v in vs])
-def test_bad_sampling_parameters_are_refused(name, value):
-    with pytest.raises(SamplingError) as error:
-        SamplingParams(**{name: value})
-    one_line_with(error, name, repr(value))
+def refusal(call: Callable, *args: Any, error: type = MetalLiteError, **kwargs: Any) -> str:
+    """The message of the project's own error, which is one printable line."""
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    assert issubclass(caught.type, MetalLiteError)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert 0 < len(message) < 600
+    return message
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [(make, name, value)
+     for make, bad in ((EngineConfig, BAD_CONFIG), (SamplingParams, BAD_PARAMS))
+     for name, values in bad.items() for value in values],
+    ids=lambda v: v if isinstance(v, str) else getattr(v, "__name__", type(v).__name__),
+)  # fmt: skip
+def test_a_bad_value_is_refused_by_name(make, name, value):
+    error = ConfigError if make is EngineConfig else SamplingError
+    assert issubclass(error, ValueError)
+    message = refusal(make, error=error, **{name: value})
+    assert message.startswith(f"{name} must be ")
+    if type(value) in (str, float, bool, type(None)):
+        assert message.endswith(f", got {value!r}")
+
+
+def test_options_that_contradict_each_other():
+    message = refusal(
+        EngineConfig, error=ConfigError, long_prefill_token_threshold=100, max_model_len=50
+    )
+    assert "100" in message
+    assert "50" in message
+
+
+def test_options_cannot_change_afterwards():
+    with pytest.raises(AttributeError):
+        EngineConfig().block_size = 3
+
+
+def test_numpy_scalars_are_numbers():
+    params = SamplingParams(
+        temperature=np.float64(0.5), top_k=np.int64(4), seed=np.uint64(2**63),
+        max_tokens=np.int8(2), logit_bias={np.int64(1): np.float64(2)},
+        stop_token_ids=[np.int32(1)], ignore_eos=np.bool_(True),
+    )  # fmt: skip
+    expected = SamplingParams(
+        temperature=0.5, top_k=4, seed=2**63, max_tokens=2, logit_bias={1: 2.0}, stop_token_ids=[1],
+        ignore_eos=True,
+    )  # fmt: skip
+    assert repr(params) == repr(expected)  # plain numbers, no numpy
+    assert repr(EngineConfig(kv_bits=np.int64(8))) == repr(EngineConfig(kv_bits=8))
 
 
 def test_good_values_at_the_limits():

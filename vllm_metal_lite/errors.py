@@ -59,6 +59,11 @@ class OutOfMemoryError(MetalLiteError):
     """The model or its KV store does not fit the memory that may be used."""
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra of this package, which is not on PyPI."""
+    return f'pip install -e ".[{extra}]" (in a clone of the repository)'
+
+
 def one_line(e: BaseException) -> str:
     """What an exception says, or its type if it says nothing, for a message of one line."""
     return (" ".join(str(e).split()) or type(e).__name__)[:300]

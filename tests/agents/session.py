@@ -83,7 +83,7 @@ def main() -> int:
         )
     agents: list[subprocess.Popen] = []
     try:
-        if not until(lambda: status() or server.poll() is not None, 120) or server.poll():
+        if not until(lambda: status() or server.poll() is not None, 600) or server.poll():
             print(json.dumps({"log": log.read_text()}))
             return 1
         agents = [start(agent) for agent in session["agents"]]
@@ -99,15 +99,15 @@ def main() -> int:
         for process, kill in zip(agents, kills, strict=True):
             if kill:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(30)
-        quiet = until(is_quiet, 30)
+                process.wait(300)
+        quiet = until(is_quiet, 300)
         last = status()
     finally:
         for process in agents:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
         server.terminate()
-        server.wait(60)
+        server.wait(600)
     outputs = [Path(a["home"], "output.txt").read_text(errors="replace") for a in session["agents"]]
     print(json.dumps({
         "streaming": streaming,

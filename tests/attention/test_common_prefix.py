@@ -1,7 +1,6 @@
 """Which decodes share a prefix, and whole engines whose decodes do."""
 
 from contextlib import nullcontext
-from itertools import repeat
 
 import numpy as np
 import pytest
@@ -11,20 +10,10 @@ from hypothesis import strategies as st
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.array_attention import compile_on_cpu
-from tests.support.attention_cases import begin
-from tests.support.attention_oracle import paged_attention
-from tests.support.declared_order import recording
 from tests.support.device import change_device, pad_to_powers_of_two
-from vllm_metal_lite import SamplingParams, backend
-from vllm_metal_lite.attention.base import arrays_of, variant_of, with_arrays
-from vllm_metal_lite.attention.paged import common_prefix as shared
+from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged import decodes
-from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.paged.common_prefix import PrefixSearch, common_prefix
-from vllm_metal_lite.backend import mx
-from vllm_metal_lite.batch.input_batch import InputBatch
-from vllm_metal_lite.kernels.cache_ops import kv_write
-from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 
 BLOCK_SIZE = 8
 
@@ -134,79 +123,6 @@ def test_a_prefix_that_is_remembered_is_still_one(changes, fewest):
         assert (tables[having, :blocks] == tables[found.leader, :blocks]).all()
 
 
-def test_a_prefix_is_searched_for_once(monkeypatch):
-    """Until a row comes, goes or begins otherwise, or more is to be saved."""
-    searched, search = [], PrefixSearch()
-
-    def noting(*args):
-        searched.append(args)
-        return common_prefix(*args)
-
-    monkeypatch.setattr(shared, "common_prefix", noting)
-    first, second, other = [1, 2, 3, 4, 0], [1, 2, 5, 6, 0], [7, 8, 9, 10, 0]
-    lens = np.array([30, 31, 25])
-
-    def step(*rows, lens=lens, least=8):
-        before = len(searched)
-        found = search(tables_of(*rows), lens[: len(rows)], BLOCK_SIZE, least)
-        return found and found.lens.tolist(), len(searched) - before
-
-    assert step(first, second, other) == ([16, 16, 0], 1)
-    assert step(first, second, other) == ([16, 16, 0], 0)
-    assert step([1, 2, 3, 4, 11], second, other, lens=lens + 8) == ([16, 16, 0], 0)
-    assert step(first, second, other, least=9) == ([16, 16, 0], 1)
-    assert step(first, second, least=9) == ([16, 16], 1)
-    assert step(second, [1, 2, 9, 9, 9], least=9) == ([16, 16], 0)
-    assert step(first, other, least=9) == (None, 1)
-    assert step(first, second, least=2) == ([16, 16], 1)
-    assert step(first, second, lens=np.array([16, 31]), least=2) == ([8, 8], 1)
-
-
-# The order of launches
-
-
-def array_of(rng, *shape):
-    return mx.array(rng.standard_normal(shape).astype(np.float32))
-
-
-@needs_kernels
-@pytest.mark.skipif(not backend.is_cpu(), reason="a GPU's order is its own")
-@pytest.mark.parametrize("order", [min, max])
-def test_a_prefix_is_read_between_the_writes_before_and_after(monkeypatch, order):
-    """The first key of the prefix is another one in each of two steps."""
-    change_device(monkeypatch, min_saved_tokens=1)
-    rng = np.random.default_rng(0)
-    store = PagedStore([LayerSpec(2, 32, 32, mx.float32)], 4, BLOCK_SIZE)
-    for arrays in (store.keys, store.values):
-        arrays[:] = [array_of(rng, *a.shape) for a in arrays]
-    inputs = InputBatch(2, 16, BLOCK_SIZE)
-    lens = np.array([12, 14])
-    rows = np.array([inputs.add([0] * n, n) for n in lens])
-    for row, block in zip(rows, (2, 3), strict=True):
-        inputs.append_blocks(row, [1, block])
-    batch = inputs.pack(rows, lens - 1, np.ones(2, int))
-    q, keys, values = array_of(rng, 2, 4, 32), np.array(store.keys[0]), np.array(store.values[0])
-    expected = []
-    with recording() as launches:
-        attention = KernelAttention(store, "varlen", {2})
-        step = begin(attention, batch, 2)
-        for _ in range(2):
-            k, v = array_of(rng, 1, 2, 32), array_of(rng, 1, 2, 32)
-            mx.eval(k, v, q, store.keys, store.values)
-            arrays = mx.array([BLOCK_SIZE], mx.int32), *store.arrays
-            step.token = kv_write(k, v, *arrays, step.token)
-            step.attend(0, q, scale=0.2)
-            keys[BLOCK_SIZE], values[BLOCK_SIZE] = np.array(k[0]), np.array(v[0])
-            expected.append(paged_attention(
-                np.array(q), keys, values, batch.block_tables, batch.cu_seqlens_q, lens,
-                block_size=BLOCK_SIZE, scale=0.2,
-            ))  # fmt: skip
-    assert len(launches.outputs_of("shared_prefix")) == 2
-    results = launches.run(order)
-    for got, wanted in zip(launches.outputs_of("paged_decode"), expected, strict=True):
-        np.testing.assert_allclose(np.array(results[id(got)]), wanted, 1e-5, 1e-5)
-
-
 # Whole engines
 
 
@@ -239,14 +155,6 @@ def on_kernels():
         yield
 
 
-def tokens_of(engine, prompts, max_tokens=10):
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    done = tiny.run(engine)
-    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
-
-
 def engine_of(name, attention="kernels", **options):
     return tiny.engine(name, attention=attention, block_size=BLOCK_SIZE, **options)
 
@@ -260,15 +168,15 @@ OTHERS = tiny.prompts(4, 1, 20, seed=4)
 def test_tokens_are_those_without_sharing(on_kernels, steps, monkeypatch, length):
     """Rows with the prefix, and one without."""
     prompts = [PREFIX[:length] + rest for rest in OTHERS[:3]] + [OTHERS[3]]
-    got = tokens_of(engine_of("llama"), prompts)
+    got = tiny.answers(engine_of("llama"), prompts, 10)
     lens = {int(s.lens.max()) for s in steps if s}
     assert lens == ({length // 8 * 8} if length >= 8 else set())
     assert all(np.count_nonzero(s.lens) <= 3 for s in steps if s)
     change_device(monkeypatch, min_saved_tokens=1 << 30)
     steps.clear()
-    assert tokens_of(engine_of("llama"), prompts) == got
+    assert tiny.answers(engine_of("llama"), prompts, 10) == got
     assert not any(steps)
-    assert tokens_of(engine_of("llama", "reference"), prompts) == got
+    assert tiny.answers(engine_of("llama", "reference"), prompts, 10) == got
 
 
 @needs_kernels
@@ -282,26 +190,9 @@ def test_other_layers(on_kernels, steps, name, options):
     """Norms and rotations in kernels, softcaps, windows, sinks, quantised stores; chunks, mixed
     steps and preemptions."""
     prompts = [PREFIX[:26] + rest for rest in OTHERS]
-    expected = tokens_of(engine_of(name, "reference", **options), prompts)
-    assert tokens_of(engine_of(name, **options), prompts) == expected
+    expected = tiny.answers(engine_of(name, "reference", **options), prompts, 10)
+    assert tiny.answers(engine_of(name, **options), prompts, 10) == expected
     assert any(steps)
-
-
-@needs_kernels
-def test_a_newcomer_without_the_prefix_reads_its_own_keys(on_kernels, steps):
-    prompts = [PREFIX[:34] + rest for rest in OTHERS[:3]]
-    engine = engine_of("llama")
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12))
-    for _ in range(4):
-        engine.step()
-    assert set(steps[-1].lens.tolist()) == {32}
-    engine.add_request("x", OTHERS[3], SamplingParams(temperature=0, max_tokens=4))
-    done = tiny.run(engine)
-    assert any(s and sorted(set(s.lens.tolist())) == [0, 32] for s in steps)
-    for i, prompt in enumerate(prompts):
-        expected = tiny.alone(tiny.native("llama"), prompt, 12)
-        assert done[str(i)].outputs[0].token_ids == expected
 
 
 # Compiled
@@ -312,28 +203,10 @@ def test_compiled_steps_that_share(steps, monkeypatch):
     pad_to_powers_of_two(monkeypatch)
     prompts = [PREFIX[:26] + rest for rest in OTHERS] + [OTHERS[3]]
     options = {"max_num_batched_tokens": 24, "block_size": BLOCK_SIZE}
-    expected = tokens_of(tiny.engine("qwen3", **options), prompts, 24)
+    expected = tiny.answers(tiny.engine("qwen3", **options), prompts, 24)
     engine = compile_on_cpu(tiny.engine("qwen3", **options))
-    assert tokens_of(engine, prompts, 24) == expected
+    assert tiny.answers(engine, prompts, 24) == expected
     assert engine.metrics()["compiled_steps"] > 10
     assert any(steps)
     assert not all(steps)
     assert engine.runner.compiled.reason is None
-
-
-def test_a_step_can_have_other_arrays(steps):
-    """What a compiled step would keep of the one that it was made of."""
-    engine = compile_on_cpu(tiny.engine("qwen3", block_size=BLOCK_SIZE))
-    prepared, prepare = [], engine.runner.attention.prepare
-    engine.runner.attention.prepare = lambda *args: prepared.append(prepare(*args)) or prepared[-1]
-    tokens_of(engine, [PREFIX[:20] + rest for rest in OTHERS[:2]], 4)
-    step = prepared[-1]
-    assert step.plan.decodes.prefix.length == 16
-    variant, arrays = variant_of(step._replace(variant=None)[1:]), arrays_of(step)
-    assert step.variant == variant
-    hash(variant)
-    none = mx.array(0)
-    empty = with_arrays(step, repeat(none))
-    assert all(a is none for a in arrays_of(empty))
-    again = with_arrays(empty, arrays)
-    assert [id(a) for a in arrays_of(again)] == [id(a) for a in arrays]

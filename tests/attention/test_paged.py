@@ -1,27 +1,22 @@
-"""KernelAttention on the CPU host: whole steps, the order of launches, and whole engines."""
+"""KernelAttention on the CPU host: whole steps and whole engines."""
 
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.attention_cases import RAGGED, Case, check
-from tests.support.declared_order import Launches, recording
 from tests.support.device import change_device
+from tests.support.launches import watch
 from vllm_metal_lite import EngineConfig, LLMEngine, SamplingParams
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
-from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.attention.sdpa import run as sdpa_run
 from vllm_metal_lite.attention.select import Verdict
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import verdicts
-from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.launch import Kernel
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 
@@ -63,10 +58,6 @@ def test_prompts_by_the_calls_that_a_gpu_fuses(monkeypatch, how, bits):
     monkeypatch.setattr(sdpa_run, "unfused", lambda *_: None)
     case = KernelCase(RAGGED, prefill="gather", sinks=True, dim=64, bits=bits)
     check(case, padding=3, **how)
-
-
-def test_a_large_step_is_cut_into_calls():
-    check(KernelCase(RAGGED, prefill="gather", sinks=True), padding=3, window=5)
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -113,104 +104,23 @@ def test_a_quantised_store(dtype, bits):
     check(case, padding=3, window=11)
 
 
-# The order of launches
-
-
-def two_steps(kind=KernelAttention) -> tuple[Launches, list[mx.array], list[np.ndarray]]:
-    """One decode twice, the second time into the slot that the first one read: the launches, what
-    the two attended to, and what that should be."""
-    case = Case([(17, 1)], seed=1)
-    attention = kind(case.store, "varlen", case.head_groups)
-    state = attention.new_state()
-    rng = np.random.default_rng(0)
-    keys, values = (np.array(a[0]) for a in (case.store.keys, case.store.values))
-    expected = []
-    with recording() as launches:
-        for _ in range(2):
-            k, v, q = (mx.array(rng.standard_normal(shape).astype(np.float32))
-                       for shape in (keys[:1].shape, values[:1].shape, case.q.shape))  # fmt: skip
-            step = attention.begin(attention.prepare(case.batch, 1), state)
-            mx.eval(k, v, q)
-            step.write(0, k, v)
-            step.attend(0, q, scale=case.scale)
-            state = [step.token]
-            slot = int(case.batch.slot_mapping[0])
-            keys[slot], values[slot] = np.array(k[0]), np.array(v[0])
-            case.q, case.k, case.v = q, mx.array(keys), mx.array(values)
-            expected.append(case.expected())
-    return launches, launches.outputs_of("paged_decode"), expected
-
-
-ORDERS = {
-    "first": min,
-    "last": max,
-    **{str(seed): random.Random(seed).choice for seed in range(3)},
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_that_is_declared_gives_the_same_result(order):
-    launches, outputs, expected = two_steps()
-    results = launches.run(ORDERS[order])
-    for got, wanted in zip(outputs, expected, strict=True):
-        np.testing.assert_allclose(np.array(results[id(got)]), wanted, 1e-5, 1e-5)
-
-
-class _NeverTakesAToken(KernelStepAttention):
-    """Drops every token: each launch is given a fresh one."""
-
-    token = property(lambda self: new_token(), lambda self, token: None)
-
-
-class _ForgetsTheReader(KernelStepAttention):
-    """Drops the reader's token: a later write does not wait for it."""
-
-    def attend(self, layer, q, **how):
-        token = self.token
-        out = super().attend(layer, q, **how)
-        self.token = token
-        return out
-
-
-@pytest.mark.parametrize("step", [_NeverTakesAToken, _ForgetsTheReader])
-def test_a_dropped_token_is_noticed(step):
-    class Faulty(KernelAttention):
-        def begin(self, of, state):
-            (token,) = state
-            return step(self.store, of, token, self.without, self.shares)
-
-    launches, outputs, expected = two_steps(Faulty)
-    results = launches.run(max)  # the latest first: a write overtakes the read before it
-    wrong = [
-        not np.allclose(np.array(results[id(got)]), wanted, 1e-3, 1e-3)
-        for got, wanted in zip(outputs, expected, strict=True)
-    ]
-    assert any(wrong)
-
-
 # Whole engines
 
 
 def tokens(model, prompts, **config):
     engine = LLMEngine(model, EngineConfig(max_model_len=64, block_size=8, **config))
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=20))
-    done = {}
-    while len(done) < len(prompts):
-        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
-    return done, engine
+    return tiny.answers(engine, prompts, 20), engine
 
 
 def test_a_decode_may_read_what_another_one_writes_in_the_same_step(monkeypatch):
     """The second prompt ends behind a block that the first request completes in this very step."""
-    fused, launch = [], Kernel.__call__
+    fused = []
 
-    def watching(self, arrays, template, *args):
-        if self.name == "paged_decode":
+    def note(kernel, _, template):
+        if kernel == "paged_decode":
             fused.append(template["FUSED"])
-        return launch(self, arrays, template, *args)
 
-    monkeypatch.setattr(Kernel, "__call__", watching)
+    watch(monkeypatch, note)
     model, greedy = tiny.build(config_of("qwen3")), SamplingParams(temperature=0, max_tokens=5)
     first = tiny.prompts(1, 15, 15)[0]
     second = [*first, tiny.alone(model, first, 1)[0], 7]
@@ -245,9 +155,7 @@ def test_an_engine_on_kernels_gives_the_tokens_of_the_reference(
     model = tiny.packed(name)
     prompts = tiny.prompts(4, 9, 16, seed=5)
     prompts.append(prompts[1][:8] + prompts[2])
-    how = {
-        "num_blocks": 9, "max_num_batched_tokens": 12, "max_num_seqs": 3, "kv_bits": kv_bits
-    }  # fmt: skip
+    how = {"num_blocks": 9, "max_num_batched_tokens": 12, "max_num_seqs": 3, "kv_bits": kv_bits}
     expected, _ = tokens(model, prompts, attention="reference", **how)
     got, engine = tokens(model, prompts, attention="kernels", **how)
     assert engine.runner.attention.name == "kernels"

@@ -11,14 +11,10 @@ from vllm_metal_lite.attention.sdpa.plan import (
     _LEAST_TILE,
     NEVER,
     Group,
-    _group_by_shape,
-    _tiles,
-    cost,
     places,
     plan_groups,
     split_packs,
 )
-from vllm_metal_lite.config import MAX_PACKED_PREFILL_TOKENS
 
 
 def visible(group: Group, window: int | None) -> np.ndarray:
@@ -107,31 +103,6 @@ def test_every_row_has_its_place_in_the_results(segments, window, padding, call_
     assert place is None or len(place) == n + padding
 
 
-@given(
-    st.lists(st.one_of(segment, whole), min_size=1, max_size=7),
-    st.sampled_from([0, 30, 500, 5000, 1 << 20]),
-)
-@settings(max_examples=100)
-def test_no_other_way_to_cut_neighbours_costs_less(segments, call_cost):
-    batch = make_batch(segments)
-    count, tiles = len(segments), _tiles(batch, np.arange(len(segments)), None, None, 1 << 30)
-    order = np.lexsort((-tiles.kv_end, -tiles.q_len))
-
-    def cost_of(batches):
-        return sum(
-            call_cost + len(b) * cost(int(tiles.q_len[b].max()), int(tiles.kv_end[b].max()))
-            for b in batches
-        )
-
-    found, batches = _group_by_shape(tiles, call_cost)
-    assert np.concatenate(batches).tolist() == order.tolist()
-    ways = [
-        np.split(order, [i + 1 for i in range(count - 1) if cuts >> i & 1])
-        for cuts in range(1 << (count - 1))
-    ]
-    assert found == cost_of(batches) == min(map(cost_of, ways))
-
-
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60))
 def test_packs_hold_at_most_the_cap_in_order_and_oversized_prompts_are_alone(lengths, cap):
     q_lens = np.array(lengths)
@@ -142,13 +113,6 @@ def test_packs_hold_at_most_the_cap_in_order_and_oversized_prompts_are_alone(len
         assert rows <= cap or len(pack) == 1
         if following is not None:
             assert rows + q_lens[following[0]] > cap, "split too early"
-
-
-def test_the_default_cap_is_the_documented_one():
-    lengths = np.array([3000, 1096, 1, 5000, 10])
-    packs = split_packs(np.arange(5), lengths)
-    assert MAX_PACKED_PREFILL_TOKENS == 4096
-    assert [p.tolist() for p in packs] == [[0, 1], [2], [3], [4]]
 
 
 @pytest.mark.parametrize("call_cost", [0, 1 << 20])
@@ -192,13 +156,6 @@ def test_padding_never_costs_more_than_another_call():
     groups = plan_groups(batch, None, tile=256, call_cost=10_000)
     assert [g.q_rows.ravel().tolist() for g in groups] == [[0, 2], [1]]
     assert len(plan_groups(batch, None, tile=256, call_cost=1 << 20)) == 1
-
-
-@pytest.mark.parametrize("call_cost", [1 << 12, 1 << 20], ids=["cpu", "gpu"])
-def test_short_decodes_are_not_padded_to_a_long_neighbour(call_cost):
-    batch = make_batch([(60, 1)] * 63 + [(32_000, 1)])
-    groups = plan_groups(batch, None, tile=256, call_cost=call_cost)
-    assert sum(g.kv_slots.size for g in groups) < 1.5 * batch.seq_lens.sum()
 
 
 def test_one_call_gathers_a_bounded_number_of_keys():
@@ -263,10 +220,3 @@ def test_the_tiles_of_a_chunk_share_one_copy_of_its_keys(window, keys):
     (gather,) = joint_gathers(groups, 1 << 17)
     assert len(gather.slots) == keys
     assert places(groups, 600) == (None, None), "rows are in order, and none is copied"
-
-
-def test_a_bound_that_is_not_reached_changes_nothing():
-    batch = make_batch([(4000, 512), (0, 300), (9, 1)])
-    plain = plan_groups(batch, None, tile=1 << 30, call_cost=1 << 16)
-    bounded = plan_groups(batch, None, tile=1 << 30, call_cost=1 << 16, max_scores=1 << 30)
-    assert [g.q_rows.shape for g in bounded] == [g.q_rows.shape for g in plain]

@@ -121,8 +121,7 @@ def test_compiled_steps_give_the_same_tokens(budget, seed, scored):
     params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0 if scored else None)
 
     def answers(engine):
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, params)
+        tiny.submit(engine, prompts, params)
         done = tiny.run(engine)
         scores = [
             [next(iter(p.values())).logprob for p in done[str(i)].prompt_logprobs[1:]]
@@ -154,30 +153,26 @@ def test_a_prompt_alone_waits_to_be_compiled():
         pad_to_powers_of_two(patch)
         engine = compile_on_cpu(tiny.engine("qwen3"), rows_as_decodes=LIMIT)
         compiled = []
-        for i, prompt in enumerate(tiny.prompts(3, 20, 30, seed=1)):
-            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=1))
-            tiny.run(engine)
+        for prompt in tiny.prompts(3, 20, 30, seed=1):
+            tiny.answers(engine, [prompt], 1)
             compiled.append(engine.metrics()["compiled_steps"])
     assert compiled == [0, 1, 2]
 
 
 @needs_host
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "llama/window"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma2", "llama/window"))],
+)
 def test_tokens_through_kernels(monkeypatch, tmp_path, name):
     """A pool that makes requests give way, chunks of unlike size, and a newcomer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     change_device(monkeypatch, min_saved_for_prompts=8)
     prompts = tiny.prompts(4, 10, 40, seed=7)
-    params = SamplingParams(temperature=0, max_tokens=16)
     with installed():
         engine = tiny.engine(
             name, attention="kernels", block_size=8, num_blocks=10, max_num_batched_tokens=19
         )
         assert engine.runner.attention.rows_as_decodes == profile().rows_as_decodes
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, params)
-        done = tiny.run(engine)
+        assert tiny.answers(engine, prompts, 16) == tiny.all_alone(name, prompts, 16)
     assert engine.metrics()["preemptions"] > 0
-    for i, prompt in enumerate(prompts):
-        expected = tiny.alone(tiny.native(name), prompt, 16)
-        assert done[str(i)].outputs[0].token_ids == expected

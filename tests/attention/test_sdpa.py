@@ -21,6 +21,7 @@ from tests.support.attention_cases import (
 )
 from tests.support.device import change_device
 from vllm_metal_lite import backend
+from vllm_metal_lite.attention.base import Call
 from vllm_metal_lite.attention.sdpa import run
 from vllm_metal_lite.attention.sdpa.calls import DeviceGroup
 from vllm_metal_lite.attention.sdpa.fused import Unfused, unfused
@@ -107,15 +108,6 @@ def test_a_mask_is_never_wider_than_the_queries(monkeypatch, where, dtype):
     assert {m.dtype for m in masks} == {dtype if where == "cuda" else mx.bool_}
 
 
-def test_a_mask_is_made_once_a_step_whatever_the_number_of_layers():
-    case = Case(RAGGED)
-    step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    first, second = (step.plan.calls(0, 7).groups for _ in range(2))
-    assert first is second
-    assert first[0].mask(mx.float32) is second[0].mask(mx.float32)
-    assert first[0].visible is second[0].visible
-
-
 def unfused_call(segment: tuple[int, int], window: int | None = None) -> DeviceGroup:
     case = Case([segment])
     step = case.attention.prepare(case.batch, case.batch.num_tokens)
@@ -180,14 +172,6 @@ def test_masking_the_last_keys_copies_no_scores():
     assert mx.get_peak_memory() - before < 1.7 * (2 * 256 * 4352 * 4)
 
 
-def test_a_window_that_hides_nothing_is_no_window():
-    case = Case(RAGGED)
-    longest = int(case.batch.seq_lens.max())
-    step = case.attention.prepare(case.batch, case.batch.num_tokens)
-    assert step.plan.calls(0, longest) is step.plan.calls(0, None)
-    assert step.plan.calls(0, longest - 1) is not step.plan.calls(0, None)
-
-
 def one_token_batch(slot: int, num_blocks: int) -> ForwardBatch:
     batch = make_batch([(0, 1)])
     batch.block_tables[:] = slot // BLOCK_SIZE
@@ -208,7 +192,7 @@ def test_the_store_is_written_in_place(bits):
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         step.write(0, row, row)
-        out = step.attend(0, row, scale=1.0)
+        out = step.attend(row, Call(0, 1.0))
         mx.eval(out, store.arrays)
         assert mx.get_peak_memory() - before < store.nbytes // 16
         assert mx.array_equal(out, row)

@@ -89,6 +89,7 @@ def test_text_that_begins_as_a_recipient(text):
     assert check_splits(HARMONY, text).text == text
 
 
+@pytest.mark.long
 def test_the_tokenizer_is_that_of_gpt_oss(encoding, tmp_path):
     from mlx_lm.tokenizer_utils import load
 

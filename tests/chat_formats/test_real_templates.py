@@ -73,6 +73,7 @@ def test_a_rendered_call_is_read_under_every_split(name):
     assert check_splits(chat_format, answer, tools=[TOOL]).called == [(TOOL.name, ARGUMENTS)]
 
 
+@pytest.mark.long
 def test_a_format_reads_what_its_template_writes_or_there_is_none():
     """Others write forms of their own.  Some cannot be rendered here, so their texts decide."""
     counts, unread = Counter(), []
@@ -103,8 +104,7 @@ def test_templates_that_are_newer(name):
 
 # Their texts are those of another format.
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("tencent-Hy-MT2-30B-A3B", "thinking"), ("openbmb-MiniCPM3-4B", "plain")],
+    ("name", "expected"), [("tencent-Hy-MT2-30B-A3B", "thinking"), ("openbmb-MiniCPM3-4B", "plain")]
 )
 def test_a_format_that_does_not_read_the_template_s_call_is_not_chosen(name, expected):
     text = template(name)

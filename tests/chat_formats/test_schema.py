@@ -55,11 +55,12 @@ def test_a_part_stands_alone_with_all_that_it_refers_to():
     root = {
         "type": "object",
         "properties": {
-            "const": {"$ref": "#/$defs/color"}, "next": {"$ref": "#"},
+            "const": {"$ref": "#/$defs/color"},
+            "next": {"$ref": "#"},
             "as it is": {"const": {"$ref": "#/$defs/color"}},
         },
         "$defs": {"color": COLOR},
-    }  # fmt: skip
+    }
     alone = standalone(root["properties"]["next"], root)
     for value in (
         {"const": "red", "next": {"const": "red"}},

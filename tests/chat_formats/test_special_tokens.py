@@ -3,10 +3,8 @@
 import re
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.support.byte_tokenizer import tokenizer_of
 from tests.support.chat_text import TOOLS
 from tests.support.chat_writers import WRITERS
 from vllm_metal_lite.chat_formats.detect import FORMATS
@@ -16,22 +14,6 @@ from vllm_metal_lite.chat_formats.tool import ToolChoice
 llguidance = pytest.importorskip("llguidance")
 hf = pytest.importorskip("llguidance.hf")
 MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|\[[A-Z_]+\]|</?[a-z_:]*(?:tool_calls?|TOOLCALL)>")
-
-
-def tokenizer_of(markers: set[str], special: bool) -> PreTrainedTokenizerFast:
-    """A token for each byte, and one for each marker.
-
-    special: if not, llguidance takes those in angle brackets for special tokens nevertheless, as
-    Qwen's `<tool_call>`.
-    """
-    letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
-    tokenizer = Tokenizer(models.BPE(letters, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [AddedToken(m, special=special, normalized=False) for m in ["<eos>", *sorted(markers)]]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if FORMATS[name].grammar])

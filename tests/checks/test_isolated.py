@@ -28,7 +28,7 @@ CHECKS = [
 # A process in which a check is right unless `acts` has something for its kernel.
 PROCESS = """
 import os, sys, time
-from vllm_metal_lite.checks import child
+from vllm_metal_lite.checks import run as child
 from vllm_metal_lite.checks.result import CheckResult, Speed
 
 def run(check, timed):
@@ -112,8 +112,7 @@ def test_a_kernel_that_hangs_is_not_tried_again(process):
 
 
 @pytest.mark.parametrize(
-    "script",
-    ["raise ImportError('no module named mlx')", 'print(\'{"device": "another"}\')', "#"],
+    "script", ["raise ImportError('no module named mlx')", 'print(\'{"device": "another"}\')', "#"]
 )
 def test_without_a_process_that_works_checks_run_here(process, script):
     process(script)
@@ -164,21 +163,22 @@ def test_a_kernel_that_hangs_ends_with_its_parent(tmp_path, number):
     """Ctrl-C, or a parent that is gone."""
     file = tmp_path / "pid"
     parent = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(file)], stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", SCRIPT, str(file)],
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    )
     child = int(_soon(lambda: file.exists() and file.read_text().strip()))
     parent.send_signal(number)
-    parent.wait(60)
+    parent.wait(600)
     _soon(lambda: not _runs(child))
 
 
 def _soon(what):
-    for _ in range(1200):
+    for _ in range(12_000):
         if found := what():
             return found
         time.sleep(0.05)
-    pytest.fail("not within a minute")
+    pytest.fail("not within ten minutes")
 
 
 def _runs(pid: int) -> bool:

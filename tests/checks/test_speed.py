@@ -1,6 +1,5 @@
 """The two ways that are timed do the same work.  Times themselves mean nothing here."""
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 
 from metal.host import compiler_available
 from tests.support.device import change_device
+from tests.support.launches import watch
 from tests.support.miscompiled import seeming_gpu
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import alternatives, attention, speed
@@ -15,7 +15,6 @@ from vllm_metal_lite.checks.plan import checks_for
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.checks.run import run
 from vllm_metal_lite.kernels import timing
-from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, Rotation
 
 measure = speed.measure
@@ -46,13 +45,8 @@ def a_gpu(monkeypatch, tmp_path):
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("kernel", TIMED)
 def test_both_ways_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu, kernel):
-    launched, launch = Counter(), Kernel.__call__
-
-    def counting(self, arrays, template, *rest):
-        launched[self.name, bool(template.get("FUSED"))] += 1
-        return launch(self, arrays, template, *rest)
-
-    monkeypatch.setattr(Kernel, "__call__", counting)
+    launched = set()
+    watch(monkeypatch, lambda k, _, template: launched.add((k, bool(template.get("FUSED")))))
     of_form = {"fused_decode": "paged_decode", "latent_prefill": "latent_attention"}
     name = of_form.get(kernel, kernel), kernel == "fused_decode"
     loads = 0
@@ -66,7 +60,7 @@ def test_both_ways_compute_the_same_and_one_lacks_the_kernel(monkeypatch, a_gpu,
             out = way()
             first = out if isinstance(out, mx.array) else out[0]
             results.append(np.array(first.astype(mx.float32)).ravel())
-            assert bool(launched[name]) == with_it
+            assert (name in launched) == with_it
         np.testing.assert_allclose(*results, rtol=2e-4, atol=2e-4)
         return 1.0, 2.0
 
@@ -99,23 +93,28 @@ def test_only_a_kernel_that_is_right_is_timed(monkeypatch, a_gpu):
     assert run(check, timed=True).speed is None
 
 
-def test_a_median_of_calls_in_turns(monkeypatch):
+@pytest.mark.parametrize(
+    ("cost", "rounds", "calls"),
+    [(0.002, 5, 20), (0.0105, 5, 4), (0.06, 3, 1), (0.1, 2, 1), (3.0, 1, 1)],
+)
+def test_ways_are_timed_in_turns_and_slow_ones_less_often(monkeypatch, cost, rounds, calls):
     """A device that slows down does so for both."""
     now, order = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
-    def way(name, cost):
-        def call():
-            order.append(name)
-            now[0] += cost * (1 + len(order) / 1000)
-            return mx.zeros(1)
+    def way(name, factor):
+        def run(count):
+            for _ in range(count):
+                order.append(name)
+                now[0] += factor * cost * (1 + len(order) / 1000)
 
-        return call
+        return run
 
-    ours, alternative = speed._seconds(way("ours", 1.0), way("alternative", 2.0))
-    assert ours < alternative < 2.1 * ours
-    turn = ["ours"] * speed._CALLS + ["alternative"] * speed._CALLS
-    assert order[-5 * len(turn) :] == turn * 5
+    ways = [way("ours", 1.0), way("other", 1.005)]
+    ours, other = timing.seconds_in_turns(ways, calls=20, enough=0.24)
+    assert cost < ours < other < 2 * cost
+    before = 2 * (2 + 1)  # two that warm up, one that tells how many to time
+    assert order[before:] == (["ours"] * calls + ["other"] * calls) * rounds
 
 
 def test_slow_must_be_found_twice(monkeypatch):

@@ -16,7 +16,7 @@ from vllm_metal_lite.cli.bench.suite import Suite
 from vllm_metal_lite.cli.bench.table import ratio, table
 from vllm_metal_lite.cli.main import main
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import MetalLiteError, RequestError
+from vllm_metal_lite.errors import MetalLiteError, RequestError, install
 
 SMALL = ["--requests", "1,3", "--context", "16", "--new-tokens", "8", "--seconds", "60"]
 
@@ -97,7 +97,7 @@ def test_what_is_too_long_or_too_large_is_skipped(bench):
         (["--seconds", "nan"], "--seconds: must be a number from 1"),
         (["--report", "/nowhere/a.json"], "/nowhere/a.json: No such file"),
         (["--plot", "a.gif"], "--plot must end in .png"),
-        (["--plot", "none.png"], "pip install 'vllm-metal-lite[bench]'"),
+        (["--plot", "none.png"], install("bench")),
     ],
     ids=str,
 )

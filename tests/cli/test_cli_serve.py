@@ -10,6 +10,7 @@ import pytest
 from tests.support.cli_kit import SAFETY
 from tests.support.serve_command import eventually, serve_command
 from vllm_metal_lite.cli.main import main
+from vllm_metal_lite.errors import install
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
@@ -83,7 +84,7 @@ def test_a_missing_extra_says_what_to_install(package):
         [sys.executable, "-c", MISSING, package], capture_output=True, text=True, timeout=SAFETY
     )
     assert done.returncode == 1
-    expected = f"error: the server needs {package}: pip install 'vllm-metal-lite[serve]'\n"
+    expected = f"error: the server needs {package}: {install('serve')}\n"
     assert (done.stdout, done.stderr) == ("", expected)
 
 

@@ -174,7 +174,53 @@ def test_a_refused_request_raises_in_its_own_stream_only():
     serve(test)
 
 
-def test_a_failing_step_ends_its_streams_with_the_error_and_serving_goes_on():
+POISON = tiny.VOCAB - 1
+
+
+def poison(engine: AsyncEngine, at: str) -> None:
+    """Let each step that computes POISON fail, at its launch or when its tokens are read."""
+    runner = engine._engine.runner
+    execute = runner.execute
+
+    def fail() -> None:
+        raise RuntimeError("the forward failed")
+
+    def poisoned(batch, *args):
+        is_bad = POISON in batch.token_ids
+        if is_bad and at == "launch":
+            fail()
+        result = execute(batch, *args)
+        if is_bad:
+            result.wait = fail
+        return result
+
+    runner.execute = poisoned
+
+
+@pytest.mark.parametrize("seats", [1, 3, 8])
+@pytest.mark.parametrize("at", ["launch", "read"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_prompt_whose_forward_fails_harms_no_other_request(name, at, seats):
+    """Others wait, or are in the same steps."""
+    whole = {i: [*prompt, *expected(i, name=name)] for i, prompt in enumerate(PROMPTS)}
+    good = [i for i, tokens in whole.items() if POISON not in tokens][:6]
+
+    async def test(engine):
+        poison(engine, at)
+        streams = [collect(engine, PROMPTS[i], greedy()) for i in good]
+        for at_index in (2, 5):
+            bad = [*PROMPTS[at_index], POISON]
+            streams.insert(at_index, collect(engine, bad, greedy()))
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert [str(results.pop(i)) for i in (5, 2)] == ["the forward failed"] * 2
+        assert results == [expected(i, name=name) for i in good]
+        await idle(engine)
+        assert not engine._engine.scheduler.one_by_one
+
+    serve(test, name=name, max_num_seqs=seats, max_num_batched_tokens=16)
+
+
+def test_a_step_that_fails_once_ends_no_stream():
     async def test(engine):
         runner = engine._engine.runner
         execute, broken = runner.execute, []
@@ -187,12 +233,52 @@ def test_a_failing_step_ends_its_streams_with_the_error_and_serving_goes_on():
 
         runner.execute = fail
         streams = [collect(engine, p, greedy(40)) for p in PROMPTS[:3]]
-        results = await asyncio.gather(*streams, return_exceptions=True)
-        assert [str(r) for r in results] == ["the device is gone"] * 3
-        assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
+        assert await asyncio.gather(*streams) == [expected(i, 40) for i in range(3)]
         await idle(engine)
 
     serve(test)
+
+
+def test_an_engine_whose_steps_all_fail_ends_all_streams():
+    async def test(engine):
+        runner, steps = engine._engine.runner, itertools.count(1)
+        execute = runner.execute
+
+        def fail(*args):
+            raise RuntimeError(f"the device is gone, {next(steps)}")
+
+        held, go = hold(engine, after=0)
+        streams = [collect(engine, p, greedy()) for p in PROMPTS]
+        tasks = [asyncio.ensure_future(stream) for stream in streams]
+        await asyncio.to_thread(held.wait, SAFETY)
+        runner.execute = fail
+        added = asyncio.wrap_future(engine._submit(lambda: None))
+        go.set()
+        await added  # all of them are in
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {str(r) for r in results} <= {f"the device is gone, {i}" for i in (1, 2, 3)}
+        runner.execute = execute
+        assert await collect(engine, PROMPTS[1], greedy()) == expected(1)
+        await idle(engine)
+
+    serve(test, max_num_seqs=4)
+
+
+def test_a_step_whose_tokens_cannot_be_recorded_ends_its_own_streams():
+    async def test(engine):
+        def fail(output):
+            if len(engine._streams) == 3:
+                engine._engine.on_step = None
+                raise RuntimeError("a bug")
+
+        engine._engine.on_step = fail
+        streams = [collect(engine, p, greedy(20)) for p in PROMPTS[:3]]
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert [str(r) for r in results[:2]] == ["a bug"] * 2
+        assert results[2] == expected(2, 20)
+        await idle(engine)
+
+    serve(test, max_num_seqs=2)
 
 
 def test_a_step_that_fails_for_a_client_that_left_ends_no_other_stream():

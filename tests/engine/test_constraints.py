@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support import tiny_models as tiny
 from tests.support.slots import SlotConstraint, alone, draw_slots
+from tests.support.tiny_models import greedy
 from vllm_metal_lite.engine import constraints
 from vllm_metal_lite.engine import engine as engines
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -38,10 +39,6 @@ def constrained(engine, slots_of: dict[str, list]):
 
     engine.add_request = add
     return made
-
-
-def greedy(max_tokens: int, **options) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
 
 
 @settings(max_examples=25)
@@ -85,18 +82,15 @@ def test_tokens_are_those_of_mlx_lm_under_the_same_limits(seed, name):
     assert not engine.constraints._of
 
 
-def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty():
+def test_a_run_of_forced_tokens_takes_two_steps_and_not_twenty(monkeypatch):
     slots = [[1, 2], *([t] for t in range(10, 30)), [3, 4], [5, 6]]
     steps = {}
     for fewest in (2, 10**6):
-        constraints.MIN_FORCED, before = fewest, constraints.MIN_FORCED
-        try:
-            engine = tiny.engine()
-            constrained(engine, {"r": slots})
-            engine.add_request("r", [7, 8, 9], greedy(len(slots)))
-            tokens = tiny.run(engine)["r"].outputs[0].token_ids
-        finally:
-            constraints.MIN_FORCED = before
+        monkeypatch.setattr(constraints, "MIN_FORCED", fewest)
+        engine = tiny.engine()
+        constrained(engine, {"r": slots})
+        engine.add_request("r", [7, 8, 9], greedy(len(slots)))
+        tokens = tiny.run(engine)["r"].outputs[0].token_ids
         assert tokens[1:21] == list(range(10, 30))
         steps[fewest] = engine.metrics()["steps"]
     assert steps == {2: 4, 10**6: 23}
@@ -158,33 +152,15 @@ def test_answers_of_one_request_have_constraints_of_their_own():
     assert [len(c.seen) for c in made] == [3, 3]
 
 
-def test_a_limit_that_leaves_nothing_ends_this_answer_only():
-    engine = tiny.engine()
-    constrained(engine, {"bad": [[1, 2], [3, 4]], "good": [[1, 2], [3, 4]]})
-    engine.add_request(
-        "bad", [7, 8], greedy(4, allowed_token_ids=[1, 9], structured_outputs={"regex": "."})
-    )
-    engine.add_request("good", [7, 8], greedy(2))
-    done = tiny.run(engine)
-    assert done["bad"].outputs[0].finish_reason == "error"
-    assert "the grammar and allowed_token_ids" in done["bad"].outputs[0].error
-    assert done["good"].outputs[0].finish_reason == "length"
-
-
-def test_penalties_count_forced_tokens_once():
+def test_penalties_count_forced_tokens_once(monkeypatch):
     """A sampled answer with penalties is the same with and without packing."""
     slots = [[1, 2, 3], *([t] for t in (5, 6, 5, 6)), *([1, 2, 3, 5, 6] for _ in range(8))]
+    params = SamplingParams(max_tokens=12, seed=3, frequency_penalty=1.5, repetition_penalty=1.2)
     answers = []
     for fewest in (2, 10**6):
-        constraints.MIN_FORCED, before = fewest, constraints.MIN_FORCED
-        try:
-            engine = tiny.engine()
-            constrained(engine, {"r": slots})
-            params = SamplingParams(
-                max_tokens=12, seed=3, frequency_penalty=1.5, repetition_penalty=1.2
-            )
-            engine.add_request("r", [5, 6, 7], params)
-            answers.append(tiny.run(engine)["r"].outputs[0].token_ids)
-        finally:
-            constraints.MIN_FORCED = before
+        monkeypatch.setattr(constraints, "MIN_FORCED", fewest)
+        engine = tiny.engine()
+        constrained(engine, {"r": slots})
+        engine.add_request("r", [5, 6, 7], params)
+        answers.append(tiny.run(engine)["r"].outputs[0].token_ids)
     assert answers[0] == answers[1]

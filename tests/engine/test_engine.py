@@ -9,28 +9,19 @@ import pytest
 from tests.support import tiny_models as tiny
 from tests.support.poison import poison, poison_states
 from tests.support.pool_accounts import check_accounts
+from tests.support.tiny_models import all_alone, greedy
 from vllm_metal_lite import LLM
 from vllm_metal_lite.attention.sdpa.reference import ReferenceStepAttention
 from vllm_metal_lite.errors import RequestError
 from vllm_metal_lite.sampling_params import SamplingParams
 
 
-def greedy(max_tokens: int, **more) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
-
-
 def tokens_of(engine, prompts, params, **how) -> list[list[int]]:
     """Add all prompts, run to the end; the tokens of each one's first answer."""
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params, **how)
-    done = tiny.run(engine)
+    answers = tiny.answers(engine, prompts, params, **how)
     check_accounts(engine.scheduler.kv, [])
     assert engine.metrics()["blocks_owned"] == 0
-    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
-
-
-def expected(name, prompts, n):
-    return [tiny.alone(tiny.native(name), p, n) for p in prompts]
+    return answers
 
 
 PROMPTS = tiny.prompts(7, 1, 60, seed=5)
@@ -40,7 +31,7 @@ PROMPTS = tiny.prompts(7, 1, 60, seed=5)
 @pytest.mark.parametrize("policy", ["mixed", "alternate", "whole"])
 def test_greedy_tokens_equal_the_model_alone(name, policy):
     engine = tiny.engine(name, prefill_policy=policy, max_num_batched_tokens=24, max_num_seqs=4)
-    assert tokens_of(engine, PROMPTS, greedy(12)) == expected(name, PROMPTS, 12)
+    assert tokens_of(engine, PROMPTS, greedy(12)) == all_alone(name, PROMPTS, 12)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama/window", "mixtral"])
@@ -48,7 +39,7 @@ def test_greedy_tokens_equal_the_model_alone(name, policy):
 def test_preempted_requests_get_the_same_tokens(name, caching):
     engine = tiny.engine(name, num_blocks=13, max_model_len=100, enable_prefix_caching=caching)
     prompts = tiny.prompts(6, 5, 30, seed=7)
-    assert tokens_of(engine, prompts, greedy(40)) == expected(name, prompts, 40)
+    assert tokens_of(engine, prompts, greedy(40)) == all_alone(name, prompts, 40)
     assert engine.metrics()["preemptions"] > 2
     assert engine.metrics()["recomputed_tokens"] > 0
 
@@ -76,24 +67,16 @@ def test_a_shared_prefix_is_computed_once_and_changes_nothing():
     stem = tiny.prompts(1, 40, 40, seed=9)[0]
     prompts = [stem + tail for tail in ([1], [2, 3], [4] * 9, [])]
     engine = tiny.engine(max_num_batched_tokens=200)
-    assert tokens_of(engine, prompts, greedy(10)) == expected("llama", prompts, 10)
+    assert tokens_of(engine, prompts, greedy(10)) == all_alone("llama", prompts, 10)
     first = engine.metrics()
     # 40 tokens are 5 blocks; the last prompt must leave its last token to be computed.
     assert first["prefix_cache_hit_tokens"] == 40 + 40 + 32
-    assert tokens_of(engine, prompts, greedy(10)) == expected("llama", prompts, 10)
+    assert tokens_of(engine, prompts, greedy(10)) == all_alone("llama", prompts, 10)
     again = engine.metrics()
     assert again["prefill_tokens"] - first["prefill_tokens"] < sum(map(len, prompts)) // 4
     engine.reset_prefix_cache()
     assert engine.metrics()["blocks_cached"] == 0
-    assert tokens_of(engine, prompts, greedy(10)) == expected("llama", prompts, 10)
-
-
-def test_num_cached_tokens_is_reported():
-    engine = tiny.engine()
-    prompt = tiny.prompts(1, 40, 40, seed=9)[0]
-    for count in (0, 32):
-        engine.add_request("a", prompt, greedy(2))
-        assert tiny.run(engine)["a"].num_cached_tokens == count
+    assert tokens_of(engine, prompts, greedy(10)) == all_alone("llama", prompts, 10)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3/w9"])
@@ -170,22 +153,8 @@ def test_atomic_prompts_are_never_chunked():
         return execute(batch, *args)
 
     engine.runner.execute = record
-    assert tokens_of(engine, prompts, greedy(5), atomic=True) == expected("llama", prompts, 5)
+    assert tokens_of(engine, prompts, greedy(5), atomic=True) == all_alone("llama", prompts, 5)
     assert sorted(s for s in scheduled if s > 1) == sorted(map(len, prompts))
-
-
-def test_the_budget_is_never_exceeded():
-    engine = tiny.engine(max_num_batched_tokens=10, max_num_seqs=3)
-    execute, seen = engine.runner.execute, []
-
-    def record(batch, *args):
-        seen.append((batch.num_tokens, batch.num_segments))
-        return execute(batch, *args)
-
-    engine.runner.execute = record
-    assert tokens_of(engine, PROMPTS, greedy(6)) == expected("llama", PROMPTS, 6)
-    assert max(tokens for tokens, _ in seen) == 10
-    assert max(segments for _, segments in seen) == 3
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1000])
@@ -219,8 +188,7 @@ def test_a_step_that_fails_loses_nothing(monkeypatch, error, when):
         raise error
 
     monkeypatch.setattr(engine.runner, "execute", fails_often)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
+    tiny.submit(engine, prompts, params)
     done, failures = {}, 0
     for _ in range(1000):
         if not engine.has_unfinished_requests():
@@ -249,12 +217,11 @@ def test_a_forward_that_breaks_off_between_layers_loses_nothing(monkeypatch, lay
         return attend(*args, **how)
 
     monkeypatch.setattr(ReferenceStepAttention, "attend", break_off)
-    for i, prompt in enumerate(PROMPTS[:4]):
-        engine.add_request(str(i), prompt, greedy(12))
+    tiny.submit(engine, PROMPTS[:4], greedy(12))
     with pytest.raises(MemoryError):
         tiny.run(engine)
     done = tiny.run(engine)
-    for i, tokens in enumerate(expected("llama", PROMPTS[:4], 12)):
+    for i, tokens in enumerate(all_alone("llama", PROMPTS[:4], 12)):
         assert done[str(i)].outputs[0].token_ids == tokens
 
 
@@ -271,10 +238,10 @@ def test_abort_gives_everything_back_and_disturbs_nobody():
     done = tiny.run(engine)
     assert sorted(done) == ["0", "2", "4", "5", "6"]
     for i in map(int, done):
-        assert done[str(i)].outputs[0].token_ids == expected("llama", [PROMPTS[i]], 12)[0]
+        assert done[str(i)].outputs[0].token_ids == all_alone("llama", [PROMPTS[i]], 12)[0]
     assert engine.metrics()["blocks_owned"] == engine.metrics()["requests_running"] == 0
     engine.add_request("1", PROMPTS[1], greedy(3))
-    assert tiny.run(engine)["1"].outputs[0].token_ids == expected("llama", [PROMPTS[1]], 3)[0]
+    assert tiny.run(engine)["1"].outputs[0].token_ids == all_alone("llama", [PROMPTS[1]], 3)[0]
 
 
 def lose_step_in_flight(engine) -> None:
@@ -317,14 +284,6 @@ def test_what_a_step_computes_for_aborted_requests_is_found():
     output = tiny.run(engine)["b"]
     assert output.outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 6)
     assert output.num_cached_tokens == 64
-
-
-def test_an_id_in_use_is_refused_and_the_first_goes_on():
-    engine = tiny.engine()
-    engine.add_request("a", PROMPTS[0], greedy(3))
-    with pytest.raises(RequestError, match="'a' is already in use"):
-        engine.add_request("a", PROMPTS[1], greedy(3))
-    assert tiny.run(engine)["a"].outputs[0].token_ids == expected("llama", [PROMPTS[0]], 3)[0]
 
 
 def test_stepping_an_idle_engine_does_nothing():

@@ -11,10 +11,7 @@ from tests.support.counts import counts
 from vllm_metal_lite import LLM
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.errors import (
-    ConfigError,
-    MetalLiteError,
     ModelLoadError,
-    OutOfMemoryError,
     RequestError,
     SamplingError,
 )
@@ -68,13 +65,6 @@ def test_a_bad_request_is_refused_and_others_go_on(fault):
     assert done["good"].outputs[0].token_ids == tiny.alone(tiny.native("llama"), prompt, 8)
     engine.add_request("bad", prompt, GREEDY)  # the name is still free
     assert tiny.run(engine)["bad"].finished
-
-
-def test_a_request_that_the_pool_cannot_hold_is_refused_with_the_numbers():
-    engine = tiny.engine(num_blocks=4, max_model_len=32)
-    engine.scheduler.kv.pools[0].num_blocks = 3  # as if sizing had shrunk it
-    with pytest.raises(RequestError, match=r"needs 4 blocks of 8 tokens, the store has 3"):
-        engine.add_request("a", [1] * 20, GREEDY.__class__(temperature=0, max_tokens=9))
 
 
 def test_request_ids_are_strings():
@@ -247,38 +237,3 @@ def test_what_is_not_a_folder(tmp_path):
         with pytest.raises(ModelLoadError, match=words) as error:
             loader.load(name)
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"memory_fraction": 1e-9}, OutOfMemoryError),
-        ({"num_blocks": 10**15}, OutOfMemoryError),
-        ({"max_model_len": 10**6}, ConfigError),
-        ({"num_blocks": 1, "max_model_len": 500}, ConfigError),
-        ({"dtype": "int4"}, ConfigError),
-        ({"max_num_batched_tokens": -1}, ConfigError),
-    ],
-)
-def test_a_model_that_cannot_start_is_one_clear_line(folder, options, error):
-    with pytest.raises(error) as caught:
-        LLM(str(folder), **options)
-    assert isinstance(caught.value, MetalLiteError)
-    assert "\n" not in str(caught.value)
-
-
-def test_text_that_the_tokenizer_cannot_take_and_chats_that_the_template_refuses(folder):
-    llm = LLM(str(folder), num_blocks=8)
-    with pytest.raises(RequestError, match="half of a surrogate pair"):
-        llm.generate("half a pair: \ud800")
-    for messages in ([], [{"role": "user"}], ["hello"], "hello"):
-        with pytest.raises(RequestError):
-            llm.chat(messages)
-    assert len(llm.generate("fine")) == 1
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_narrow_dtypes_load_and_answer(folder, dtype):
-    llm = LLM(str(folder), num_blocks=8, dtype=dtype)
-    assert llm.engine.runner.attention.store.keys[0].dtype == getattr(mx, dtype)
-    assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8

@@ -7,6 +7,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from tests.support import tiny_models as tiny
+from tests.support.sampling_oracle import log_softmax
 from vllm_metal_lite import LLM, SamplingParams
 from vllm_metal_lite.engine.detokenizer import Detokenizer
 from vllm_metal_lite.errors import RequestError
@@ -249,12 +250,6 @@ def test_max_tokens_none_runs_to_the_end_of_the_context(llm, native):
 # Log-probabilities, biases, penalties
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
 def check_logprobs(entry: dict, expected: np.ndarray, token: int, k: int) -> None:
     best = np.argsort(-expected, kind="stable")
     assert next(iter(entry)) == token
@@ -306,8 +301,9 @@ def test_logprobs_are_taken_before_bias_and_temperature(llm, native):
 def test_penalties_follow_their_definition(llm, native):
     """A greedy loop by hand over mlx-lm's logits."""
     prompt = encode("to be or not to be")
-    out = one(llm, prompt, greedy(20, frequency_penalty=1.5, presence_penalty=0.7,
-                                  repetition_penalty=1.3))  # fmt: skip
+    out = one(
+        llm, prompt, greedy(20, frequency_penalty=1.5, presence_penalty=0.7, repetition_penalty=1.3)
+    )
     tokens: list[int] = []
     for _ in range(20):
         x = tiny.logits_alone(native, prompt + tokens)[-1].astype(np.float64)

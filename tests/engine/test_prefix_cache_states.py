@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
+from tests.support.fakes import StepFailed
 from tests.support.kernel_engine import engine_with_kernels
 from tests.support.poison import poison_states
 from tests.support.pool_accounts import check_accounts
@@ -97,10 +98,6 @@ OPTIONS = st.fixed_dictionaries({
     "prefill_policy": st.sampled_from(["mixed", "mixed", "alternate", "whole"]),
 })  # fmt: skip
 CHECKPOINTS = st.sampled_from([0, 1, 3, 40])
-
-
-class StepFailed(Exception):
-    pass
 
 
 def with_trouble(engine: LLMEngine, trouble: Trouble, poisoned: bool) -> None:

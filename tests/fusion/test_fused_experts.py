@@ -11,15 +11,16 @@ from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import config_of
 from tests.support.expert_cases import EXPERT_KERNELS
+from tests.support.launches import watch
 from tests.support.rounding import medians, of_16_bits
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion import experts
+from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.experts import fuse_experts
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
 from vllm_metal_lite.fusion.origins import Weighted
 from vllm_metal_lite.fusion.traced import origin_of
-from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.experts import served_experts
@@ -37,13 +38,8 @@ FEW = range(1, 65)
 )  # fmt: skip
 def test_a_model_of_16_bits_computes_the_same(monkeypatch, name):
     """About as near to its own logits as without; its steps have 2 to 7 rows."""
-    launch, launched = Kernel.__call__, set()
-
-    def noting(self, *args):
-        launched.add(self.name)
-        return launch(self, *args)
-
-    monkeypatch.setattr(Kernel, "__call__", noting)
+    launched = set()
+    watch(monkeypatch, lambda kernel, *_: launched.add(kernel))
     config = config_of(name)
     if config["moe_intermediate_size"] % 32:  # as no model has it
         config = {**config, "moe_intermediate_size": 64}
@@ -83,7 +79,7 @@ def on_a_cpu(monkeypatch):
 
 @pytest.fixture
 def building():
-    with installed(), experts.fusing(FEW):
+    with installed(), fusing(Current(expert_rows=FEW)):
         yield
 
 
@@ -106,7 +102,7 @@ def test_only_a_fused_forward_of_few_rows_uses_the_kernels(monkeypatch):
     assert type(switch_model.mlp) is not SwitchGLU
     monkeypatch.setattr(experts, "expert_mlp", None)
     np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
-    with experts.fusing(range(1, 5)):  # these are five
+    with fusing(Current(expert_rows=range(1, 5))):  # these are five
         np.testing.assert_array_equal(floats(switch(X, CHOSEN)), expected)
 
 

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import CANNOT_RUN, CONFIGS, VOCAB, config_of
+from tests.support.launches import watch
 from vllm_metal_lite.attention.heads import Heads, same_rope
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.attention.select import Verdict
@@ -33,8 +34,9 @@ from vllm_metal_lite.fusion.joined import (
 )
 from vllm_metal_lite.fusion.origins import Sum
 from vllm_metal_lite.fusion.traced import Traced, as_view, origin_of, rows_of, up_to_date
+from vllm_metal_lite.kernels.common import RMSNorm
 from vllm_metal_lite.kernels.launch import Kernel
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import adapt
@@ -168,8 +170,8 @@ def test_a_trace_costs_nothing():
 
 def test_norms_and_rotations_come_once_and_in_order():
     heads = Heads(Columns(mx.ones((2, 8)), 0), 2, 4)
-    norm, rope = HeadNorm(mx.ones(4), 1e-5), Rope(4, False, 1e4, 1.0, None)
-    assert heads.normed(HeadNorm(mx.ones(8), 1e-5)) is None
+    norm, rope = RMSNorm(mx.ones(4), 1e-5), Rope(4, False, 1e4, 1.0, None)
+    assert heads.normed(RMSNorm(mx.ones(8), 1e-5)) is None
     both = heads.normed(norm).rotated(rope)
     assert (both.norm, both.rope) == (norm, rope)
     assert both.rotated(rope) is both.normed(norm) is heads.rotated(rope).normed(norm) is None
@@ -245,13 +247,12 @@ LAUNCHES = {
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_fused_model_computes_the_same(monkeypatch, name):
-    launches, original = Counter(), Kernel.__call__
+    launches = Counter()
 
-    def counting(self, arrays, template, *args):
-        launches["fused" if template.get("FUSED") else self.name] += 1
-        return original(self, arrays, template, *args)
+    def count(kernel, _, template):
+        launches["fused" if template.get("FUSED") else kernel] += 1
 
-    monkeypatch.setattr(Kernel, "__call__", counting)
+    watch(monkeypatch, count)
     config = config_of(name)
     model = tiny.build(config)
     layout = inspect(model, config["model_type"])
@@ -283,38 +284,30 @@ def test_a_model_whose_fused_logits_differ_does_without(monkeypatch, caplog, tmp
     with installed():
         engine = tiny.engine("qwen3", attention="kernels")
         assert (engine.runner.fusion is NO_FUSION) is wrong
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=5))
-        done = tiny.run(engine)
+        assert tiny.answers(engine, prompts, 5) == tiny.all_alone("qwen3", prompts, 5)
     assert ("fused launches do not suit this model" in caplog.text) is wrong
-    for i, prompt in enumerate(prompts):
-        assert done[str(i)].outputs[0].token_ids == tiny.alone(
-            tiny.build(config_of("qwen3")), prompt, 5
-        )
 
 
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
 def test_products_of_few_rows_go_through_the_kernel(monkeypatch, name):
     """Every one of every forward of so many rows, and the sums behind two of them; the tokens stay
     the same.  The head of "qwen3" is its embedding, and that of "llama" sees other rows.
 
     Launches run at once here, also those of products that then are computed with their sum.
     """
-    launches, forwards = Counter(), Counter()
-    launch, forward = Kernel.__call__, PackedModel.__call__
+    launches, forwards, forward = Counter(), Counter(), PackedModel.__call__
     layers = len(tiny.packed(name, mx.bfloat16).packed.attention_specs)
 
-    def counting(self, arrays, template, *args):
-        if self.name == "skinny_gemm" and len(arrays[1]) != VOCAB:
+    def count(kernel, arrays, template):
+        if kernel == "skinny_gemm" and len(arrays[1]) != VOCAB:
             launches[len(arrays[0]), template["RESIDUAL"]] += 1
-        return launch(self, arrays, template, *args)
 
     def noting(self, attention, *args):
         forwards[len(attention.step.token_ids)] += 1
         return forward(self, attention, *args)
 
-    monkeypatch.setattr(Kernel, "__call__", counting)
+    watch(monkeypatch, count)
     monkeypatch.setattr(PackedModel, "__call__", noting)
     monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}))
     tokens = []
@@ -406,9 +399,7 @@ def test_engines_with_and_without_fused_launches_share_a_model(monkeypatch):
     with installed():
         for attention in ("reference", "kernels", "reference", "kernels"):
             engines.append(LLMEngine(loaded, replace(options, attention=attention)))
-            for i, prompt in enumerate(prompts):
-                params = SamplingParams(temperature=0, max_tokens=6)
-                engines[-1].add_request(str(i), prompt, params)
+            tiny.submit(engines[-1], prompts, 6)
             for engine in engines:
                 engine.step()
         done = [tiny.run(engine) for engine in engines]
@@ -416,6 +407,5 @@ def test_engines_with_and_without_fused_launches_share_a_model(monkeypatch):
     assert reference is engines[2].runner.fusion is NO_FUSION
     assert len(fused.joined) == len(engines[3].runner.fusion.joined) == 2 * 3
     for outputs in done:
-        for i, prompt in enumerate(prompts):
-            expected = tiny.alone(tiny.native("qwen3"), prompt, 6)
-            assert outputs[str(i)].outputs[0].token_ids == expected
+        got = [outputs[str(i)].outputs[0].token_ids for i in range(3)]
+        assert got == tiny.all_alone("qwen3", prompts, 6)

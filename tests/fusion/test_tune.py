@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,14 +10,14 @@ import pytest
 from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
 from tests.support.arch_configs import CONFIGS
+from tests.support.launches import watch
 from vllm_metal_lite import backend
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import isolated
-from vllm_metal_lite.distributed import ALONE, RankGroup
+from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.fusion import decide, tune
 from vllm_metal_lite.fusion.fused import FusedLaunches, fuse
-from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.packed import NO_FUSION
@@ -60,11 +59,11 @@ def timed(monkeypatch, *faster) -> list[int]:
     """Steps of so many rows are faster by the kernel -> a list that grows by what is timed."""
     sizes = []
 
-    def seconds(packed, attention, fusion, num_rows, ranks):
+    def seconds(steps, num_rows):
         sizes.append(num_rows)
         return (1.0, 1.1) if num_rows in faster else (1.0, 1.0)
 
-    monkeypatch.setattr(tune, "_seconds", seconds)
+    monkeypatch.setattr(tune._Steps, "seconds", seconds)
     return sizes
 
 
@@ -175,14 +174,12 @@ def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     """Rows that attention would write, and such as kv_write would; two KV groups; states."""
     monkeypatch.setattr(tune, "_SIZES", (8,))
     monkeypatch.setattr(tune, "_ENOUGH", 0.0)
-    rows, launch = Counter(), Kernel.__call__
+    rows = Counter()
 
-    def counting(self, arrays, *args):
-        if self.name == "skinny_gemm":
-            rows[len(arrays[0])] += 1
-        return launch(self, arrays, *args)
+    def count(kernel, arrays, _):
+        rows[len(arrays[0])] += kernel == "skinny_gemm"
 
-    monkeypatch.setattr(Kernel, "__call__", counting)
+    watch(monkeypatch, count)
     packed, attention = model(name)
     store, rng = attention.store, np.random.default_rng(0)
     for arrays in (store.keys, store.values):
@@ -197,45 +194,8 @@ def test_timing_leaves_the_store_as_it_is(monkeypatch, name):
     assert all(a is b for a, b in zip(kept, held, strict=True))
     for array, expected in zip(held, before, strict=True):
         np.testing.assert_array_equal(np.array(array.astype(mx.float32)), expected)
-    assert set(rows) <= {1, 2, 4, 8}
+    assert set(+rows) <= {1, 2, 4, 8}
     assert rows[1] == rows[8] > 0
-
-
-class Clock:
-    """Steps that take so many seconds each, by the kernel and by MLX, and then ever more."""
-
-    def __init__(self, monkeypatch, by_kernel: float, by_mlx: float) -> None:
-        self.now, self.steps = 0.0, []
-        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        clock = self
-
-        class Steps:
-            reason = None
-
-            def __init__(self, packed, attention, fusion) -> None:
-                self.fusion = fusion
-
-            def __call__(self, step, state) -> tuple[mx.array, list[mx.array]]:
-                ours = len(self.fusion.skinny_rows) > 0
-                clock.steps.append(ours)
-                clock.now += (by_kernel if ours else by_mlx) * (1 + 0.001 * len(clock.steps))
-                return mx.zeros(1), state
-
-        monkeypatch.setattr(tune, "CompiledSteps", Steps)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "warm", "chains", "steps"),
-    [(0.002, 3, 5, 20), (0.0105, 3, 5, 4), (0.06, 3, 3, 1), (0.1, 3, 2, 1), (3.0, 3, 1, 1)],
-)
-def test_slow_steps_are_timed_less_often(monkeypatch, seconds, warm, chains, steps):
-    """In turns, so that a device that slows down does so for both."""
-    clock = Clock(monkeypatch, seconds, 1.005 * seconds)
-    ways = FusedLaunches(skinny_rows=ALL_ROWS), FusedLaunches()
-    by_kernel, by_mlx = tune._seconds(*model(), ways, 8, ALONE)
-    assert seconds < by_kernel < by_mlx < 2 * seconds
-    turns = clock.steps[2 * warm :]
-    assert turns == ([True] * steps + [False] * steps) * chains
 
 
 @needs_compiler

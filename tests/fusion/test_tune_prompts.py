@@ -50,7 +50,7 @@ def timed(monkeypatch, by_kernels: float, by_mlx: float) -> list[int]:
     (range(0), True, range(0)),
 ])  # fmt: skip
 def test_prompts_come_behind_few_rows(monkeypatch, few, prompts, rows):
-    monkeypatch.setattr(tune, "_faster", lambda *_: few)
+    monkeypatch.setattr(tune._Steps, "faster_rows", lambda *_: few)
     monkeypatch.setattr(tune, "faster_prompts", lambda *_: prompts)
     assert tune.faster_expert_rows(*model(), ALL) == rows
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.support.kernel_cases import floats, normal
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels import add_rms_norm as module
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.common import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("host")
 
@@ -29,7 +30,7 @@ def check(
     weight = None if weight_dtype is None else normal(rng, dim, dtype=weight_dtype)
     norm = None
     if post_norm:
-        norm = PostNorm(normal(rng, dim, dtype=dtype) if seed % 2 else None, 1e-2)
+        norm = RMSNorm(normal(rng, dim, dtype=dtype) if seed % 2 else None, 1e-2)
     added, normed = add_rms_norm(x, y, weight, 1e-5, norm)
     if norm is None:
         np.testing.assert_array_equal(floats(added), floats(x + y))
@@ -124,4 +125,4 @@ def test_a_post_norm_of_another_type_is_refused():
     """Its result would not have the type of the rows."""
     x = mx.ones((2, 16), mx.float16)
     with pytest.raises(ValueError, match=r"a post norm is mlx\.core\.float32, and its rows mlx"):
-        add_rms_norm(x, x, None, 1e-5, PostNorm(mx.ones(16), 1e-5))
+        add_rms_norm(x, x, None, 1e-5, RMSNorm(mx.ones(16), 1e-5))

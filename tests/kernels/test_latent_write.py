@@ -5,9 +5,9 @@ import pytest
 
 from tests.support.kernel_cases import STORE, TOLERANCE, draw, rounded
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.kv.store import LayerSpec
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -57,7 +57,7 @@ def test_rows_of_two_products(heads, nope, rank, rope, dtype, bits):
     joined = mx.array(kv).astype(dtype)
     new = NewLatents(
         Columns(mx.array(q).astype(dtype), nope), width, heads, Columns(joined, 0),
-        Columns(joined, rank), HeadNorm(mx.array(weight).astype(dtype), EPS), rope,
+        Columns(joined, rank), RMSNorm(mx.array(weight).astype(dtype), EPS), rope,
     )  # fmt: skip
     out, token = latent_write(
         new, positions=mx.array(positions, mx.int32), slot_mapping=mx.array(slots, mx.int32),
@@ -91,7 +91,7 @@ def test_rows_of_two_products(heads, nope, rank, rope, dtype, bits):
 
 def test_columns_outside_of_their_array_are_refused():
     rows, rope = mx.zeros((2, 24)), Rope(8, True, 1e4, 1.0, None)
-    norm = HeadNorm(mx.ones(16), EPS)
+    norm = RMSNorm(mx.ones(16), EPS)
     new = NewLatents(Columns(rows, 9), 8, 2, Columns(rows, 0), Columns(rows, 16), norm, rope)
     where = {"positions": mx.zeros(8, mx.int32), "slot_mapping": mx.zeros(8, mx.int32)}
     store = {"keys": mx.zeros((8, 1, 16)), "values": mx.zeros((8, 1, 8))}

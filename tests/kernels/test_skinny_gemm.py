@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 from tests.support.kernel_cases import floats
 from tests.support.quantised_weights import dequantised
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.skinny_gemm import (
-    MAX_ROWS,
-    GemmPlan,
-    RowNorm,
-    fits,
-    gemm_plan,
-    skinny_gemm,
-)
+from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.skinny_gemm import MAX_ROWS, GemmPlan, fits, gemm_plan, skinny_gemm
 from vllm_metal_lite.kernels.weights import READABLE, QuantisedWeight, Weight, quantised, shape_of
 from vllm_metal_lite.specs import Quantisation, WeightShape
 
@@ -69,7 +63,7 @@ def check(
     gate: str | None = None,
 ) -> None:
     """Of each rounding half a step, and a little for sums in float32."""
-    norm = None if gain is None else RowNorm(gain, EPS)
+    norm = None if gain is None else RMSNorm(gain, EPS)
     how = {"norm": norm, "bias": bias, "residual": residual, "gate": gate}
     plan = plan or gemm_plan(len(x), shape_of(weight))
     got = skinny_gemm(x, weight, plan=plan, **how)
@@ -242,7 +236,7 @@ def test_a_norm_is_the_one_that_mlx_computes(rows):
     weight = quantised(weight, Quantisation(4, 64))
     gain = with_all(rows, 40, 512, mx.bfloat16)["gain"]
     normed = mx.fast.rms_norm(x, gain, EPS)
-    got = skinny_gemm(x, weight, norm=RowNorm(gain, EPS))
+    got = skinny_gemm(x, weight, norm=RMSNorm(gain, EPS))
     np.testing.assert_array_equal(floats(got), floats(skinny_gemm(normed, weight)))
 
 
@@ -363,7 +357,9 @@ def test_bad_input_is_named(bad):
 def test_bad_company_is_named():
     x, weight, gain = mx.zeros((2, 32), mx.float16), mx.zeros((8, 32), mx.float16), mx.zeros(32)
     with pytest.raises(ValueError, match=r"norm's weight must be \(32,\) mlx.core.float16, not"):
-        skinny_gemm(x, weight, norm=RowNorm(gain, EPS))
+        skinny_gemm(x, weight, norm=RMSNorm(gain, EPS))
+    with pytest.raises(ValueError, match="norm of a product must have a weight"):
+        skinny_gemm(x, weight, norm=RMSNorm(None, EPS))
     with pytest.raises(ValueError, match=r"residual must be \(2, 4\) .* not \(2, 8\)"):
         skinny_gemm(x, weight, residual=mx.zeros((2, 8), mx.float16), gate="silu")
     with pytest.raises(ValueError, match=r"bias must be \(8,\) .* not \(4,\)"):

@@ -128,8 +128,9 @@ class Life:
     def __init__(self, request: int, specs: Sequence[LayerSpec]) -> None:
         self.request, self.logits = request, {}
         # Of each layer K and V, (tokens, heads, dim).
-        self.rows = [[np.zeros((0, s.num_kv_heads, d)) for d in (s.k_head_dim, s.v_head_dim)]
-                     for s in specs]  # fmt: skip
+        self.rows = [
+            [np.zeros((0, s.num_kv_heads, d)) for d in (s.k_head_dim, s.v_head_dim)] for s in specs
+        ]
 
 
 class Recorder(conformance.Bench):

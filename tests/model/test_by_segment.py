@@ -18,7 +18,7 @@ from vllm_metal_lite.errors import ConfigError, ModelLoadError
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.model.sequences.runs import plan_runs
+from vllm_metal_lite.recurrence.runs import plan_runs
 from vllm_metal_lite.runner.build import choose_attention
 
 # What makes each of them need it.

@@ -13,6 +13,7 @@ from tests.support import arch_configs
 from tests.support import tiny_models as tiny
 from tests.support.device import change_device
 from tests.support.kernel_engine import engine_with_kernels
+from tests.support.launches import watch
 from vllm_metal_lite.attention.paged.attention import PREFILLS, KernelAttention
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.attention.select import Verdict
@@ -21,7 +22,6 @@ from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.checks import verdicts
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
-from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.seam.hooks import building
@@ -141,23 +141,14 @@ def kernels(name: str, prefill: str, *failed: str, **options: Any) -> Iterator[L
         yield engine
 
 
-def greedy(engine: LLMEngine, prompts: list[list[int]], max_tokens: int = 12) -> list[list[int]]:
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        engine.add_request(str(i), prompt, params)
-    done = tiny.run(engine)
-    return [list(done[str(i)].outputs[0].token_ids) for i in range(len(prompts))]
-
-
 @needs_compiler
 @pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("name", THROUGH_KERNELS)
 def test_kernels_give_the_tokens_of_mlx_lm(name, prefill):
     """Whole prompts, chunks beside decodes, and decodes."""
     prompts = tiny.prompts(4, 5, 40)
-    expected = [tiny.alone(tiny.native(name), prompt, 12) for prompt in prompts]
     with kernels(name, prefill, max_num_batched_tokens=24) as engine:
-        assert greedy(engine, prompts) == expected
+        assert tiny.answers(engine, prompts, 12) == tiny.all_alone(name, prompts, 12)
 
 
 @needs_compiler
@@ -165,19 +156,18 @@ def test_kernels_give_the_tokens_of_mlx_lm(name, prefill):
 def test_prompts_without_rows_as_decodes(prefill, monkeypatch):
     change_device(monkeypatch, rows_as_decodes=0, small_rows=0)
     prompts = tiny.prompts(4, 5, 40)
-    expected = [tiny.alone(tiny.native("glm4_moe_lite"), prompt, 6) for prompt in prompts]
     with kernels("glm4_moe_lite", prefill, max_num_batched_tokens=24) as engine:
-        assert greedy(engine, prompts, 6) == expected
+        assert tiny.answers(engine, prompts, 6) == tiny.all_alone("glm4_moe_lite", prompts, 6)
 
 
 @needs_compiler
 def test_preempted_requests_and_cached_prefixes():
     """Blocks for two of four requests; then the same prompts, of which whole blocks are known."""
     prompts = tiny.prompts(4, 30, 40)
-    expected = [tiny.alone(tiny.native("deepseek_v3"), prompt, 20) for prompt in prompts]
+    expected = tiny.all_alone("deepseek_v3", prompts, 20)
     with kernels("deepseek_v3", "varlen", num_blocks=13, block_size=8, max_model_len=64) as engine:
-        assert greedy(engine, prompts, 20) == expected
-        assert greedy(engine, prompts, 20) == expected
+        assert tiny.answers(engine, prompts, 20) == expected
+        assert tiny.answers(engine, prompts, 20) == expected
         assert engine.scheduler.num_preemptions
 
 
@@ -185,10 +175,10 @@ def test_preempted_requests_and_cached_prefixes():
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_latents_give_the_references_tokens(bits):
     prompts = tiny.prompts(3, 5, 40)
-    expected = greedy(tiny.engine("deepseek_v3", kv_bits=bits), prompts)
+    expected = tiny.answers(tiny.engine("deepseek_v3", kv_bits=bits), prompts, 12)
     for prefill in PREFILLS:
         with kernels("deepseek_v3", prefill, kv_bits=bits) as engine:
-            assert greedy(engine, prompts) == expected
+            assert tiny.answers(engine, prompts, 12) == expected
 
 
 # Of mistral4 and longcat_flash, which scale what they write, norm and rotation stay MLX's.
@@ -200,22 +190,18 @@ def test_quantised_latents_give_the_references_tokens(bits):
      ("minicpm3", "latent_write"), ("mistral4", "kv_write"), ("longcat_flash", "kv_write")],
 )  # fmt: skip
 def test_norm_rotations_and_write_are_one_launch(monkeypatch, name, write, bits):
-    launched, launch = Counter(), Kernel.__call__
-
-    def counting(self, *how):
-        launched[self.name] += 1
-        return launch(self, *how)
-
-    monkeypatch.setattr(Kernel, "__call__", counting)
+    launched = Counter()
+    watch(monkeypatch, lambda kernel, *_: launched.update([kernel]))
     monkeypatch.setattr("vllm_metal_lite.backend.is_cpu", lambda: False)
     monkeypatch.setattr("vllm_metal_lite.backend.memory_limit", lambda: 1 << 30)
     monkeypatch.setattr(verdicts, "verify", lambda *_: Verdict({}, "varlen"))
     prompts = tiny.prompts(3, 5, 30)
-    expected = greedy(tiny.engine(name, kv_bits=bits, attention="reference"), prompts, 8)
+    reference = tiny.engine(name, kv_bits=bits, attention="reference")
+    expected = tiny.answers(reference, prompts, 8)
     with installed():
         engine = tiny.engine(name, kv_bits=bits, max_num_batched_tokens=24)
         launched.clear()
-        assert greedy(engine, prompts, 8) == expected
+        assert tiny.answers(engine, prompts, 8) == expected
     writes = {"latent_write", "kv_write", "kv_write_quantised"} & launched.keys()
     quantised = bits is not None and write == "kv_write"
     assert writes == {"kv_write_quantised" if quantised else write}
@@ -226,10 +212,9 @@ def test_norm_rotations_and_write_are_one_launch(monkeypatch, name, write, bits)
 @pytest.mark.parametrize("failed", ["latent_attention", "latent_prefill"])
 def test_without_the_kernel_the_store_is_gathered(failed):
     prompts = tiny.prompts(3, 5, 40)
-    expected = [tiny.alone(tiny.native("deepseek_v3"), prompt, 8) for prompt in prompts]
     with kernels("deepseek_v3", "varlen", failed) as engine:
         assert engine.runner.attention.prefill == "gather"
-        assert greedy(engine, prompts, 8) == expected
+        assert tiny.answers(engine, prompts, 8) == tiny.all_alone("deepseek_v3", prompts, 8)
 
 
 def test_steps_of_latents_are_compiled(monkeypatch):

@@ -15,7 +15,7 @@ from vllm_metal_lite.errors import OutOfMemoryError
 from vllm_metal_lite.kv.states import StatePool, StateSpec
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.recurrent import ConvInput, ShortConv
-from vllm_metal_lite.model.sequences.recurrent import StateCache
+from vllm_metal_lite.model.seam.state_cache import StateCache
 from vllm_metal_lite.runner.memory import size_store
 from vllm_metal_lite.sampling_params import SamplingParams
 
@@ -41,13 +41,6 @@ HYBRIDS = (
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-def assert_as_alone(name, done, prompts, max_tokens, which=None):
-    """The engine's tokens are those of mlx-lm, which runs each request by itself."""
-    for i in range(len(prompts)) if which is None else which:
-        expected = tiny.alone(tiny.native(name), prompts[i], max_tokens)
-        assert done[str(i)].outputs[0].token_ids == expected, i
 
 
 # The seam
@@ -159,9 +152,7 @@ def test_chunks_preemptions_and_neighbours_change_no_token(name, caching):
         name, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=24,
         enable_prefix_caching=caching,
     )  # fmt: skip
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy(24))
-    assert_as_alone(name, tiny.run(engine), prompts, 24)
+    assert tiny.answers(engine, prompts, 24) == tiny.all_alone(name, prompts, 24)
     metrics = engine.metrics()
     assert metrics["preemptions"] > 0
     assert metrics["state_slots_total"] == engine.runner.attention.store.states.num_slots
@@ -183,21 +174,19 @@ def test_turns_of_a_conversation_go_on_from_checkpoints(name):
 def test_requests_fork_behind_a_position_that_the_caller_names(name):
     shared = tiny.prompts(1, 24, 24, seed=2)[0]
     prompts = [[*shared, *rest] for rest in tiny.prompts(4, 3, 20, seed=3)]
-    engine, done = tiny.engine(name, max_num_batched_tokens=32), {}
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy(8), checkpoints=[len(shared)])
-        if i == 0:
-            done |= tiny.run(engine)
-    done |= tiny.run(engine)
-    assert_as_alone(name, done, prompts, 8)
-    assert [done[str(i)].num_cached_tokens for i in range(4)] == [0, 24, 24, 24]
+    engine = tiny.engine(name, max_num_batched_tokens=32)
+    first = tiny.answers(engine, prompts[:1], 8, checkpoints=[len(shared)])
+    tiny.submit(engine, prompts[1:], 8, checkpoints=[len(shared)])
+    done = tiny.run(engine)
+    got = first + [done[str(i)].outputs[0].token_ids for i in range(3)]
+    assert got == tiny.all_alone(name, prompts, 8)
+    assert [done[str(i)].num_cached_tokens for i in range(3)] == [24] * 3
 
 
 def test_an_abort_and_a_step_that_fails_leave_the_others_states_alone(monkeypatch):
     name, prompts = "qwen3_next", tiny.prompts(4, 10, 20, seed=6)
     engine = tiny.engine(name, max_num_batched_tokens=32)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy(16))
+    tiny.submit(engine, prompts, 16)
     for _ in range(6):
         engine.step()
     engine.abort("1")
@@ -211,7 +200,9 @@ def test_an_abort_and_a_step_that_fails_leave_the_others_states_alone(monkeypatc
         m.setattr(ReferenceStepAttention, "attend", fail_in_the_second_layer)
         with pytest.raises(ZeroDivisionError):
             engine.step()
-    assert_as_alone(name, tiny.run(engine), prompts, 16, (0, 2, 3))
+    done = tiny.run(engine)
+    for i in (0, 2, 3):
+        assert done[str(i)].outputs[0].token_ids == tiny.alone(tiny.native(name), prompts[i], 16)
 
 
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -231,8 +222,7 @@ def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkey
         monkeypatch.setattr(
             engine.runner, "_give_way", lambda e, *args: lost.append(e) or launch(e, *args)
         )
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, greedy(10))
+        tiny.submit(engine, prompts, 10)
         for _ in range(4):
             engine.step()
         fault = FailingKernels(monkeypatch, kernel, how=how)
@@ -240,24 +230,21 @@ def test_a_kernel_that_fails_costs_states_and_no_token(name, kernel, how, monkey
         done = tiny.run(engine)
     assert fault.failed > 0
     assert lost
-    assert_as_alone(name, done, prompts, 10)
+    got = [done[str(i)].outputs[0].token_ids for i in range(3)]
+    assert got == tiny.all_alone(name, prompts, 10)
 
 
 def test_states_that_grow_may_be_in_one_batch():
     """An n-gram's context has one token after the first, two after the second, ..."""
     name, prompts = "longcat_flash_ngram", [[5], [7, 9], [3, 1, 4], [2, 7, 1, 8, 2], [6] * 12]
-    engine = tiny.engine(name)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy(8))
-    assert_as_alone(name, tiny.run(engine), prompts, 8)
+    assert tiny.answers(tiny.engine(name), prompts, 8) == tiny.all_alone(name, prompts, 8)
 
 
 def test_prefixes_are_not_cached_where_attention_by_segment_meets_states():
     engine, prompt = tiny.engine("baichuan_m1"), tiny.prompts(1, 40, 40)[0]
     assert "states" in engine.model.packed.no_prefix_cache
-    for i in range(2):
-        engine.add_request(str(i), prompt, greedy(3))
-        tiny.run(engine)
+    for _ in range(2):
+        tiny.answers(engine, [prompt], 3)
     assert engine.metrics()["prefix_cache_hit_tokens"] == 0
 
 

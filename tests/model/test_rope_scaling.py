@@ -19,17 +19,16 @@ from tests.support.conformance import (
     Bench,
     native_logits,
 )
+from tests.support.launches import watch
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion.fused import fuse
 from vllm_metal_lite.kernels.common import bits
-from vllm_metal_lite.kernels.launch import Kernel
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model import loader, trial
 from vllm_metal_lite.model.adapters.modules import rotation_limit
-from vllm_metal_lite.sampling_params import SamplingParams
 
 TRAINED = 64
 _YARN = {
@@ -117,15 +116,14 @@ def test_packed_steps_give_what_mlx_lm_gives(name):
 @pytest.fixture
 def launches(monkeypatch):
     """Fused launches of rotations, by name and the bits of the factor."""
-    found, launch = Counter(), Kernel.__call__
+    found = Counter()
 
-    def counting(self, arrays, template, *args):
-        fused = "fused" if template.get("FUSED") else self.name
-        if fused in ("fused", "rope_write", "latent_write"):
-            found[fused, template["FACTOR"]] += 1
-        return launch(self, arrays, template, *args)
+    def count(kernel, _, template):
+        name = "fused" if template.get("FUSED") else kernel
+        if name in ("fused", "rope_write", "latent_write"):
+            found[name, template["FACTOR"]] += 1
 
-    monkeypatch.setattr(Kernel, "__call__", counting)
+    watch(monkeypatch, count)
     return found
 
 
@@ -150,7 +148,7 @@ def test_fused_launches_rotate_alike(launches, name, joins):
     packed, factor = loaded.packed, factor_of(loaded.packed.model)
     assert (factor != 1) is (name in (*SCALED, *SCALED_LATENTS) or "yarn" in name or "long" in name)
     # The checks of kernels try the same factor.
-    assert {r.factor for r in loaded.usage.rotations} == {factor}
+    assert {r.factor for r in loaded.fit.usage.rotations} == {factor}
     store, latents = PagedStore(packed.attention_specs, 4, trial.BLOCK), name in SCALED_LATENTS
     attention = KernelAttention(store, "gather", (), latents=latents)
     draw, fusion = trial.Draw(packed.model, tiny.VOCAB), fuse(packed.model, joins=joins)
@@ -171,11 +169,7 @@ def test_kernels_with_a_factor_give_the_tokens_of_mlx_lm(launches, name):
     with installed():
         engine = LLMEngine(loaded, EngineConfig(**options, attention="kernels"))
         launches.clear()
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=8))
-        done = tiny.run(engine)
-    for i, prompt in enumerate(prompts):
-        assert done[str(i)].outputs[0].token_ids == tiny.alone(model, prompt, 8)
+        assert tiny.answers(engine, prompts, 8) == tiny.all_alone(model, prompts, 8)
     assert set(launches) == {(kernel, bits(factor_of(model))) for kernel in ("rope_write", "fused")}
 
 
@@ -197,5 +191,5 @@ def test_a_base_that_grows_with_each_request_ends_the_context(name):
     assert rotation_limit(tiny.native("internlm2")) is None
     # The last token that fits is mlx-lm's too.
     engine = LLMEngine(loaded, EngineConfig(**options))
-    engine.add_request("r", tokens[: TRAINED - 3], SamplingParams(temperature=0, max_tokens=3))
-    assert tiny.run(engine)["r"].outputs[0].token_ids == tiny.alone(model, tokens[: TRAINED - 3], 3)
+    prompts = [tokens[: TRAINED - 3]]
+    assert tiny.answers(engine, prompts, 3) == tiny.all_alone(model, prompts, 3)

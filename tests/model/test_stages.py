@@ -48,7 +48,9 @@ def stage_logits(ranks, names):
     return found
 
 
-@pytest.mark.parametrize(("size", "names"), [(2, MODELS), (3, ["llama"])])
+@pytest.mark.parametrize(
+    ("size", "names"), [(2, MODELS), pytest.param(3, ["llama"], marks=pytest.mark.long)]
+)
 def test_stages_give_the_whole_models_logits(size, names):
     results = rank_processes.run(f"{HERE}:stage_logits", size, names)
     for name in names:

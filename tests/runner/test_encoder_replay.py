@@ -20,10 +20,8 @@ from tests.support.mlx_graph import (
     WRITERS,
     WRITES_IF_FUSED,
     Graph,
-    Node,
     Shape,
     any_order,
-    evaluation_order,
 )
 from tests.support.recorded_steps import kernel_engine, record
 from vllm_metal_lite import devices
@@ -63,8 +61,7 @@ def make_engine(
 
 def arrivals(engine: LLMEngine) -> None:
     """Prompts, decodes one step ahead, a prompt beside decodes, decodes, the last one alone."""
-    for i, prompt in enumerate(PROMPTS[:3]):
-        engine.add_request(str(i), prompt, PARAMS)
+    tiny.submit(engine, PROMPTS[:3], PARAMS)
     for _ in range(4):
         engine.step()
     engine.add_request("late", PROMPTS[3], PARAMS)
@@ -153,8 +150,7 @@ def test_rows_of_prompts_as_decodes_behind_a_shared_prefix(monkeypatch):
 
 def test_blocks_that_change_hands_by_preemptions_and_aborts():
     def drive(engine: LLMEngine) -> None:
-        for i, prompt in enumerate(PROMPTS):
-            engine.add_request(str(i), prompt, replace(PARAMS, max_tokens=24))
+        tiny.submit(engine, PROMPTS, replace(PARAMS, max_tokens=24))
         for _ in range(6):
             engine.step()
         engine.abort("0")  # its last step is in flight
@@ -180,8 +176,7 @@ def test_a_step_that_mlx_breaks_off_and_its_repetition(failing):
     """The repetition starts from the token of the last step that was submitted whole."""
 
     def drive(engine: LLMEngine) -> None:
-        for i, prompt in enumerate(PROMPTS):
-            engine.add_request(str(i), prompt, PARAMS)
+        tiny.submit(engine, PROMPTS, PARAMS)
         failures = 0
         while engine.has_unfinished_requests():
             try:
@@ -248,28 +243,6 @@ def test_every_token_is_needed():
     for node in others:
         changed = with_inputs(graph, {node: with_token(graph, node, initial)})
         assert is_noticed(changed), graph.nodes[node]
-
-
-def test_launches_that_change_places_are_noticed():
-    """All are ordered, the write of a layer after the read of what it writes."""
-    graph = record(make_engine(), arrivals)
-    write, read = next(
-        (i, j)
-        for i in users_of_tokens(graph) for j in users_of_tokens(graph)
-        if graph.nodes[i].label == f"{OURS}rope_write"
-        and graph.nodes[j].parameters["token"] == graph.nodes[i].outputs[1]
-    )  # fmt: skip
-    before, after = graph.nodes[write].parameters["token"], graph.nodes[read].outputs[1]
-    new_q = graph.nodes[write].outputs[0]
-    inputs = {
-        read: tuple(n if n != new_q else before for n in with_token(graph, read, before)),
-        write: with_token(graph, write, after),
-    }
-    for i, node in enumerate(graph.nodes):
-        if i not in (read, write) and after in node.inputs:
-            moved = graph.nodes[write].outputs[1]
-            inputs[i] = tuple(moved if n == after else n for n in node.inputs)
-    assert is_noticed(with_inputs(graph, inputs))
 
 
 @pytest.mark.parametrize("name", ["rope_write", "paged_decode", "varlen_prefill"])
@@ -352,11 +325,3 @@ def test_a_command_buffer_ends_beyond_its_limits():
     # Arrays of 2^20 elements: a launch takes two, or one more than the launch before it.
     assert encoder_of(*chain, limits=Limits(99, 3)).commits == 4
     assert encoder_of(*chain, limits=Limits(99, 10)).commits == 1
-
-
-def test_evaluation_runs_the_last_input_first():
-    graph = Graph()
-    graph.nodes = [Node("Abs", ("x",), ("a",), []), Node("Abs", ("y",), ("b",), []),
-                   Node("Add", ("a", "b"), ("c",), [])]  # fmt: skip
-    assert evaluation_order(graph, ["c"], set()) == [1, 0, 2]
-    assert evaluation_order(graph, ["c"], {1}) == [0, 2]

@@ -23,7 +23,6 @@ from vllm_metal_lite.engine.async_engine import AsyncEngine
 from vllm_metal_lite.errors import ConfigError
 from vllm_metal_lite.fusion import decide
 from vllm_metal_lite.model.packed import NO_FUSION
-from vllm_metal_lite.runner.runner import ModelRunner
 from vllm_metal_lite.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
@@ -262,38 +261,6 @@ def test_an_error_that_no_launch_repeats_is_raised(monkeypatch, caplog):
     assert not caplog.messages
 
 
-def test_ctrl_c_while_the_step_is_found_out(monkeypatch):
-    """The first launch of the retry is interrupted; the kernel gives way in the next step."""
-    expected = undisturbed("fused_decode")
-    fault = FailingKernels(monkeypatch, "fused_decode", how="call")
-    engine = engine_of(FUSED)
-    find = ModelRunner._find_culprit
-
-    def interrupted(*args):
-        monkeypatch.setattr(ModelRunner, "_find_culprit", find)
-        fault.error, error = KeyboardInterrupt(), fault.error
-        try:
-            return find(*args)
-        finally:
-            fault.error = error
-
-    monkeypatch.setattr(ModelRunner, "_find_culprit", interrupted)
-    interrupts = []
-
-    def step():
-        try:
-            return engine_step()
-        except KeyboardInterrupt:
-            interrupts.append(1)
-            assert not engine.runner.path.failed
-            return []
-
-    engine_step, engine.step = engine.step, step
-    assert serve(engine, before_step=arm(fault)) == expected
-    assert len(interrupts) == 1
-    assert engine.metrics()["failed_kernels"] == 1
-
-
 @pytest.mark.parametrize(
     ("kernel", "fused"), [("varlen_prefill", True), ("fused_decode", True), ("kv_write", False)]
 )
@@ -305,6 +272,7 @@ def test_recurrent_states_are_those_of_the_step_before(monkeypatch, kernel, fuse
     assert fault.failed
 
 
+@pytest.mark.long
 def test_products_of_few_rows(monkeypatch):
     """In 16 bits the ways round differently: a request has the tokens of one or the other."""
 

@@ -114,7 +114,7 @@ def one_rank(name):
 def test_ranks_with_kernels_answer_as_one_rank_without():
     """Chunked, mixed, preempted, with shared prefixes, one step ahead.  A kernel that is wrong on
     one rank is used by none.  Products and experts of few rows follow rank 0's timing."""
-    results = rank_processes.run(f"{HERE}:through_kernels", 2, [*KERNELS, HALF], timeout=600)
+    results = rank_processes.run(f"{HERE}:through_kernels", 2, [*KERNELS, HALF])
     for name, kernels in KERNELS.items():
         expected, (first, second) = one_rank(name), (result[name] for result in results)
         assert first == second, name
@@ -147,7 +147,7 @@ def compiled(ranks, names):
 @pytest.mark.thorough
 def test_compiled_steps_sum_over_the_ranks():
     names = ["llama/q4"]
-    for result in rank_processes.run(f"{HERE}:compiled", 2, names, timeout=600):
+    for result in rank_processes.run(f"{HERE}:compiled", 2, names):
         for name, (tokens, reason, steps, compiled_steps) in result.items():
             assert tokens == one_rank(name)[0], name
             assert reason is None

@@ -45,35 +45,6 @@ def test_unknown_tokens_are_taken_from_the_step_before(num_rows):
     assert known[:6].tolist() == [*range(23, 29)]
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_step_that_samples_nothing_is_waited_for_once(monkeypatch, overlaps):
-    """By what it leaves in the store, unless it is the only one that can be under way."""
-    bench = RunnerBench(PROMPTS)
-    monkeypatch.setattr(bench.runner.attention, "overlaps", overlaps)
-    result = bench.step([0], [0], [8])
-    waits = []
-    monkeypatch.setattr(mx, "synchronize", lambda: waits.append("all"))
-    monkeypatch.setattr(mx, "eval", lambda *a: waits.append("its own"))
-    result.wait()
-    assert waits == []  # its tokens, of which there are none, were read
-    result = bench.runner.execute(bench.pack([0], [8], [8]))
-    waits.clear()
-    for _ in range(2):
-        result.wait()
-    assert waits == ["its own" if overlaps else "all"]
-
-
-def test_the_tokens_of_a_step_whose_rows_all_go_on_are_handed_on_as_they_are():
-    inputs = InputBatch(2, 16, 8)
-    rows = np.array([inputs.add([i], 1) for i in range(2)])
-    for row in rows:
-        inputs.append_blocks(row, [row])
-    sampled = mx.array([5, 6])
-    inputs.append_tokens(rows, np.full(2, UNKNOWN_TOKEN))
-    batch = inputs.pack(rows, np.array([1, 1]), np.array([1, 1]))
-    assert StepResult(rows, sampled, None, None).complete(step_of(batch, 2)) is sampled
-
-
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_greedy_tokens_equal_the_model_alone_with_and_without_padding_to_buckets(
     monkeypatch, where
@@ -95,18 +66,6 @@ def test_a_step_of_chunks_alone_samples_nothing():
     result = bench.step([0, 1], [7, 12], [13, 8])
     expected = [tiny.alone(tiny.native("llama"), p, 1)[0] for p in PROMPTS]
     assert result.token_ids.tolist() == expected
-
-
-def test_logprobs_of_prompt_and_answer_in_one_step():
-    bench = RunnerBench(PROMPTS, prompt_logprobs=True, logprobs=3)
-    result = bench.step([0, 1], [0, 0], [20, 20], k=2)
-    assert result.logprobs.token_ids.shape == (2, 4)
-    assert result.prompt_logprobs.logprobs.shape == (2 * 19, 3)
-    logits = tiny.logits_alone(tiny.native("llama"), PROMPTS[1]).astype(np.float64)
-    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    chosen = logp[np.arange(19), PROMPTS[1][1:]]
-    np.testing.assert_allclose(result.prompt_logprobs.logprobs[19:, 0], chosen, atol=1e-4)
-    np.testing.assert_allclose(result.logprobs.logprobs[1, 0], logp[19].max(), atol=1e-4)
 
 
 def test_a_batch_that_points_outside_the_store_is_refused():

@@ -44,25 +44,6 @@ def test_nan_is_passed_over_as_by_mlx(parts, size, seed):
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocab_size", "parts"),
-    [
-        (1, QWEN3, 1),  # waits for the host
-        (2, QWEN3, 128),
-        (16, QWEN3, 128),
-        (16, 128_256, 334),
-        (16, 262_144, 512),
-        (16, 32_000, 1),  # short
-        (16, 151_937, 1),  # a prime
-        (16, 2 * 75_979, 1),  # twice a prime
-        (512, QWEN3, 1),  # rows enough
-    ],
-)
-def test_how_many_parts(rows, vocab_size, parts):
-    assert ops.num_parts(rows, vocab_size) == parts
-    assert vocab_size % parts == 0
-
-
-@pytest.mark.parametrize(
     ("on_cpu", "vocab_size", "launches"), [(True, QWEN3, 1), (False, 1000, 1), (False, QWEN3, 5)]
 )
 def test_what_greedy_sampling_launches(monkeypatch, on_cpu, vocab_size, launches):

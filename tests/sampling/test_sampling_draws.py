@@ -75,19 +75,6 @@ def test_noise_is_finite_for_the_extremes_of_random_bits():
     assert not np.array(ops.perturb(mx.zeros(bits.shape), bits, mx.array([[0.0]]))).any()
 
 
-def test_noise_of_a_row_is_its_keys_own():
-    keys = np.random.default_rng(4).integers(0, 2**32, (5, 2), dtype=np.uint32)
-    for size in (1, 2, 7, 640):
-        together = np.array(ops.random_bits(mx.array(keys), size))
-        assert together.shape == (5, size)
-        for key, row in zip(keys, together, strict=True):
-            single = np.array(ops.random_bits(mx.array(key[None]), size))[0]
-            np.testing.assert_array_equal(row, single)
-        pairs = -(-size // 2)
-        by_hand = mx.concatenate([mx.random.split(mx.array(k), pairs).reshape(1, -1) for k in keys])
-        np.testing.assert_array_equal(together, np.array(by_hand)[:, :size])
-
-
 @pytest.mark.parametrize(
     "temperature", [1.001e-5, 1e-3, 1e38, 1e300], ids=["least", "small", "large", "absurd"]
 )

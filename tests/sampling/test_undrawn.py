@@ -148,7 +148,7 @@ def test_a_stream_ends_with_the_error():
 
     served = AsyncEngine(tiny.engine("llama"))
     try:
-        good, bad = asyncio.run(asyncio.wait_for(both(served), 60))
+        good, bad = asyncio.run(asyncio.wait_for(both(served), 600))
     finally:
         served.shutdown()
     assert good.token_ids == tiny.alone(tiny.native("llama"), PROMPTS[0], 8)

@@ -34,26 +34,6 @@ def test_allocates_all_or_nothing():
     assert pool.allocate(1) is None
 
 
-def test_a_named_block_becomes_cached_and_a_nameless_one_free():
-    pool = BlockPool(4)
-    named, nameless = pool.allocate(2)
-    pool.publish(named, b"a")
-    pool.free([named, nameless])
-    assert counts(pool) == (3, 1, 0)
-    assert pool.num_available == 4
-    assert pool.lookup(b"a") == named
-    assert pool.lookup(b"b") is None
-
-
-def test_free_blocks_are_taken_before_cached_ones():
-    pool = BlockPool(3)
-    [block] = cached(pool, [b"a"])
-    assert block not in pool.allocate(2)
-    assert pool.lookup(b"a") == block
-    assert pool.allocate(1) == [block]
-    assert pool.lookup(b"a") is None
-
-
 def test_least_recently_used_goes_first_and_the_tail_before_the_head():
     pool = BlockPool(4)
     a0, a1 = cached(pool, [b"a0", b"a1"])
@@ -75,39 +55,6 @@ def test_a_shared_block_is_free_only_when_its_last_owner_gives_it_back():
     assert counts(pool) == (1, 1, 0)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free([block])
-
-
-def test_the_first_publisher_keeps_the_name():
-    pool = BlockPool(2)
-    first, second = pool.allocate(2)
-    assert pool.publish(first, b"a")
-    assert not pool.publish(second, b"a")
-    assert pool.lookup(b"a") == first
-    pool.free([first, second])
-    assert counts(pool) == (1, 1, 0)
-
-
-def test_unpublish_takes_names_from_owned_and_cached_blocks():
-    pool = BlockPool(3)
-    owned, gone, nameless = pool.allocate(3)
-    pool.publish(owned, b"a")
-    pool.publish(gone, b"b")
-    pool.free([gone])
-    pool.unpublish([owned, gone, nameless])
-    assert pool.lookup(b"a") is pool.lookup(b"b") is None
-    assert counts(pool) == (1, 0, 2)
-    pool.free([owned])
-    assert counts(pool) == (2, 0, 1)
-
-
-def test_reset_forgets_every_name_and_no_owner():
-    pool = BlockPool(3)
-    cached(pool, [b"a"])
-    [owned] = pool.allocate(1)
-    pool.publish(owned, b"b")
-    pool.reset()
-    assert pool.lookup(b"a") is pool.lookup(b"b") is None
-    assert counts(pool) == (2, 0, 1)
 
 
 def test_peak_owned_is_the_most_ever_owned():

@@ -98,27 +98,6 @@ def test_decodes_first_then_partial_prefills_then_admissions():
     run_and_check(engine)
 
 
-def test_all_limits_hold_in_every_phase():
-    engine = make(max_num_batched_tokens=6, max_num_seqs=2)
-    for i in range(4):
-        engine.add(prompt(5, i))
-    assert shape(engine.step()) == [("r1", 0, 1), ("r0", 0, 5)]
-    assert shape(engine.step()) == [("r0", 5, 1), ("r1", 1, 4)]
-    assert shape(engine.step()) == [("r0", 6, 1), ("r1", 5, 1)]
-    run_and_check(engine)
-
-
-def test_segments_of_one_token_come_first():
-    engine = make(max_num_batched_tokens=6)
-    engine.add(prompt(5))
-    engine.add(prompt(4, 1))
-    out = engine.step()
-    assert shape(out) == [("r1", 0, 1), ("r0", 0, 5)]
-    assert out.num_decodes == 0
-    assert out.total_num_scheduled_tokens == 6
-    run_and_check(engine)
-
-
 def test_a_threshold_and_a_requests_own_limit_make_chunks_smaller():
     engine = make(long_prefill_token_threshold=6)
     engine.add(prompt(10))
@@ -144,22 +123,6 @@ def test_order_is_priority_then_arrival_then_order_of_adding():
     assert [s.request.request_id for out in steps for s in out.segments] == ["r2", "r3", "r1", "r0"]
 
 
-def test_blocks_are_reserved_to_the_end_of_the_chunk_only():
-    engine = make(max_num_batched_tokens=5)
-    request = engine.add(prompt(12))
-    new = [engine.step().segments[0].new_block_ids for _ in range(3)]
-    assert [sum(map(len, blocks)) for blocks in new] == [2, 1, 0]
-    assert request.num_blocks == 3
-    run_and_check(engine)
-
-
-def test_a_budget_below_the_number_of_decodes_serves_the_first():
-    engine = make(max_num_batched_tokens=2)
-    for i in range(3):
-        engine.add([1, i])
-    run_and_check(engine)
-
-
 # Atomic requests
 
 
@@ -172,16 +135,6 @@ def test_an_atomic_request_is_never_chunked_and_blocks_nobody():
     assert shape(engine.step()) == [("r0", 2, 1), ("r2", 0, 3)]
     assert shape(engine.step()) == [("r2", 3, 1)]
     assert shape(engine.step()) == [("r1", 0, 12)]
-
-
-def test_any_other_request_that_does_not_fit_is_waited_for():
-    engine = make(num_blocks=6)
-    engine.add(prompt(8), max_tokens=5)
-    engine.step()
-    engine.add(prompt(16, 1), max_tokens=1)
-    engine.add(prompt(2, 2), max_tokens=1)
-    assert shape(engine.step()) == [("r0", 8, 1)]
-    run_and_check(engine)
 
 
 # Out of blocks
@@ -206,33 +159,6 @@ def test_out_of_blocks_the_lowest_gives_way_and_is_recomputed():
     assert again == ("r1", 0, lost + 1)  # all it had, and the token that it had not got to
     assert engine.scheduler.num_preemptions == 1
     assert engine.scheduler.num_recomputed_tokens == lost
-
-
-def test_a_preempted_request_comes_before_later_ones():
-    engine = make(num_blocks=6, max_num_seqs=2)
-    engine.add(prompt(4), max_tokens=16)
-    last = engine.add(prompt(4, 1), max_tokens=16)
-    engine.add(prompt(4, 2), max_tokens=2)
-    admitted = [r for out in run_and_check(engine) for r in out.admitted]
-    assert last.num_preemptions == 1
-    assert [r.request_id for r in admitted] == ["r0", "r1", "r1", "r2"]
-
-
-def test_a_decode_gives_way_itself_if_it_is_the_lowest():
-    engine = make(num_blocks=7)
-    low = engine.add(prompt(4), max_tokens=9, priority=1)
-    engine.step()
-    engine.add(prompt(11, 1), max_tokens=5, priority=0)
-    engine.step()
-    taken = engine.scheduler.kv.pools[0].allocate(
-        1
-    )  # somebody else's: the two want one more than is left
-    while not low.num_preemptions:
-        out = engine.step()
-    assert out.preempted == [low]
-    assert [s.request.request_id for s in out.segments] == ["r1"]
-    engine.scheduler.kv.pools[0].free(taken)
-    run_and_check(engine)
 
 
 def test_a_partial_prefill_shrinks_its_chunk_then_waits_for_decodes():
@@ -267,19 +193,6 @@ def test_blocked_partials_alone_do_not_wait_for_each_other():
     engine.scheduler.kv.pools[0].free(taken)
     run_and_check(engine)
     assert first.num_preemptions == 0
-
-
-def test_admission_leaves_running_requests_what_they_need():
-    # r0's prompt needs 4 of 6 blocks, though it holds 2 so far: 2 more may be promised, not 3.
-    engine = make(num_blocks=6, max_num_batched_tokens=8, long_prefill_token_threshold=4)
-    engine.add(prompt(16), max_tokens=1)
-    engine.step()
-    engine.add(prompt(9, 1), max_tokens=1)
-    assert shape(engine.step()) == [("r0", 4, 4)]
-    engine.add(prompt(8, 2), max_tokens=1, priority=-1)
-    assert shape(engine.step()) == [("r0", 8, 4), ("r2", 0, 4)]
-    run_and_check(engine)
-    assert engine.scheduler.num_preemptions == 0
 
 
 # Prefix cache
@@ -417,27 +330,6 @@ def test_a_turn_with_nothing_to_do_is_the_other_kinds(policy):
 
 
 # Ends: finished, aborted, failed
-
-
-@pytest.mark.parametrize("state", ["waiting", "partial", "decoding", "preempted"])
-def test_abort_at_any_moment(state):
-    engine = make(num_blocks=6, max_num_seqs=2, max_num_batched_tokens=6)
-    other = engine.add(prompt(4), max_tokens=16)
-    request = engine.add(prompt(4, 1), max_tokens=16)
-    reached = {
-        "waiting": lambda: True,
-        "partial": lambda: 0 < request.num_computed_tokens < 4,
-        "decoding": lambda: request.num_tokens > 6,
-        "preempted": lambda: request.status is RequestStatus.PREEMPTED,
-    }[state]
-    while not reached():
-        engine.step()
-    engine.abort(request)
-    engine.scheduler.finish(request)  # a second time: ignored
-    assert request.status is RequestStatus.FINISHED
-    engine.check_blocks()
-    run_and_check(engine)
-    assert other.status is RequestStatus.FINISHED
 
 
 def test_a_request_may_end_while_its_step_runs():

@@ -395,6 +395,7 @@ def test_invariants(workload):
     run(workload)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pressed", [False, True])
 def test_invariants_of_many_workloads(pressed):
     seen: Counter = Counter()
@@ -450,6 +451,7 @@ def test_cache_on_is_cache_off(workload):
     assert off.engine.scheduler.prefix_hit_tokens == 0
 
 
+@pytest.mark.long
 def test_preempted_is_never_preempted():
     num_preemptions = 0
     for seed in range(80):

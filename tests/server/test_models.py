@@ -190,6 +190,34 @@ async def test_a_model_whose_files_are_broken_takes_no_room():
 
 
 @in_loop
+async def test_a_model_that_fails_once_it_has_room_rarely_takes_it_again():
+    world = World(memory=10, a=7, b=7)
+    world.failing["b"] = "the trial failed"
+    models = world.models("a", "b")
+    for _ in range(720):  # an hour of requests for both
+        await once(models, "a")
+        with pytest.raises(ApiError, match="the trial failed") as failure:
+            await once(models, "b")
+        assert 1 <= int(failure.value.headers["Retry-After"]) <= 600
+        assert (models.models["b"].state, models.models["b"].error) == (
+            "failed", "the trial failed",
+        )  # fmt: skip
+        world.now += 5
+    # Minutes of the failures: 0, 1, 3, 7, 15, 25, 35, 45 and 55.
+    assert world.started == ["a"] * 10
+    world.failing.clear()
+    world.now += 600
+    await once(models, "b")
+    await once(models, "a")
+    world.failing["b"] = "the trial failed"
+    with pytest.raises(ApiError):
+        await once(models, "b")
+    world.now += 60  # forgiven: it was loaded in between
+    world.failing.clear()
+    await once(models, "b")
+
+
+@in_loop
 async def test_requests_of_two_models_in_turn_do_not_load_in_turn():
     """Four clients, two a model, each with ten requests, one after the other, of a second each."""
     world = World(memory=10, a=7, b=7)

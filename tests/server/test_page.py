@@ -439,6 +439,11 @@ def test_settings_are_sent(show):
 def test_the_server_takes_every_setting(show):
     shown = show()
     page = shown.page
+    page.evaluate(
+        """localStorage.setItem("metal-lite-defaults", '{"sampling": {"thinking": true}}')"""
+    )
+    page.reload()
+    shown.ready()
     page.click("#settings-open")
     numbers = {
         "min_p": 0.1,
@@ -641,7 +646,7 @@ def test_samples_can_be_sent_and_ended(show, running):
     expect(page.locator("#requests li")).to_have_count(18)
     page.click("#samples")
     expect(page.locator("#no-requests")).to_be_visible()
-    expect(page.locator("#samples")).to_have_text("Send 18 sample requests")
+    expect(page.locator("#samples")).to_have_text("Send 18 samples")
     _until_idle(running, page)
 
 
@@ -743,6 +748,41 @@ def test_fingers_find_every_button(show):
     page.mouse.click(380, 400)
     page.click("#engine-toggle")
     assert not page.locator("#engine button, #engine a").evaluate_all(small)
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [360, 390])
+def test_a_phone_shows_the_samples_button_beside_its_title(show, width):
+    page = show(viewport={"width": width, "height": 844}).page
+    page.click("#engine-toggle")
+    lasting_samples(page)
+    for num_requests in (0, 18):
+        expect(page.locator("#requests li")).to_have_count(num_requests)
+        title, button = (
+            page.locator(name).bounding_box() for name in ("#requests-title", "#samples")
+        )
+        assert button["y"] < title["y"] + title["height"] / 2 < button["y"] + button["height"]
+        page.click("#samples")
+    expect(page.locator("#no-requests")).to_be_visible()
+
+
+@needs_chromium
+@pytest.mark.parametrize("thinking", [True, False, None])
+def test_the_thinking_switch_is_shown_where_the_model_has_one(show, thinking):
+    """Also of a model that is not loaded yet, and where a conversation has it set."""
+    shown = show(opens=False)
+    page = shown.page
+
+    def models(route):
+        listed = route.fetch().json()
+        listed["data"][0]["thinking"] = thinking
+        route.fulfill(json=listed)
+
+    page.route("**/v1/models", models)
+    shown.open()
+    page.click("#settings-open")
+    expect(page.locator("#set-temperature")).to_be_visible()
+    expect(page.locator("#set-thinking")).to_be_visible(visible=thinking is not False)
 
 
 @needs_chromium

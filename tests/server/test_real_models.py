@@ -186,6 +186,7 @@ def test_no_thoughts_where_the_template_cannot_turn_them_off(gpt_oss, thoughts):
 
 
 def test_effort_is_a_word_of_the_prompt(gpt_oss):
+    assert gpt_oss.can_think
     prompt = gpt_oss.tokenizer.decode(turn_of(gpt_oss, effort="high").prompt.token_ids)
     assert "Reasoning: high" in prompt
 
@@ -203,6 +204,7 @@ def test_where_calls_are_forbidden_their_channel_is_not_sampled(gpt_oss):
 def test_closed_thoughts_in_the_prompt_leave_the_answer_none(tmp_path):
     engine = client_of("qwen3.5", real_parts.template("HuggingFaceTB-SmolLM3-3B"), tmp_path)
     assert engine.thinks
+    assert engine.can_think
     params = SamplingParams(structured_outputs={"json_object": True})
     for enabled in (False, True):
         conversation = Conversation([{"role": "user", "content": "Go."}], enable_thinking=enabled)

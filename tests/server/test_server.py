@@ -1,8 +1,11 @@
 """What all endpoints share: admission, clients that go, the log."""
 
+import asyncio
 import json
 import logging
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
@@ -13,6 +16,9 @@ from tests.support.serve_command import eventually
 from tests.support.server_kit import Running, serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server.settings import ServerConfig
+from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.messages import Compile
+from vllm_metal_lite.structured_outputs import compiler
 
 PATH = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -59,6 +65,34 @@ def test_too_many_requests_are_told_to_come_again(client):
         status = client.get("/status").json()["server"]
         assert status == {"running": 2, "waiting": 2, "max_waiting": 2}
     eventually(lambda: client.post(PATH, json=HI).status_code == 200)
+
+
+@pytest.mark.parametrize("where", ["the server", "the engine"])
+def test_requests_whose_grammars_are_compiled_wait_like_others(running, client, monkeypatch, where):
+    go, compiled = threading.Event(), EngineClient._accepted
+
+    def check(form) -> None:
+        go.wait(60)
+
+    async def held(engine, message):
+        if isinstance(message, Compile):
+            await asyncio.to_thread(go.wait, 60)
+        await compiled(engine, message)
+
+    if where == "the server":
+        monkeypatch.setattr(compiler, "check", check)
+    else:
+        monkeypatch.setattr(EngineClient, "_accepted", held)
+    asked = {**HI, "response_format": {"type": "json_object"}}
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(client.post, PATH, json=asked) for _ in range(4)]
+        eventually(lambda: client.get("/status").json()["server"]["waiting"] == 2)
+        for body in asked, HI:
+            answer = client.post(PATH, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_busy")
+        go.set()
+        assert [answer.result().status_code for answer in waiting] == [200] * 4
+    assert client.get("/status").json()["server"]["running"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.support.server_kit import serving
+from vllm_metal_lite.errors import install
 
 ASK = [{"role": "user", "content": "Tell me about a lantern in the rain."}]
 
@@ -151,4 +152,4 @@ def test_a_form_without_the_extra(running, monkeypatch):
         monkeypatch.delitem(sys.modules, module, raising=False)
     reply = post(running, "chat/completions", messages=ASK, guided_regex="a")
     assert reply.status_code == 400
-    assert "pip install 'vllm-metal-lite[structured]'" in reply.text
+    assert install("structured") in reply.json()["error"]["message"]

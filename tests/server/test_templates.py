@@ -116,6 +116,7 @@ def test_names_of_variables():
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_every_template_can_be_probed(qwen, monkeypatch):
     for name, source in real_parts.templates().items():
         monkeypatch.setattr(qwen._tokenizer, "chat_template", source)

@@ -1,12 +1,13 @@
 """An engine's process and its client: whatever a request does, nothing is held and nobody waits."""
 
 import asyncio
+import json
 import logging
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 
 import pytest
@@ -67,14 +68,26 @@ async def answer(
         return [a.token_ids for a in await generation.complete()]
 
 
+async def until(client: EngineClient, is_so: Callable[[dict[str, int]], bool]) -> None:
+    """Wait until the engine's metrics are so."""
+    reached = asyncio.Event()
+
+    def take(text: str) -> None:
+        if is_so(json.loads(text)["metrics"]):
+            reached.set()
+
+    client.on_seen = take
+    client.watch(60)
+    await reached.wait()
+    client.watch(0)
+
+
 async def assert_clean(client: EngineClient) -> None:
     """Neither the client nor the engine holds anything."""
-    metrics = await client.call("metrics")
-    held = [metrics[k] for k in ("requests_running", "requests_waiting", "blocks_owned")]
-    assert held == [0, 0, 0]
+    names = ("requests_running", "requests_waiting", "blocks_owned")
+    await until(client, lambda metrics: not any(metrics[name] for name in names))
     assert not client.generations
-    assert not client._added
-    assert not client._calls
+    assert not client._accepting
 
 
 def test_http_tokens_are_the_engines_tokens(engine):
@@ -102,8 +115,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
             if moment in ("accepted", "waiting"):
                 reached.set()
             elif moment == "prefilling":
-                while (await client.call("metrics"))["prefill_tokens"] < before + 64:
-                    await asyncio.sleep(0)
+                await until(client, lambda metrics: metrics["prefill_tokens"] >= before + 64)
                 reached.set()
             async for _ in deltas([generation]):
                 if moment == "decoding":
@@ -113,12 +125,11 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
 
     async def test() -> None:
         nonlocal before
-        before = (await client.call("metrics"))["prefill_tokens"]
+        before = client.metrics["prefill_tokens"]
         others = []
         if moment == "waiting":
             others = [asyncio.ensure_future(answer(client, str(i), FOREVER)) for i in range(4)]
-            while (await client.call("metrics"))["requests_running"] < 4:
-                await asyncio.sleep(0)
+            await until(client, lambda metrics: metrics["requests_running"] == 4)
         reached = asyncio.Event()
         leaves = asyncio.ensure_future(request(reached))
         if moment == "before it is accepted":
@@ -126,7 +137,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(engine, moment, n):
         else:
             await reached.wait()
         if moment == "waiting":
-            assert (await client.call("metrics"))["requests_waiting"] == n
+            await until(client, lambda metrics: metrics["requests_waiting"] == n)
         for task in leaves, *others:
             task.cancel()
         await asyncio.gather(leaves, *others, return_exceptions=True)
@@ -208,12 +219,6 @@ class Unreadable(list):
         return super().__iter__()
 
 
-def test_a_call_that_fails_tells_its_caller(engine):
-    with pytest.raises(RuntimeError, match="no_such_call"):
-        engine.run(engine.client.call("no_such_call"))
-    engine.run(assert_clean(engine.client))
-
-
 def test_ctrl_c_does_not_reach_the_engine(engine):
     os.kill(engine.client.pid, signal.SIGINT)
     assert engine.run(answer(engine.client, "after", short()))
@@ -233,40 +238,39 @@ def test_the_engines_log_reaches_the_servers_log(engine, caplog):
     assert got == [("INFO", "trying 3 kernels", True), ("WARNING", "a kernel gave way", False)]
 
 
-def test_a_step_that_fails_loses_its_requests_and_no_later_one():
-    """The worker alone, in this process: its engine fails once."""
+def test_a_step_that_fails_loses_the_request_at_fault_only():
+    """The worker alone, in this process.  Both prompts are in the step that fails first."""
     engine = LLMEngine.from_name("demo", CONFIG)
-    step, failures = engine.step, iter([RuntimeError("the device\nis gone")])
+    execute = engine.runner.execute
 
-    def failing_step():
-        for failure in failures:
-            raise failure
-        return step()
+    def fail_for_token_7(batch, *args):
+        if 7 in batch.token_ids:
+            raise RuntimeError("the device\nis gone")
+        return execute(batch, *args)
 
-    engine.step = failing_step
+    engine.runner.execute = fail_for_token_7
     server, theirs = Pipe()
+    server.send(Add("a", [*PROMPT, 7], short(8, allowed_token_ids=[8])))
+    server.send(Add("b", PROMPT, short(8, allowed_token_ids=[8])))
     got = []
 
-    def serve() -> None:
-        server.send(Add("a", PROMPT, short()))
-        while True:
-            got.append(message := server.recv())
-            if isinstance(message, Lost):
-                server.send(Add("b", PROMPT, short()))
-            if isinstance(message, dict) and message["b"][0].finish_reason:
-                return server.send(Stop())
+    def read() -> None:
+        while not (isinstance(message := server.recv(), dict) and message["b"][0].finish_reason):
+            got.append(message)
+        got.append(message)
+        server.send(Stop())
 
-    thread = threading.Thread(target=serve, daemon=True)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     Worker(engine, theirs, Sender(theirs)).run()
     thread.join(60)
     assert isinstance(got[0], Metrics)
-    assert got[0].values["requests_running"] == 0
-    assert got[1] == Added("a")
-    assert got[2] == Lost("a step of the engine failed: the device is gone", ["a"])
-    assert Added("b") in got
-    assert [len(update.token_ids) for update in got[-1]["b"]] == [1]
-    assert list(got[-1]) == ["b"]
+    assert got[1:3] == [Added("a"), Added("b")]
+    lost = [message for message in got if isinstance(message, Lost)]
+    assert lost == [Lost("a step of the engine failed: the device is gone", ["a"])]
+    steps = [message for message in got if isinstance(message, dict)]
+    assert all(list(step) == ["b"] for step in steps)
+    assert sum(len(update.token_ids) for step in steps for update in step["b"]) == 8
     assert engine.metrics()["blocks_owned"] == 0
 
 
@@ -274,10 +278,10 @@ def test_an_engine_whose_steps_all_fail_ends():
     """So the next request starts another one."""
     engine = LLMEngine.from_name("demo", CONFIG)
 
-    def failing_step():
+    def fail(*args):
         raise RuntimeError("the device is gone")
 
-    engine.step = failing_step
+    engine.runner.execute = fail
     server, theirs = Pipe()
 
     def serve() -> None:

@@ -135,8 +135,6 @@ def test_starts_and_stops_leak_nothing(monkeypatch):
         with pytest.raises(EngineLost, match="has ended with exit code 0"):
             await asking
         with pytest.raises(EngineLost):
-            await client.call("metrics")
-        with pytest.raises(EngineLost):
             async with client.generate("b", [1], FOREVER):
                 pass
         assert not is_alive(client.pid)

@@ -46,12 +46,13 @@ def draw(tokenizer, seed: int, most: int = 400, **form) -> str | None:
 PERSON = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0},
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0},
         "kind": {"enum": ["cat", "dog"]},
     },
     "required": ["name", "kind"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 
 
 @given(schema=schemas, seed=st.integers(0, 1000), bare=st.booleans())

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.guided import allowed, walk
+from tests.support.guided import accept, allowed, walk
 from tests.support.slots import SlotConstraint
 from vllm_metal_lite.structured_outputs.thinking import Thinking
 from vllm_metal_lite.structured_params import ThinkingParams
@@ -16,11 +16,6 @@ START, END = (60,), (61, 62)
 def thinking(*, inner=True, is_open=False, budget=None, start=START) -> Thinking:
     form = SlotConstraint([[1, 2], [3], [EOS]], V) if inner else None
     return Thinking(ThinkingParams(start, END, is_open, budget), form, V, [EOS])
-
-
-def accept(limits: Thinking, *tokens: int) -> None:
-    for token in tokens:
-        limits.accept(token)
 
 
 def test_an_answer_without_thoughts_has_its_form_at_once():

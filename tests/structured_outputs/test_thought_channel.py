@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.guided import allowed, walk
+from tests.support.guided import accept, allowed, walk
 from tests.support.slots import SlotConstraint
 from vllm_metal_lite.structured_outputs.thought_channel import ThoughtChannel
 from vllm_metal_lite.structured_params import ThinkingParams
@@ -16,11 +16,6 @@ START, END = (60, 61, 62), (63, 64)
 
 def channel(budget, inner=None) -> ThoughtChannel:
     return ThoughtChannel(ThinkingParams(START, END, False, budget, is_channel=True), inner, V)
-
-
-def accept(limits: ThoughtChannel, *tokens: int) -> None:
-    for token in tokens:
-        limits.accept(token)
 
 
 def test_the_budget_ends_the_thoughts_by_forced_tokens():

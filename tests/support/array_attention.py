@@ -49,8 +49,9 @@ class ArrayStepAttention(ReferenceStepAttention):
         slots = self.step.slot_mapping[self.store.group_of[layer]]
         self.store.write(layer, k, v, slots[: len(k)])
 
-    def attend(self, layer, q, *, scale, window=None, softcap=None, sinks=None):
-        assert softcap is sinks is None
+    def attend(self, q, call):
+        layer, scale, window = call[:3]
+        assert call == Call(layer, scale, window)
         outputs, plan = [], self.step.plan
         group, prompts = self.store.group_of[layer], plan.prompts
         if decodes := plan.decodes:
@@ -71,9 +72,7 @@ class ArrayStepAttention(ReferenceStepAttention):
             assert q.shape[1] // self.store.specs[layer].num_kv_heads in prompts.tiles
             outputs.append(self._varlen(layer, rows, prompts, scale, window))
         elif prompts is not None:
-            outputs.append(
-                run_calls(prompts, group, rows, Call(layer, scale, window), self._gather)
-            )
+            outputs.append(run_calls(prompts, group, rows, call, self._gather))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _keys_and_values(self, layer, tables):

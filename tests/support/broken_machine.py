@@ -1,6 +1,6 @@
 """Machines on which one kernel does not work.
 
-`python -m tests.support.broken_machine KERNEL KIND DEVICE` is checks/child.py on such a machine.
+`python -m tests.support.broken_machine KERNEL KIND DEVICE` is checks/run.py on such a machine.
 DEVICE "host": the CPU host stands in for a GPU; "gpu": the GPU of this machine.
 """
 
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from vllm_metal_lite import backend
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks import child, isolated, speed
+from vllm_metal_lite.checks import isolated, run, speed
 from vllm_metal_lite.checks.result import Speed
 from vllm_metal_lite.kernels import source
 from vllm_metal_lite.kernels.launch import Kernel
@@ -88,14 +88,15 @@ PRODUCTS = KernelUse(
     (replace(SHAPE, dtype=mx.bfloat16),), 16, weights=(WeightShape(100, 96), WeightShape(96, 1056))
 )
 EXPERTS = KernelUse(
-    (replace(SHAPE, dtype=mx.bfloat16),), 16,
+    (replace(SHAPE, dtype=mx.bfloat16),),
+    16,
     experts=(
         ExpertShape(6, 96, 64),
         ExpertShape(
             5, 64, 64, "clamped_swiglu", True, Quantisation(4, 32, "mxfp4"), Quantisation(8, 64)
         ),
     ),
-)  # fmt: skip
+)
 LATENT = KernelUse(
     (AttentionShape(4, 1, 64, 16, mx.float32, latent=True),), 16, (Rotation(16, traditional=True),)
 )
@@ -235,13 +236,13 @@ def main() -> None:
         speed.measure = lambda check: None
     install(kernel, kind)
     if device == "gpu":
-        return child.main()
+        return run.main()
     from metal.host import installed
 
     backend.is_cpu = lambda: False
     backend.memory_limit = lambda: 1 << 30
     with installed():
-        child.main()
+        run.main()
 
 
 if __name__ == "__main__":

@@ -221,10 +221,11 @@ class Messages(Api):
                 end, num_tokens = END[event.delta.stop_reason], event.usage.output_tokens
         assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
         parts = [
-            ("call", name, object_of(text)) if kind == "tool_use"
+            ("call", name, object_of(text))
+            if kind == "tool_use"
             else ("thoughts" if kind == "thinking" else kind, text)
             for kind, name, text in blocks
-        ]  # fmt: skip
+        ]
         return Reply(parts, end, num_tokens)
 
 

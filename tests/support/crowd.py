@@ -216,9 +216,7 @@ def _response(question: Question, token_ids: list[int]) -> dict[str, Any]:
 
 def _message(question: Question, token_ids: list[int]) -> dict[str, Any]:
     system, user = question.messages
-    return {
-        "system": system["content"], "messages": [user], "max_tokens": question.max_tokens
-    }  # fmt: skip
+    return {"system": system["content"], "messages": [user], "max_tokens": question.max_tokens}
 
 
 _BODIES: dict[str, Callable[[Question, list[int]], dict[str, Any]]] = {

@@ -38,11 +38,6 @@ class Launches:
 
         return launch
 
-    def outputs_of(self, name: str) -> list[mx.array]:
-        """The first output of each launch of one kernel, in order."""
-        pairs = zip(self.launches, self.outputs, strict=True)
-        return [outputs[0] for (kernel, _), outputs in pairs if kernel.name.endswith(name)]
-
     def _needs(self, i: int) -> set[int]:
         """The launches whose outputs launch i takes."""
         return {self.made_by.get(id(a), -1) for a in self.launches[i][1]["inputs"]}

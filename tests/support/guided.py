@@ -14,6 +14,11 @@ def allowed(constraint: Constraint, vocab_size: int) -> set[int] | None:
     return set(ids.tolist())
 
 
+def accept(limits: Constraint, *tokens: int) -> None:
+    for token in tokens:
+        limits.accept(token)
+
+
 def walk(
     constraint: Constraint, vocab_size: int, rng: np.random.Generator, most: int, eos: int
 ) -> list[int]:

@@ -25,16 +25,16 @@ def _compound(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     few = st.lists(inner, min_size=1, max_size=2)
     return st.one_of(
         st.builds(lambda items: {"type": "array", "items": items, "maxItems": 2}, inner),
+        st.builds(lambda parts: {"type": "array", "prefixItems": parts, "items": False}, few),
         st.builds(
-            lambda parts: {"type": "array", "prefixItems": parts, "items": False}, few
-        ),
-        st.builds(
-            _object, st.dictionaries(_NAMES, inner, max_size=3), st.integers(0, 3),
+            _object,
+            st.dictionaries(_NAMES, inner, max_size=3),
+            st.integers(0, 3),
             st.sampled_from([False, {"type": "boolean"}]),
         ),
         few.map(lambda parts: {"anyOf": parts}),
         st.builds(lambda part: {"allOf": [part, {"title": "all of one"}]}, inner),
-    )  # fmt: skip
+    )
 
 
 schemas = st.recursive(_PLAIN, _compound, max_leaves=5).map(

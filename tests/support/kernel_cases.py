@@ -7,9 +7,9 @@ import numpy as np
 
 from tests.support.attention_oracle import paged_attention
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kv.row_format import RowFormat
 from vllm_metal_lite.kv.store import LayerSpec
@@ -182,7 +182,7 @@ class NewRowsCase:
             if name in norms.lower():
                 weight = mx.array(rng.uniform(0.5, 1.5, dims[0]).astype(np.float32))
                 weight = weight.astype(weight_dtype or dtype)
-                self.norms[name] = HeadNorm(weight if name in norms else None, 1e-5)
+                self.norms[name] = RMSNorm(weight if name in norms else None, 1e-5)
         self.columns = self._join(rng) if joined else self._apart()
 
     def _join(self, rng) -> list[Columns]:

@@ -9,9 +9,9 @@ from tests.support.recurrent_cases import RAGGED, Segments
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile, using
 from vllm_metal_lite.kernels import cache_ops, decode, experts, latent_attention
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan
 from vllm_metal_lite.kernels.expert_topk import Routing
 from vllm_metal_lite.kernels.expert_topk import expert_topk as expert_topk_of
@@ -20,12 +20,12 @@ from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.recurrence import Norm, delta_gates, given, time_gates
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
-from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, RowNorm, skinny_gemm
+from vllm_metal_lite.kernels.skinny_gemm import GemmPlan, skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised as quantised_weight
 from vllm_metal_lite.kernels.weights import shape_of, spread_of
 from vllm_metal_lite.kv.store import LayerSpec
@@ -90,7 +90,7 @@ def fused_decode(dtype, written=None, spec=None, factor=1.0):
     heads = KV_HEADS * GROUP
     rows = draw(3, (heads + 2 * KV_HEADS) * DIM, seed=13, dtype=dtype)
     columns = [Columns(rows, n * DIM) for n in (0, heads, heads + KV_HEADS)]
-    norm, written = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5), written or store(dtype)
+    norm, written = RMSNorm(draw(DIM, seed=10, dtype=dtype), 1e-5), written or store(dtype)
     new = NewRows(*columns, heads, Rope(40, False, 1e4, 1.0, None, factor), norm, norm)
     out, _ = decode.paged_decode(
         new, tables, mx.array([21, 0, 9], mx.int32), *written, new_token(),
@@ -119,7 +119,7 @@ def shared_prefix_of_new_rows(dtype, factor=1.0):
     heads, dim = KV_HEADS * GROUP, 136
     rows = draw(3, (heads + 2 * KV_HEADS) * dim, seed=13, dtype=dtype)
     columns = [Columns(rows, n * dim) for n in (0, heads, heads + KV_HEADS)]
-    norm = HeadNorm(draw(dim, seed=10, dtype=dtype), 1e-5)
+    norm = RMSNorm(draw(dim, seed=10, dtype=dtype), 1e-5)
     rope = Rope(40, False, 1e4, 1.0, None, factor)
     return shared_prefix_rows(dtype, NewRows(*columns, heads, rope, norm, norm), dim)
 
@@ -187,7 +187,7 @@ def new_latents(dtype, bits=None, factor=1.0):
     spec = LayerSpec(1, rank, rope, dtype, bits=bits)
     rows = zip((spec.k_row, spec.v_row), (1, 2), strict=True)
     written = [row.pack(draw(SLOTS, 1, row.dim, seed=seed, dtype=dtype)) for row, seed in rows]
-    norm = HeadNorm(draw(rank, seed=10, dtype=dtype), 1e-5)
+    norm = RMSNorm(draw(rank, seed=10, dtype=dtype), 1e-5)
     columns = Columns(q, 16), 40, heads, Columns(kv, 0), Columns(kv, rank)
     q_pe, _ = latent_write(
         NewLatents(*columns, norm, Rope(20, True, 1e4, 1.0, None, factor)),
@@ -203,7 +203,7 @@ def rope_write_rows(dtype, written=None, spec=None, factor=1.0):
     """Rows joined, not a head for every simdgroup, the last slot of the store among the written."""
     rows = draw(5, (6 + 2 * KV_HEADS) * DIM, seed=9, dtype=dtype)
     written = written or store(dtype)
-    norm = HeadNorm(draw(DIM, seed=10, dtype=dtype), 1e-5)
+    norm = RMSNorm(draw(DIM, seed=10, dtype=dtype), 1e-5)
     columns = [Columns(rows, heads * DIM) for heads in (0, 6, 6 + KV_HEADS)]
     q, _ = rope_write(
         NewRows(*columns, 6, Rope(40, False, 1e4, 1.0, None, factor), norm, norm),
@@ -224,7 +224,7 @@ def add_rms_norm_rows(dtype, post_norm=False):
     """Rows of more than one simdgroup, the last of which has idle threads."""
     x, y = (draw(3, 200, seed=seed, dtype=dtype) for seed in (11, 30))
     weight = draw(200, seed=11, dtype=dtype)
-    norm = PostNorm(weight, 1e-3) if post_norm else None
+    norm = RMSNorm(weight, 1e-3) if post_norm else None
     return list(add_rms_norm(x, y, weight, 1e-5, norm))
 
 
@@ -250,7 +250,7 @@ def skinny_gemm_with_all(dtype):
         sizes = mx.arange(1, rows + 1)[:, None].astype(dtype)
         x, residual = draw(rows, 928, seed=16, dtype=dtype) * sizes, draw(rows, 21, seed=17)
         results.append(skinny_gemm(
-            x, weight, norm=RowNorm(gain, 1e-5), residual=residual.astype(dtype), gate="silu",
+            x, weight, norm=RMSNorm(gain, 1e-5), residual=residual.astype(dtype), gate="silu",
             plan=GemmPlan(8, 2),
         ).astype(mx.float32))  # fmt: skip
     return results
@@ -266,7 +266,7 @@ def skinny_gemm_of_words(dtype, how, depth, columns=16):
         for seed, shape in enumerate([(11, depth), (depth,), (42,), (11, 21)], 15)
     )
     product = skinny_gemm(
-        x, weight, norm=RowNorm(gain, 1e-5), bias=bias, residual=residual, gate="gelu_approx",
+        x, weight, norm=RMSNorm(gain, 1e-5), bias=bias, residual=residual, gate="gelu_approx",
         plan=GemmPlan(2, 2, spread_of(shape_of(weight)), columns),
     )  # fmt: skip
     return [product.astype(mx.float32)]
@@ -284,7 +284,7 @@ def skinny_gemm_in_lanes(dtype):
     )
     plan = GemmPlan(2, 2, 4, 16, in_lanes=True)
     everything = skinny_gemm(
-        x, weight, norm=RowNorm(gain, 1e-5), bias=bias, residual=residual, gate="silu", plan=plan
+        x, weight, norm=RMSNorm(gain, 1e-5), bias=bias, residual=residual, gate="silu", plan=plan
     )
     return [y.astype(mx.float32) for y in (everything, skinny_gemm(x, weight, plan=plan))]
 

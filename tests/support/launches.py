@@ -6,10 +6,11 @@ Not what was built is counted but what is reachable: MLX never runs a value that
 import io
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.launch import Kernel
+from vllm_metal_lite.kernels.launch import Kernel, Template
 
 # Primitives that launch nothing here.
 _VIEWS = {
@@ -21,6 +22,17 @@ _ALSO = {
     "NORM": "NORM", "BIAS": "BIAS", "RESIDUAL": "RESIDUAL", "GATE": "GATE", "FUSED": "FUSED",
     "Y_NORM": "POST",
 }  # fmt: skip
+
+
+def watch(monkeypatch, note: Callable[[str, Sequence[mx.array], Template], object]) -> None:
+    """Have `note` get the kernel's name, inputs and template values before each launch."""
+    launch = Kernel.__call__
+
+    def noting(self, arrays, template, *args):
+        note(self.name, arrays, template)
+        return launch(self, arrays, template, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", noting)
 
 
 class Stubs:

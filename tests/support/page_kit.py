@@ -18,7 +18,7 @@ _MAC = (
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
 
-expect.set_options(timeout=30_000)  # of every `expect`, in ms: a busy machine shows a page late
+expect.set_options(timeout=300_000)  # of every `expect`, in ms: a busy machine shows a page late
 
 
 def chromium_path() -> str | None:
@@ -48,7 +48,7 @@ class Shown:
         self.url, self.complaints = url, []
         self.context = browser.new_context(**{"reduced_motion": "reduce", **context})
         self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(300_000)
         self.page.on("console", self._read)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.context.on("request", lambda request: self._check(request.url))
@@ -117,7 +117,7 @@ def load(url: str, num_requests: int = 24, seed: int = 0) -> Iterator[None]:
     stop, numbers = threading.Event(), itertools.count()
 
     def client() -> None:
-        with httpx.Client(base_url=url, timeout=120) as http:
+        with httpx.Client(base_url=url, timeout=600) as http:
             while not stop.is_set():
                 body = body_of_load(next(numbers), seed)
                 with http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -134,4 +134,4 @@ def load(url: str, num_requests: int = 24, seed: int = 0) -> Iterator[None]:
     finally:
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(600)

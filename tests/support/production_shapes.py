@@ -11,9 +11,9 @@ from metal.host.texts import KernelText, recorded
 from tests.support import recurrent_shapes
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.common import YARN_FACTOR
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, merge_partitions, paged_decode
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
 from vllm_metal_lite.kernels.experts import (
@@ -26,11 +26,11 @@ from vllm_metal_lite.kernels.experts import (
 from vllm_metal_lite.kernels.gather_rows import gather_rows
 from vllm_metal_lite.kernels.latent_attention import latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import varlen_prefill
 from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kernels.shared_prefix import SharedPrefix, shared_prefix
-from vllm_metal_lite.kernels.skinny_gemm import RowNorm, skinny_gemm
+from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import QuantisedWeight, quantised
 from vllm_metal_lite.kv.store import LayerSpec
 from vllm_metal_lite.specs import Quantisation
@@ -81,7 +81,7 @@ def _new_rows(of: Heads, dtype: mx.Dtype, rows: int, norm: bool = True) -> NewRo
     width = (of.heads + 2 * of.kv_heads) * of.dim
     joined = mx.zeros((rows, width), dtype)
     columns = [Columns(joined, n * of.dim) for n in (0, of.heads, of.heads + of.kv_heads)]
-    given = HeadNorm(mx.zeros(of.dim, dtype), 1e-6) if norm else None
+    given = RMSNorm(mx.zeros(of.dim, dtype), 1e-6) if norm else None
     turn = Rope(of.dim, False, 1e6, 1.0, None, of.factor)
     return NewRows(*columns, of.heads, turn, given, given)
 
@@ -130,7 +130,7 @@ def latent_rows(
     spec = LayerSpec(1, rank, rope, dtype, bits=bits)
     store = [mx.zeros((SLOTS, 1, r.width), r.kept_dtype) for r in (spec.k_row, spec.v_row)]
     q, kv = mx.zeros((ROWS, heads * 256), dtype), mx.zeros((ROWS, rank + rope), dtype)
-    norm, turn = HeadNorm(mx.zeros(rank, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
+    norm, turn = RMSNorm(mx.zeros(rank, dtype), 1e-6), Rope(rope, True, 1e6, 1.0, None)
     latent_write(
         NewLatents(Columns(q, 192), 256, heads, Columns(kv, 0), Columns(kv, rank), norm, turn),
         positions=_ints(ROWS), slot_mapping=_ints(ROWS), keys=store[0], values=store[1],
@@ -168,7 +168,7 @@ def rope(of: Heads, dtype: mx.Dtype, *, rows: int = ROWS, bits: int | None = Non
 
 def add_norm(dim: int, dtype: mx.Dtype, *, post: bool = False) -> None:
     x, weight = mx.zeros((ROWS, dim), dtype), mx.zeros(dim, dtype)
-    add_rms_norm(x, x, weight, 1e-6, PostNorm(weight, 1e-6) if post else None)
+    add_rms_norm(x, x, weight, 1e-6, RMSNorm(weight, 1e-6) if post else None)
 
 
 def rows_of(of: Heads, dtype: mx.Dtype) -> None:
@@ -184,7 +184,7 @@ def product(
     skinny_gemm(
         x,
         quantised(weight, quantisation) if quantisation else weight,
-        norm=RowNorm(mx.zeros(depth, dtype), 1e-6) if "norm" in how else None,
+        norm=RMSNorm(mx.zeros(depth, dtype), 1e-6) if "norm" in how else None,
         residual=mx.zeros((rows, width), dtype) if "residual" in how else None,
         bias=mx.zeros(outputs, dtype) if "bias" in how else None,
         gate="silu" if "swiglu" in how else "gelu_approx" if "geglu" in how else None,

@@ -20,7 +20,7 @@ from vllm_metal_lite.distributed import links as links_of
 ROOT = Path(__file__).parents[2]
 
 
-def run(task: str, size: int, *args: Any, links: int = 1, timeout: float = 120) -> list[Any]:
+def run(task: str, size: int, *args: Any, links: int = 1) -> list[Any]:
     """The results of all ranks; AssertionError with a rank's output if it fails.
 
     links: connections between neighbours.
@@ -38,7 +38,7 @@ def run(task: str, size: int, *args: Any, links: int = 1, timeout: float = 120) 
         for rank in range(size)
     ]  # fmt: skip
     try:
-        outputs = [p.communicate(timeout=timeout)[0] for p in processes]
+        outputs = [p.communicate(timeout=600)[0] for p in processes]
     finally:
         for p in processes:
             p.kill()

@@ -22,7 +22,7 @@ class Answer:
 
 def connect(url: str) -> socket.socket:
     host, port = urlsplit(url).hostname, urlsplit(url).port
-    return socket.create_connection((host, port), timeout=60)
+    return socket.create_connection((host, port), timeout=600)
 
 
 def raw(url: str, request: bytes) -> bytes:

@@ -117,7 +117,11 @@ def byte_level_bpe(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
         if len(parts) == 2:
             merges.append((text(parts[0]), text(parts[1])))
     vocab = {text(token): rank for token, rank in ranks.items()}
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    return cut_by(Tokenizer(models.BPE(vocab, merges)), pattern)
+
+
+def cut_by(tokenizer: Tokenizer, pattern: str) -> Tokenizer:
+    """The tokenizer, of byte level, cuts a text by `pattern` first."""
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(pattern), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),

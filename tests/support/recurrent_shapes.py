@@ -23,11 +23,7 @@ DELTA = {
     "heads of 256": (8, 16, 256, 256, False),
 }
 # Groups, heads, state and head size.
-SSM = {
-    "Mamba 2": (1, 80, 128, 64),
-    "Nemotron-H": (8, 128, 128, 64),
-    "Falcon-H1": (1, 24, 256, 128),
-}
+SSM = {"Mamba 2": (1, 80, 128, 64), "Nemotron-H": (8, 128, 128, 64), "Falcon-H1": (1, 24, 256, 128)}
 # Channels, kernel size, bias, SiLU.
 CONV = {
     "Qwen3-Next": (8192, 4, False, True),
@@ -35,11 +31,7 @@ CONV = {
     "LFM2": (2048, 3, False, False),
 }
 # Size and number of groups; whether the gate comes first.
-NORMS = {
-    "Qwen3-Next": (128, 32, False),
-    "Nemotron-H": (1024, 8, True),
-    "Mamba 2": (5120, 1, True),
-}
+NORMS = {"Qwen3-Next": (128, 32, False), "Nemotron-H": (1024, 8, True), "Mamba 2": (5120, 1, True)}
 
 
 def _segments() -> mx.array:
@@ -65,7 +57,7 @@ def _recurrence(
         "ssm": lambda: given(of_rows, of_rows),
         "fused delta": lambda: delta_gates(logits, logits, of_heads, bias),
         "fused ssm": lambda: time_gates(logits, of_heads, bias, (0.0, 1.0)),
-    }  # fmt: skip
+    }
     gated_delta(
         of_k, of_k, _columns(heads, dim, dtype), gates[form](),
         mx.zeros((SLOTS, heads, dim, k_dim)), _segments(), new_token(), num_k_heads=k_heads,

@@ -18,7 +18,7 @@ PROMPTS = tiny.prompts(2, 20, 20, seed=3)
 class RunnerBench:
     """A runner with one request a prompt, greedy, with block tables filled in order."""
 
-    def __init__(self, prompts, num_blocks=32, prompt_logprobs=False, name="llama", **params):
+    def __init__(self, prompts, num_blocks=32, name="llama"):
         self.model = tiny.packed(name)
         store = PagedStore(
             self.model.packed.attention_specs, num_blocks, 8, states=self.model.packed.state_pool(4)
@@ -27,22 +27,17 @@ class RunnerBench:
         self.runner = ModelRunner(self.model.packed, Path(ReferenceAttention(store)), sampler)
         self.inputs = InputBatch(4, 128, 8)
         self.rows = []
-        at = 0
-        for prompt in prompts:
-            row = self.inputs.add(prompt, len(prompt), 0 if prompt_logprobs else None)
-            self.inputs.append_blocks(row, list(range(at, at + 8)))
-            at += 8
-            greedy = SamplingParams(temperature=0, **params)
-            sampler.add(row, greedy, 0, np.array(prompt, np.int32), len(prompt), ())
+        for i, prompt in enumerate(prompts):
+            row = self.inputs.add(prompt, len(prompt))
+            self.inputs.append_blocks(row, list(range(8 * i, 8 * i + 8)))
+            tokens = np.array(prompt, np.int32)
+            sampler.add(row, SamplingParams(temperature=0), 0, tokens, len(prompt), ())
             self.rows.append(row)
 
-    def pack(self, which, computed, scheduled):
+    def step(self, which, computed, scheduled):
         rows = np.array([self.rows[i] for i in which])
-        return self.inputs.pack(rows, np.array(computed), np.array(scheduled))
-
-    def step(self, which, computed, scheduled, k=0):
-        batch = self.pack(which, computed, scheduled)
-        result = self.runner.execute(batch, k)
+        batch = self.inputs.pack(rows, np.array(computed), np.array(scheduled))
+        result = self.runner.execute(batch, 0)
         self.inputs.append_tokens(batch.sampled_rows, result.token_ids)
         return result
 

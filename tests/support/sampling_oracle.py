@@ -124,5 +124,11 @@ def softmax(x):
     return e / e.sum()
 
 
+def log_softmax(logits):
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
 def drawn(params, x, rows=400, steps=10):
     return set(draw(make(params, range(rows), len(x)), x, steps).ravel().tolist())

@@ -23,7 +23,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
     @wraps(test)
     def run(*args: Any, **fixtures: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 60))
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 600))
 
     return run
 
@@ -78,7 +78,7 @@ def serving(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert up.wait(120), "the server does not start"
+    assert up.wait(600), "the server does not start"
     if errors:
         raise errors[0]
     running, stopping = ready[0]
@@ -87,5 +87,5 @@ def serving(
     finally:
         running.loop.call_soon_threadsafe(stopping.ask)
         running.loop.call_soon_threadsafe(stopping.ask)
-        thread.join(60)
+        thread.join(600)
         assert not thread.is_alive(), "the server does not stop"

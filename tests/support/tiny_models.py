@@ -26,6 +26,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.model import loader
 from vllm_metal_lite.model.loader import LoadedModel
+from vllm_metal_lite.sampling_params import SamplingParams
 
 
 def build(config: dict[str, Any], seed: int = 0) -> nn.Module:
@@ -146,6 +147,35 @@ def run(engine: LLMEngine, max_steps: int = 2000) -> dict[str, Any]:
             return done
         done |= {o.request_id: o for o in engine.step() if o.finished}
     raise AssertionError(f"requests are left after {max_steps} steps")
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+
+
+def submit(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], params: SamplingParams | int, **how: Any
+) -> None:
+    """Add requests named "0", "1", ...; a number as params: of exactly so many greedy tokens."""
+    if isinstance(params, int):
+        params = greedy(params, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params, **how)
+
+
+def answers(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], params: SamplingParams | int, **how: Any
+) -> list[list[int]]:
+    """The tokens of each prompt's first answer; the requests run together."""
+    submit(engine, prompts, params, **how)
+    done = run(engine)
+    return [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+
+
+def all_alone(model: str | nn.Module, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    """What `answers` must be: `alone` for each prompt, by the native model or the one of a name."""
+    model = native(model) if isinstance(model, str) else model
+    return [alone(model, prompt, n) for prompt in prompts]
 
 
 def prompts(count: int, low: int = 1, high: int = 40, seed: int = 0) -> list[list[int]]:

@@ -9,6 +9,8 @@ import pytest
 from metal.host import compiler_available
 from vllm_metal_lite import backend
 
+pytestmark = pytest.mark.long
+
 
 def rows_of(tmp_path, *words: str) -> list[dict]:
     result = tmp_path / "result.json"

@@ -118,7 +118,7 @@ def conversations() -> Load:
 
 def test_states_of_random_weights_stay_finite_and_remember(hybrid):
     model = hybrid.packed.model
-    tokens = mx.random.randint(0, 512, (1, 2000))
+    tokens = mx.random.randint(0, 512, (1, 400))
     other = mx.concatenate([(tokens[:, :1] + 1) % 512, tokens[:, 1:]], axis=1)
     first, second = (model(t)[0] for t in (tokens, other))
     assert mx.isfinite(first).all()

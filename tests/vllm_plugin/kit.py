@@ -143,10 +143,6 @@ def core(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core
 
 
-def free_blocks(llm: LLM) -> int:
-    return core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-
-
 def block_pools(llm: LLM) -> list[Any]:
     """vLLM's pool of blocks, and that of state slots if the model caches states."""
     coordinator = core(llm).scheduler.kv_cache_manager.coordinator
@@ -172,6 +168,23 @@ def generate(llm: LLM, prompts: Sequence[Sequence[int]], *params: Any, **kwargs:
     params = params or SamplingParams(**{"temperature": 0, "ignore_eos": True, **kwargs})
     params = params[0] if isinstance(params, tuple) else params
     return llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+
+
+def add(llm: LLM, request_id: str, prompt: Sequence[int], priority: int = 0, **kwargs: Any) -> None:
+    """kwargs: SamplingParams, greedy unless they say otherwise."""
+    params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_tokens": 40, **kwargs})
+    given = {"prompt_token_ids": list(prompt)}
+    llm.llm_engine.add_request(request_id, given, params, priority=priority)
+
+
+def run(llm: LLM, steps: int = 10_000) -> dict[str, Any]:
+    """Step; the outputs of the requests that finished."""
+    done = {}
+    for _ in range(steps):
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+        done |= {out.request_id: out for out in llm.llm_engine.step() if out.finished}
+    return done
 
 
 def tokens(outputs: list) -> list[list[int]]:

@@ -69,7 +69,7 @@ async def serve_then_lose_an_engine(llm):
     while generated() == tokens:
         await asyncio.sleep(0.05)
     os.kill(llm.engine_core.resources.engine_manager.processes[1].pid, signal.SIGKILL)
-    assert await asyncio.wait_for(asyncio.gather(*clients), 60) == [True] * len(clients)
+    assert await asyncio.wait_for(asyncio.gather(*clients), 600) == [True] * len(clients)
 
 
 def test_both_engines_answer_as_one_and_the_end_of_one_is_an_error():

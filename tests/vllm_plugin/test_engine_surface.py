@@ -11,7 +11,7 @@ from tests.support.arch_configs import config_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
 from tests.vllm_plugin import kit
 from vllm_metal_lite.errors import ConfigError
@@ -24,27 +24,15 @@ from vllm_metal_lite.vllm_plugin.worker import _check_rotation
 PROMPTS = tiny.prompts(8, 3, 40, seed=9)
 
 
-def add(llm, request_id, prompt, max_tokens=40, **kwargs):
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
-    llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params, **kwargs)
-
-
 def run(llm, steps=10_000):
     """Step; the tokens of the requests that finished, in the order in which they did."""
-    done = {}
-    for _ in range(steps):
-        if not llm.llm_engine.has_unfinished_requests():
-            break
-        for out in llm.llm_engine.step():
-            if out.finished:
-                done[out.request_id] = list(out.outputs[0].token_ids)
-    return done
+    return {name: list(o.outputs[0].token_ids) for name, o in kit.run(llm, steps).items()}
 
 
 def test_aborted_requests_give_everything_back_and_leave_the_others_alone():
     with kit.engine() as llm:
         for i, prompt in enumerate(PROMPTS):
-            add(llm, str(i), prompt)
+            kit.add(llm, str(i), prompt)
         run(llm, steps=9)
         llm.llm_engine.abort_request([str(i) for i in range(0, 8, 2)])
         done = run(llm)
@@ -60,7 +48,7 @@ def test_aborted_requests_give_everything_back_and_leave_the_others_alone():
 def test_the_prefix_cache_can_be_reset_under_running_requests(is_async):
     with kit.engine(async_scheduling=is_async) as llm:
         for i, prompt in enumerate(PROMPTS):
-            add(llm, str(i), prompt)
+            kit.add(llm, str(i), prompt)
         before = kit.num_preemptions(llm)
         done = run(llm, steps=12)
         assert kit.core(llm).scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -73,7 +61,7 @@ def test_the_prefix_cache_can_be_reset_under_running_requests(is_async):
 def test_priorities_decide_who_goes_first():
     with kit.engine(max_num_seqs=1, scheduling_policy="priority") as llm:
         for i, priority in enumerate([3, 1, 2, 0]):
-            add(llm, str(i), PROMPTS[i], max_tokens=4, priority=priority)
+            kit.add(llm, str(i), PROMPTS[i], max_tokens=4, priority=priority)
         assert list(run(llm)) == ["3", "1", "2", "0"]
 
 

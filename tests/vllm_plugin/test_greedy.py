@@ -12,7 +12,6 @@ from tests.support import tiny_models as tiny
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
 from tests.vllm_plugin import kit
-from vllm_metal_lite import SamplingParams
 
 NUM_TOKENS = 40
 PLAIN = tiny.prompts(8, 1, 60, seed=1)
@@ -72,17 +71,14 @@ def test_the_text_part_of_a_multimodal_model(name):
 def test_a_store_of_fewer_bits(monkeypatch, bits):
     """The tokens are those of the embedded engine, and vLLM counts the bytes as they are."""
     embedded = tiny.engine("llama", kv_bits=bits, max_model_len=128)
-    for i, prompt in enumerate(SHARED):
-        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        embedded.add_request(str(i), prompt, params)
-    expected = tiny.run(embedded)
+    expected = tiny.answers(embedded, SHARED, tiny.greedy(NUM_TOKENS, ignore_eos=True))
     size = 40 * 8 * embedded.model.kv_bytes_per_token
     memory = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": size}
     monkeypatch.setenv("METAL_LITE_KV_BITS", str(bits))
     with kit.engine(**CHUNKS, **memory) as llm:
         outputs = kit.generate(llm, SHARED, max_tokens=NUM_TOKENS)
         assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 40
-    assert kit.tokens(outputs) == [expected[str(i)].outputs[0].token_ids for i in range(8)]
+    assert kit.tokens(outputs) == expected
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,11 @@ def ranks(store, monkeypatch):
 
 
 def wait_until(happened):
-    for _ in range(200):
+    for _ in range(6000):
         if happened():
             return
         time.sleep(0.05)
-    raise AssertionError("it has not happened within 10 s")
+    raise AssertionError("it has not happened within five minutes")
 
 
 def test_a_silent_rank_is_named_by_all_others(ranks):
@@ -66,7 +66,7 @@ def test_ranks_that_leave_together_are_no_loss(ranks):
     for one in made:
         one.leave()
     for one in made:
-        one._thread.join(60)
+        one._thread.join(600)
         assert not one._thread.is_alive()
     assert heard == [[], [], []]
 
@@ -104,7 +104,7 @@ def test_the_end_of_rank_0(sent, told):
             try:
                 assert second.stdout.readline().strip() == told
                 if not told:
-                    assert second.wait(60) == -signal.SIGKILL
+                    assert second.wait(600) == -signal.SIGKILL
             finally:
                 first.kill()
                 second.kill()
@@ -135,7 +135,7 @@ def silent_process(seconds):
 
 def test_a_watchdog_kills_its_process_that_gives_no_sign():
     with silent_process(1) as process:
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(600) == -signal.SIGKILL
         line = process.stderr.read()  # until the watchdog has ended too
         assert f"rank 1 of 2 (pid {process.pid}) has been silent for 1 s and is killed" in line
 
@@ -144,7 +144,7 @@ def test_a_watchdog_ends_with_its_process():
     with silent_process(60) as process:
         process.stdin.close()
         assert process.stderr.read() == ""
-        assert process.wait(60) == 0
+        assert process.wait(600) == 0
 
 
 def parallel(**options):

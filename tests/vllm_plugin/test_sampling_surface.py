@@ -14,6 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.utils import tensor_data
 
+from tests.support.sampling_oracle import log_softmax
 from tests.vllm_plugin import kit
 from vllm_metal_lite import SamplingParams as OurParams
 from vllm_metal_lite.vllm_plugin import outputs
@@ -75,15 +76,6 @@ def test_n_answers_of_one_prompt_differ_and_repeat_with_the_seed(llm):
 def test_without_a_seed_answers_differ(llm):
     out = kit.generate(llm, PROMPTS[:1] * 4, temperature=1.5, max_tokens=12)
     assert len(set(map(tuple, kit.tokens(out)))) == 4
-
-
-def log_softmax(x):
-    x = x.astype(np.float64)
-    return (
-        x
-        - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
-        - x.max(-1, keepdims=True)
-    )
 
 
 def assert_logprobs(entry, expected, chosen, k):
@@ -194,18 +186,6 @@ def test_a_request_without_a_token_ends_at_once(llm, monkeypatch):
     assert list(bad.outputs[0].token_ids) == [5]
     [line] = said
     assert "nothing is left by allowed_token_ids and min_tokens" in line
-
-
-def test_stop_strings_and_stop_tokens(llm):
-    text = kit.generate(llm, PROMPTS[:1], max_tokens=30)[0].outputs[0].text
-    stop = text[10:12]
-    out = kit.generate(llm, PROMPTS[:1], max_tokens=30, stop=[stop])[0].outputs[0]
-    assert out.finish_reason == "stop"
-    assert out.text == text[: text.index(stop)]
-    token = kit.alone("llama", PROMPTS[0], 30)[7]
-    out = kit.generate(llm, PROMPTS[:1], max_tokens=30, stop_token_ids=[token])[0].outputs[0]
-    assert out.token_ids[-1] == token
-    assert out.stop_reason == token
 
 
 def contains(tokens, word):

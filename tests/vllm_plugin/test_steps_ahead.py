@@ -6,7 +6,6 @@ from tests.support import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
-from vllm import SamplingParams
 
 from tests.vllm_plugin import kit
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
@@ -38,21 +37,6 @@ WAYS = {
 }
 
 
-def add(llm, request_id, prompt, **kwargs):
-    params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_tokens": 40, **kwargs})
-    llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
-
-
-def run(llm, steps=10_000):
-    """Step; the outputs of the requests that finished."""
-    done = {}
-    for _ in range(steps):
-        if not llm.llm_engine.has_unfinished_requests():
-            break
-        done |= {out.request_id: out for out in llm.llm_engine.step() if out.finished}
-    return done
-
-
 def answer(output):
     """Tokens, and which tokens were scored at which rank."""
     scored = [
@@ -77,12 +61,12 @@ def test_answers_are_those_of_steps_that_are_waited_for(monkeypatch, way, overla
             before = kit.num_preemptions(llm)
             for turn in range(2):
                 for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-                    add(llm, f"{turn}-{i}", prompt, **params)
-                add(llm, f"{turn}-aborted", PROMPTS[0], prompt_logprobs=0)
-            done = run(llm, steps=15)
+                    kit.add(llm, f"{turn}-{i}", prompt, **params)
+                kit.add(llm, f"{turn}-aborted", PROMPTS[0], prompt_logprobs=0)
+            done = kit.run(llm, steps=15)
             llm.llm_engine.abort_request(["0-aborted", "1-aborted"])
-            add(llm, "again", PROMPTS[1])
-            done |= run(llm)
+            kit.add(llm, "again", PROMPTS[1])
+            done |= kit.run(llm)
             assert kit.num_preemptions(llm) - before >= 2 * ("preempted" in way)
             assert (num_ahead(llm) > 20) if is_async else (num_ahead(llm) == 0)
         done = {name: answer(o) for name, o in done.items() if "aborted" not in name}
@@ -109,10 +93,10 @@ def test_prompts_are_scored_again_when_what_is_under_way_is_thrown_away():
     with kit.engine(max_num_batched_tokens=32) as llm:
         for steps in range(1, 6):
             for i, prompt in enumerate(PROMPTS[:3]):
-                add(llm, f"{steps}-{i}", prompt, prompt_logprobs=0, max_tokens=8)
-            done = run(llm, steps)
+                kit.add(llm, f"{steps}-{i}", prompt, prompt_logprobs=0, max_tokens=8)
+            done = kit.run(llm, steps)
             assert kit.core(llm).scheduler.reset_prefix_cache(reset_running_requests=True)
-            done |= run(llm)
+            done |= kit.run(llm)
             for i, prompt in enumerate(PROMPTS[:3]):
                 out = done[f"{steps}-{i}"]
                 assert [next(iter(p)) for p in out.prompt_logprobs[1:]] == prompt[1:]
@@ -128,10 +112,10 @@ def test_a_failed_step_ends_the_engine_with_its_error(monkeypatch, is_async):
 
     def serve(owner, name):
         with kit.engine(async_scheduling=is_async) as llm, monkeypatch.context() as m:
-            add(llm, "a", PROMPTS[0])
-            run(llm, 4)
+            kit.add(llm, "a", PROMPTS[0])
+            kit.run(llm, 4)
             m.setattr(owner, name, fail)
-            run(llm)
+            kit.run(llm)
 
     for owner, name in ((StepResult, "wait"), (ReferenceAttention, "prepare")):
         with pytest.raises(RuntimeError, match="device lost"):

@@ -16,7 +16,6 @@ from tests.support import tiny_models as tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
-from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.vllm_plugin import kit
@@ -40,23 +39,6 @@ PARAMS = [
 ]
 
 
-def add(llm, request_id, prompt, **kwargs):
-    params = SamplingParams(
-        **{"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS, **kwargs}
-    )
-    llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
-
-
-def run(llm, steps=10_000):
-    """Step; the outputs of the requests that finished."""
-    done = {}
-    for _ in range(steps):
-        if not llm.llm_engine.has_unfinished_requests():
-            break
-        done |= {out.request_id: out for out in llm.llm_engine.step() if out.finished}
-    return done
-
-
 def answer(output):
     """Tokens, which tokens were scored at which rank, and the scores."""
     entries = [output.prompt_logprobs, *(o.logprobs for o in output.outputs)]
@@ -74,13 +56,24 @@ def load(llm):
     assert kit.prefix_hits(outputs[1]) >= 4 * len(PREFIX)
     assert kit.num_preemptions(llm) > before
     for i, params in enumerate(PARAMS):
-        add(llm, str(i), PROMPTS[i], **params)
-    add(llm, "aborted", PROMPTS[0])
-    done = run(llm, steps=10)
+        kit.add(llm, str(i), PROMPTS[i], **{"max_tokens": NUM_TOKENS, **params})
+    kit.add(llm, "aborted", PROMPTS[0])
+    done = kit.run(llm, steps=10)
     llm.llm_engine.abort_request(["aborted"])
-    done |= run(llm)
+    done |= kit.run(llm)
     assert len(done) == len(PARAMS)
     return [kit.tokens(o) for o in outputs], {name: answer(o) for name, o in done.items()}
+
+
+def check_as_one(found, found_of_one):
+    """Loads of two ranks and of one rank."""
+    (greedy, others), (_, others_of_one) = found, found_of_one
+    expected = [kit.alone("llama", prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert greedy == [expected, expected]
+    for name, (answered, scores) in others.items():
+        expected, expected_scores = others_of_one[name]
+        assert answered == expected
+        assert scores == pytest.approx(expected_scores, abs=1e-4)
 
 
 def test_two_ranks_answer_as_one():
@@ -89,13 +82,7 @@ def test_two_ranks_answer_as_one():
     for size in (2, 1):
         with kit.engine("llama", **TIGHT, tensor_parallel_size=size) as llm:
             found.append(load(llm))
-    (greedy, others), (_, others_of_one) = found
-    expected = [kit.alone("llama", prompt, NUM_TOKENS) for prompt in PROMPTS]
-    assert greedy == [expected, expected]
-    for name, (answered, scores) in others.items():
-        expected, expected_scores = others_of_one[name]
-        assert answered == expected
-        assert scores == pytest.approx(expected_scores, abs=1e-4)
+    check_as_one(*found)
 
 
 @pytest.mark.parametrize(

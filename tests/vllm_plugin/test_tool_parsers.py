@@ -9,15 +9,13 @@ import re
 import sys
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/dev/vllm_env.sh")
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
+from tests.support.byte_tokenizer import tokenizer_of
 from tests.support.chat_text import TOOLS, parse
 from tests.support.chat_writers import WRITERS
 from tests.support.real_parts import package
@@ -33,9 +31,7 @@ CALLS = {
 # By our names; those without are vLLM's too.
 VLLM = {"mistral_list": "mistral", "tool_calls_json": "jamba"}
 # Other interfaces or forms; functiongemma leaves out values that are no strings.
-NOT_VLLM = {
-    "harmony", "nemotron_json", "cohere", "function_gemma", "longcat2", "hunyuan"
-}  # fmt: skip
+NOT_VLLM = {"harmony", "nemotron_json", "cohere", "function_gemma", "longcat2", "hunyuan"}
 SGLANG = {
     "hermes": ("qwen25_detector", "Qwen25Detector"),
     "qwen3_coder": ("qwen3_coder_detector", "Qwen3CoderDetector"),
@@ -76,19 +72,6 @@ def sglang():
     sys.path.remove(path)
 
 
-def tokenizer_of(text: str) -> PreTrainedTokenizerFast:
-    """A token for each byte, and one for each marker: vLLM's parsers look markers up."""
-    letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
-    tokenizer = Tokenizer(models.BPE(letters, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    marks = sorted(_ALWAYS | set(_MARKS.findall(text)))
-    tokenizer.add_tokens(
-        [AddedToken(m, special=False, normalized=False) for m in ["<eos>", *marks]]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
 def check(engine: str, name: str, case: str, found: list) -> None:
     ours = parse(FORMATS[name], WRITERS[name](CALLS[case])).called
     assert ours == CALLS[case]
@@ -100,11 +83,14 @@ def check(engine: str, name: str, case: str, found: list) -> None:
 def test_as_vllm(name, case):
     text = WRITERS[name](CALLS[case])
     request = ChatCompletionRequest(
-        model="m", messages=[{"role": "user", "content": "Go."}],
+        model="m",
+        messages=[{"role": "user", "content": "Go."}],
         tools=[tool.for_template() for tool in TOOLS],
-    )  # fmt: skip
+    )
+    # vLLM's parsers look markers up.
+    tokenizer = tokenizer_of(_ALWAYS | set(_MARKS.findall(text)), special=False)
     parser = ToolParserManager.get_tool_parser(VLLM.get(name, name))
-    found = parser(tokenizer_of(text), request.tools).extract_tool_calls(text, request).tool_calls
+    found = parser(tokenizer, request.tools).extract_tool_calls(text, request).tool_calls
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in found]
     check("vllm", name, case, calls)
 

@@ -21,11 +21,11 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import load as stores
 from vllm_metal_lite.checks.floors import seconds_per_call
 from vllm_metal_lite.devices import profile, using
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import decode_plan, paged_decode
 from vllm_metal_lite.kernels.registry import REGISTRY
 from vllm_metal_lite.kernels.shared_prefix import prefix_splits, shared_prefix
-from vllm_metal_lite.kernels.skinny_gemm import RowNorm, skinny_gemm
+from vllm_metal_lite.kernels.skinny_gemm import skinny_gemm
 from vllm_metal_lite.kernels.weights import quantised
 from vllm_metal_lite.sampling.logits import argmax_in_parts, num_parts
 from vllm_metal_lite.specs import AttentionShape, Quantisation
@@ -86,7 +86,7 @@ class Loads:
         x, w = self._random(rows, size), self._random(size, size, scale=size**-0.5)
         weight, gain = quantised(w, Quantisation(bits, 32)) if bits else w, mx.ones(size, w.dtype)
         few = bits is None or size * size <= device.max_normed_weights
-        inside = RowNorm(gain, 1e-5) if norm and few and rows <= device.max_normed_rows else None
+        inside = RMSNorm(gain, 1e-5) if norm and few and rows <= device.max_normed_rows else None
 
         def call(x: mx.array) -> mx.array:
             normed = mx.fast.rms_norm(x, gain, 1e-5) if norm and not inside else x

@@ -77,7 +77,7 @@ def check_run(wheel: Path, folder: Path) -> None:
         raise Failed("chat prints no answer")
     print(f"hello -> {answer}")
     refused = _run([command, "serve"], folder, fails=True)
-    if "vllm-metal-lite[serve]" not in refused:
+    if ".[serve]" not in refused:
         raise Failed(f"without its extra, serve says {refused!r}")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     _run([*pip, f"vllm-metal-lite[serve] @ {wheel.resolve().as_uri()}"], folder)

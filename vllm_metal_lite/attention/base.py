@@ -63,7 +63,7 @@ class Step(NamedTuple):
     logits_indices: (R,) int32, the batch's, then padding; None: all rows get logits.
     plan: the attention path's; only that path reads it.  Its arrays are all that differs between
     two steps of one variant.
-    variant: what a compiled step depends on beside its arrays' values; None if it is not compiled.
+    variant: what a compiled step depends on, apart from its arrays' values; None if not compiled.
     """
 
     batch: ForwardBatch
@@ -117,7 +117,14 @@ def make_step(
 
 
 class Call(NamedTuple):
-    """The arguments of `StepAttention.attend` beside the queries."""
+    """A layer's attention call, apart from its queries (num_rows, H, D).
+
+    window: tokens a query sees, including its own.  softcap: scores become
+    softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per head, without a
+    value.  q_pe: (num_rows, H, v_head_dim), for latent attention: a score is
+    (q . k + q_pe . v) * scale, and the values are k.  chunk: positions per chunk; a query sees only
+    the keys of its own chunk.
+    """
 
     layer: int
     scale: float
@@ -145,26 +152,8 @@ class StepAttention(Protocol):
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write this step's k, v (num_rows, num_kv_heads, head_dim) to their slots."""
 
-    def attend(
-        self,
-        layer: int,
-        q: mx.array,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
-        q_pe: mx.array | None = None,
-        chunk: int | None = None,
-    ) -> mx.array:
-        """Causal attention of q (num_rows, H, D) to each row's own sequence -> (num_rows, H, Dv).
-
-        window: tokens a query sees, including its own.  softcap: scores become
-        softcap * tanh(score / softcap).  sinks: (H,), one extra softmax logit per head, without a
-        value.  q_pe: (num_rows, H, v_head_dim), for latent attention: a score is
-        (q . k + q_pe . v) * scale, and the values are k.  chunk: positions per chunk; a query sees
-        only the keys of its own chunk.
-        """
+    def attend(self, q: mx.array, call: Call) -> mx.array:
+        """Causal attention of rows (num_rows, H, D) to their own sequences -> (num_rows, H, Dv)."""
 
 
 class Attention(Protocol):

@@ -1,44 +1,41 @@
 """Queries, keys or values of packed rows, with their pending norm and rotation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
+from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.new_rows import Columns, Rope
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
     """num_heads x head_dim columns of each row.  An optional norm per head, then an optional
-    rotation, are pending."""
+    rotation, are pending.
+
+    stride: columns from one head to the next, if these are parts of heads; None: head_dim.
+    """
 
     columns: Columns
     num_heads: int
     head_dim: int
-    norm: HeadNorm | None = None
+    norm: RMSNorm | None = None
     rope: Rope | None = None
+    stride: int | None = None
 
-    def normed(self, norm: HeadNorm) -> "Heads | None":
+    @property
+    def plain(self) -> Columns | None:
+        """The columns, if they are whole heads and nothing is pending."""
+        pending = self.norm or self.rope or self.stride
+        return None if pending else self.columns
+
+    def normed(self, norm: RMSNorm) -> "Heads | None":
         """Add a norm; None if the kernels do not support it."""
         if self.norm or self.rope or not (norm.weight is None or norm.weight.size == self.head_dim):
             return None
-        return Heads(self.columns, self.num_heads, self.head_dim, norm)
+        return replace(self, norm=norm)
 
     def rotated(self, rope: Rope) -> "Heads | None":
         """Add a rotation; None if one is already pending."""
-        if self.rope:
-            return None
-        return Heads(self.columns, self.num_heads, self.head_dim, self.norm, rope)
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryPart:
-    """head_dim columns of each head, `stride` columns from one head to the next, and their pending
-    rotation: the rotary part of queries to latents."""
-
-    columns: Columns
-    num_heads: int
-    stride: int
-    head_dim: int
-    rope: Rope | None = None
+        return None if self.rope else replace(self, rope=rope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Latents:
 
     columns: Columns
     rank: int
-    norm: HeadNorm
+    norm: RMSNorm
 
 
 def same_rope(a: Rope | None, b: Rope | None) -> bool:

@@ -7,24 +7,22 @@ host's, is timed.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
+from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import spec_of
 from vllm_metal_lite.checks.check import Check, NormShape
 from vllm_metal_lite.checks.load import Load
-from vllm_metal_lite.checks.new_rows import new_latents, new_rows
+from vllm_metal_lite.checks.new_rows import drawn, new_rows
 from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
 from vllm_metal_lite.kernels.cache_ops import kv_write
 from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.decode import paged_decode
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
 from vllm_metal_lite.kernels.gather_rows import gather_rows
-from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
+from vllm_metal_lite.kernels.latent_write import NewLatents
 from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
-from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape, GatedNormShape
 
@@ -114,21 +112,18 @@ def _turned(x: mx.array, rope: Rope, where: mx.array) -> mx.array:
 
 def write(check: Attend) -> list[Pair]:
     """One launch for the new rows of prompts, and norm, rotation and kv_write apart."""
-    assert check.rotation is not None
-    make: Callable[..., tuple[Any, Any]] = new_rows
-    launch: Callable[..., object] = rope_write
-    apart: Callable[..., Apart] = _rows_apart
-    if check.kernel == "latent_write":
-        make, launch, apart = new_latents, latent_write, _latents_apart
     positions, spec = np.arange(_ROWS), spec_of(check.shape)
-    new, _ = make(check.shape, positions, check.rotation)
+    launch, new, _ = drawn(check, positions)
     store = PagedStore([spec], -(-_ROWS // 16), 16)
     keys, values, token = store.keys[0], store.values[0], new_token()
     where = mx.array(positions.astype(np.int32))
     mx.eval([columns.array for columns in new if isinstance(columns, Columns)], where, token)
 
     def separately() -> object:
-        q, k, v = apart(new, check.shape, where)
+        if isinstance(new, NewLatents):
+            q, k, v = _latents_apart(new, check.shape, where)
+        else:
+            q, k, v = _rows_apart(new, check.shape, where)
         return q, kv_write(k, v, where, keys, values, token, spec)
 
     together = partial(
@@ -162,24 +157,13 @@ def _latents_apart(new: NewLatents, shape: AttentionShape, where: mx.array) -> A
 def fused_decode(check: Attend) -> list[Pair]:
     """One launch for decodes, and `rope_write` before `paged_decode`."""
     assert check.rotation is not None
-    shape = check.shape
+    shape, dim = check.shape, check.shape.k_head_dim
     load = Load(shape, _DECODES, _CONTEXT, block_size=check.block_size)
     new, _ = new_rows(shape, load.batch.positions, check.rotation)
-    positions, slots = (mx.array(a) for a in (load.batch.positions, load.batch.slot_mapping))
-    where, token = (load.block_tables, load.seq_lens), new_token()
-    attend = partial(
-        paged_decode, block_size=check.block_size, scale=load.scale, plan=load.plan,
-        window=shape.window, softcap=shape.softcap,
-        sinks=mx.zeros(shape.num_heads) if shape.sinks else None, spec=load.spec,
-    )  # fmt: skip
-    mx.eval(new.arrays, positions, slots, token)
-
-    def apart() -> object:
-        keys, values = load.kv
-        q, written = rope_write(
-            new, positions=positions, slot_mapping=slots, keys=keys, values=values, token=token,
-            spec=load.spec,
-        )  # fmt: skip
-        return attend(q, *where, *load.kv, written)
-
-    return [(lambda: attend(new, *where, *load.kv, token), apart)]
+    mx.eval(new.arrays)
+    heads = (
+        Heads(new.q, shape.num_heads, dim, new.q_norm, new.rope),
+        Heads(new.k, shape.num_kv_heads, dim, new.k_norm, new.rope),
+        Heads(new.v, shape.num_kv_heads, shape.v_head_dim),
+    )
+    return [(partial(load.by("gather"), heads), partial(load.by("gather", check.kernel), heads))]

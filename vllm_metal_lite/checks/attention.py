@@ -186,7 +186,7 @@ def of_store(
 def stored_error(
     store: Sequence[mx.array], spec: LayerSpec, expected: Sequence[np.ndarray], rounding: float = 0
 ) -> float:
-    """The largest error of K and V in a store; a quantised one's as a fraction of what may be lost.
+    """The largest error of K and V in a store; if quantised, as a fraction of the allowed loss.
 
     rounding: of the values before they were stored, relative to 1 + |value|.
     """

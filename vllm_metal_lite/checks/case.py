@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from vllm_metal_lite.attention.base import Call
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import ForwardBatch
 from vllm_metal_lite.batch.input_batch import InputBatch
+from vllm_metal_lite.kernels.experts import Activation
+from vllm_metal_lite.kernels.weights import Weight, dequantised, quantised
 from vllm_metal_lite.kv.store import LayerSpec, PagedStore
-from vllm_metal_lite.specs import AttentionShape
+from vllm_metal_lite.specs import AttentionShape, Quantisation
 
 # More than eight sequences: MLX passes smaller arrays to a kernel in another address space.
 # Contexts of one key, within a block, over many blocks, more than one split.
@@ -47,7 +50,7 @@ class Sequences:
             self._inputs.append_blocks(row, first + [free.pop() for _ in range(count)])
 
     def batch(self, lengths: np.ndarray) -> ForwardBatch:
-        """The last so many rows of each."""
+        """The last rows of each sequence; lengths: how many."""
         return self._inputs.pack(self._rows, self._contexts - lengths, lengths)
 
 
@@ -141,10 +144,11 @@ class Case:
             step = attention.prepare(batch, batch.num_tokens)
             how = self.how()
             del how["block_size"]
+            call = Call(0, **how)
             if self.q_pe is not None:
-                how["q_pe"] = mx.array(self.q_pe[: len(q)])
+                call = call._replace(q_pe=mx.array(self.q_pe[: len(q)]))
             bound = attention.begin(step, attention.new_state())
-            return np.array(bound.attend(0, mx.array(q.astype(np.float32)), **how))
+            return np.array(bound.attend(mx.array(q.astype(np.float32)), call))
 
 
 def spec_of(shape: AttentionShape) -> LayerSpec:
@@ -162,6 +166,30 @@ def spec_of(shape: AttentionShape) -> LayerSpec:
 @lru_cache(maxsize=2)  # the checks of one shape follow each other
 def case_of(shape: AttentionShape, block_size: int) -> Case:
     return Case(shape, block_size)
+
+
+def draw_weight(
+    rng: np.random.Generator, dims: tuple[int, ...], dtype: mx.Dtype, how: Quantisation | None
+) -> tuple[Weight, np.ndarray]:
+    """A weight (.., outputs, depth), quantised if `how` says so, and its values."""
+    values = rounded(draw(rng, dims, dtype) / dims[-1] ** 0.5, dtype)
+    plain = mx.array(values).astype(dtype)
+    if how is None:
+        return plain, values
+    packed = quantised(plain, how)
+    return packed, rounded(dequantised(packed), dtype)
+
+
+def activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:
+    """The activation of gate and up, by definition."""
+    if how.kind == "relu2":
+        return np.maximum(gate, 0) ** 2
+    if how.kind == "clamped_swiglu":
+        gate, up = np.minimum(gate, how.limit), np.clip(up, -how.limit, how.limit) + 1
+    # gelu's (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+    cubic = gate + 0.044715 * gate**3
+    steep = (8 / np.pi) ** 0.5 * cubic if how.kind == "geglu" else how.alpha * gate
+    return gate / (1 + np.exp(-steep)) * up
 
 
 def padded(rows: np.ndarray) -> np.ndarray:

@@ -6,13 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.registry import REGISTRY
-from vllm_metal_lite.specs import (
-    AttentionShape,
-    ExpertShape,
-    RecurrentShape,
-    Rotation,
-    WeightShape,
-)
+from vllm_metal_lite.specs import AttentionShape, ExpertShape, RecurrentShape, Rotation, WeightShape
 
 
 def _dtype(name: str) -> mx.Dtype:
@@ -37,7 +31,7 @@ class NormShape(NamedTuple):
 
 
 class ProductShape(NamedTuple):
-    """A product of so many rows with a weight."""
+    """A product of rows and a weight."""
 
     rows: int
     weight: WeightShape
@@ -68,8 +62,8 @@ class Check(Generic[S]):
     """kernel: a name in the registry.
 
     block_size: 0 if blocks do not matter.  rotation: of the new rows; with `merge_partitions` and
-    `shared_prefix` it selects the fused decode.  beside: kernels that this check runs too, beside
-    those that the kernel always needs.
+    `shared_prefix` it selects the fused decode.  beside: kernels that this check runs too, in
+    addition to those that the kernel always needs.
     """
 
     kernel: str

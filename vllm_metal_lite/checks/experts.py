@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.checks.case import draw, rounded
+from vllm_metal_lite.checks.case import activated, draw, draw_weight, rounded
 from vllm_metal_lite.checks.check import Check, MixtureShape
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest
 from vllm_metal_lite.kernels.expert_topk import Routing, expert_topk
@@ -19,7 +19,6 @@ from vllm_metal_lite.kernels.experts import (
     plan_experts,
 )
 from vllm_metal_lite.kernels.skinny_gemm import MAX_LANE_ROWS
-from vllm_metal_lite.kernels.weights import Weight, dequantised, quantised
 from vllm_metal_lite.specs import Quantisation
 
 _ROWS, _MANY_ROWS, _TOP_K = 20, 300, 4
@@ -68,7 +67,7 @@ def product(check: Check[MixtureShape]) -> Found:
     )  # fmt: skip
     where = mx.array(pairs.astype(np.uint32))
     of_live = (rows < _ROWS - _PADDING)[:, None]
-    inner = _activated(of_gate(x[rows], pairs), of_up(x[rows], pairs), activation) * of_live
+    inner = activated(of_gate(x[rows], pairs), of_up(x[rows], pairs), activation) * of_live
     y = draw(rng, (len(pairs), shape.intermediate), dtype)
     outer = of_down(y, pairs) * of_live
     plans = [
@@ -176,12 +175,7 @@ def _weight(
     rng: np.random.Generator, depth: int, dtype: mx.Dtype, how: Quantisation | None, biased: bool
 ) -> tuple[ExpertWeight, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
     """A weight, and its product by definition."""
-    values = rounded(draw(rng, (_EXPERTS, _OUTPUTS, depth), dtype) / depth**0.5, dtype)
-    plain = mx.array(values).astype(dtype)
-    weight: Weight = plain
-    if how is not None:
-        weight = quantised(plain, how)
-        values = rounded(dequantised(weight), dtype)
+    weight, values = draw_weight(rng, (_EXPERTS, _OUTPUTS, depth), dtype, how)
     bias = draw(rng, (_EXPERTS, _OUTPUTS), dtype) if biased else None
 
     def by_definition(rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
@@ -190,14 +184,3 @@ def _weight(
 
     added = None if bias is None else mx.array(bias).astype(dtype)
     return ExpertWeight(weight, added), by_definition
-
-
-def _activated(gate: np.ndarray, up: np.ndarray, how: Activation) -> np.ndarray:
-    if how.kind == "relu2":
-        return np.maximum(gate, 0) ** 2
-    if how.kind == "clamped_swiglu":
-        gate, up = np.minimum(gate, how.limit), np.clip(up, -how.limit, how.limit) + 1
-    # gelu's (1 + tanh(z)) / 2 is the sigmoid of 2 z.
-    cubic = gate + 0.044715 * gate**3
-    steep = (8 / np.pi) ** 0.5 * cubic if how.kind == "geglu" else how.alpha * gate
-    return gate / (1 + np.exp(-steep)) * up

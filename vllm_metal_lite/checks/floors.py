@@ -1,4 +1,4 @@
-"""How fast this device moves bytes: a copy, MLX's own operations, and the kernels beside them."""
+"""How fast this device moves bytes: in a copy, in MLX's own operations, and in the kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

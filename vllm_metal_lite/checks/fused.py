@@ -4,31 +4,19 @@ The reference is computed in NumPy on this machine's CPU, rounded where MLX's ow
 round.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.attention import of_store
-from vllm_metal_lite.checks.case import draw, rounded, spec_of
+from vllm_metal_lite.checks.case import activated, draw, draw_weight, rounded, spec_of
 from vllm_metal_lite.checks.check import Check, NormShape, ProductShape
-from vllm_metal_lite.checks.new_rows import (
-    EPS,
-    last_position,
-    new_latents,
-    new_rows,
-    rms_norm,
-    tolerance,
-)
+from vllm_metal_lite.checks.new_rows import EPS, drawn, last_position, rms_norm, tolerance
 from vllm_metal_lite.checks.result import TOLERANCE, Found, largest, largest_error
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
-from vllm_metal_lite.kernels.common import new_token
-from vllm_metal_lite.kernels.latent_write import latent_write
-from vllm_metal_lite.kernels.rope_write import rope_write
-from vllm_metal_lite.kernels.skinny_gemm import RowNorm, gemm_plan, skinny_gemm
-from vllm_metal_lite.kernels.weights import Weight, dequantised, quantised
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.common import RMSNorm, new_token
+from vllm_metal_lite.kernels.experts import Activation
+from vllm_metal_lite.kernels.skinny_gemm import gemm_plan, skinny_gemm
 from vllm_metal_lite.specs import AttentionShape
 
 _ROWS = 9  # see case.CONTEXTS
@@ -36,13 +24,13 @@ _MOST_OUTPUTS = 256
 
 
 def add_norm(check: Check[NormShape]) -> Found:
-    """Rows of the model's hidden size, as they are and behind a norm of their own."""
+    """Rows of the model's hidden size, with and without a norm of one summand."""
     (dim, dtype), rng = check.shape, np.random.default_rng(0)
     x, y = (draw(rng, (_ROWS, dim), dtype) for _ in range(2))
     weight = draw(rng, (dim,), dtype)
     a, b, gain = (mx.array(array).astype(dtype) for array in (x, y, weight))
     error = 0.0
-    for norm in (None, PostNorm(gain, EPS)):
+    for norm in (None, RMSNorm(gain, EPS)):
         added = rounded(x + (y if norm is None else rms_norm(y, weight, EPS, dtype)), dtype)
         got = add_rms_norm(a, b, gain, EPS, norm)
         error = max(error, largest(got, (added, rms_norm(added, weight, EPS, dtype))))
@@ -57,31 +45,23 @@ def product(check: Check[ProductShape]) -> Found:
     width, rng = min(outputs, _MOST_OUTPUTS) // 2 * 2, np.random.default_rng(0)
     x = draw(rng, (rows, depth), dtype) / 2  # or rounding errors of gate and up would add up
     plan = gemm_plan(rows, shape)
-    weight = rounded(draw(rng, (width, depth), dtype) / depth**0.5, dtype)
-    a, plain = (mx.array(array).astype(dtype) for array in (x, weight))
-    w: Weight = plain
-    if how:
-        w = quantised(plain, how)
-        weight = rounded(dequantised(w), dtype)
+    w, weight = draw_weight(rng, (width, depth), dtype, how)
+    a = mx.array(x).astype(dtype)
     gate_columns = weight[: width // 2].T, weight[width // 2 :].T
     if rows % 4 == 0:
         bias = draw(rng, (width,), dtype) / 2
         halves = zip(gate_columns, np.split(bias, 2), strict=True)
         gate, up = (x @ columns + b for columns, b in halves)
         fused = skinny_gemm(a, w, plan=plan, bias=mx.array(bias).astype(dtype), gate="gelu_approx")
-        return largest([fused], [_gelu(gate) * up]), TOLERANCE[dtype]
+        return largest_error(fused, activated(gate, up, Activation("geglu"))), TOLERANCE[dtype]
     residual = draw(rng, (rows, width // 2), dtype)
     gain = draw(rng, (depth,), dtype) / 2
     normed = rms_norm(x, gain, EPS, dtype)
     gate, up = (normed @ columns for columns in gate_columns)
     r, g = (mx.array(array).astype(dtype) for array in (residual, gain))
-    fused = skinny_gemm(a, w, plan=plan, norm=RowNorm(g, EPS), residual=r, gate="silu")
-    expected = gate / (1 + np.exp(-gate)) * up + residual
-    return largest([fused], [expected]), TOLERANCE[dtype]
-
-
-def _gelu(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    fused = skinny_gemm(a, w, plan=plan, norm=RMSNorm(g, EPS), residual=r, gate="silu")
+    expected = activated(gate, up, Activation()) + residual
+    return largest_error(fused, expected), TOLERANCE[dtype]
 
 
 def write(check: Check[AttentionShape]) -> Found:
@@ -91,15 +71,10 @@ def write(check: Check[AttentionShape]) -> Found:
 
 
 def _written(check: Check[AttentionShape], rows: int) -> Found:
-    """So many new rows, of which every third has no slot, in an empty store."""
-    make: Callable[..., tuple[Any, Sequence[np.ndarray]]] = new_rows
-    launch: Callable[..., tuple[mx.array, mx.array]] = rope_write
-    if check.kernel == "latent_write":
-        make, launch = new_latents, latent_write
-    assert check.rotation is not None
-    last = last_position(check.rotation)
+    """New rows written to an empty store; every third row has no slot."""
+    last = last_position(check)
     positions = np.linspace(0, last, rows).astype(np.int64)
-    new, (q, *fresh) = make(check.shape, positions, check.rotation)
+    launch, new, (q, *fresh) = drawn(check, positions)
     spec = spec_of(check.shape)
     slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
     slots[::3] = -1

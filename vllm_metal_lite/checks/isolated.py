@@ -1,7 +1,7 @@
 """Runs checks in a process of their own, with a watchdog.
 
-A kernel may hang, or end its process.  Then the process is replaced, the kernel is reported, and
-the rest goes on.  If no process can be started, the checks run in this one.
+A kernel may hang, or end its process.  Then the kernel is reported, and a new process runs the
+rest.  If no process can be started, the checks run in this one.
 """
 
 import logging
@@ -39,7 +39,7 @@ def command() -> list[str] | None:
     """
     if backend.is_cpu() or not sys.executable:
         return None
-    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.child"]
+    return [sys.executable, "-P", "-m", "vllm_metal_lite.checks.run"]
 
 
 def environment() -> dict[str, str]:

@@ -4,12 +4,17 @@ from collections.abc import Callable
 
 import numpy as np
 
+from vllm_metal_lite.attention.base import Call
+from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.attention.paged.attention import KernelAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import Sequences, spec_of
 from vllm_metal_lite.kernels.decode import DecodePlan, decode_plan, paged_decode
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.specs import AttentionShape
+
+# Heads of queries, keys and values.
+NewHeads = tuple[Heads, Heads, Heads]
 
 
 class Load:
@@ -68,18 +73,22 @@ class Load:
             window=self.shape.window, softcap=self.shape.softcap, spec=self.spec,
         )[0]  # fmt: skip
 
-    def by(self, prefill: str, *without: str) -> Callable[[mx.array], mx.array]:
-        """Attention as serving calls it, but for the kernels in `without`."""
+    def by(self, prefill: str, *without: str) -> Callable[[mx.array | NewHeads], mx.array]:
+        """Attention as serving calls it, but for the kernels in `without`.
+
+        It takes queries, or the heads of new rows, which it writes too.
+        """
         s = self.shape
         groups = {s.num_heads // s.num_kv_heads}
         attention = KernelAttention(self.store, prefill, groups, without=without)
         step, state = attention.prepare(self.batch, self.batch.num_tokens), attention.new_state()
         sinks = mx.zeros(s.num_heads) if s.sinks else None
+        call = Call(0, self.scale, s.window, s.softcap, sinks, self.q_pe)
 
-        def attend(q: mx.array) -> mx.array:
-            return attention.begin(step, state).attend(
-                0, q, scale=self.scale, window=s.window, softcap=s.softcap, sinks=sinks,
-                q_pe=self.q_pe,
-            )  # fmt: skip
+        def attend(q: mx.array | NewHeads) -> mx.array:
+            bound = attention.begin(step, state)
+            rows = bound.rope_write(0, *q) if isinstance(q, tuple) else q
+            assert rows is not None
+            return bound.attend(rows, call)
 
         return attend

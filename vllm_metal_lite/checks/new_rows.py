@@ -3,14 +3,18 @@
 The reference is NumPy on this machine's CPU, rounded where MLX's own norm and rotation round.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks.case import draw, rounded
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import TOLERANCE
-from vllm_metal_lite.kernels.latent_write import NewLatents
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.common import RMSNorm
+from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
+from vllm_metal_lite.kernels.rope_write import rope_write
 from vllm_metal_lite.specs import AttentionShape, Rotation
 
 EPS = 1e-5
@@ -20,21 +24,31 @@ _FREQUENCY_ERROR = 2.4e-7
 _SMALL_POSITION, _LARGE_POSITION = 100, 1_000_000
 
 
-def last_position(rotation: Rotation) -> int:
+def last_position(check: Check[AttentionShape]) -> int:
     """The largest position at which a check can tell a wrong angle from rounding."""
-    return _LARGE_POSITION if _is_exact(rotation) else _SMALL_POSITION
+    return _LARGE_POSITION if _is_exact(check) else _SMALL_POSITION
 
 
 def tolerance(check: Check[AttentionShape], last: int) -> float:
     """last: the largest position."""
-    assert check.rotation is not None
-    angle = 0.0 if _is_exact(check.rotation) else _FREQUENCY_ERROR * last
+    angle = 0.0 if _is_exact(check) else _FREQUENCY_ERROR * last
     return TOLERANCE[check.shape.dtype] + angle
 
 
-def _is_exact(rotation: Rotation) -> bool:
+def _is_exact(check: Check[AttentionShape]) -> bool:
     """Whether sines and cosines are all that rounds."""
-    return rotation.base is None and rotation.scale == 1
+    assert check.rotation is not None
+    return check.rotation.base is None and check.rotation.scale == 1
+
+
+def drawn(
+    check: Check[AttentionShape], positions: np.ndarray
+) -> tuple[Callable[..., tuple[mx.array, mx.array]], NewRows | NewLatents, list[np.ndarray]]:
+    """The launch that writes new rows, such rows, and what the launch must make of them."""
+    assert check.rotation is not None
+    if check.kernel == "latent_write":
+        return latent_write, *new_latents(check.shape, positions, check.rotation)
+    return rope_write, *new_rows(check.shape, positions, check.rotation)
 
 
 def new_rows(
@@ -53,7 +67,7 @@ def new_rows(
     q_norm = k_norm = None
     if rotation.eps is not None:
         weights = [draw(rng, (dim,), shape.dtype) for _ in range(2)]
-        q_norm, k_norm = (HeadNorm(mx.array(w).astype(shape.dtype), rotation.eps) for w in weights)
+        q_norm, k_norm = (RMSNorm(mx.array(w).astype(shape.dtype), rotation.eps) for w in weights)
         parts[:2] = (
             rms_norm(x, w, rotation.eps, shape.dtype)
             for x, w in zip(parts[:2], weights, strict=True)
@@ -75,7 +89,7 @@ def new_latents(
     kv = draw(rng, (rows, 1, rank + rope), shape.dtype)
     weight = draw(rng, (rank,), shape.dtype)
     joined, queries = (mx.array(a.reshape(rows, -1)).astype(shape.dtype) for a in (kv, q))
-    norm = HeadNorm(mx.array(weight).astype(shape.dtype), EPS)
+    norm = RMSNorm(mx.array(weight).astype(shape.dtype), EPS)
     turn, rates = _rope(rotation)
     latent, k_pe = Columns(joined, 0), Columns(joined, rank)
     new = NewLatents(Columns(queries, rope), 2 * rope, heads, latent, k_pe, norm, turn)

@@ -15,12 +15,12 @@ import numpy as np
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.cache_ops import kv_gather, kv_write
 from vllm_metal_lite.kernels.causal_conv import causal_conv, plan_conv_tiles
-from vllm_metal_lite.kernels.common import new_token
+from vllm_metal_lite.kernels.common import RMSNorm, new_token
 from vllm_metal_lite.kernels.decode import DecodePlan, paged_decode
 from vllm_metal_lite.kernels.gated_delta import gated_delta
 from vllm_metal_lite.kernels.latent_attention import decode_tiles, latent_attention
 from vllm_metal_lite.kernels.latent_write import NewLatents, latent_write
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, NewRows, Rope
+from vllm_metal_lite.kernels.new_rows import Columns, NewRows, Rope
 from vllm_metal_lite.kernels.prefill import plan_tiles, varlen_prefill
 from vllm_metal_lite.kernels.recurrence import given
 from vllm_metal_lite.kernels.rope_write import rope_write
@@ -44,10 +44,13 @@ _LAYERS, _LATENT_LAYER, _STATE_LAYER = (0, 0, 1, 1), 2, 3
 _RANK, _ROPE = 64, 16
 _CHANNELS, _WIDTH = 64, 16
 
+# What a read gives, not yet evaluated, and what each row of it must be.
+Seen = tuple[mx.array, np.ndarray]
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """launches: about so many, half of them reads.  context: tokens of each sequence."""
+    """launches: their approximate number, half of them reads.  context: tokens of each sequence."""
 
     launches: int = 300
     sequences: int = 8
@@ -123,43 +126,37 @@ class Graph:
 
     def read(self, kernel: str, layer: int, number: int) -> Read:
         """Launch one read.  number: of the write before it."""
-        launch: Callable[[int, int], tuple[mx.array, np.ndarray]] = getattr(self, f"_{kernel}")
+        launch: Callable[[int, int], Seen] = getattr(self, f"_{kernel}")
         values, expected = launch(layer, number)
         return Read(kernel, layer, number, values, expected)
 
-    def _kv_gather(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+    def _kv_gather(self, layer: int, number: int) -> Seen:
         some = np.roll(self.order, 7 * number)[:64]
         _, values, self.token = kv_gather(mx.array(some), *self.stores[layer], self.token)
         return values, np.tile(self.slots[layer][some], len(values))
 
-    def _paged_decode(
-        self, layer: int, number: int, splits: int = 1
-    ) -> tuple[mx.array, np.ndarray]:
-        values, self.token = paged_decode(
-            self._queries(len(self.tables)), *self._where(), *self.stores[layer], self.token,
-            plan=DecodePlan(splits, 4), **self.how,
-        )  # fmt: skip
+    def _paged_decode(self, layer: int, number: int, splits: int = 1) -> Seen:
+        q, plan = self._queries(len(self.tables)), DecodePlan(splits, 4)
+        values = self._attend(paged_decode, layer, q, *self._where(), plan=plan)
         return values, self._means(layer, self.tables)
 
-    def _merge_partitions(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+    def _merge_partitions(self, layer: int, number: int) -> Seen:
         return self._paged_decode(layer, number, splits=2)
 
-    def _varlen_prefill(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+    def _varlen_prefill(self, layer: int, number: int) -> Seen:
         """The last four tokens of each sequence as a chunk."""
         rows = 4
         ends = np.arange(len(self.tables) + 1, dtype=np.int32) * rows
         group = self.sizes.num_heads // self.sizes.num_kv_heads
         tiles = plan_tiles(ends, int(ends[-1]), group)
         tables, lens = self._where()
-        values, self.token = varlen_prefill(
-            self._queries(int(ends[-1])), tables, mx.array(ends), lens, mx.array(tiles),
-            *self.stores[layer], self.token, **self.how,
-        )  # fmt: skip
+        where = tables, mx.array(ends), lens, mx.array(tiles)
+        values = self._attend(varlen_prefill, layer, self._queries(int(ends[-1])), *where)
         sees = [self.sizes.context - rows + 1 + i for i in range(rows)]
         means = [self._means(layer, self.tables, n) for n in sees]
         return values, np.stack(means, axis=1).ravel()
 
-    def _shared_prefix(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+    def _shared_prefix(self, layer: int, number: int) -> Seen:
         """All sequences begin with the first half of one."""
         leader, half = number % len(self.tables), self.tables.shape[1] // 2
         tables = self.tables.copy()
@@ -170,33 +167,33 @@ class Graph:
             mx.full((len(tables),), half * _BLOCK, mx.int32), *self.stores[layer], self.token,
             splits=2, **self.how,
         )  # fmt: skip
-        values, self.token = paged_decode(
-            q, where, lens, *self.stores[layer], prefix.lse, plan=DecodePlan(1, 4), prefix=prefix,
-            **self.how,
-        )  # fmt: skip
+        self.token, plan = prefix.lse, DecodePlan(1, 4)
+        values = self._attend(paged_decode, layer, q, where, lens, plan=plan, prefix=prefix)
         return values, self._means(layer, tables)
 
-    def _fused_decode(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+    def _fused_decode(self, layer: int, number: int) -> Seen:
         """Writes another number to the newest slot of each sequence, and reads."""
         newest, number = self.tables[:, -1] * _BLOCK + _BLOCK - 1, number + _FAR
         self.slots[layer][newest] = number
-        values, self.token = paged_decode(
-            self._new_rows(len(self.tables), number), *self._where(), *self.stores[layer],
-            self.token, plan=DecodePlan(1, 4), **self.how,
-        )  # fmt: skip
+        rows, plan = self._new_rows(len(self.tables), number), DecodePlan(1, 4)
+        values = self._attend(paged_decode, layer, rows, *self._where(), plan=plan)
         return values, self._means(layer, self.tables)
 
-    def _latent_attention(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+    def _latent_attention(self, layer: int, number: int) -> Seen:
         rows, heads = len(self.tables), self.sizes.num_heads
         tables, lens = self._where()
         cu_seqlens_q, tiles = decode_tiles(rows, heads)
         q, q_pe = (mx.zeros((rows, heads, size), _DTYPE) for size in (_RANK, _ROPE))
-        values, self.token = latent_attention(
-            q, q_pe, tables, cu_seqlens_q, lens, tiles, *self.stores[layer], self.token, **self.how
-        )
+        where = tables, cu_seqlens_q, lens, tiles
+        values = self._attend(latent_attention, layer, q, q_pe, *where)
         return values, self._means(layer, self.tables)
 
-    def _causal_conv(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+    def _attend(self, kernel: Callable[..., Any], layer: int, *args: Any, **how: Any) -> mx.array:
+        """Launch a kernel of attention on a layer's store."""
+        values, self.token = kernel(*args, *self.stores[layer], self.token, **self.how, **how)
+        return values
+
+    def _causal_conv(self, layer: int, number: int) -> Seen:
         """A row is the row before it."""
         segments, before = self._segments(), self._replace("causal_conv", number)
         rows = _columns(len(before), _CHANNELS, number)
@@ -207,7 +204,7 @@ class Graph:
         )  # fmt: skip
         return y, before
 
-    def _gated_delta(self, layer: int, number: int) -> tuple[mx.array, np.ndarray]:
+    def _gated_delta(self, layer: int, number: int) -> Seen:
         """A state has two columns in use; one is replaced, and the other one is read."""
         segments, before = self._segments(), self._replace("gated_delta", number)
         rows, ones = len(before), mx.ones((len(before), 1))
@@ -248,12 +245,9 @@ class Graph:
 
     def _new_latents(self, rows: int, number: int) -> NewLatents:
         """Ones, whose norm has the weight `number`."""
-        heads, norm = self.sizes.num_heads, HeadNorm(mx.full((_RANK,), number, _DTYPE), 0.0)
-        q, latent, k_pe = (
-            _columns(rows, heads * _ROPE, 1),
-            _columns(rows, _RANK, 1),
-            _columns(rows, _ROPE, 0),
-        )
+        heads, norm = self.sizes.num_heads, RMSNorm(mx.full((_RANK,), number, _DTYPE), 0.0)
+        q, latent = _columns(rows, heads * _ROPE, 1), _columns(rows, _RANK, 1)
+        k_pe = _columns(rows, _ROPE, 0)
         return NewLatents(q, _ROPE, heads, latent, k_pe, norm, Rope(_ROPE, False, 1e4, 1.0, None))
 
 

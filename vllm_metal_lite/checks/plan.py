@@ -19,7 +19,7 @@ from vllm_metal_lite.specs import (
 )
 
 # Rows of products with the least and with the greatest depth.  The first do not fill their tile.
-# Each takes along other things that run beside a product.
+# Each also checks other operations that are fused with a product.
 PRODUCT_ROWS = (5, MAX_ROWS)
 # The same of quantised weights where few rows are multiplied without matrices.
 LANE_ROWS = (3, MAX_LANE_ROWS)

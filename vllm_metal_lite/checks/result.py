@@ -17,7 +17,7 @@ TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 1.5e-2}
 # The largest error and what is allowed.
 Found = tuple[float, float]
 
-# A kernel gives way if its alternative takes less than 1 / _SLOWER of its time.  Medians of short
+# A kernel is replaced if its alternative takes less than 1 / _SLOWER of its time.  Medians of short
 # launches differ by up to a third between two runs; below this factor a change gains little.
 _SLOWER = 1.5
 # Seconds that the host may take longer to launch a kernel than an operation of MLX's.  Compiled

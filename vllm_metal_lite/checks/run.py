@@ -1,9 +1,19 @@
-"""One check, run in this process."""
+"""Runs a check, in this process.
 
+As a program this serves isolated.py, which it reaches by a pipe; its last argument is the pipe's
+descriptor.  Its first answer names the device.  Then it answers each (check, timed) with a result.
+"""
+
+import os
+import sys
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from multiprocessing.connection import Connection
 
+from vllm_metal_lite import backend
+from vllm_metal_lite.backend import mx
 from vllm_metal_lite.checks import speed
 from vllm_metal_lite.checks.check import Check
 from vllm_metal_lite.checks.result import CheckResult
@@ -12,7 +22,7 @@ from vllm_metal_lite.kernels.registry import REGISTRY
 
 
 def run(check: Check, timed: bool = False) -> CheckResult:
-    """timed: also time the kernel beside what replaces it, if it is right."""
+    """timed: if the kernel is right, also time it and what replaces it."""
     module, function = REGISTRY[check.kernel].check.split(".")
     try:
         checks = import_module(f"vllm_metal_lite.checks.{module}")
@@ -21,6 +31,26 @@ def run(check: Check, timed: bool = False) -> CheckResult:
         return CheckResult(check, failure=one_line(e))
     result = CheckResult(check, error, tolerance)
     if timed and result.passed:
-        with suppress(Exception):  # such as too little memory, beside a model that fills it
+        with suppress(Exception):  # such as too little memory left by a model
             return replace(result, speed=speed.measure(check))
     return result
+
+
+def main() -> None:
+    """Serve until the parent is gone."""
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    mx.eval(mx.zeros(8) + 1)  # fails here, not in a check, if this process cannot compute
+    pipe = Connection(int(sys.argv[-1]))
+    pipe.send(backend.describe())
+    while True:
+        pipe.send(run(*pipe.recv()))
+
+
+def _end_with_the_parent() -> None:
+    """It holds the other end of stdin.  A kernel that hangs must not outlive it."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Times a kernel beside what replaces it, at the shape of a check."""
+"""Times a kernel and what replaces it, at the shape of a check."""
 
 import numpy as np
 

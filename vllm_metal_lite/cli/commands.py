@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from vllm_metal_lite import __version__
 from vllm_metal_lite.cli import options
+from vllm_metal_lite.errors import install
 
 _EXAMPLES = """\
 examples:
@@ -141,7 +142,7 @@ def _add_serve(command: Command) -> None:
         "serve",
         help="serve models over HTTP",
         description="Serve models over HTTP: the API of OpenAI and of Anthropic, and a page with a "
-        "chat and a view of the engine.  Needs pip install 'vllm-metal-lite[serve]'.",
+        f"chat and a view of the engine.  Needs {install('serve')}.",
         epilog=_SERVE_EXAMPLES,
     )
     options.add_model(serve)

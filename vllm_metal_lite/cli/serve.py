@@ -17,7 +17,7 @@ from vllm_metal_lite.chat_formats.detect import FORMATS
 from vllm_metal_lite.cli import log, options
 from vllm_metal_lite.cli.startup import DEMO
 from vllm_metal_lite.config import EngineConfig
-from vllm_metal_lite.errors import ConfigError, MetalLiteError
+from vllm_metal_lite.errors import ConfigError, MetalLiteError, install
 from vllm_metal_lite.server.settings import ServerConfig
 
 # Tokens of a step on a CPU, where a stream feels each: 4,000 tokens at once take 6 s of two cores,
@@ -37,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
         from vllm_metal_lite.server.run import Stopping, listen, serve, stop_on_signals
         from vllm_metal_lite.server.server import Server
     except ModuleNotFoundError as e:
-        raise MetalLiteError(
-            f"the server needs {e.name}: pip install 'vllm-metal-lite[serve]'"
-        ) from None
+        raise MetalLiteError(f"the server needs {e.name}: {install('serve')}") from None
     specs = [
         ModelSpec(name, source, name in (args.pin or ()), formats.get(name))
         for name, source in named.items()

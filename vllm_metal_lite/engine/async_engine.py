@@ -9,7 +9,7 @@ import atexit
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -153,11 +153,11 @@ class AsyncEngine:
             if output.finished:
                 del self._streams[output.request_id]
 
-    def _fail_all(self, error: Exception) -> None:
-        for request_id, stream in list(self._streams.items()):
-            stream.fail(error)
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        for request_id in request_ids:
+            if (stream := self._streams.pop(request_id, None)) is not None:
+                stream.fail(error)
             self._engine.abort(request_id)
-        self._streams.clear()
 
     def _run(self) -> None:
         try:
@@ -175,7 +175,7 @@ class AsyncEngine:
             while block or not self._calls.empty():
                 item = self._calls.get()
                 if item is None:
-                    self._fail_all(RuntimeError(_SHUT_DOWN))
+                    self._fail(list(self._streams), RuntimeError(_SHUT_DOWN))
                     return
                 self._answer(*item)
                 block = False
@@ -183,8 +183,7 @@ class AsyncEngine:
                 for output in self._engine.step():
                     self._deliver(output)
             except Exception as e:
-                # Retrying the step would fail again; fail its requests and keep the engine running.
-                self._fail_all(e)
+                self._fail(self._engine.requests_at_fault, e)
 
     @staticmethod
     def _answer(call: Callable[[], Any], future: Future) -> None:

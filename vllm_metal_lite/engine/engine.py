@@ -18,6 +18,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.answer import Answer
 from vllm_metal_lite.engine.chat_checkpoints import turn_checkpoints
 from vllm_metal_lite.engine.constraints import Constraints
+from vllm_metal_lite.engine.failed_steps import FailedSteps
 from vllm_metal_lite.engine.intake import (
     bad_words_of,
     check_arguments,
@@ -79,6 +80,7 @@ class LLMEngine:
             num_state_slots=self.num_state_slots,
             shares_in_step=not model.packed.reads_store,
         )  # fmt: skip
+        self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
         self.speculator = Speculator(self._tokens_of) if self.config.speculate == "auto" else None
         self._last_end: float | None = None  # when the last step ended, while there is work
@@ -208,8 +210,9 @@ class LLMEngine:
         token (all their output so far).
 
         If a forward fails (an error or Ctrl-C), all scheduled requests return to the queue before
-        the exception propagates: nothing is lost, and `step` may be called again.  The error of a
-        step whose requests were all aborted is only logged.
+        the exception propagates: nothing is lost.  The caller ends `requests_at_fault` with the
+        error, and may call `step` again.  The error of a step whose requests were all aborted is
+        only logged.
         """
         try:
             if not self._outputs:
@@ -224,14 +227,33 @@ class LLMEngine:
         except StatesLost:  # a kernel was replaced, so this happens once per kernel
             self._roll_back()
             return self.step()
-        except BaseException as e:
-            is_wanted = not self._outputs or self._outputs[0].is_wanted
+        except Exception as e:
+            failed = self._failed_step()
+            is_wanted = not self._outputs or failed.is_wanted
+            if is_wanted:
+                self.failed_steps.failed(failed)
             self._roll_back()
-            if is_wanted or not isinstance(e, Exception):
+            if is_wanted:
                 raise
             logger.warning(f"a step failed after its requests were aborted: {one_line(e)}")
             return self.step()  # no step is in flight now, so this happens once
-        return self._finish(self._outputs.popleft(), step)
+        except BaseException:
+            self._roll_back()
+            raise
+        output = self._outputs.popleft()
+        try:
+            return self._finish(output, step)
+        except Exception:
+            self.failed_steps.spoilt(output)
+            raise
+
+    @property
+    def requests_at_fault(self) -> list[str]:
+        """Ids of the requests that must end because `step` raised."""
+        if self.failed_steps.is_hopeless:
+            return list(self._requests)
+        answers = [self._answers.get(r.request_id) for r in self.failed_steps.at_fault]
+        return list(dict.fromkeys(a.result.request_id for a in answers if a is not None))
 
     def _may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the next step may be launched before the tokens of `output` are known."""
@@ -295,6 +317,19 @@ class LLMEngine:
         for request in ended:
             self._unseat(request)
 
+    def _failed_step(self) -> SchedulerOutput:
+        """The step that raised.  A launch may also raise the error of the step before it."""
+        if not self._outputs:
+            return SchedulerOutput()
+        if len(self.pipeline.steps) == len(self._outputs):
+            return self._outputs[0]
+        try:
+            for step in self.pipeline.steps:
+                step.result.wait()
+        except Exception:
+            return self._outputs[0]
+        return self._outputs[-1]
+
     def _roll_back(self) -> None:
         """Undo the steps in flight."""
         outputs = list(self._outputs)
@@ -332,6 +367,7 @@ class LLMEngine:
             reports[answer.result.request_id] = answer.result
         if self.on_step is not None:
             self.on_step(output)
+        self.failed_steps.succeeded(output)
         return list(reports.values())
 
     def _record(self, output: SchedulerOutput, result: StepResult) -> int:

@@ -31,10 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def decide(
-    packed: PackedModel,
-    attention: Attention,
-    wrong: Collection[str] = (),
-    ranks: RankGroup = ALONE,
+    packed: PackedModel, attention: Attention, wrong: Collection[str] = (), ranks: RankGroup = ALONE
 ) -> tuple[Fusion, str]:
     """The fusion for a model's steps, and its part of the start-up line.
 

@@ -3,40 +3,17 @@
 Only the instances of one model change class, as linear layers do (linear.py).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
+from vllm_metal_lite.fusion.current import current
 from vllm_metal_lite.fusion.origins import Chosen
 from vllm_metal_lite.fusion.routing import latest
 from vllm_metal_lite.fusion.traced import as_view, rows_of
 from vllm_metal_lite.kernels.experts import expert_mlp, fits
 from vllm_metal_lite.model.experts import MIXTURES, experts_of, served
-
-
-class _Fusing(NamedTuple):
-    """The row counts that use the kernels, and how many of a step's rows are no padding."""
-
-    expert_rows: range
-    num_live: mx.array | None
-
-
-_NOT_FUSING = _Fusing(range(0), None)
-_fusing: ContextVar[_Fusing] = ContextVar("experts", default=_NOT_FUSING)
-
-
-@contextmanager
-def fusing(expert_rows: range, num_live: mx.array | None = None) -> Iterator[None]:
-    """Held while a fused forward is built.  num_live: see `expert_mlp`."""
-    token = _fusing.set(_Fusing(expert_rows, num_live))
-    try:
-        yield
-    finally:
-        _fusing.reset(token)
 
 
 def _fused(base: Any) -> type:
@@ -53,7 +30,7 @@ _FUSED = {base: _fused(base) for base in MIXTURES}
 
 def _by_kernels(layer: nn.Module, x: mx.array, indices: mx.array) -> mx.array | None:
     """The result (*indices.shape, hidden); None if mlx-lm's own code must compute it."""
-    rows, num_live = _fusing.get()
+    _, rows, num_live = current()
     if indices.shape[:-1] != x.shape[:-1] or x.size // x.shape[-1] not in rows:
         return None
     experts = experts_of(layer)

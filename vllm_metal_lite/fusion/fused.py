@@ -9,14 +9,12 @@ import mlx.nn as nn
 from mlx_lm.models import activations, gemma3_text
 
 from vllm_metal_lite.attention.base import Step
-from vllm_metal_lite.fusion import experts, linear
+from vllm_metal_lite.fusion.current import Current, fusing
+from vllm_metal_lite.fusion.experts import fuse_experts
 from vllm_metal_lite.fusion.hooks import fused_functions
-from vllm_metal_lite.fusion.joined import (
-    JoinedProjection,
-    join_projections,
-    joined_projections,
-)
+from vllm_metal_lite.fusion.joined import JoinedProjection, join_projections, joined_projections
 from vllm_metal_lite.fusion.layer_cache import FusedLayerCache
+from vllm_metal_lite.fusion.linear import fuse_linears
 from vllm_metal_lite.fusion.norms import fold_norm_weights
 from vllm_metal_lite.fusion.routing import Selector, routing_functions, selectors_of
 from vllm_metal_lite.kernels.experts import MAX_ROWS
@@ -53,12 +51,9 @@ class FusedLaunches(Fusion):
         functions = fused_functions(step.positions, self.named, self.skinny_rows, self.adds_norms)
         if self.routes:
             functions += routing_functions(self.selectors)
+        rows = Current(self.skinny_rows, self.expert_rows, step.num_live)
         try:
-            with (
-                hooked(functions),
-                linear.fusing(self.skinny_rows),
-                experts.fusing(self.expert_rows, step.num_live),
-            ):
+            with hooked(functions), fusing(rows):
                 yield
         finally:
             for projection in self.joined:
@@ -74,7 +69,7 @@ class FusedLaunches(Fusion):
         return "".join(f"; {what} of {_count(rows)} by {by}" for what, rows, by in parts if rows)
 
     def without(self, failed: Collection[str]) -> "FusedLaunches":
-        """The fusion without the kernels in `failed`.  KernelAttention does without its own."""
+        """The fusion without the kernels in `failed`; KernelAttention replaces its own kernels."""
         failed = left_out(failed)
         return replace(
             self,
@@ -98,8 +93,8 @@ def fuse(model: nn.Module, *, joins: bool) -> FusedLaunches:
     if joins:
         join_projections(model)
     fold_norm_weights(model)
-    linear.fuse_linears(model)
-    experts.fuse_experts(model)
+    fuse_linears(model)
+    fuse_experts(model)
     functions = activations.swiglu, activations.precise_swiglu, gemma3_text.clip_residual
     return FusedLaunches(
         tuple(joined_projections(model)),

@@ -7,25 +7,15 @@ with its gate.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import mlx.nn as nn
 
-from vllm_metal_lite.attention.heads import Heads, Latents, RotaryPart
+from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.fusion.origins import (
-    Activated,
-    Multiplied,
-    Normed,
-    NormedHeads,
-    Part,
-    PostNormed,
-    Scaled,
-    Sum,
-)
+from vllm_metal_lite.fusion.origins import Activated, Multiplied, Normed, Part, Scaled, Sum
 from vllm_metal_lite.fusion.traced import (
     Traced,
     as_view,
@@ -35,10 +25,10 @@ from vllm_metal_lite.fusion.traced import (
     rows_of,
     up_to_date,
 )
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm, add_rms_norm
+from vllm_metal_lite.kernels.add_rms_norm import add_rms_norm
+from vllm_metal_lite.kernels.common import RMSNorm
 from vllm_metal_lite.kernels.gated_rms_norm import gated_rms_norm
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope
-from vllm_metal_lite.kernels.skinny_gemm import RowNorm
+from vllm_metal_lite.kernels.new_rows import Columns, Rope
 from vllm_metal_lite.model.seam.hooks import Hook
 
 Function = Callable[..., mx.array]
@@ -52,9 +42,8 @@ def fused_functions(
 ) -> list[Hook]:
     """positions: of the step's rows.  For the other arguments see FusedLaunches."""
     fast = mx.fast
-    gates_norms = any(name == "precise_swiglu" for _, name in named)
     return [
-        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows, adds_norms, gates_norms)),
+        (fast, "rms_norm", _rms_norm(fast.rms_norm, skinny_rows, adds_norms)),
         (fast, "rope", _rope(fast.rope, positions)),
         (nn, "gelu_approx", _gelu_approx(nn.gelu_approx)),
         (mx, "split", _split(mx.split)),
@@ -63,49 +52,46 @@ def fused_functions(
     ]
 
 
-def _rms_norm(
-    original: Function, skinny_rows: range, adds_norms: bool, gates_norms: bool
-) -> Function:
+def _rms_norm(original: Function, skinny_rows: range, adds_norms: bool) -> Function:
     def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **kwargs: Any) -> mx.array:
-        origin, shape = origin_of(x), x.shape[:-1]
-        rows = x.size // x.shape[-1]
-        # Few enough for each threadgroup of a product to normalise all rows itself.
-        few = rows in skinny_rows and rows <= profile().max_normed_rows
+        origin, shape, rows = origin_of(x), x.shape[:-1], x.size // x.shape[-1]
         if isinstance(origin, Sum) and origin.total is None:
+            # The products behind few rows normalise these, so the sum goes with its own product.
+            few = rows in skinny_rows and rows <= profile().max_normed_rows
             total = _with_product(origin) if few else None
-            if total is None and adds_norms:
-                total, out = add_rms_norm(*_summands(origin, weight, eps))
-                origin.total = as_view(total, shape)
-                return as_view(out, shape)
             if total is not None:
                 origin.total = as_view(total, shape)
+            elif adds_norms:
+                one, other, of_other = _summands(origin)
+                total, out = add_rms_norm(one, other, weight, eps, of_other)
+                origin.total = as_view(total, shape)
+                return as_view(out, shape)
         x = up_to_date(x)
-        out = original(x, weight, eps, **kwargs)
-        if isinstance(origin, Part) and weight is not None:
-            return Traced(out, Latents(origin, x.shape[-1], HeadNorm(weight, eps)))
-        if isinstance(origin, Heads):
-            heads = origin.normed(HeadNorm(weight, eps))
-            return out if heads is None else Traced(out, heads)
-        if few and x.ndim == 3 and weight is not None and weight.dtype == x.dtype:
-            return Traced(out, Normed(rows_of(x), RowNorm(weight, eps)))
-        if gates_norms and x.ndim == 4 and weight is not None and weight.dtype == x.dtype:
-            return Traced(out, NormedHeads(x, weight, eps))
-        if adds_norms and x.ndim == 3 and (weight is None or weight.dtype == x.dtype):
-            return Traced(out, PostNormed(rows_of(x), PostNorm(weight, eps)))
-        return out
+        out, normed = original(x, weight, eps, **kwargs), _normed(x, RMSNorm(weight, eps))
+        return out if normed is None else Traced(out, normed)
 
     return rms_norm
 
 
-def _summands(origin: Sum, weight: mx.array | None, eps: float) -> tuple:
-    """The arguments of `add_rms_norm`: with the norm of one side, if that side is one."""
-    for normed, other in ((origin.y, origin.x), (origin.x, origin.y)):
-        known = origin_of(normed)
-        if isinstance(known, PostNormed):
-            return rows_of(other), known.rows, weight, eps, known.norm
-        if isinstance(known, Normed) and known.norm is not None:
-            return rows_of(other), known.rows, weight, eps, PostNorm(*known.norm)
-    return rows_of(origin.x), rows_of(origin.y), weight, eps
+def _normed(x: mx.array, norm: RMSNorm) -> Latents | Heads | Normed | None:
+    """The origin of a norm that a larger launch can compute."""
+    origin = origin_of(x)
+    if isinstance(origin, Part) and norm.weight is not None:
+        return Latents(origin, x.shape[-1], norm)
+    if isinstance(origin, Heads):
+        return origin.normed(norm)
+    if x.ndim not in (3, 4) or (norm.weight is not None and norm.weight.dtype != x.dtype):
+        return None
+    return Normed(rows_of(x) if x.ndim == 3 else x, norm)
+
+
+def _summands(origin: Sum) -> tuple[mx.array, mx.array, RMSNorm | None]:
+    """The rows of both sides, and the norm that the sum applies to the second, if there is one."""
+    for side, other in ((origin.y, origin.x), (origin.x, origin.y)):
+        normed = origin_of(side)
+        if isinstance(normed, Normed):
+            return rows_of(other), normed.x, normed.norm
+    return rows_of(origin.x), rows_of(origin.y), None
 
 
 def _clip_residual(original: Function) -> Function:
@@ -133,13 +119,11 @@ def _rope(original: Function, positions: mx.array) -> Function:
             return out
         origin, factor = origin_of(x), 1.0
         if isinstance(origin, Scaled) and origin.dims == dims:
-            factor, origin = origin.factor, origin.part
+            factor, origin = origin.factor, origin.heads
         angles = how["traditional"], how["base"], how["scale"], how.get("freqs")
-        turn = Rope(dims, *angles, factor)
-        if isinstance(origin, RotaryPart):
-            return out if origin.rope else Traced(out, replace(origin, rope=turn))
-        heads = (origin if isinstance(origin, Heads) else heads_of(x)).rotated(turn)
-        return out if heads is None else Traced(out, heads)
+        heads = origin if isinstance(origin, Heads) else heads_of(x)
+        turned = heads.rotated(Rope(dims, *angles, factor))
+        return out if turned is None else Traced(out, turned)
 
     return rope
 
@@ -167,11 +151,10 @@ def _split(original: Callable[..., Any]) -> Callable[..., Any]:
             heads = heads_of(x)
             if heads.norm is None and heads.rope is None:
                 array, first, *_ = heads.columns
-                sizes = heads.num_heads, heads.head_dim
-                return [
-                    Traced(part, RotaryPart(Columns(array, first + at), *sizes, part.shape[-1]))
-                    for part, at in zip(parts, starts, strict=True)
-                ]
+                stride = heads.stride or heads.head_dim
+                for i, (part, at) in enumerate(zip(parts, starts, strict=True)):
+                    columns, dim = Columns(array, first + at), part.shape[-1]
+                    parts[i] = Traced(part, Heads(columns, heads.num_heads, dim, stride=stride))
         return parts
 
     return split
@@ -189,15 +172,16 @@ def _gated_norm(original: Function) -> Function:
     def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
         """silu(gate) * x, where x is a norm of h."""
         origin = origin_of(x)
-        if not isinstance(origin, NormedHeads) or origin.x is not h or gate.shape != h.shape:
+        of_h = isinstance(origin, Normed) and origin.x is h and origin.norm.weight is not None
+        if not of_h or gate.shape != h.shape:
             return original(h, gate, x)
         known = origin_of(gate)
-        plain = isinstance(known, Heads) and known.norm is None and known.rope is None
-        z = known.columns if plain else Columns(gate.reshape(len(gate), -1), 0)
+        plain = known.plain if isinstance(known, Heads) else None
+        z = plain or Columns(gate.reshape(len(gate), -1), 0)
         if z.array.dtype != h.dtype:
             return original(h, gate, x)
         rows = h.reshape(len(h), -1)
-        return gated_rms_norm(rows, z, origin.weight, origin.eps, dim=h.shape[-1]).reshape(h.shape)
+        return gated_rms_norm(rows, z, *origin.norm, dim=h.shape[-1]).reshape(h.shape)
 
     return precise_swiglu
 

@@ -7,18 +7,16 @@ Fewer products mean fewer launches, and a decode step consists mostly of small p
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.traced import Traced, origin_of, rows_of
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.model.seam.hooks import hooked
+from vllm_metal_lite.model.calls import calls_of
 
 _KINDS: tuple[Any, ...] = (nn.Linear, nn.QuantizedLinear)
 # The rows of these parameters are outputs, for every kind of projection.
@@ -108,11 +106,9 @@ def join_projections(model: nn.Module) -> None:
 
 def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
     """Groups of projections that share a parent and an input: the parent's path, their names."""
-    calls: list[tuple[nn.Module, mx.array]] = []
-    with hooked([(kind, "__call__", _noting(kind.__call__, calls)) for kind in _KINDS]):
-        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
-    paths = {id(m): path for path, m in model.named_modules() if type(m) in _KINDS}
-    seen = [(*_split(paths[id(m)]), m, x) for m, x in calls if id(m) in paths]
+    found = {id(m): (path, m) for path, m in model.named_modules() if type(m) in _KINDS}
+    calls = calls_of(model, [module for _, module in found.values()])
+    seen = [(*_split(found[id(m)][0]), m, x) for m, x, _ in calls]
     counts = Counter(id(module) for _, _, module, _ in seen)
     groups = []
     for (path, *_), group in groupby(seen, lambda c: (c[0], id(c[3]), *_kind_of(c[2]))):
@@ -120,14 +116,6 @@ def _same_inputs(model: nn.Module) -> list[tuple[str, list[str]]]:
         if len(names) > 1:
             groups.append((path, names))
     return groups
-
-
-def _noting(original: Callable, calls: list[tuple[nn.Module, mx.array]]) -> Callable:
-    def call(self: nn.Module, x: mx.array) -> mx.array:
-        calls.append((self, x))
-        return original(self, x)
-
-    return call
 
 
 def _kind_of(module: nn.Module) -> tuple:

@@ -1,7 +1,6 @@
 """A layer cache for fused kernels: one launch normalises, rotates, writes, and may attend."""
 
-from typing import Any
-
+from vllm_metal_lite.attention.base import Call
 from vllm_metal_lite.attention.heads import Heads, Latents
 from vllm_metal_lite.attention.paged.step import KernelStepAttention
 from vllm_metal_lite.backend import mx
@@ -30,12 +29,12 @@ class FusedLayerCache(PagedLayerCache):
             (k, v), self._pending = self._pending, None
             super().update_and_fetch(k, v)
 
-    def _attend(self, q: mx.array, **how: Any) -> mx.array:
+    def _attend(self, q: mx.array, call: Call) -> mx.array:
         rows: mx.array | NewRows | None = self._with_new_rows(q)
         if rows is None:
             self.end()
             rows = q.squeeze(2)
-        out = self.attention.attend(self.layer, rows, **how)
+        out = self.attention.attend(rows, call)
         return Traced(out[:, :, None], Attended(out))
 
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:
@@ -44,7 +43,7 @@ class FusedLayerCache(PagedLayerCache):
         if self._pending is not None and isinstance(origin, Scaled) and origin.wholly_by(scale):
             latents, k_pe = map(origin_of, self._pending)
             if isinstance(latents, Latents) and isinstance(k_pe, Heads):
-                rows = self.attention.latent_write(self.layer, origin.part, latents, k_pe)
+                rows = self.attention.latent_write(self.layer, origin.heads, latents, k_pe)
                 if rows is not None:
                     self._pending = None
                     return rows

@@ -3,57 +3,47 @@
 Only the instances of one model change class, so other models in the process are unaffected.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 
 import mlx.nn as nn
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
+from vllm_metal_lite.fusion.current import current
 from vllm_metal_lite.fusion.origins import Multiplied, Normed
 from vllm_metal_lite.fusion.traced import as_view, origin_of, rows_of
+from vllm_metal_lite.kernels.common import RMSNorm
 from vllm_metal_lite.kernels.skinny_gemm import fits
 from vllm_metal_lite.kernels.weights import Weight, shape_of
 from vllm_metal_lite.model.usage import weight_of
 
-# The row counts that use `skinny_gemm`; None: no fused forward is being built.
-_skinny_rows: ContextVar[range | None] = ContextVar("skinny_rows", default=None)
-
-
-@contextmanager
-def fusing(skinny_rows: range) -> Iterator[None]:
-    """Held while a fused forward is built."""
-    token = _skinny_rows.set(skinny_rows)
-    try:
-        yield
-    finally:
-        _skinny_rows.reset(token)
-
 
 def _product(layer: nn.Module, x: mx.array, original: Callable[[mx.array], mx.array]) -> mx.array:
     """The layer's product, by `skinny_gemm` where that serves it."""
-    skinny_rows = _skinny_rows.get()
+    skinny_rows = current().skinny_rows
     if skinny_rows is None:
         return original(x)
     rows, weight, bias = rows_of(x), weight_of(layer), layer.get("bias")
     plain = bias is None or bias.dtype == x.dtype
     if len(rows) in skinny_rows and plain and fits(rows, weight):
-        origin = origin_of(x)
-        inside = isinstance(origin, Normed) and _normalises(weight)
-        normed = origin if inside else Normed(rows, None)
-        product = Multiplied(normed, weight, bias)
+        product = Multiplied(*_normed(x, weight), weight, bias)
         return as_view(product(), x.shape[:-1], product)
     if isinstance(layer, nn.Linear) and bias is None:
         return as_view(rows @ _transposed(layer), x.shape[:-1])
     return as_view(original(rows), x.shape[:-1])
 
 
-def _normalises(weight: Weight) -> bool:
-    """Whether each threadgroup of a product with this weight normalises the rows itself."""
-    outputs, depth, how = shape_of(weight)
-    return how is None or outputs * depth <= profile().max_normed_weights
+def _normed(x: mx.array, weight: Weight) -> tuple[mx.array, RMSNorm | None]:
+    """The rows of x.  With a norm, if each threadgroup of a product with this weight normalises the
+    rows itself."""
+    origin, device, (outputs, depth, how) = origin_of(x), profile(), shape_of(weight)
+    small = how is None or outputs * depth <= device.max_normed_weights
+    if not small or not isinstance(origin, Normed) or origin.norm.weight is None:
+        return rows_of(x), None
+    if origin.x.ndim != 2 or len(origin.x) > device.max_normed_rows:
+        return rows_of(x), None
+    return origin.x, origin.norm
 
 
 def _transposed(linear: nn.Linear) -> mx.array:

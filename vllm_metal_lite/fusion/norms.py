@@ -28,26 +28,24 @@ def _folded(module: nn.Module) -> nn.RMSNorm | None:
     if not isinstance(weight, mx.array) or weight.ndim != 1:
         return None
     x = mx.zeros((1, 1, weight.size), weight.dtype)
-    calls: list[tuple[mx.array, mx.array, float]] = []
-    results: list[mx.array] = []
+    calls: list[tuple[mx.array, mx.array, float, mx.array]] = []
     original = mx.fast.rms_norm
 
     def rms_norm(x: mx.array, weight: mx.array, eps: float, **kwargs: Any) -> mx.array:
-        calls.append((x, weight, eps))
-        results.append(original(x, weight, eps, **kwargs))
-        return results[-1]
+        calls.append((x, weight, eps, original(x, weight, eps, **kwargs)))
+        return calls[-1][-1]
 
     try:
         with hooked([(mx.fast, "rms_norm", rms_norm)]):
             out = module(x)
     except Exception:  # no norm, and not meant to be called like one
         return None
-    if len(calls) != 1 or out is not results[0]:
+    if len(calls) != 1:
         return None
-    given, used, eps = calls[0]
-    if given is not x or not isinstance(used, mx.array) or used is weight:
+    given, used, eps, normed = calls[0]
+    if given is not x or out is not normed or used is weight or not isinstance(used, mx.array):
         return None
-    if used.shape != weight.shape or used.dtype != weight.dtype:
+    if (used.shape, used.dtype) != (weight.shape, weight.dtype):
         return None
     norm = nn.RMSNorm(weight.size, eps)
     norm.weight = used

@@ -1,13 +1,29 @@
-"""What a traced array may come from: the part of a graph from which a fused kernel starts."""
+"""What a traced array may come from: the part of a graph from which a fused kernel starts.
+
+    origin                made by                       used by
+    Columns, Part         linear layers, mx.split       Heads, Latents, gates
+    Heads                 reshape, rms_norm, rope       rope_write, paged_decode, latent_write
+    Latents               mx.split, rms_norm            latent_write
+    Scaled                a product with a number       rope
+    Attended              attention                     reshape
+    Normed                rms_norm                      linear layers, sums, gates
+    Multiplied            linear layers                 norms behind a sum, gates, routers
+    Activated             gelu                          the product with `up`
+    Sum                   x + y                         rms_norm
+    Chosen, Weighted      mixtures of experts           products with weights, sums
+    Widened, Negated      astype, -x                    routers (routing.py)
+
+The operations of `Traced` and the functions of hooks.py make and use origins.
+"""
 
 from dataclasses import dataclass
 
-from vllm_metal_lite.attention.heads import Heads, RotaryPart
+from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.add_rms_norm import PostNorm
+from vllm_metal_lite.kernels.common import RMSNorm
 from vllm_metal_lite.kernels.experts import expert_sum
 from vllm_metal_lite.kernels.new_rows import Columns
-from vllm_metal_lite.kernels.skinny_gemm import Gate, RowNorm, skinny_gemm
+from vllm_metal_lite.kernels.skinny_gemm import Gate, skinny_gemm
 from vllm_metal_lite.kernels.weights import Weight
 
 
@@ -19,15 +35,15 @@ class Part(Columns):
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Heads, or a rotary part of them, of which the first `dims` elements are times a number."""
+    """Heads whose first `dims` elements were multiplied by a number."""
 
-    part: RotaryPart | Heads
+    heads: Heads
     factor: float
     dims: int
 
     def wholly_by(self, factor: float) -> bool:
         """Whether all elements are times this number."""
-        return (self.factor, self.dims) == (factor, self.part.head_dim)
+        return (self.factor, self.dims) == (factor, self.heads.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +55,30 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """Rows (N, K) and their RMS norm; norm None: not normalised."""
+    """The RMS norm of rows (N, K), or of each head of x (N, 1, heads, K).
 
-    rows: mx.array
-    norm: RowNorm | None
-
-
-@dataclass(frozen=True, slots=True)
-class PostNormed:
-    """Rows (N, K) and their RMS norm, which a residual sum may compute."""
-
-    rows: mx.array
-    norm: PostNorm
-
-
-@dataclass(frozen=True, slots=True)
-class NormedHeads:
-    """The RMS norm of each head of x (N, 1, heads, dim), by a weight (dim,)."""
+    A product or a residual sum may compute the norm of rows; a gate, that of heads.
+    """
 
     x: mx.array
-    weight: mx.array
-    eps: float
+    norm: RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
 class Multiplied:
-    """A `skinny_gemm` product of normed rows and a weight (outputs, K), plus a bias (outputs,)."""
+    """A `skinny_gemm` product of rows (N, K), or of their norm, and a weight (outputs, K), plus a
+    bias (outputs,)."""
 
-    x: Normed
+    rows: mx.array
+    norm: RMSNorm | None
     weight: Weight
-    bias: mx.array | None = None
+    bias: mx.array | None
 
     def __call__(self, residual: mx.array | None = None, gate: Gate | None = None) -> mx.array:
         """The product (N, outputs), fused with a residual sum or a gate."""
         return skinny_gemm(
-            self.x.rows, self.weight, norm=self.x.norm, bias=self.bias, residual=residual,
-            gate=gate,
-        )  # fmt: skip
+            self.rows, self.weight, norm=self.norm, bias=self.bias, residual=residual, gate=gate
+        )
 
 
 @dataclass(frozen=True, slots=True)

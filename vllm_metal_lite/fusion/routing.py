@@ -5,9 +5,10 @@
     weights = mx.take_along_axis(scores, inds, axis=-1)          Gathered
     weights /= weights.sum(axis=-1, keepdims=True)               Gathered, of Total
 
-The methods `on_...` of these origins say what an operation makes of them (traced.py).  Indices come
-from the kernel as soon as they are cut out, so that a model may go on in any way.  Each later step
-that is known launches the kernel anew, with more of the work.  What nothing uses never runs.
+The methods `on_...` of these origins give the result of an operation on them (traced.py).  Indices
+come from the kernel as soon as the model cuts them out, so any later operation is right.  Each
+known operation launches the kernel again, with more of the work.  MLX never runs a launch that
+nothing uses.
 """
 
 from collections.abc import Callable, Collection
@@ -48,12 +49,17 @@ class Scores:
         return Traced(value, replace(self, bias=bias, sum_dtype=value.dtype))
 
     def on_widen(self, value: mx.array) -> mx.array:
-        """What is computed of widened logits is in float32; scores stay as they are."""
-        return Traced(value, replace(self, dtype=mx.float32) if _unscored(self) else self)
+        """Scores of widened logits are in float32; known scores keep their type."""
+        return Traced(value, replace(self, dtype=mx.float32) if self.are_logits else self)
 
     @property
     def biased(self) -> bool:
         return self.bias is not None
+
+    @property
+    def are_logits(self) -> bool:
+        """Whether these are plain logits."""
+        return self.scoring == "logits" and not self.negated and not self.biased
 
     def weighs(self, choice: "Choice") -> bool:
         """Whether these are the scores of a choice, without the bias that only chooses."""
@@ -177,9 +183,8 @@ def scores_of(x: Any) -> Scores | None:
 
 def routing_functions(selectors: Collection[Selector]) -> list[Hook]:
     """MLX's functions, and a model's compiled ones, that record scores and choices."""
-    names = "softmax", "sigmoid", "argpartition", "take_along_axis", "stop_gradient", "sum"
-    functions: list[Hook] = [(mx, name, globals()[f"_{name}"](getattr(mx, name))) for name in names]
-    return functions + [(m, name, _selecting(getattr(m, name))) for m, name in selectors]
+    hooks: list[Hook] = [(mx, name, make(getattr(mx, name))) for name, make in _RECORDING.items()]
+    return hooks + [(m, name, _selecting(getattr(m, name))) for m, name in selectors]
 
 
 Function = Callable[..., mx.array]
@@ -209,14 +214,9 @@ def _sigmoid(original: Function) -> Function:
 
 def _scored(value: mx.array, x: mx.array, scoring: Scoring) -> mx.array:
     logits = scores_of(x)
-    if logits is None or not _unscored(logits):
+    if logits is None or not logits.are_logits:
         return value
     return Traced(value, replace(logits, scoring=scoring))
-
-
-def _unscored(scores: Scores | None) -> bool:
-    """Whether these are logits as they are."""
-    return scores is not None and scores.scoring == "logits" and not scores.negated | scores.biased
 
 
 def _argpartition(original: Function) -> Function:
@@ -259,6 +259,12 @@ def _sum(original: Function) -> Function:
         return original(x, *args, **kwargs)
 
     return sum
+
+
+_RECORDING = {
+    "softmax": _softmax, "sigmoid": _sigmoid, "argpartition": _argpartition,
+    "take_along_axis": _take_along_axis, "stop_gradient": _stop_gradient, "sum": _sum,
+}  # fmt: skip
 
 
 # Compiled functions

@@ -8,7 +8,7 @@ the intermediate.  The rules name no architecture; an operation that does not fi
 from dataclasses import replace
 from typing import Any
 
-from vllm_metal_lite.attention.heads import Heads, RotaryPart
+from vllm_metal_lite.attention.heads import Heads
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.fusion.origins import (
     Activated,
@@ -39,7 +39,7 @@ def heads_of(x: mx.array) -> Heads:
 
 class Traced(ColumnsOf):
     """An array and its origin: one of origins.py, of a router (routing.py), Columns (of a product),
-    Heads, RotaryPart, Latents or None.
+    Heads, Latents or None.
 
     Heads and Attended arrays are (N, 1, num_heads, head_dim) or (N, num_heads, 1, head_dim): the
     same memory layout.
@@ -55,9 +55,7 @@ class Traced(ColumnsOf):
 
     @property
     def columns(self) -> Columns | None:
-        if isinstance(self.origin, Heads) and self.origin.norm is None and self.origin.rope is None:
-            return self.origin.columns
-        return super().columns
+        return self.origin.plain if isinstance(self.origin, Heads) else super().columns
 
     @property
     def _own_columns(self) -> Columns | None:
@@ -134,7 +132,7 @@ class Traced(ColumnsOf):
     @property
     def at(self) -> Any:
         origin, at = self.origin, super().at
-        if not isinstance(origin, RotaryPart | Heads):
+        if not isinstance(origin, Heads):
             return at
 
         def noted(value: mx.array, dims: int, factor: float) -> mx.array:
@@ -161,7 +159,7 @@ class Traced(ColumnsOf):
             if gated is not None:
                 return gated
         value = mx.multiply(x, y)
-        if isinstance(origin, RotaryPart | Heads) and isinstance(y, float):
+        if isinstance(origin, Heads) and isinstance(y, float):
             return Traced(value, Scaled(origin, y, origin.head_dim))
         if not isinstance(origin, Chosen) or not isinstance(y, mx.array):
             return _by_rule(x, "on_mul", value, y)
@@ -184,7 +182,7 @@ def _add(x: Any, y: Any) -> mx.array:
 
 
 def _by_rule(x: Any, rule: str, value: mx.array, *args: Any) -> mx.array:
-    """The result `value` of an operation on x, with what the origin of x makes of it."""
+    """The result `value` of an operation on x, or what the rule of x's origin makes of it."""
     apply = getattr(origin_of(x), rule, None)
     return value if apply is None else apply(value, *args)
 
@@ -195,7 +193,7 @@ def _summed(origin: Weighted, dtype: mx.Dtype) -> mx.array:
 
 
 def gated_by(gate: Any, up: Any, activation: Gate, shape: tuple[int, ...]) -> mx.array | None:
-    """The activation of gate times up, from the product of which both are the columns (*shape)."""
+    """activation(gate) * up (*shape) from the product that made both; None if one did not."""
     if not isinstance(gate, Columns) or not isinstance(up, Columns):
         return None
     product, size = gate.origin, shape[-1]

@@ -9,7 +9,7 @@ without the kernel, on the engine's own store.  All rows are padding, so nothing
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.nn as nn
 import numpy as np
@@ -20,7 +20,7 @@ from vllm_metal_lite.batch.forward_batch import EMPTY_SLOT, PAD_SLOT
 from vllm_metal_lite.batch.input_batch import InputBatch
 from vllm_metal_lite.batch.segment_state import SegmentState
 from vllm_metal_lite.distributed import ALONE, RankGroup
-from vllm_metal_lite.fusion.experts import fusing
+from vllm_metal_lite.fusion.current import Current, fusing
 from vllm_metal_lite.fusion.fused import FusedLaunches
 from vllm_metal_lite.kernels import timing
 from vllm_metal_lite.kernels.experts import MAX_ROWS as EXPERT_ROWS
@@ -39,13 +39,11 @@ _SIZES = (8, 16, 32, MAX_ROWS)
 # For each size, with and without the kernel: the median of _CHAINS chains of _STEPS steps, or of
 # fewer, to stay within _ENOUGH seconds each, 3 in all: a Mac may need 100 ms per step.
 _CHAINS, _STEPS, _ENOUGH = 5, 20, 0.24
-# Rows of a prompt, and experts that each chooses, as many as gpt-oss and GLM have.  Mixtures of
-# prompts are timed alone: a step of so many rows takes seconds, and the host is no part of it.
+# Rows of a prompt, and the experts of each row, as in gpt-oss and GLM.  Mixtures of
+# prompts are timed alone: a step of as many rows takes seconds, and the host does not matter.
 _PROMPT_ROWS, _TOP_K, _ENOUGH_FOR_PROMPTS = 512, 4, 0.75
 
 NONE = range(0)
-
-_Ways = tuple[FusedLaunches, FusedLaunches]  # with the kernel, and without
 
 
 def faster_rows(
@@ -58,9 +56,9 @@ def faster_rows(
     """
     dtypes = {spec.dtype for spec in packed.attention_specs}  # the kernel was checked with these
     weights = [w for w in product_weights(packed.model) if w.dtype is None or w.dtype in dtypes]
-    ways = fusion, replace(fusion, skinny_rows=NONE)
-    what = "skinny_gemm", "products of few rows"
-    return _faster(packed, attention, ways, what, [_form(weight) for weight in weights], ranks)
+    steps = _Steps(packed, attention, fusion, replace(fusion, skinny_rows=NONE), ranks)
+    forms = [_form(weight) for weight in weights]
+    return steps.faster_rows("skinny_gemm", "products of few rows", forms)
 
 
 def faster_expert_rows(
@@ -70,41 +68,15 @@ def faster_expert_rows(
 
     Steps of more rows are prompts, which are timed if the kernels win up to there.
     """
+    steps = _Steps(packed, attention, fusion, replace(fusion, expert_rows=NONE), ranks)
     forms = [
         f"{experts.count} experts of {_form(experts.gate.weight)}"
         for experts in served_experts(packed.model)
     ]
-    ways = fusion, replace(fusion, expert_rows=NONE)
-    what = "expert_gemm", "mixtures of experts of few rows"
-    rows = _faster(packed, attention, ways, what, forms, ranks)
+    rows = steps.faster_rows("expert_gemm", "mixtures of experts of few rows", forms)
     if rows.stop > _SIZES[-1] and faster_prompts(packed, ranks):
         return range(rows.start, fusion.expert_rows.stop)
     return rows
-
-
-def _faster(
-    packed: PackedModel,
-    attention: Attention,
-    ways: _Ways,
-    what: tuple[str, str],
-    forms: Sequence[str],
-    ranks: RankGroup,
-) -> range:
-    """what: the kernel, and what it computes.  forms: of the weights that the kernel reads."""
-    # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
-    # means nothing.
-    if not forms or CompiledSteps(packed, attention).reason is not None:
-        return NONE
-    counts = sorted(Counter(forms).items())
-    key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in counts)
-
-    def measure() -> str:
-        rows = _measure(packed, attention, ways, ranks)
-        return f"{rows.start} {rows.stop}"
-
-    kernel, products = what
-    known = timed_once(key, kernel, f"{products} with this model", measure, ranks)
-    return range(*map(int, known.split())) if known else NONE
 
 
 def _form(weight: Weight) -> str:
@@ -112,49 +84,74 @@ def _form(weight: Weight) -> str:
     return f"{how or weight.dtype} {(outputs, depth)}"
 
 
-def _measure(packed: PackedModel, attention: Attention, ways: _Ways, ranks: RankGroup) -> range:
-    """From the fewest rows to the most at which the kernel wins.  It computes eight rows at once,
-    so MLX's products may win with fewer.  Bisection, because each of the larger sizes compiles
-    variants of the kernel."""
+@dataclass(frozen=True)
+class _Steps:
+    """Steps of a model to be timed, with a kernel and by MLX."""
 
-    def loses(num_rows: int) -> bool:
-        by_kernel, by_mlx = _seconds(packed, attention, ways, num_rows, ranks)
-        return by_kernel >= by_mlx
+    packed: PackedModel
+    attention: Attention
+    by_kernel: FusedLaunches
+    by_mlx: FusedLaunches
+    ranks: RankGroup
 
-    first = next((count for count in _FEWEST if not loses(count)), None)
-    wins = bisect_left(_SIZES, True, key=loses)
-    if wins:
-        return range(first or _SIZES[0], _SIZES[wins - 1] + 1)
-    return NONE if first is None else range(first, first + 1)
+    def faster_rows(self, kernel: str, what: str, forms: Sequence[str]) -> range:
+        """The row counts at which the kernel wins, measured once for models with these weights.
 
+        what: the name of its work in messages.  forms: of the weights that it reads.
+        """
+        # Uncompiled steps are bound by the host.  On a CPU, kernels run only in tests, where timing
+        # means nothing.
+        if not forms or CompiledSteps(self.packed, self.attention).reason is not None:
+            return NONE
+        counts = sorted(Counter(forms).items())
+        key = "steps with " + ", ".join(f"{n} x {weight}" for weight, n in counts)
 
-def _seconds(
-    packed: PackedModel, attention: Attention, ways: _Ways, num_rows: int, ranks: RankGroup
-) -> list[float]:
-    """Seconds per step with the kernel and with MLX's products."""
-    step = _padding(attention, num_rows, packed.layout.vocab_size)
-    steps_of = [
-        _steps(CompiledSteps(packed, attention, way), step, attention.new_state()) for way in ways
-    ]
-    return timing.seconds_in_turns(
-        steps_of, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=ranks
-    )
+        def measure() -> str:
+            rows = self._winning_rows()
+            return f"{rows.start} {rows.stop}"
 
+        known = timed_once(key, kernel, f"{what} with this model", measure, self.ranks)
+        return range(*map(int, known.split())) if known else NONE
 
-def _steps(forward: CompiledSteps, step: Step, state: list[mx.array]) -> timing.Way:
-    """The same step again and again, compiled, each submitted while the previous one runs."""
+    def _winning_rows(self) -> range:
+        """From the fewest rows to the most at which the kernel wins.  It computes eight rows at
+        once, so MLX's products may win with fewer.  Bisection, because each of the larger sizes
+        compiles variants of the kernel."""
 
-    def run(count: int) -> None:
-        nonlocal state
-        for _ in range(count):
-            result = forward(step, state)
-            if result is None:
-                raise RuntimeError(forward.reason)
-            logits, state = result
-            mx.async_eval(logits, state)
-        mx.eval(logits, state)
+        def loses(num_rows: int) -> bool:
+            by_kernel, by_mlx = self.seconds(num_rows)
+            return by_kernel >= by_mlx
 
-    return run
+        first = next((count for count in _FEWEST if not loses(count)), None)
+        wins = bisect_left(_SIZES, True, key=loses)
+        if wins:
+            return range(first or _SIZES[0], _SIZES[wins - 1] + 1)
+        return NONE if first is None else range(first, first + 1)
+
+    def seconds(self, num_rows: int) -> list[float]:
+        """Seconds per step with the kernel and with MLX's products."""
+        step = _padding(self.attention, num_rows, self.packed.layout.vocab_size)
+        ways = [self._back_to_back(fusion, step) for fusion in (self.by_kernel, self.by_mlx)]
+        return timing.seconds_in_turns(
+            ways, rounds=_CHAINS, calls=_STEPS, enough=_ENOUGH, ranks=self.ranks
+        )
+
+    def _back_to_back(self, fusion: FusedLaunches, step: Step) -> timing.Way:
+        """The same step again and again, compiled, each submitted while the previous one runs."""
+        forward = CompiledSteps(self.packed, self.attention, fusion)
+        state = self.attention.new_state()
+
+        def run(count: int) -> None:
+            nonlocal state
+            for _ in range(count):
+                result = forward(step, state)
+                if result is None:
+                    raise RuntimeError(forward.reason)
+                logits, state = result
+                mx.async_eval(logits, state)
+            mx.eval(logits, state)
+
+        return run
 
 
 def _padding(attention: Attention, num_rows: int, vocab_size: int) -> Step:
@@ -212,7 +209,7 @@ def _mixture_seconds(
     def way(rows: range) -> timing.Way:
         def run(count: int) -> None:
             for _ in range(count):
-                with fusing(rows):
+                with fusing(Current(expert_rows=rows)):
                     mx.eval((layer(x, indices) * weights[..., None]).sum(axis=-2))
 
         return run

@@ -1,9 +1,7 @@
 """A residual sum and its RMS norm in one launch."""
 
-from typing import NamedTuple
-
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import MIN_ELEMENTS, bits, norm_dtype, unused
+from vllm_metal_lite.kernels.common import MIN_ELEMENTS, RMSNorm, bits, norm_dtype, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 
 _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight", "y_weight"], ["sum", "normed"])
@@ -12,16 +10,8 @@ _ADD_RMS_NORM = Kernel("add_rms_norm", ["x", "y", "weight", "y_weight"], ["sum",
 _THREADS, _LONG_ROW, _THREADS_OF_LONG_ROWS = 1024, 12288, 512
 
 
-class PostNorm(NamedTuple):
-    """The RMS norm of what a residual sum adds.  weight: (D,), of the type of the rows; None is
-    ones."""
-
-    weight: mx.array | None
-    eps: float
-
-
 def add_rms_norm(
-    x: mx.array, y: mx.array, weight: mx.array | None, eps: float, post_norm: PostNorm | None = None
+    x: mx.array, y: mx.array, weight: mx.array | None, eps: float, post_norm: RMSNorm | None = None
 ) -> tuple[mx.array, mx.array]:
     """x + y, and mx.fast.rms_norm(x + y, weight, eps), for rows x, y of at least 8 elements.
 
@@ -36,7 +26,7 @@ def add_rms_norm(
             f"x {x.shape} {x.dtype} and y {y.shape} {y.dtype} must be of one shape and type, "
             f"with at least {MIN_ELEMENTS} elements a row"
         )
-    y_weight, y_eps = post_norm or PostNorm(None, 0.0)
+    y_weight, y_eps = post_norm or RMSNorm(None, 0.0)
     if y_weight is not None and y_weight.dtype != x.dtype:
         raise ValueError(f"the weight of a post norm is {y_weight.dtype}, and its rows {x.dtype}")
     vector = 4 if dim % 4 == 0 else 1  # elements that a thread reads at once

@@ -11,6 +11,7 @@ has rows of words instead, and needs its `spec`.
 
 from collections.abc import Iterable
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,13 @@ TOKEN_SHAPE = (MIN_ELEMENTS,)
 MAX_DECODE_DIM, MAX_PREFILL_DIM = 576, 256
 # Largest latent and rotary key.
 MAX_RANK, MAX_ROPE = 512, 64
+
+
+class RMSNorm(NamedTuple):
+    """An RMS norm of the last axis, (.., D).  weight: (D,); None is ones."""
+
+    weight: mx.array | None
+    eps: float
 
 
 def num_splits(most: int, num_keys: int, min_keys: int) -> int:

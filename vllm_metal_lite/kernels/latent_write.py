@@ -6,6 +6,7 @@ from typing import NamedTuple
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kernels.common import (
     TOKEN_SHAPE,
+    RMSNorm,
     bits,
     format_template,
     norm_dtype,
@@ -13,7 +14,7 @@ from vllm_metal_lite.kernels.common import (
     unused,
 )
 from vllm_metal_lite.kernels.launch import Kernel, Template
-from vllm_metal_lite.kernels.new_rows import Columns, HeadNorm, Rope, columns_template
+from vllm_metal_lite.kernels.new_rows import Columns, Rope, columns_template
 from vllm_metal_lite.kv.store import LayerSpec
 
 _LATENT_WRITE = Kernel(
@@ -39,7 +40,7 @@ class NewLatents(NamedTuple):
     num_heads: int
     latent: Columns
     k_pe: Columns
-    norm: HeadNorm
+    norm: RMSNorm
     rope: Rope
 
 

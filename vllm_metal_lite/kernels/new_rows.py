@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_metal_lite.backend import mx
-from vllm_metal_lite.kernels.common import bits, norm_dtype, unused
+from vllm_metal_lite.kernels.common import RMSNorm, bits, norm_dtype, unused
 from vllm_metal_lite.kernels.launch import Template
 from vllm_metal_lite.kv.row_format import RowFormat
 
@@ -74,14 +74,6 @@ class Rope(NamedTuple):
 _STILL = Rope(0, False, None, 1.0, None).template
 
 
-class HeadNorm(NamedTuple):
-    """RMS norm over head_dim, before the rotation.  weight: (head_dim,), of any floating type; None
-    is ones."""
-
-    weight: mx.array | None
-    eps: float
-
-
 class NewRows(NamedTuple):
     """This step's rows of a layer: queries, keys and values as a product returned them.
 
@@ -94,8 +86,8 @@ class NewRows(NamedTuple):
     v: Columns
     num_heads: int
     rope: Rope | None
-    q_norm: HeadNorm | None
-    k_norm: HeadNorm | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
 
     @property
     def arrays(self) -> list[mx.array]:

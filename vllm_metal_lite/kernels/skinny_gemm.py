@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.devices import profile
-from vllm_metal_lite.kernels.common import bits, unused
+from vllm_metal_lite.kernels.common import RMSNorm, bits, unused
 from vllm_metal_lite.kernels.launch import Kernel, Template
 from vllm_metal_lite.kernels.weights import (
     Weight,
@@ -43,13 +43,6 @@ class GemmPlan(NamedTuple):
     spread: int = 1
     columns: int = _COLUMNS
     in_lanes: bool = False
-
-
-class RowNorm(NamedTuple):
-    """RMS norm of rows.  weight: (depth,), of the rows' type."""
-
-    weight: mx.array
-    eps: float
 
 
 def gemm_plan(rows: int, weight: WeightShape) -> GemmPlan:
@@ -96,7 +89,7 @@ def skinny_gemm(
     x: mx.array,
     weight: Weight,
     *,
-    norm: RowNorm | None = None,
+    norm: RMSNorm | None = None,
     bias: mx.array | None = None,
     residual: mx.array | None = None,
     gate: Gate | None = None,
@@ -129,7 +122,7 @@ def skinny_gemm(
         "NORM": norm is not None, "EPS": bits(norm.eps if norm else 0.0),
         "BIAS": bias is not None, "RESIDUAL": residual is not None, "GATE": _GATES[gate],
     }  # fmt: skip
-    gain = norm.weight if norm else unused()
+    gain = unused() if norm is None or norm.weight is None else norm.weight
     more = [unused() if a is None else a for a in (bias, residual)]
     out_columns = columns // 2 if gate else columns
     return _SKINNY_GEMM(
@@ -141,7 +134,7 @@ def skinny_gemm(
 def _check(
     x: mx.array,
     weight: Weight,
-    norm: RowNorm | None,
+    norm: RMSNorm | None,
     bias: mx.array | None,
     residual: mx.array | None,
     result: tuple[int, int],
@@ -154,6 +147,8 @@ def _check(
             + ", and as many weights for gate as for up"
             * odd
         )
+    if norm is not None and norm.weight is None:
+        raise ValueError("the norm of a product must have a weight")
     wanted = {
         "norm's weight": (norm and norm.weight, x.shape[1:]),
         "bias": (bias, weight.shape[:1]),

@@ -189,7 +189,7 @@ def _check_quantization(config: dict[str, Any], path: Path) -> None:
 
 
 def weights(path: Path) -> Iterator[tuple[str, mx.array]]:
-    """Names and arrays of a model's files of weights, of which only the headers are read."""
+    """Names and arrays of a model's weight files; only the headers are read."""
     for file in path.glob("model*.safetensors"):
         try:
             yield from cast(dict[str, mx.array], mx.load(str(file))).items()

@@ -2,7 +2,7 @@
 
 1. Attention and recurrent layers through the seam (seam/).
 2. If that fails, or the logits differ from the model's own: modules with recurrent states see
-   sequences (sequences/recurrent.py).
+   sequences (sequences/by_runs.py).
 3. If that fails: attention one segment at a time too (sequences/kv_segments.py): slower, but
    general.
 4. If that also fails, ModelLoadError names the architecture and the reason.
@@ -10,12 +10,12 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.nn as nn
 import numpy as np
 
-from vllm_metal_lite.attention.base import Step
+from vllm_metal_lite.attention.base import Call, Step
 from vllm_metal_lite.attention.sdpa.reference import ReferenceAttention, ReferenceStepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import ALONE, RankGroup
@@ -49,14 +49,14 @@ class _ObserverStep(ReferenceStepAttention):
         super().__init__(store, step)
         self._shapes = shapes
 
-    def attend(self, layer: int, q: mx.array, **how: Any) -> mx.array:
-        _, kv_heads, k_dim = self.store.keys[layer].shape
-        self._shapes[AttentionShape(
-            q.shape[1], kv_heads, k_dim, self.store.values[layer].shape[2], q.dtype,
-            how.get("window"), how.get("softcap"), how.get("sinks") is not None, "q_pe" in how,
-            how.get("chunk"),
-        )] = None  # fmt: skip
-        return super().attend(layer, q, **how)
+    def attend(self, q: mx.array, call: Call) -> mx.array:
+        spec = self.store.specs[call.layer]
+        shape = AttentionShape(
+            q.shape[1], spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, q.dtype, call.window,
+            call.softcap, call.sinks is not None, call.q_pe is not None, call.chunk,
+        )  # fmt: skip
+        self._shapes[shape] = None
+        return super().attend(q, call)
 
 
 class Fit(NamedTuple):

@@ -39,14 +39,8 @@ from vllm_metal_lite.model.packed import PackedModel
 from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.shards import shard
 from vllm_metal_lite.model.stages import check_kinds, keep_stage
-from vllm_metal_lite.model.usage import Usage, product_weights
-from vllm_metal_lite.specs import (
-    AttentionShape,
-    GatedNormShape,
-    KernelUse,
-    RecurrenceShape,
-    RecurrentShape,
-)
+from vllm_metal_lite.model.usage import product_weights
+from vllm_metal_lite.specs import AttentionShape, GatedNormShape, KernelUse, RecurrenceShape
 
 logger = logging.getLogger(__name__)
 
@@ -61,28 +55,41 @@ _REFUSED = {
 class LoadedModel:
     """A model, its tokenizer and the facts that the engine needs.
 
+    fit: the packed form, and what it asks of the kernels.
     sampling_defaults: SamplingParams fields of requests that name none.
     context_guess: the source of max_position if the number is a guess, otherwise None.
-    ranks: the ranks that share the model, of which this is one shard; ALONE for a whole model.
+    ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
     """
 
     name: str
     model_type: str
-    packed: PackedModel
+    fit: Fit
     tokenizer: TokenizerWrapper | None
-    vocab_size: int
     max_position: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     weight_bytes: int
-    dtype: mx.Dtype
     sampling_defaults: dict[str, Any]
-    attention_shapes: list[AttentionShape]
     kv_specs: list[LayerSpec]
-    recurrences: list[RecurrentShape]
-    usage: Usage
     context_guess: str | None = None
     ranks: RankGroup = ALONE
+
+    @property
+    def packed(self) -> PackedModel:
+        return self.fit.packed
+
+    @property
+    def attention_shapes(self) -> list[AttentionShape]:
+        return self.fit.shapes
+
+    @property
+    def vocab_size(self) -> int:
+        return self.packed.layout.vocab_size
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        layout = self.packed.layout
+        return layout.specs[0].dtype if layout.specs else layout.dtype
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -97,11 +104,9 @@ class LoadedModel:
             raise ConfigError(
                 Option("kv_bits"), f"={kv_bits} is not possible for {self.name}: {problem}"
             )
-        return replace(
-            self,
-            kv_specs=[replace(s, bits=kv_bits) for s in self.kv_specs],
-            attention_shapes=[replace(s, kv_bits=kv_bits) for s in self.attention_shapes],
-        )
+        shapes = [replace(shape, kv_bits=kv_bits) for shape in self.attention_shapes]
+        specs = [replace(spec, bits=kv_bits) for spec in self.kv_specs]
+        return replace(self, kv_specs=specs, fit=self.fit._replace(shapes=shapes))
 
     def kernel_use(self, block_size: int) -> KernelUse:
         """What the model asks of the kernels, over a store with blocks of block_size tokens."""
@@ -110,17 +115,17 @@ class LoadedModel:
         gated = namespaces(self.packed.model, activations.precise_swiglu)
         norms = [
             GatedNormShape(shape.v_dim, shape.v_heads, shape.dtype)
-            for shape in self.recurrences
+            for shape in self.fit.recurrences
             if gated and isinstance(shape, RecurrenceShape) and shape.delta
         ]
         return KernelUse(
             tuple(self.attention_shapes),
             block_size,
-            self.usage.rotations,
-            tuple(self.usage.hidden_sizes),
+            self.fit.usage.rotations,
+            tuple(self.fit.usage.hidden_sizes),
             tuple(weights),
             self.packed.no_prefix_cache is None,
-            (*self.recurrences, *norms),
+            (*self.fit.recurrences, *norms),
             tuple(dict.fromkeys(e.shape for e in served_experts(self.packed.model))),
         )
 
@@ -131,10 +136,7 @@ class LoadedModel:
 
 
 def load(
-    name: str,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    ranks: RankGroup = ALONE,
+    name: str, dtype: str = "auto", trust_remote_code: bool = False, ranks: RankGroup = ALONE
 ) -> LoadedModel:
     """Load a model by name; every failure is a ModelLoadError of one line.
 
@@ -282,22 +284,16 @@ def from_model(
     if ranks.stages:
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
-    fitted = fit(model, layout, model_type, ranks)
     return LoadedModel(
         name=name,
         model_type=model_type,
-        packed=fitted.packed,
+        fit=fit(model, layout, model_type, ranks),
         tokenizer=tokenizer,
-        vocab_size=layout.vocab_size,
         max_position=max_position,
         eos_token_ids=_ends(name, tokenizer, layout.vocab_size) if tokenizer is not None else (),
         num_parameters=num_parameters,
         weight_bytes=sum(w.nbytes for w in backend.leaves(model.parameters())),
-        dtype=layout.specs[0].dtype if layout.specs else layout.dtype,
         sampling_defaults=sampling_defaults(path) if path else {},
-        attention_shapes=fitted.shapes,
-        recurrences=fitted.recurrences,
-        usage=fitted.usage,
         kv_specs=list(layout.specs),
         context_guess=context_guess,
         ranks=ranks,

@@ -10,12 +10,13 @@ from vllm_metal_lite.attention.base import Step, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.states import StatePool
 from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.calls import wrap_call
 from vllm_metal_lite.model.layout import Layout, Node, PagedLayer, StateLayer, is_part, outermost
 from vllm_metal_lite.model.seam.hooks import building
 from vllm_metal_lite.model.seam.layer_cache import PagedLayerCache
 from vllm_metal_lite.model.seam.recurrent import RecurrentHooks
-from vllm_metal_lite.model.sequences.recurrent import StateCache
-from vllm_metal_lite.model.sequences.runs import CacheMembers, SequenceStep, show_sequences
+from vllm_metal_lite.model.seam.state_cache import StateCache
+from vllm_metal_lite.model.sequences.by_runs import CacheMembers, SequenceStep, call_by_runs
 
 
 class _Rows:
@@ -24,19 +25,13 @@ class _Rows:
     wanted: mx.array | None = None
     taken = False
 
-
-def _select_rows(body: nn.Module, rows: _Rows) -> None:
-    """Make `body`, which owns the decoder layers, hand only the wanted rows to the head."""
-    base = type(body)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        h = base.__call__(self, *args, **kwargs)
-        if rows.wanted is not None and isinstance(h, mx.array) and h.ndim == 3:
-            rows.taken = True
-            h = h[rows.wanted]
+    def select(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The wanted rows of what the body's call returns."""
+        h = call(*args, **kwargs)
+        if self.wanted is not None and isinstance(h, mx.array) and h.ndim == 3:
+            self.taken = True
+            h = h[self.wanted]
         return h
-
-    body.__class__ = type(base.__name__, (base,), {"__call__": call})
 
 
 def body_of(model: nn.Module) -> nn.Module | None:
@@ -84,9 +79,9 @@ def _map_leaves(cache: Callable[[Any], Any], node: Node) -> Any:
 class PackedModel:
     """An mlx-lm model that takes a packed step.
 
-    by_segment: why attention runs one segment at a time (sequences/runs.py), in one line; None if
-    attention runs packed.  in_sequences: why modules with recurrent states see sequences; None if
-    there are none, or if they work on packed rows (seam/recurrent.py).
+    by_segment: why attention runs one segment at a time (sequences/by_runs.py), in one line; None
+    if attention runs packed.  in_sequences: why modules with recurrent states see sequences; None
+    if there are none, or if they work on packed rows (seam/recurrent.py).
     """
 
     def __init__(
@@ -107,7 +102,7 @@ class PackedModel:
             }
         )
         for module in users.values():
-            show_sequences(module)
+            wrap_call(module, call_by_runs)
         # A module that uses K and V can see only one segment at a time.
         self.by_segment: str | None = None
         if any(is_part(kv, path) for path in users for kv in layout.kv_users):
@@ -116,11 +111,11 @@ class PackedModel:
         self._rows = _Rows()
         body = body_of(model)
         if body is not None:
-            _select_rows(body, self._rows)
+            wrap_call(body, self._rows.select)
 
     @property
     def sees_sequences(self) -> bool:
-        """Whether some modules run on sequences (sequences/runs.py), not on packed rows."""
+        """Whether some modules run on sequences (sequences/by_runs.py), not on packed rows."""
         return self.in_sequences is not None or self.reads_store
 
     @property
@@ -145,10 +140,7 @@ class PackedModel:
         return StatePool(self.layout.states, num_slots)
 
     def __call__(
-        self,
-        attention: StepAttention,
-        logits_indices: mx.array | None,
-        fusion: Fusion = NO_FUSION,
+        self, attention: StepAttention, logits_indices: mx.array | None, fusion: Fusion = NO_FUSION
     ) -> mx.array:
         """Build the forward of a step; returns logits (R, vocab_size) of rows `logits_indices`.
 

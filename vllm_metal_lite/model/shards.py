@@ -14,13 +14,13 @@ from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
 
-# What mlx-lm's attention modules call their numbers of heads, all of which it divides by the ranks.
+# Attributes of mlx-lm's attention modules that hold a number of heads.  It divides them all.
 _HEADS = (
     "n_heads", "num_heads", "num_attention_heads", "num_v_heads", "num_k_heads",
     "n_kv_heads", "num_kv_heads", "num_key_value_heads",
 )  # fmt: skip
 _KV_HEADS = _HEADS[-3:]
-# Of fewer K/V heads than ranks, these give each rank a copy of one.
+# If there are fewer K/V heads than ranks, these models give each rank a copy of one.
 _REPEATS_KV_HEADS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text")
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUT = ("o_proj", "out_proj", "down_proj")

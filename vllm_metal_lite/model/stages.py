@@ -1,21 +1,20 @@
-"""A model's layers divided among ranks: a pipeline, of which each rank is a stage.
+"""A model's layers divided among ranks: each rank is a stage of a pipeline.
 
-As mlx-lm's PipelineMixin, for any model with a list of layers: a layer of another stage hands its
-input on.  The first own layer receives what the previous stage sends, the last one sends.  Hidden
-states go from stage to stage and not back, so only the last stage has logits, and a stage that has
-sent may begin the next step.
+Like mlx-lm's PipelineMixin, for any model with a list of layers: a layer of another stage returns
+its input.  The first own layer receives from the previous stage, the last one sends to the next.
+Hidden states never go back, so only the last stage has logits, and a stage that has sent may begin
+the next step.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import CacheList
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.distributed import RankGroup
 from vllm_metal_lite.errors import ModelLoadError, one_line
+from vllm_metal_lite.model.calls import calls_of, wrap_call
 from vllm_metal_lite.model.layout import Layout
 from vllm_metal_lite.model.packed import body_of
 from vllm_metal_lite.model.sequences.kv_segments import NATIVE_TYPES
@@ -37,9 +36,12 @@ def keep_stage(model: nn.Module, model_type: str, ranks: RankGroup) -> None:
         raise ModelLoadError(f"{refusal}: {problem}")
     start, end = stage_bounds(len(body.layers), ranks.rank, ranks.size)
     if start > 0:
-        _wrap(body.layers[start], lambda call, x: call(ranks.receive(like=x)))
+        wrap_call(
+            body.layers[start],
+            lambda call, x, *args, **how: call(ranks.receive(like=x), *args, **how),
+        )
     if end < len(body.layers):
-        _wrap(body.layers[end - 1], lambda call, x: ranks.send(call(x)))
+        wrap_call(body.layers[end - 1], lambda call, *args, **how: ranks.send(call(*args, **how)))
     body.layers = [
         layer if start <= i < end else Absent(layer) for i, layer in enumerate(body.layers)
     ]
@@ -66,7 +68,8 @@ def check_kinds(layout: Layout, model_type: str, ranks: RankGroup) -> None:
 class Absent(nn.Module):
     """Stands for a layer of another stage.
 
-    It has no weights, but the layer's plain attributes: models ask layers of which kind they are.
+    It has no weights, but keeps the layer's plain attributes, because models ask layers for their
+    kind.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -91,38 +94,15 @@ def _advance(cache: Any, num_tokens: int) -> None:
 def _no_chain(model: nn.Module, layers: list[nn.Module]) -> str | None:
     """Why the layers are no chain, in which each gets only what the one before returns; None if
     they are.  Builds a forward of one token; nothing is evaluated."""
-    calls: list[tuple[int, Any, Any]] = []
-
-    def noting(i: int, call: Callable[[Any], Any], x: Any) -> Any:
-        y = call(x)
-        calls.append((i, x, y))
-        return y
-
-    types = [type(layer) for layer in layers]
-    for i, layer in enumerate(layers):
-        _wrap(layer, partial(noting, i))
     try:
-        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
+        calls = calls_of(model, layers)
     except Exception as e:
         return one_line(e)
-    finally:
-        for layer, own in zip(layers, types, strict=True):
-            layer.__class__ = own
-    if [i for i, *_ in calls] != list(range(len(layers))):
+    if [id(layer) for layer, *_ in calls] != list(map(id, layers)):
         return "its layers do not run once each, in order"
-    for i, x, y in calls:
+    for i, (_, x, y) in enumerate(calls):
         if i and x is not calls[i - 1][2]:
             return f"layer {i} gets something else than layer {i - 1} returns"
         if not isinstance(y, mx.array) or (y.shape, y.dtype) != (x.shape, x.dtype):
             return f"layer {i} returns something else than hidden states like its own"
     return None
-
-
-def _wrap(layer: nn.Module, run: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Have run(call, x) stand for the layer's call on x, in which call(x) is the layer's own."""
-    base = type(layer)
-
-    def call(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(lambda x: base.__call__(self, x, *args, **kwargs), x)
-
-    layer.__class__ = type(base.__name__, (base,), {"__call__": call})

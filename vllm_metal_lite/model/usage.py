@@ -1,4 +1,4 @@
-"""What a model uses beside attention: rotations, norms, and products of few rows.
+"""What a model uses besides attention: rotations, norms, and products of few rows.
 
 Observed while the model runs: its modules differ, but all call mx.fast.rope and mx.fast.rms_norm.
 """

@@ -38,7 +38,7 @@ class ColumnsOf(mx.array):
 
     @property
     def columns(self) -> Columns | None:
-        """The columns that the rows are, if that is known."""
+        """The columns of these rows, if known."""
         return self.origin if isinstance(self.origin, Columns) else None
 
     def reshape(self, *shape: Any, **kwargs: Any) -> mx.array:
@@ -75,6 +75,6 @@ for _name in _IN_PLACE:
 
 
 def columns_of(rows: mx.array) -> Columns:
-    """Rows (N, 1, ...) as columns of an array: of the one that they came from, if that is known."""
+    """Rows (N, 1, ...) as columns of an array: of their source if known, else of a view."""
     known = getattr(rows, "columns", None)
     return known or Columns(rows.reshape(len(rows), -1), 0)

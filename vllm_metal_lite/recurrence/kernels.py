@@ -62,9 +62,7 @@ class SegmentPlan(NamedTuple):
         )
         longest = int(np.diff(cu).max())
         return SegmentPlan(
-            mx.array(segments),
-            mx.array(plan_conv_tiles(segments)),
-            2 if longest > 1 else 1,
+            mx.array(segments), mx.array(plan_conv_tiles(segments)), 2 if longest > 1 else 1
         )
 
 

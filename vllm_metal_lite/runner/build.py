@@ -39,7 +39,7 @@ def build_runner(
 def choose_attention(model: LoadedModel, store: PagedStore, option: str) -> Path:
     """The path of a model on this device; nothing is fused yet."""
     shapes, verdict = model.attention_shapes, Verdict({})
-    reason = no_kernels(option, shapes, model.packed.by_segment, model.recurrences)
+    reason = no_kernels(option, shapes, model.packed.by_segment, model.fit.recurrences)
     if reason is not None:
         return Path(ReferenceAttention(store), reason, option, shapes)
     if room := _room("checks.verdicts"):

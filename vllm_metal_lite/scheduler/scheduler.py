@@ -59,6 +59,7 @@ class Scheduler:
         self.kv = KVCacheManager(groups, config.block_size, caching, states)
         self._states = None if states is None else StateScheduler(self.kv, states)
         self._drafts = DraftScheduler(self.kv, self._states)
+        self.one_by_one = False  # admit a request only if no other prompt is being computed
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.prefix_hit_tokens = 0
@@ -390,6 +391,7 @@ class Scheduler:
         """Whether a seat and a token of the budget are left."""
         return (
             self.num_running < self.config.max_num_seqs
+            and not (self.one_by_one and self._partials)
             and out.total_num_scheduled_tokens < self.config.max_num_batched_tokens
         )
 

@@ -1,7 +1,7 @@
 """What a request may hold, checked before any work on it; docs/server.md has the table.
 
-A request of a few kilobytes may ask for much, and a large one costs time to parse.  Python's lock
-is held meanwhile, so neither may take long.
+A small request may ask for much work, and a large one takes long to parse.  Either holds Python's
+lock, which stops all other requests; hence the limits.
 """
 
 from collections.abc import Iterator, Mapping

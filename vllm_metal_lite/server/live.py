@@ -94,8 +94,7 @@ def _show(viewer: asyncio.Queue[bytes], event: bytes) -> None:
 
 def _state(model: Model) -> dict[str, Any]:
     """requests: those that this process has accepted and that have not ended."""
-    generations = [] if model.client is None else model.client.generations.values()
-    unfinished = sum(generation.params.n for generation in generations)
+    unfinished = 0 if model.client is None else model.client.num_unfinished
     return {
         "model": model.spec.name,
         "state": model.state,

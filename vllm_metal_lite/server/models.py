@@ -31,6 +31,8 @@ _GIB = 2**30
 # A model needs more than its weights: K and V, states, and what a step computes.
 _WEIGHTS_TIMES, _BESIDE_WEIGHTS = 1.25, _GIB
 _BACK_OFF = 5.0  # seconds after a failure, before the model is loaded again
+# After a failure for which others were unloaded; doubled each time.
+_BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF = 60.0, 600.0
 _PAUSE = 0.25  # seconds between a client's requests, in which a model counts as busy
 
 
@@ -82,7 +84,9 @@ class Model:
         self.waiters: list[asyncio.Future[_Loaded]] = []
         self.context: int | None = None  # tokens, as its files say
         self.failure: str | None = None  # of the last try
-        self.failed_at = float("-inf")
+        self.retry_at = float("-inf")
+        self.made_room = False  # others were unloaded for it
+        self.back_off = 0.0  # seconds, of failures in a row for which others were unloaded
 
     @property
     def client(self) -> EngineClient | None:
@@ -193,7 +197,7 @@ class Models:
         try:
             engine = await self._take(model)
         except ModelLoadError as e:
-            left = round(max(model.failed_at + _BACK_OFF - self._clock(), 1))
+            left = round(max(model.retry_at - self._clock(), 1))
             raise ApiError(
                 503, f"The model `{model.spec.name}` cannot be loaded: {e}",
                 code="model_not_loaded", headers={"Retry-After": str(left)},
@@ -220,7 +224,7 @@ class Models:
         if engine is not None and engine.takes(self._clock()):
             engine.users += 1
             return engine
-        if model.failure is not None and self._clock() < model.failed_at + _BACK_OFF:
+        if model.failure is not None and self._clock() < model.retry_at:
             raise ModelLoadError(model.failure)
         waiter: asyncio.Future[_Loaded] = asyncio.get_running_loop().create_future()
         model.waiters.append(waiter)
@@ -254,7 +258,10 @@ class Models:
             pass
         except Exception as e:
             error = e if isinstance(e, ModelLoadError) else ModelLoadError(one_line(e))
-            model.failure, model.failed_at, model.engine = str(error), self._clock(), None
+            model.failure, model.engine = str(error), None
+            if model.made_room:
+                model.back_off = min(2 * model.back_off or _BACK_OFF_WITH_ROOM, _LONGEST_BACK_OFF)
+            model.retry_at = self._clock() + (model.back_off if model.made_room else _BACK_OFF)
             logger.warning(f"the model {model.spec.name} is not loaded: {error}")
         finally:
             waiters, model.waiters = model.waiters, []
@@ -269,7 +276,7 @@ class Models:
                     waiter.set_result(model.engine)
 
     async def _start_engine(self, model: Model) -> None:
-        size, began = 0, 0.0
+        size, began, model.made_room = 0, 0.0, False
 
         async def configure(weight_bytes: int) -> EngineConfig:
             nonlocal size, began
@@ -285,6 +292,7 @@ class Models:
             client.chat_format = model.spec.chat_format
         now = self._clock()
         model.engine, model.failure = _Loaded(client, size, now, now - began), None
+        model.back_off = 0.0
         took, room = f"{now - began:.1f} s", _gib(size)
         self._tell(f"the model {model.spec.name} is loaded, in {took}; it may use {room} of memory")
 
@@ -336,7 +344,7 @@ class Models:
                     with suppress(TimeoutError):
                         await self._wait(self._changed.wait(), pause)
                 self._tell(f"the model {victim.spec.name} makes room for {model.spec.name}")
-                victim.engine = None
+                victim.engine, model.made_room = None, True
                 await engine.client.stop()
         finally:
             for _, engine in victims:

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -85,15 +85,7 @@ class Server:
         limit = engine.facts.max_model_len
         if len(token_ids) >= limit:
             raise ContextOverflow(len(token_ids), limit)
-        running = sum(g.params.n for g in engine.generations.values())
-        if running >= engine.facts.max_num_seqs + self.config.max_waiting:
-            most = f"max_waiting ({self.config.max_waiting})"
-            raise ApiError(
-                503,
-                f"{running} requests run or wait, and {most} allows no more",
-                code="server_busy",
-                headers={"Retry-After": "1"},
-            )
+        self.check_room(engine)
         limits.check_logprobs(len(token_ids), limit, params)
         request_id = f"{prefix}{uuid.uuid4().hex}"
         self.num_accepted += 1
@@ -123,6 +115,17 @@ class Server:
         """Raise ShuttingDown if the server stops."""
         if self.draining:
             raise ShuttingDown
+
+    def check_room(self, engine: EngineClient) -> None:
+        """Raise ApiError (503) if no further request may wait for an engine."""
+        most = self.config.max_waiting
+        if (unfinished := engine.num_unfinished) >= engine.facts.max_num_seqs + most:
+            raise ApiError(
+                503,
+                f"{unfinished} requests run or wait, and max_waiting ({most}) allows no more",
+                code="server_busy",
+                headers={"Retry-After": "1"},
+            )
 
     def check_size(self, num_bytes: int) -> None:
         """Raise ApiError (400) for a body that fits no model's context.
@@ -202,6 +205,16 @@ class Serving:
     model: str
     engine: EngineClient
     resources: AsyncExitStack
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count the request as one that waits, while its prompt and its grammar are made."""
+        self.server.check_room(self.engine)
+        self.engine.num_preparing += 1
+        try:
+            yield
+        finally:
+            self.engine.num_preparing -= 1
 
     async def generate(
         self, prefix: str, prompt: RenderedPrompt, params: SamplingParams, **options: Any

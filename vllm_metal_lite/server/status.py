@@ -48,9 +48,8 @@ def count(server: Server) -> tuple[int, int]:
     seats."""
     running = waiting = 0
     for client in server.models.loaded.values():
-        unfinished = sum(g.params.n for g in client.generations.values())
-        seated = min(unfinished, client.facts.max_num_seqs)
-        running, waiting = running + seated, waiting + unfinished - seated
+        seated = min(client.num_unfinished, client.facts.max_num_seqs)
+        running, waiting = running + seated, waiting + client.num_unfinished - seated
     return running, waiting
 
 

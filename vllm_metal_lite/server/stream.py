@@ -76,16 +76,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._resources:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            sending = asyncio.ensure_future(self._send(send))
-            gone = asyncio.ensure_future(_gone(receive))
-            try:
-                await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-                (sending if sending.done() else gone).result()
-            finally:
-                for task in sending, gone:
-                    task.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await sending
+            with suppress(ClientGone):
+                await unless(_gone(receive), ClientGone, self._send(send))
 
     async def _send(self, send: Send) -> None:
         self._sent_at = time.monotonic()

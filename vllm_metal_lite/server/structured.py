@@ -9,7 +9,7 @@ from typing import Any
 from vllm_metal_lite.chat_formats.chat_format import ChatFormat
 from vllm_metal_lite.chat_formats.grammars import schema_of
 from vllm_metal_lite.chat_formats.tool import Tool, ToolChoice
-from vllm_metal_lite.errors import SamplingError, show
+from vllm_metal_lite.errors import SamplingError, install, show
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.errors import ApiError, bad, must_be
 from vllm_metal_lite.server.fields import type_of
@@ -78,7 +78,7 @@ async def check_form(structured: StructuredOutputsParams, field: str) -> None:
         from vllm_metal_lite.structured_outputs.compiler import check
         from vllm_metal_lite.structured_outputs.grammar_text import GrammarError
     except ModuleNotFoundError as e:
-        raise bad(field, f" needs {e.name}: pip install 'vllm-metal-lite[structured]'") from e
+        raise bad(field, f" needs {e.name}: {install('structured')}") from e
     try:
         await offload(check, structured, threads=GRAMMARS)
     except GrammarError as e:

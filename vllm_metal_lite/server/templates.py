@@ -26,9 +26,10 @@ _ANSWER: Message = {"role": "assistant", "content": _USER}
 # Names of the field that holds thoughts, in the order of preference.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Variables of templates that requests may set by other names.
-SHOWN = frozenset((
-    "enable_thinking", "reasoning_effort", "thinking", "thinking_effort", "thinking_mode", "tools"
-))  # fmt: skip
+THINKING = frozenset(
+    ("enable_thinking", "reasoning_effort", "thinking", "thinking_effort", "thinking_mode")
+)
+SHOWN = THINKING | {"tools"}
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 _THINKING_EFFORTS = {"minimal": "low", "xhigh": "max"}  # of Kimi K3
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from vllm_metal_lite.chat_formats.parser import ChatParser
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -31,8 +32,9 @@ async def answer(
     serving: Serving, body: SamplingFields, conversation: Conversation, prefix: str
 ) -> tuple[Generation, AsyncIterator[Delta]]:
     """The next answer of a conversation, and what comes of it.  prefix: of the request's id."""
-    params = await sampling_params(serving, body)
-    turn = await prepare(serving.engine, conversation, params)
+    with serving.preparing():
+        params = await sampling_params(serving, body)
+        turn = await prepare(serving.engine, conversation, params)
     generation = await serving.generate(prefix, turn.prompt, turn.params, **body.scheduling())
     return generation, deltas([generation], turn.make_parser, conversation.choice.parallel)
 
@@ -43,45 +45,45 @@ async def prepare(engine: EngineClient, conversation: Conversation, params: Samp
     Raises ApiError (400) for calls that the model cannot be made to write, RequestError for what
     the template refuses.
     """
-    choice, thinking_budget = conversation.choice, conversation.thinking_budget
-    chat_format, tokenizer = engine.chat_format, engine.tokenizer
+    chat_format, choice = engine.chat_format, conversation.choice
     # The others stay in the prompt too, so that the conversation's prefix is found again.
     tools = [tool for tool in conversation.tools if choice.allows(tool)]
-    special = engine.special_tokens
-    marks = engine.grammar_tokens
-    form = await offload(answer_form, chat_format, marks, tools, choice, params.structured_outputs)
-    if form is not None and form is not params.structured_outputs:
+    asked = params.structured_outputs
+    form = await offload(answer_form, chat_format, engine.grammar_tokens, tools, choice, asked)
+    if form is not None and form is not asked:
         await check_calls(form, tools)
     prompt = await render(engine, conversation)
-    is_over = False
-    if conversation.add_generation_prompt:
-        tail = tokenizer.decode(prompt.token_ids[-_TAIL:])
-        in_reasoning = chat_format.opens_reasoning(tail)
-        is_over = chat_format.closes_reasoning(tail)
-    else:
-        last = conversation.messages[-1]
-        in_reasoning = last["role"] == "assistant" and chat_format.is_thinking(last["content"])
+    in_reasoning, is_over = _reasoning(engine, conversation, prompt)
     params = replace(params, structured_outputs=form)
     if choice.mode == "none" and tools:
         tools = []
         banned = [*(params.bad_words or ()), *chat_format.call_starts]
         params = replace(params, bad_words=banned)
+    budget = conversation.thinking_budget
     if chat_format.thinks_in_channel and conversation.thinks_not:
-        thinking_budget = 0  # templates of such formats have no other way
-    if (form is not None or thinking_budget is not None) and not is_over:
-        params = replace(params, thinking=_thinking(engine, in_reasoning, thinking_budget))
-    hidden: frozenset[str] = frozenset()
+        budget = 0  # templates of such formats have no other way
+    if (form is not None or budget is not None) and not is_over:
+        params = replace(params, thinking=_thinking(engine, in_reasoning, budget))
+    special = engine.special_tokens
     seen = {t for t in special if t and any(t in marker for marker in chat_format.markers)}
+    # The parser must see the markers; other special tokens are as the client wants them.
+    hidden = frozenset(special.keys() - seen if seen and params.skip_special_tokens else ())
     if seen:
-        # The parser must see the markers; other special tokens are as the client wants them.
-        if params.skip_special_tokens:
-            hidden = frozenset(special.keys() - seen)
         params = replace(params, skip_special_tokens=False)
-
-    def make_parser() -> ChatParser:
-        return ChatParser(chat_format, tools, in_reasoning=in_reasoning, hidden=hidden)
-
+    make_parser = partial(ChatParser, chat_format, tools, in_reasoning=in_reasoning, hidden=hidden)
     return Turn(prompt, params, make_parser)
+
+
+def _reasoning(
+    engine: EngineClient, conversation: Conversation, prompt: RenderedPrompt
+) -> tuple[bool, bool]:
+    """(The answer begins within thoughts, its thoughts are over before it begins)."""
+    chat_format = engine.chat_format
+    if conversation.add_generation_prompt:
+        tail = engine.tokenizer.decode(prompt.token_ids[-_TAIL:])
+        return chat_format.opens_reasoning(tail), chat_format.closes_reasoning(tail)
+    last = conversation.messages[-1]
+    return last["role"] == "assistant" and chat_format.is_thinking(last["content"]), False
 
 
 def _thinking(

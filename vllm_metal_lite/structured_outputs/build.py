@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from vllm_metal_lite.errors import Option, SamplingError
+from vllm_metal_lite.errors import Option, SamplingError, install
 from vllm_metal_lite.sampling.constraint import Constraint
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.structured_outputs.thinking import Thinking
@@ -33,7 +33,7 @@ def build(
         except ModuleNotFoundError as e:
             raise SamplingError(
                 Option("structured_outputs"),
-                f" need {e.name}: pip install 'vllm-metal-lite[structured]'",
+                f" need {e.name}: {install('structured')}",
             ) from e
         grammar = grammar_constraint(
             params.structured_outputs, tokenizer, vocab_size, eos_token_ids

@@ -1,10 +1,9 @@
 """Attention and K/V writes of one step, through the kernels of metal/."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from vllm_metal_lite.attention.base import Call, Step
-from vllm_metal_lite.attention.heads import Heads, Latents, RotaryPart, same_rope
+from vllm_metal_lite.attention.heads import Heads, Latents, same_rope
 from vllm_metal_lite.attention.paged.decodes import Decodes
 from vllm_metal_lite.attention.paged.plan import PagedPlan
 from vllm_metal_lite.attention.paged.prompts import VarlenPrompts
@@ -72,7 +71,7 @@ class KernelStepAttention:
             return None
         if v.norm or v.rope or not same_rope(q.rope, k.rope) or not (k.rope or k.norm):
             return None
-        if any(h.columns.array.dtype != spec.dtype for h in (q, k, v)):
+        if any(h.stride or h.columns.array.dtype != spec.dtype for h in (q, k, v)):
             return None
         shape = AttentionShape(q.num_heads, *kept[0], spec.v_head_dim, spec.dtype)
         if rope_unsupported(shape, k.rope) is not None:
@@ -90,24 +89,20 @@ class KernelStepAttention:
         )  # fmt: skip
         return rows
 
-    def latent_write(
-        self, layer: int, q: RotaryPart | Heads, latents: Latents, k_pe: Heads
-    ) -> mx.array | None:
+    def latent_write(self, layer: int, q: Heads, latents: Latents, k_pe: Heads) -> mx.array | None:
         """Norm latents, rotate k_pe and q, write latents and k_pe -> q (num_rows, H, rope).
 
+        q: whole heads, or the rotary part of each.
         None: the kernel does not support these rows.
         """
         spec, positions = self.store.specs[layer], self.plan.positions
-        stride = q.stride if isinstance(q, RotaryPart) else q.head_dim
         rope, norm = k_pe.rope, latents.norm
         if "latent_write" in self.without or positions is None or rope is None:
             return None
         kept = spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim, spec.v_head_dim
         if (k_pe.num_heads, latents.rank, k_pe.head_dim, q.head_dim) != kept:
             return None
-        if norm.weight is None or k_pe.norm is not None or not same_rope(q.rope, rope):
-            return None
-        if isinstance(q, Heads) and q.norm is not None:
+        if norm.weight is None or q.norm or k_pe.norm or not same_rope(q.rope, rope):
             return None
         columns = q.columns, latents.columns, k_pe.columns
         if any(c.array.dtype != spec.dtype for c in columns):
@@ -115,6 +110,7 @@ class KernelStepAttention:
         shape = AttentionShape(q.num_heads, 1, spec.v_head_dim, spec.v_head_dim, spec.dtype)
         if rope_unsupported(shape, rope) is not None:
             return None
+        stride = q.stride or q.head_dim
         new = NewLatents(columns[0], stride, q.num_heads, *columns[1:], norm, rope)
         keys, values = self._kv(layer)
         rows, self.token = latent_write(
@@ -123,10 +119,9 @@ class KernelStepAttention:
         )  # fmt: skip
         return rows
 
-    def attend(self, layer: int, q: mx.array | NewRows, **how: Any) -> mx.array:
+    def attend(self, q: mx.array | NewRows, call: Call) -> mx.array:
         decodes, prompts = self.plan.decodes, self.plan.prompts
-        dtype, count = self.store.specs[layer].dtype, self.plan.num_decodes
-        call = Call(layer, **how)
+        dtype, count = self.store.specs[call.layer].dtype, self.plan.num_decodes
         if call.q_pe is not None:
             call = call._replace(q_pe=call.q_pe.astype(dtype))
         if isinstance(q, NewRows):

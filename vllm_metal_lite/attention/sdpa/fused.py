@@ -18,8 +18,8 @@ _LARGE_DIM, _FEW_ROWS, _MANY_ROWS = 256, 8, 1024
 class Unfused(NamedTuple):
     """A layer with calls that MLX does not fuse.
 
-    heads: query heads.  few_rows: MLX fuses calls of at most so many rows.  fused_rows: MLX fuses
-    calls of at least so many rows under "causal".
+    heads: query heads.  few_rows: MLX fuses calls of at most this many rows.  fused_rows: MLX fuses
+    "causal" calls of at least this many rows.
     """
 
     heads: int

@@ -94,7 +94,7 @@ def plan_groups(
     max_scores: of one head, the most in one call that keeps them all in memory.  A tile has at
     least _LEAST_TILE rows.
     key_grain: keys of a padded batch are padded to a multiple of it.
-    fused_rows: without a window, a segment of at least so many rows is a causal call of its own;
+    fused_rows: without a window, a segment of at least this many rows is a causal call of its own;
     max_scores and key_grain do not apply.
     """
     if chunk is not None:

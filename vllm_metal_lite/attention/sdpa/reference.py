@@ -6,7 +6,6 @@ segment may share blocks that another segment of the same step fills.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from vllm_metal_lite.attention.base import Call, Step, make_step
 from vllm_metal_lite.attention.sdpa.calls import SdpaCalls, SdpaPlan
@@ -56,9 +55,8 @@ class ReferenceStepAttention:
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         self.store.write(layer, k, v, self.step.slot_mapping[self.store.group_of[layer]])
 
-    def attend(self, layer: int, q: mx.array, **how: Any) -> mx.array:
-        call = Call(layer, **how)
-        return run_calls(self.plan, self.store.group_of[layer], q, call, self._gather)
+    def attend(self, q: mx.array, call: Call) -> mx.array:
+        return run_calls(self.plan, self.store.group_of[call.layer], q, call, self._gather)
 
     def _gather(self, call: Call, calls: SdpaCalls) -> Iterator[tuple[mx.array, mx.array]]:
         """Keys and values of each call, (B, num_kv_heads, Lk, head_dim).

@@ -7,7 +7,7 @@ from pathlib import Path
 from vllm_metal_lite.cli.bench.suite import Result
 from vllm_metal_lite.cli.bench.table import COLUMNS, OURS, PEER
 from vllm_metal_lite.cli.options import UsageError
-from vllm_metal_lite.errors import MetalLiteError, one_line, shorten
+from vllm_metal_lite.errors import MetalLiteError, install, one_line, shorten
 
 _FORMATS = (".png", ".svg", ".pdf")
 _STYLES = {OURS: "o-", PEER: "s--"}
@@ -18,7 +18,7 @@ def check_plot(name: str) -> None:
     if Path(name).suffix.lower() not in _FORMATS:
         raise UsageError(f"--plot must end in {', '.join(_FORMATS)}, got {shorten(name)}")
     if find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'vllm-metal-lite[bench]'")
+        raise UsageError(f"--plot needs matplotlib: {install('bench')}")
 
 
 def plot(name: str, results: Sequence[Result], title: str) -> None:

@@ -73,11 +73,7 @@ def _rows_last(base: type) -> type:
     return type(base.__name__, (base,), {"__call__": call})
 
 
-_EXPANDING = (
-    deepseek_v2.DeepseekV2Attention,
-    minicpm3.Attention,
-    youtu_llm.YoutuLLMAttention,
-)
+_EXPANDING = (deepseek_v2.DeepseekV2Attention, minicpm3.Attention, youtu_llm.YoutuLLMAttention)
 
 ADAPTERS: dict[type, type] = {
     **{base: type(base.__name__, (LatentAttention, base), {}) for base in _EXPANDING},

@@ -50,7 +50,7 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 
 @contextmanager
 def building(hooks: Sequence[Hook] = ()) -> Iterator[None]:
-    """Held while a packed forward is built.  hooks: beside those of attention."""
+    """Held while a packed forward is built.  hooks: in addition to attention's."""
     attend = _attend(mx.fast.scaled_dot_product_attention)
     with _LOCK, hooked([(mx.fast, attend.__name__, attend), *hooks]):
         yield

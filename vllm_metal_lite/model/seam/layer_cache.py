@@ -11,11 +11,11 @@ empty arrays of an absurd width, so that an unforeseen use fails instead of comp
 
 from typing import Any
 
-from vllm_metal_lite.attention.base import StepAttention
+from vllm_metal_lite.attention.base import Call, StepAttention
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.store import LayerSpec
+from vllm_metal_lite.model.sequences.by_runs import PackedCache, SequenceStep
 from vllm_metal_lite.model.sequences.kv_segments import rebuild
-from vllm_metal_lite.model.sequences.runs import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.runs import Run
 
 _POISON_SHAPE = (0, 7919)
@@ -87,9 +87,9 @@ class Mask:
     def window(self) -> int | None:
         return self._window or self._cache.spec.window
 
-    def native(self, run: Run, steps: SequenceStep) -> Any:
-        native = self._cache.native(run, steps)
-        return native.make_mask(
+    def native(self, run: Run) -> Any:
+        cache = self._cache.native(run)
+        return cache.make_mask(
             run.length, return_array=self._return_array, window_size=self._window
         )
 
@@ -99,7 +99,7 @@ class PagedLayerCache(PackedCache):
 
     offset: (N,) positions of the rows, as `mx.fast.rope` takes them.
     template, sequences: mlx-lm's own empty cache, and the step as sequences, for modules that must
-    see sequences (sequences/runs.py); None if there are no such modules.
+    see sequences (sequences/by_runs.py); None if there are no such modules.
     """
 
     def __init__(
@@ -152,40 +152,37 @@ class PagedLayerCache(PackedCache):
 
         With LatentScores as the mask, K holds latents, which are also the values.
         """
-        how = {"scale": scale, "window": self.spec.window, "softcap": softcap, "sinks": sinks}
-        if self.spec.chunk is not None:
-            how["chunk"] = self.spec.chunk
+        window, chunk, q_pe = self.spec.window, self.spec.chunk, None
         if isinstance(mask, Mask):
             # The store keeps nothing beyond the layer's own window, whatever the mask asks for.
-            windows = [w for w in (mask.window, self.spec.window) if w is not None]
-            how["window"] = min(windows, default=None)
+            window = min((w for w in (mask.window, window) if w is not None), default=None)
         elif isinstance(mask, LatentScores) and mask.cache is self:
-            how["q_pe"] = self._rotary_queries(mask.q_pe, scale)
+            q_pe = self._rotary_queries(mask.q_pe, scale)
         elif mask is not None:
             raise NotImplementedError(f"an attention mask of its own ({type(mask).__name__})")
-        return self._attend(q, **how)
+        return self._attend(q, Call(self.layer, scale, window, softcap, sinks, q_pe, chunk))
 
     def _rotary_queries(self, scaled: mx.array, scale: float) -> mx.array:
         """(N, H, rope_dim) of q_pe * scale, as LatentScores have them."""
         return scaled.squeeze(2) / scale
 
-    def _attend(self, q: mx.array, **how: Any) -> mx.array:
-        return self.attention.attend(self.layer, q.squeeze(2), **how)[:, :, None]
+    def _attend(self, q: mx.array, call: Call) -> mx.array:
+        return self.attention.attend(q.squeeze(2), call)[:, :, None]
 
     # For modules that see sequences
 
-    def native(self, run: Run, steps: SequenceStep) -> Any:
+    def native(self, run: Run) -> Any:
         return rebuild(self.template, self.layer, self.attention.store, self.step.batch, run)
 
-    def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
+    def keep(self, run: Run, native: Any) -> None:
         if native.written is not None:
             self._written.append(native.written)
 
-    def flush(self, steps: SequenceStep, out: Any) -> None:
+    def flush(self, out: Any) -> None:
         if not self._written:
             return
         k, v = (
-            steps.pack([a[0].swapaxes(0, 1) for a in rows])
+            self.steps.pack([a[0].swapaxes(0, 1) for a in rows])
             for rows in zip(*self._written, strict=True)
         )
         # Read the store before the write; otherwise MLX would copy the store.

@@ -62,7 +62,8 @@ class CompletionRequest(CompletionFields):
 
 async def completions(serving: Serving, body: CompletionRequest) -> Response:
     prompts, engine = split_prompts(body.prompt), serving.engine
-    params = await sampling_params(serving, body)
+    with serving.preparing():
+        params = await sampling_params(serving, body)
     if body.best_of not in (None, params.n):
         raise bad("best_of", f" must equal n ({params.n}), got {body.best_of}")
     most = engine.facts.max_num_seqs + serving.server.config.max_waiting

@@ -17,7 +17,8 @@ def routes(server: Server) -> list[Route]:
 
     def entry(model: Model) -> dict[str, Any]:
         """max_model_len is vLLM's name, None unless the model is loaded.  context_length is that of
-        other servers: of a model that is not loaded, what its files say."""
+        other servers: of a model that is not loaded, what its files say.
+        thinking: whether the chat template knows of thoughts; None until the model is loaded."""
         name = model.spec.name
         limit = model.client.facts.max_model_len if model.client else None
         return {
@@ -31,6 +32,7 @@ def routes(server: Server) -> list[Route]:
             "root": model.spec.source,
             "max_model_len": limit,
             "context_length": limit or model.context,
+            "thinking": model.client.can_think if model.client else None,
             "state": model.state,
             "error": model.error,
         }

@@ -36,8 +36,11 @@ export async function askKey(problem) {
   return (await shown(byId("key"))) === "ok" ? field.value.trim() || null : null;
 }
 
-/** Edit the system prompt and the sampling of a conversation in place; true: changed. */
-export async function editSettings(conversation) {
+/**
+ * Edit the system prompt and the sampling of a conversation in place; true: changed.
+ * model: what /v1/models says of its model, if it is known.
+ */
+export async function editSettings(conversation, model) {
   byId("set-system").value = conversation.system;
   const { sampling } = conversation;
   const field = (name) => byId(`set-${name}`);
@@ -45,6 +48,7 @@ export async function editSettings(conversation) {
   field("stop").value = (sampling.stop ?? []).join("\n");
   field("schema").oninput = () => checkSchema(field("schema"));
   checkSchema(field("schema"));
+  byId("thinking").hidden = model?.thinking === false && sampling.thinking === undefined;
   if ((await shown(byId("settings"))) !== "ok") return false;
   conversation.system = field("system").value;
   const read = {

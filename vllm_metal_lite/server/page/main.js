@@ -193,7 +193,7 @@ function listen() {
 
 async function changeSettings() {
   const { conversation } = chat;
-  if (!(await editSettings(conversation))) return;
+  if (!(await editSettings(conversation, chat.model))) return;
   keepDefaults();
   if (conversation.messages.length) chat.save(conversation);
   chat.drawState();

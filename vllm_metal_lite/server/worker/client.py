@@ -6,7 +6,6 @@ engine's process reads only between steps, and a step of a long prompt can take 
 
 import asyncio
 import atexit
-import itertools
 import logging
 import multiprocessing
 import queue
@@ -30,7 +29,7 @@ from vllm_metal_lite.model.loader import load_tokenizer_only
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.offload import ORIGIN, offload
 from vllm_metal_lite.server.recent import RecentPrompts
-from vllm_metal_lite.server.templates import Template, probe
+from vllm_metal_lite.server.templates import THINKING, Template, probe
 from vllm_metal_lite.server.worker import process
 from vllm_metal_lite.server.worker.fair_turns import FairTurns
 from vllm_metal_lite.server.worker.generation import EngineLost, Generation
@@ -38,7 +37,8 @@ from vllm_metal_lite.server.worker.messages import (
     Abort,
     Add,
     Added,
-    Call,
+    Compile,
+    Compiled,
     Failed,
     Found,
     Log,
@@ -46,7 +46,6 @@ from vllm_metal_lite.server.worker.messages import (
     Metrics,
     ModelFacts,
     Refused,
-    Returned,
     Seen,
     Stop,
     Watch,
@@ -75,6 +74,7 @@ class EngineClient:
         self.metrics: dict[str, int] = {}
         self.on_seen: Callable[[str], None] = lambda text: None
         self.generations: dict[str, Generation] = {}  # unfinished, by request id
+        self.num_preparing = 0  # requests whose prompts and grammars the server makes
         self.recent = RecentPrompts()
         self._fair = FairTurns()
         self.ended = asyncio.Event()  # the process has ended
@@ -83,9 +83,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._found: asyncio.Future[Found] = self._loop.create_future()
         self._ready: asyncio.Future[ModelFacts] = self._loop.create_future()
-        self._added: dict[str, asyncio.Future[None]] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count()
+        self._accepting: dict[str, asyncio.Future[None]] = {}  # by request id
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -130,6 +128,11 @@ class EngineClient:
         return client
 
     @property
+    def num_unfinished(self) -> int:
+        """Answers that run, wait or are being prepared."""
+        return self.num_preparing + sum(g.params.n for g in self.generations.values())
+
+    @property
     def max_prompt_tokens(self) -> int:
         """A longer prompt is not counted to its end."""
         return max(2 * self.facts.max_model_len, _LEAST_COUNTED)
@@ -162,6 +165,11 @@ class EngineClient:
         """Whether the chat template knows of thoughts."""
         template, end = self.tokenizer.chat_template, self.chat_format.think_end
         return bool(end) and isinstance(template, str) and end in template
+
+    @property
+    def can_think(self) -> bool:
+        """Whether the chat template marks thoughts, or has a variable for them."""
+        return self.thinks or bool(self.template.variables & THINKING)
 
     @cached_property
     def encode_text(self) -> PieceEncoder:
@@ -203,38 +211,28 @@ class EngineClient:
         on_update: see Generation.
         Raises RequestError if the engine refuses, EngineLost if it has ended.
         """
-        if params.structured_outputs is not None:
-            await self.call("compile", params)
-        self._check_alive()
         turn = self._fair.turn(ORIGIN.get().client, (g.turn for g in self.generations.values()))
         positions = tuple(checkpoints)
         add = Add(request_id, prompt_token_ids, params, priority, turn, positions, cache_salt)
         generation = Generation(add, self.tokenizer, on_update)
         self.generations[request_id] = generation
-        self._added[request_id] = added = self._loop.create_future()
-        self._outbox.put(add)
         try:
-            await added
+            if params.structured_outputs is not None:
+                await self._accepted(Compile(request_id, params))
+            await self._accepted(add)
             yield generation
         finally:
-            self._added.pop(request_id, None)
+            self._accepting.pop(request_id, None)
             self.generations.pop(request_id, None)
             if not generation.finished:
                 self._outbox.put(Abort(request_id))
 
-    async def call(self, name: str, *arguments: Any) -> Any:
-        """Run one of `process.CALLS` between two steps, or one of SLOW_CALLS beside them.
-
-        Raises EngineLost.
-        """
+    async def _accepted(self, message: Add | Compile) -> None:
+        """Send a message, and wait for its answer.  Raises EngineLost."""
         self._check_alive()
-        call_id = next(self._call_ids)
-        self._calls[call_id] = future = self._loop.create_future()
-        self._outbox.put(Call(call_id, name, arguments))
-        try:
-            return await future
-        finally:
-            self._calls.pop(call_id, None)
+        self._accepting[message.request_id] = future = self._loop.create_future()
+        self._outbox.put(message)
+        await future
 
     def watch(self, seconds: float) -> None:
         """Have `on_seen` called from time to time, for so many seconds from now on."""
@@ -307,17 +305,11 @@ class EngineClient:
                         del self.generations[request_id]
         elif isinstance(message, Metrics):
             self.metrics = message.values
-        elif isinstance(message, Added):
-            if future := self._waiting(self._added, message.request_id):
+        elif isinstance(message, (Added, Compiled)):
+            if future := self._waiting(message.request_id):
                 future.set_result(None)
         elif isinstance(message, Refused):
             self._fail([message.request_id], RequestError(message.message))
-        elif isinstance(message, Returned):
-            if future := self._waiting(self._calls, message.call_id):
-                if message.error is None:
-                    future.set_result(message.value)
-                else:
-                    future.set_exception(RuntimeError(message.error))
         elif isinstance(message, Lost):
             self._fail(message.request_ids, EngineLost(message.message))
         elif isinstance(message, Seen):
@@ -333,17 +325,16 @@ class EngineClient:
         elif isinstance(message, Failed):
             self._fail_start(ModelLoadError(*message.parts))
 
-    @staticmethod
-    def _waiting(futures: dict[Any, asyncio.Future[Any]], key: Any) -> asyncio.Future[Any] | None:
-        """The future, if a caller still waits for it."""
-        future = futures.get(key)
+    def _waiting(self, request_id: str) -> asyncio.Future[None] | None:
+        """The future of a request that is not accepted yet, if a caller still waits for it."""
+        future = self._accepting.get(request_id)
         return None if future is None or future.done() else future
 
     def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
         for request_id in request_ids:
             if generation := self.generations.pop(request_id, None):
                 generation.fail(error)
-            if future := self._waiting(self._added, request_id):
+            if future := self._waiting(request_id):
                 future.set_exception(error)
 
     def _fail_start(self, error: ModelLoadError) -> None:
@@ -362,9 +353,6 @@ class EngineClient:
         self.ended.set()
         self._fail(list(self.generations), EngineLost(why))
         self._fail_start(ModelLoadError(why))
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(EngineLost(why))
 
 
 @contextmanager

@@ -37,12 +37,11 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """Ask for something by name (`process.CALLS`).  The answer is Returned."""
+class Compile:
+    """Make and keep the grammar of a request that is about to come.  The answer is Compiled."""
 
-    call_id: int
-    name: str
-    arguments: tuple[Any, ...] = ()
+    request_id: str
+    params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +118,11 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The engine refused a request: a message of one line."""
 
@@ -179,17 +183,10 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A step failed, and with it all requests that the engine had."""
+    """Requests that an error has ended, such as a step that failed."""
 
     message: str
     request_ids: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    call_id: int
-    value: Any
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

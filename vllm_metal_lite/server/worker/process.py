@@ -6,7 +6,6 @@ The process ends when the server says so, or when the server ends.
 import logging
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
@@ -21,14 +20,14 @@ from vllm_metal_lite.errors import MetalLiteError, one_line
 from vllm_metal_lite.model.files import find
 from vllm_metal_lite.model.loader import preview
 from vllm_metal_lite.outputs import Cursor, RequestOutput
-from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
 from vllm_metal_lite.server.worker.messages import (
     Abort,
     Add,
     Added,
     AnswerUpdate,
-    Call,
+    Compile,
+    Compiled,
     Failed,
     Found,
     Log,
@@ -36,7 +35,6 @@ from vllm_metal_lite.server.worker.messages import (
     Metrics,
     ModelFacts,
     Refused,
-    Returned,
     Seen,
     Stop,
     Watch,
@@ -47,7 +45,6 @@ from vllm_metal_lite.server.worker.watch import Watcher
 logger = logging.getLogger(__name__)
 
 _METRICS_SECONDS = 0.5  # between metrics, while steps run
-_MAX_FAILURES = 3  # of steps, one after the other
 
 
 def main(pipe: Connection, name: str, check: EngineConfig | None = None) -> None:
@@ -113,7 +110,7 @@ class Worker:
 
     def run(self) -> None:
         """Serve until Stop.  EOFError if the server is gone, SystemExit if the device is."""
-        engine, num_failures = self._engine, 0
+        engine = self._engine
         self._report([])  # the first metrics
         while True:
             while not engine.has_unfinished_requests() or self._pipe.poll():
@@ -126,21 +123,25 @@ class Worker:
             try:
                 outputs = engine.step()
             except Exception as e:
-                # The same step would fail again; the engine stays.
-                lost = list(self._progress)
-                engine.abort(lost)
-                self._progress.clear()
-                self._send(Lost(f"a step of the engine failed: {one_line(e)}", lost))
-                num_failures += 1
-                if num_failures == _MAX_FAILURES:
-                    logger.error(f"{num_failures} steps failed, so the engine ends: {one_line(e)}")
-                    raise SystemExit(1) from e
-                self._report([])
+                self._fail(e)
                 continue
-            num_failures = 0
             self._report(outputs)
             if self._watcher.wait() == 0:
                 self._send(Seen(self._watcher.event()))
+
+    def _fail(self, e: Exception) -> None:
+        """End the requests at fault for a failed step; SystemExit if no step succeeds."""
+        why = f"a step of the engine failed: {one_line(e)}"
+        logger.warning(why)
+        if lost := self._engine.requests_at_fault:
+            self._engine.abort(lost)
+            for request_id in lost:
+                self._progress.pop(request_id, None)
+            self._send(Lost(why, lost))
+        if self._engine.failed_steps.is_hopeless:
+            logger.error("several steps failed one after the other, so the engine ends")
+            raise SystemExit(1) from e
+        self._report([])
 
     def _take(self, message: Any) -> None:
         self._watcher.changed()
@@ -150,19 +151,15 @@ class Worker:
             self._report(self._engine.abort(message.request_id))
         elif isinstance(message, Watch):
             self._watcher.watch(message.seconds)
-        elif isinstance(message, Call):
-            if message.name in SLOW_CALLS:
-                Thread(target=self._call, args=[message], daemon=True).start()
-            else:
-                self._call(message)
+        elif isinstance(message, Compile):
+            # On a thread: it takes long, and touches nothing that steps do.
+            Thread(target=self._compile, args=[message], daemon=True).start()
 
-    def _call(self, message: Call) -> None:
-        try:
-            value = (CALLS | SLOW_CALLS)[message.name](self._engine, *message.arguments)
-            self._send(Returned(message.call_id, value))
-        except Exception as e:
-            with suppress(OSError):  # the server is gone
-                self._send(Returned(message.call_id, None, one_line(e)))
+    def _compile(self, message: Compile) -> None:
+        with suppress(Exception):  # `Add` says why a grammar cannot be used
+            constraint_of(message.params, self._engine.model)
+        with suppress(OSError):  # the server is gone
+            self._send(Compiled(message.request_id))
 
     def _add(self, message: Add) -> None:
         try:
@@ -285,19 +282,3 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
         store_bytes=engine.runner.attention.store.nbytes,
         description=tuple(describe(engine)),
     )
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "metrics": LLMEngine.metrics,
-    "reset_prefix_cache": LLMEngine.reset_prefix_cache,
-}
-
-
-def _compile(engine: LLMEngine, params: SamplingParams) -> None:
-    """Keep the grammar of a request that is about to come; `Add` says why if it cannot be used."""
-    with suppress(MetalLiteError):
-        constraint_of(params, engine.model)
-
-
-# On a thread: they take long, and touch nothing that steps do.
-SLOW_CALLS: dict[str, Callable[..., Any]] = {"compile": _compile}

@@ -74,7 +74,7 @@ export class EngineView {
     const button = byId("samples");
     const label = button.textContent;
     this.samples = new AbortController();
-    button.textContent = "End the sample requests";
+    button.textContent = "End the samples";
     try {
       await sendSamples(this.model(), this.samples.signal);
     } catch (error) {

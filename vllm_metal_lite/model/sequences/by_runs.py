@@ -12,8 +12,6 @@ Then each segment is its own run, with its context gathered from the store (kv_s
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import mlx.nn as nn
-
 from vllm_metal_lite.attention.base import Step
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.states import StatePool
@@ -74,40 +72,43 @@ class PackedCache:
 
     sequences: SequenceStep | None
 
-    def native(self, run: Run, steps: SequenceStep) -> Any:
+    def native(self, run: Run) -> Any:
         """The cache that mlx-lm itself would have before this run."""
         raise NotImplementedError
 
-    def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
+    def keep(self, run: Run, native: Any) -> None:
         """Take the run's results from its native cache."""
         raise NotImplementedError
 
-    def flush(self, steps: SequenceStep, out: Any) -> None:
+    def flush(self, out: Any) -> None:
         """Called when all runs are built.  out: their result."""
+
+    @property
+    def steps(self) -> SequenceStep:
+        assert self.sequences is not None, "a module that sees sequences, in a step without them"
+        return self.sequences
 
 
 class CacheMembers(tuple):
     """A layer's several caches, in mlx-lm's order."""
 
 
-def in_sequences(call: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+def call_by_runs(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a module once per run if it receives a packed cache, otherwise once, unchanged."""
     caches = _find(args) + _find(tuple(kwargs.values()))
     if not caches:
-        return call(module, *args, **kwargs)
-    steps = caches[0].sequences
-    assert steps is not None, "a module that sees sequences, in a step without them"
-    parts = []
+        return call(*args, **kwargs)
+    steps, parts = caches[0].steps, []
     for run in steps.runs:
-        natives = {id(c): c.native(run, steps) for c in caches}
+        natives = {id(c): c.native(run) for c in caches}
         positional = [_of_run(a, run, steps, natives) for a in args]
         named = {name: _of_run(a, run, steps, natives) for name, a in kwargs.items()}
-        parts.append(call(module, *positional, **named))
+        parts.append(call(*positional, **named))
         for cache in caches:
-            cache.keep(run, natives[id(cache)], steps)
+            cache.keep(run, natives[id(cache)])
     out = steps.to_rows(parts)
     for cache in caches:
-        cache.flush(steps, out)
+        cache.flush(out)
     return out
 
 
@@ -123,7 +124,7 @@ def _of_run(value: Any, run: Run, steps: SequenceStep, natives: dict[int, Any]) 
         return natives[id(value)]
     if isinstance(value, (list, tuple)):
         return [_of_run(v, run, steps, natives) for v in value]
-    return value.native(run, steps) if hasattr(value, "native") else value
+    return value.native(run) if hasattr(value, "native") else value
 
 
 def _find(values: Sequence[Any]) -> list[PackedCache]:
@@ -134,15 +135,3 @@ def _find(values: Sequence[Any]) -> list[PackedCache]:
         elif isinstance(value, (list, tuple)):
             found += _find(value)
     return found
-
-
-def show_sequences(module: nn.Module) -> None:
-    """Make `module` see sequences in packed forwards; other forwards are unchanged."""
-    base = type(module)
-    if getattr(base, "_in_sequences", False):
-        return
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return in_sequences(base.__call__, self, args, kwargs)
-
-    module.__class__ = type(base.__name__, (base,), {"__call__": call, "_in_sequences": True})

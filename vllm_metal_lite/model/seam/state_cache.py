@@ -2,7 +2,7 @@
 
 Mamba, RWKV, gated delta nets, short convolutions, linear attention: mlx-lm keeps their states in an
 `ArraysCache` of a few arrays (B, ...).  Modules that work on packed rows get handles for the arrays
-(seam/recurrent.py).  Modules that see sequences get the arrays, a run at a time (runs.py).
+(recurrent.py).  Modules that see sequences get the arrays, a run at a time (sequences/by_runs.py).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.kv.states import Key
-from vllm_metal_lite.model.sequences.runs import PackedCache, SequenceStep
+from vllm_metal_lite.model.sequences.by_runs import PackedCache, SequenceStep
 from vllm_metal_lite.recurrence.base import StepRecurrence
 from vllm_metal_lite.recurrence.runs import Run
 
@@ -65,17 +65,17 @@ class StateCache(PackedCache):
 
     # For modules that see sequences
 
-    def native(self, run: Run, steps: SequenceStep) -> ArraysCache:
-        cache = ArraysCache(self.size)
-        states: list[Any] = [steps.states.get(run, (self.layer, i)) for i in range(self.size)]
-        cache.cache = states
-        self._before = list(states)
+    def native(self, run: Run) -> ArraysCache:
+        cache, states = ArraysCache(self.size), self.steps.states
+        self._before: list[Any] = [states.get(run, (self.layer, i)) for i in range(self.size)]
+        cache.cache = list(self._before)
         return cache
 
-    def keep(self, run: Run, native: Any, steps: SequenceStep) -> None:
+    def keep(self, run: Run, native: Any) -> None:
+        states = self.steps.states
         for index, (old, new) in enumerate(zip(self._before, native.cache, strict=True)):
             key = self.layer, index
-            if new is old and (old is None or steps.states.has(run, key)):
+            if new is old and (old is None or states.has(run, key)):
                 continue  # for example, another module's state
-            steps.states.set(run, key, new)
+            states.set(run, key, new)
         self._before = []

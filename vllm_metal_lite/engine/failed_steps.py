@@ -1,0 +1,52 @@
+"""Who ends after a step failed: the request at fault, where it can be found.
+
+A failed step of several requests ends none of them at once: they return to the queue, and the
+scheduler admits them one by one.  Each step then computes at most one prompt, the one at fault if
+the step fails.
+"""
+
+from vllm_metal_lite.scheduler.request import Request, RequestStatus
+from vllm_metal_lite.scheduler.scheduler import Scheduler
+from vllm_metal_lite.scheduler.scheduler_output import SchedulerOutput
+
+MAX_FAILURES = 3  # of steps, without one that succeeds between them
+
+
+class FailedSteps:
+    """at_fault: after a failure, the requests to end.  Knows nothing of answers."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.at_fault: list[Request] = []
+        self._scheduler = scheduler
+        self._suspects: set[Request] = set()  # of failed steps, not computed again yet
+        self._num_failures = 0
+
+    @property
+    def is_hopeless(self) -> bool:
+        """So many steps failed one after the other that all requests must end."""
+        return self._num_failures >= MAX_FAILURES
+
+    def failed(self, output: SchedulerOutput) -> None:
+        """output: the step, before its rollback."""
+        self._num_failures += 1
+        running = [s.request for s in output.segments if s.request.status is RequestStatus.RUNNING]
+        if self._scheduler.one_by_one or len(running) == 1:
+            prompts = [s for s in output.segments[output.num_decodes :] if not s.draft_token_ids]
+            self.at_fault = [s.request for s in prompts] or running
+        else:
+            self.at_fault = []
+            self._suspects.update(running)
+            self._scheduler.one_by_one = True
+
+    def spoilt(self, output: SchedulerOutput) -> None:
+        """output: a step whose tokens could not all be recorded, so all of its requests end."""
+        self._num_failures += 1
+        self.at_fault = [s.request for s in output.segments]
+
+    def succeeded(self, output: SchedulerOutput) -> None:
+        """output: a step whose tokens are recorded."""
+        self._num_failures = 0
+        if self._scheduler.one_by_one:
+            self._suspects.difference_update(output.terminal)
+            self._suspects = {r for r in self._suspects if r.status is not RequestStatus.FINISHED}
+            self._scheduler.one_by_one = bool(self._suspects)

@@ -1,0 +1,46 @@
+"""Changes or observes calls of single modules; other modules of the same class stay as they are."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from vllm_metal_lite.backend import mx
+
+
+def wrap_call(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Have around(call, *args, **kwargs) replace the module's call; `call` is the module's own.
+
+    The module gets a class of its own: Python looks up __call__ in the class.
+    """
+    base = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(partial(base.__call__, self), *args, **kwargs)
+
+    module.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+
+def calls_of(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[nn.Module, Any, Any]]:
+    """(module, first argument, result) of the modules' calls, in order, while the model runs one
+    token natively.  Nothing is evaluated."""
+    calls: list[tuple[nn.Module, Any, Any]] = []
+
+    def noting(
+        module: nn.Module, call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        y = call(x, *args, **kwargs)
+        calls.append((module, x, y))
+        return y
+
+    types = [type(module) for module in modules]
+    for module in modules:
+        wrap_call(module, partial(noting, module))
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
+    finally:
+        for module, own in zip(modules, types, strict=True):
+            module.__class__ = own
+    return calls
