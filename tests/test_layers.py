@@ -18,7 +18,7 @@ LAYERS = (
     ("errors",),
     ("envs", "rules"),
     ("structured_params",),
-    ("batch", "config", "outputs", "sampling_params"),
+    ("batch", "config", "outputs", "pooling_params", "sampling_params"),
     ("scheduler",),
     ("speculation",),
     # From here on modules may know MLX.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_metal_lite.engine.llm import LLM as LLM
     from vllm_metal_lite.errors import MetalLiteError as MetalLiteError
     from vllm_metal_lite.outputs import RequestOutput as RequestOutput
+    from vllm_metal_lite.pooling_params import PoolingParams as PoolingParams
     from vllm_metal_lite.sampling_params import SamplingParams as SamplingParams
     from vllm_metal_lite.structured_params import (
         StructuredOutputsParams as StructuredOutputsParams,
@@ -29,6 +30,7 @@ _HOME = {
     "LLM": "engine.llm",
     "LLMEngine": "engine.engine",
     "MetalLiteError": "errors",
+    "PoolingParams": "pooling_params",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "structured_params",

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -96,6 +98,7 @@ class RequestOutput:
 
     num_cached_tokens: prompt tokens that the prefix cache held when the request was admitted.
     prompt_logprobs: one entry a prompt token, None for the first.
+    pooled: of a finished pooling request, float32: the embedding, or the logits of its tokens.
     """
 
     request_id: str
@@ -105,3 +108,23 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    pooled: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """embedding: float32, of the model's hidden size, or of `dimensions` values."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """index: of the pair.  score: the probability that its texts match, or the cosine of their
+    embeddings."""
+
+    index: int
+    score: float

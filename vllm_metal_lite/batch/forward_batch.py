@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from vllm_metal_lite.batch.pooled_rows import PooledRows
+
 PAD_SLOT = -1  # slot_mapping value of a row whose K and V are not kept
 
 # A token that a step in flight samples: the host does not have it yet.
@@ -42,6 +44,7 @@ class ForwardBatch:
     prompt_segments: (P,) int32, the segment of each.
     other_tables: with several KV groups (scheduler/kv_groups.py), the block tables of each group
     after the first.
+    pooled: what the step computes for pooling requests; None if it has none.
     """
 
     token_ids: np.ndarray
@@ -61,6 +64,7 @@ class ForwardBatch:
     checkpoints: np.ndarray = field(default_factory=_NO_CHECKPOINTS.copy)
     other_tables: tuple[np.ndarray, ...] = ()
     draft_token_ids: np.ndarray = field(default_factory=_NONE.copy)
+    pooled: PooledRows | None = None
 
     @property
     def by_group(self) -> tuple["ForwardBatch", ...]:

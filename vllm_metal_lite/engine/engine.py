@@ -26,11 +26,13 @@ from vllm_metal_lite.engine.intake import (
     constraint_of,
     make_answers,
 )
-from vllm_metal_lite.engine.prompts import Prompt, cache_salt, render_chat, tokenize
+from vllm_metal_lite.engine.pooling import ONE_TOKEN, PoolingRequests, check_pooling, truncate
+from vllm_metal_lite.engine.prompts import Prompt, cache_salt, render_chat, text_or_ids, tokenize
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
 from vllm_metal_lite.outputs import RequestOutput
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.runner.build import build_runner
 from vllm_metal_lite.runner.memory import set_memory_limits, size_store
 from vllm_metal_lite.runner.pipeline import LaunchedStep, Pipeline
@@ -82,6 +84,7 @@ class LLMEngine:
         )  # fmt: skip
         self.failed_steps = FailedSteps(self.scheduler)
         self.constraints = Constraints(model.vocab_size)
+        self.pooling = PoolingRequests()
         self.speculator = Speculator(self._tokens_of) if self.config.speculate == "auto" else None
         self._last_end: float | None = None  # when the last step ended, while there is work
         self._answers: dict[str, Answer] = {}  # by the scheduler's request id
@@ -183,6 +186,34 @@ class LLMEngine:
             if constraint is not None:
                 self.constraints.add(answer.request, constraint, params)
         self._requests[request_id] = answers
+
+    def add_pooling_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+        turn: int = 0,
+    ) -> None:
+        """Queue a prompt whose hidden states or logits are read; its finished output has `pooled`.
+
+        Raises RequestError, changing nothing.  The arguments are those of `add_request`.
+        """
+        params = PoolingParams() if params is None else params
+        check_pooling(params, self.model)
+        if params.truncate_prompt_tokens is not None:
+            prompt = self._truncated(prompt, params.truncate_prompt_tokens)
+        self.add_request(request_id, prompt, ONE_TOKEN, priority=priority, turn=turn)
+        (answer,) = self._requests[request_id]
+        self.pooling.add(answer.request, params, answer.result, self.model)
+
+    def _truncated(self, prompt: Prompt, most: int) -> Prompt:
+        _, token_ids = self.tokenize(prompt)
+        fits = self.max_model_len - 1
+        ends = self.model.tokenizer.encode("") if isinstance(text_or_ids(prompt), str) else []
+        kept = truncate(token_ids, fits if most < 0 else min(most, fits), ends)
+        return {"prompt_token_ids": kept, "cache_salt": cache_salt(prompt)}
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests with their current tokens; returns their outputs.  Ignores unknown ids."""
@@ -291,6 +322,7 @@ class LLMEngine:
             [s.state for s in output.segments if s.state is not None] or None,
             [s.draft_token_ids for s in output.segments] if output.has_drafts else None,
         )
+        batch = self.pooling.extend(batch, output)
         scored = self._num_prompt_logprobs(output) if len(batch.prompt_targets) else 0
         requests = [output.segments[i].request for i in batch.sample_segments]
         masks = None
@@ -357,6 +389,7 @@ class LLMEngine:
                 if request.status is not finished:
                     answer = self._answers[request.request_id]
                     answer.append_prompt_logprobs(result.prompt_logprobs, row)
+        self.pooling.take(batch, output, result)
         reports: dict[str, RequestOutput] = {}
         for i, request in enumerate(output.terminal):
             if not goes_on[i]:
@@ -450,6 +483,7 @@ class LLMEngine:
         """Release everything that a finished answer holds."""
         self.scheduler.finish(answer.request)
         self.constraints.remove(answer.request)
+        self.pooling.remove(answer.request)
         self._unseat(answer.request)
         del self._answers[answer.request.request_id]
         result = answer.result

@@ -4,13 +4,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.engine import LLMEngine
 from vllm_metal_lite.engine.interrupt import DeferredInterrupt
-from vllm_metal_lite.engine.prompts import Prompt, is_list
+from vllm_metal_lite.engine.pooling_calls import PoolingCalls
+from vllm_metal_lite.engine.prompts import Prompt, as_list, is_list
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.outputs import RequestOutput
 from vllm_metal_lite.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 Message = dict[str, Any]
 
 
-class LLM:
+class LLM(PoolingCalls):
     """A model and its engine, with blocking calls; use from one thread at a time.
 
     model: "demo" (shipped in the package), a local folder or a Hugging Face name.  The other
@@ -49,11 +49,7 @@ class LLM:
         If a prompt can never be served, raises RequestError with its index before computing
         anything.
         """
-        if not (isinstance(prompts, (str, Mapping)) or is_list(prompts)):
-            raise RequestError(f"prompts must be a prompt or a list of them, got {show(prompts)}")
-        batch: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
-        if batch and isinstance(batch[0], (int, np.integer)):
-            batch = [batch]
+        batch = as_list(prompts)
         params = _one_each(sampling_params, len(batch), "sampling_params")
         priorities = _one_each(priority, len(batch), "priority")
         is_nested = is_list(checkpoints) and any(is_list(positions) for positions in checkpoints)

@@ -137,6 +137,16 @@ def text_or_ids(prompt: Any) -> Any:
     return prompt
 
 
+def as_list(prompts: Any) -> list[Any]:
+    """The prompts of a call that takes one or a list.  Raises RequestError for other types."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not is_list(prompts):
+        raise RequestError(f"prompts must be a prompt or a list of them, got {show(prompts)}")
+    batch = list(prompts)
+    return [batch] if batch and isinstance(batch[0], (int, np.integer)) else batch
+
+
 def cache_salt(prompt: Prompt) -> str | None:
     """The "cache_salt" of a prompt, see `check_salt`."""
     return check_salt(prompt.get("cache_salt")) if isinstance(prompt, Mapping) else None

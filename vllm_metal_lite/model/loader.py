@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from vllm_metal_lite.model.fit import Fit, fit, foresee
 from vllm_metal_lite.model.generation_config import sampling_defaults
 from vllm_metal_lite.model.layout import Layout, inspect
 from vllm_metal_lite.model.packed import PackedModel
+from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
 from vllm_metal_lite.model.seam.hooks import namespaces
 from vllm_metal_lite.model.shards import shard
 from vllm_metal_lite.model.stages import check_kinds, keep_stage
@@ -59,6 +60,7 @@ class LoadedModel:
     sampling_defaults: SamplingParams fields of requests that name none.
     context_guess: the source of max_position if the number is a guess, otherwise None.
     ranks: the ranks that share the model; this is one shard.  ALONE for a whole model.
+    pooling: how the model makes embeddings and scores.
     """
 
     name: str
@@ -73,6 +75,7 @@ class LoadedModel:
     kv_specs: list[LayerSpec]
     context_guess: str | None = None
     ranks: RankGroup = ALONE
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
     @property
     def packed(self) -> PackedModel:
@@ -284,6 +287,7 @@ def from_model(
     if ranks.stages:
         check_kinds(layout, model_type, ranks)
     max_position, context_guess = context_length(model, config)
+    vocab = {} if tokenizer is None else tokenizer.get_vocab()
     return LoadedModel(
         name=name,
         model_type=model_type,
@@ -297,6 +301,7 @@ def from_model(
         kv_specs=list(layout.specs),
         context_guess=context_guess,
         ranks=ranks,
+        pooling=pooling_config(path, name, vocab) if path else PoolingConfig(),
     )
 
 

@@ -24,13 +24,17 @@ class _Rows:
 
     wanted: mx.array | None = None
     taken = False
+    is_packed = False  # while a packed forward is built
+    hidden: mx.array | None = None  # all rows of a packed forward, (N, 1, hidden_size)
 
     def select(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The wanted rows of what the body's call returns."""
         h = call(*args, **kwargs)
-        if self.wanted is not None and isinstance(h, mx.array) and h.ndim == 3:
-            self.taken = True
-            h = h[self.wanted]
+        if self.is_packed and isinstance(h, mx.array) and h.ndim == 3:
+            self.hidden = h
+            if self.wanted is not None:
+                self.taken = True
+                h = h[self.wanted]
         return h
 
 
@@ -124,6 +128,11 @@ class PackedModel:
         return self.by_segment is not None
 
     @property
+    def shows_hidden(self) -> bool:
+        """Whether `with_hidden` gives hidden states."""
+        return body_of(self.model) is not None
+
+    @property
     def no_prefix_cache(self) -> str | None:
         """Why the prefix cache is off, or None if it is on."""
         if self.layout.states and self.reads_store:
@@ -146,6 +155,13 @@ class PackedModel:
 
         None selects all rows, padding included.
         """
+        return self.with_hidden(attention, logits_indices, fusion)[0]
+
+    def with_hidden(
+        self, attention: StepAttention, logits_indices: mx.array | None, fusion: Fusion = NO_FUSION
+    ) -> tuple[mx.array, mx.array | None]:
+        """The logits, and the hidden states (N, 1, hidden_size) of all rows below the head; None if
+        the model hides them."""
         step, sequences, recurrence = attention.step, None, None
         if self.sees_sequences:
             sequences = SequenceStep(step, attention.store.states, self.reads_store)
@@ -162,16 +178,17 @@ class PackedModel:
             return layer
 
         caches = [_map_leaves(cache, node) for node in self.layout.nodes]
-        self._rows.wanted, self._rows.taken = logits_indices, False
+        self._rows.wanted, self._rows.taken, self._rows.is_packed = logits_indices, False, True
         try:
             with building(self._hooks()), fusion.building(step):
                 logits = self.model(step.token_ids[:, None], cache=caches)
         finally:
-            self._rows.wanted = None
+            hidden, self._rows.hidden = self._rows.hidden, None
+            self._rows.wanted, self._rows.is_packed = None, False
         for layer in layers:
             layer.end()
         if sequences is not None:
             sequences.states.commit()
         if logits_indices is not None and not self._rows.taken:
             logits = logits[logits_indices]
-        return logits.squeeze(1)
+        return logits.squeeze(1), hidden

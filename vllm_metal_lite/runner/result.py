@@ -9,6 +9,7 @@ import numpy as np
 from vllm_metal_lite.attention.base import Step, pad_rows
 from vllm_metal_lite.backend import mx
 from vllm_metal_lite.batch.forward_batch import NO_DRAFT, UNKNOWN_TOKEN
+from vllm_metal_lite.runner.pooled import Pooled
 from vllm_metal_lite.sampling.logits import Logprobs
 
 
@@ -37,12 +38,13 @@ class StepResult:
         for_host: mx.array | None = None,
         written: Sequence[mx.array] = (),
         draft_token_ids: np.ndarray | None = None,
+        pooled: Pooled | None = None,
     ) -> None:
         self._req_indices, self._sampled = req_indices, sampled
         self._drafts = [] if draft_token_ids is None else draft_token_ids.tolist()
-        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
+        self._logprobs, self._prompt_logprobs, self._pooled = logprobs, prompt_logprobs, pooled
         self.arrays = [] if sampled is None else [sampled if for_host is None else for_host]
-        self.arrays += [*(logprobs or ()), *(prompt_logprobs or ())]
+        self.arrays += [*(logprobs or ()), *(prompt_logprobs or ()), *(pooled or ())]
         self.arrays = self.arrays or list(written)
         self.done = False
         # MLX does not allow two threads to wait for one array at the same time.
@@ -99,6 +101,14 @@ class StepResult:
     def prompt_logprobs(self) -> Logprobs[np.ndarray] | None:
         self.wait()
         return _to_host(self._prompt_logprobs)
+
+    @cached_property
+    def pooled(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The values of `Pooled`, on the host; None if the step pools nothing."""
+        self.wait()
+        if self._pooled is None:
+            return None
+        return np.array(self._pooled.sums), np.array(self._pooled.logits)
 
     def complete(self, step: Step) -> mx.array:
         """(num_rows,) int32: the next step's token_ids; this step's tokens, still on the device,

@@ -22,6 +22,7 @@ from vllm_metal_lite.kernels.launch import KernelError, one_by_one
 from vllm_metal_lite.model.packed import Fusion, PackedModel
 from vllm_metal_lite.runner.compiled import CompiledSteps
 from vllm_metal_lite.runner.path import Path
+from vllm_metal_lite.runner.pooled import Pooled, pool
 from vllm_metal_lite.runner.result import StepResult
 from vllm_metal_lite.sampling.masks import TokenMasks
 from vllm_metal_lite.sampling.sampler import Sampler, prompt_logprobs
@@ -142,15 +143,17 @@ class ModelRunner:
         before, req_indices = self.sampler.state, batch.sampled_rows
         try:
             step = self._prepare(batch, after)
-            compiled = self.compiled(step, self._state)
-            logits, state = self._run(step) if compiled is None else compiled
+            # A compiled step returns no hidden states.
+            compiled = None if batch.pooled else self.compiled(step, self._state)
+            logits, state, pooled = self._run(step) if compiled is None else (*compiled, None)
             if not self.ranks.has_logits:
                 result = StepResult(req_indices, None, None, None, written=[logits])
                 self._submit(result, state)
                 return result
             num_sampled = len(batch.sample_segments)
+            samples = num_sampled and not (batch.pooled and batch.pooled.samples_nothing)
             sampled = for_host = logprobs = scored = None
-            if num_sampled:
+            if samples:
                 if callable(grammar):
                     self._start(logits, state)
                     grammar = grammar()
@@ -165,7 +168,14 @@ class ModelRunner:
             # Where steps overlap, waiting for a step must not mean waiting for the next one too.
             written = state[:1] if self.attention.overlaps else ()
             result = StepResult(
-                req_indices, sampled, logprobs, scored, for_host, written, batch.draft_token_ids
+                req_indices,
+                sampled,
+                logprobs,
+                scored,
+                for_host,
+                written,
+                batch.draft_token_ids,
+                pooled,
             )
             self._submit(result, state)
         except BaseException:
@@ -173,11 +183,14 @@ class ModelRunner:
             raise
         return result
 
-    def _run(self, step: Step) -> tuple[mx.array, list[mx.array]]:
-        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state."""
+    def _run(self, step: Step) -> tuple[mx.array, list[mx.array], Pooled | None]:
+        """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state; what
+        pooling requests read."""
         attention = self.attention.begin(step, self._state)
-        logits = self.model(attention, step.logits_indices, self.fusion)
-        return logits, attention.state
+        logits, hidden = self.model.with_hidden(attention, step.logits_indices, self.fusion)
+        wanted = step.batch.pooled
+        pooled = None if wanted is None else pool(wanted, hidden, logits)
+        return logits, attention.state, pooled
 
     def _start(self, *arrays: Any) -> None:
         """Have the device compute a step's arrays."""

@@ -1,0 +1,309 @@
+"""Embeddings and scores: what mlx-lm's module computes for a prompt alone, whatever else runs."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support import tiny_models as tiny
+from tests.support.pool_accounts import check_accounts
+from vllm_metal_lite import LLM, PoolingParams
+from vllm_metal_lite.backend import mx
+from vllm_metal_lite.engine.pooling import truncate
+from vllm_metal_lite.engine.scores import plan_scores
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.model.packed import body_of
+from vllm_metal_lite.model.pooling_config import PoolingConfig, pooling_config
+
+PROMPTS = tiny.prompts(7, 1, 60, seed=5)
+OPTIONS = {"num_blocks": 64, "block_size": 8, "max_model_len": 256, "max_num_batched_tokens": 64}
+
+
+def alone(model, prompt, pooling: str = "last") -> np.ndarray:
+    """The normalised embedding by mlx-lm's own module, without a cache."""
+    hidden = np.array(body_of(model)(mx.array([prompt]))[0].astype(mx.float32))
+    hidden = hidden[-1] if pooling == "last" else hidden.mean(axis=0)
+    return hidden / np.linalg.norm(hidden)
+
+
+def together(engine, prompts, params=None, prefix: str = "") -> list[np.ndarray]:
+    for i, prompt in enumerate(prompts):
+        engine.add_pooling_request(f"{prefix}{i}", prompt, params)
+    done = tiny.run(engine)
+    check_accounts(engine.scheduler.kv, [])
+    return [done[f"{prefix}{i}"].pooled for i in range(len(prompts))]
+
+
+def compare(found, wanted) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one @ other > 0.9999
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "llama/window", "gemma2", "mixtral", "qwen3_next", "mamba2"]
+)
+def test_embeddings_in_chunks_equal_those_of_the_model_alone(name, pooling):
+    engine = tiny.engine(name, max_num_batched_tokens=24, max_num_seqs=4)
+    found = together(engine, PROMPTS, PoolingParams(pooling=pooling))
+    compare(found, [alone(tiny.native(name), prompt, pooling) for prompt in PROMPTS])
+    assert np.abs(found[0] - found[1]).max() > 0.01
+
+
+def test_prompts_of_one_token():
+    """A step whose rows all have logits names none of them."""
+    for prompts in [[[5]], [[5], [6], [7]]]:
+        wanted = [alone(tiny.native("llama"), prompt) for prompt in prompts]
+        compare(together(tiny.engine(), prompts), wanted)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_cached_prefix_changes_nothing(pooling):
+    stem = tiny.prompts(1, 40, 40, seed=9)[0]
+    prompts = [stem + tail for tail in ([1], [2, 3], [4] * 9, [])]
+    engine, params = tiny.engine(max_num_batched_tokens=24), PoolingParams(pooling=pooling)
+    wanted = [alone(tiny.native("llama"), prompt, pooling) for prompt in prompts]
+    compare(together(engine, prompts, params), wanted)
+    compare(together(engine, prompts, params), wanted)
+    assert (engine.metrics()["prefix_cache_hit_tokens"] > 0) == (pooling == "last")
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("speculate", ["off", "auto"])
+def test_beside_decodes_and_preempted(pooling, speculate):
+    """The tokens of the others stay as they are, and so do the embeddings."""
+    engine = tiny.engine(
+        num_blocks=13, max_model_len=100, max_num_batched_tokens=16, speculate=speculate
+    )
+    chats = tiny.prompts(4, 5, 30, seed=7)
+    tiny.submit(engine, chats, 40)
+    done = {}
+    for i, prompt in enumerate(PROMPTS):
+        # The last chats are preempted for those that come first in rank.
+        params = PoolingParams(pooling=pooling)
+        engine.add_pooling_request(f"e{i}", prompt, params, priority=i % 3 - 1)
+        done |= {o.request_id: o for o in engine.step() if o.finished}
+    done |= tiny.run(engine)
+    tokens = [done[str(i)].outputs[0].token_ids for i in range(len(chats))]
+    assert tokens == tiny.all_alone("llama", chats, 40)
+    compare(
+        [done[f"e{i}"].pooled for i in range(len(PROMPTS))],
+        [alone(tiny.native("llama"), prompt, pooling) for prompt in PROMPTS],
+    )
+    assert engine.metrics()["preemptions"] > 0
+
+
+def test_a_step_of_embeddings_samples_nothing(monkeypatch):
+    engine = tiny.engine()
+    monkeypatch.setattr(type(engine.sampler), "__call__", None)
+    together(engine, PROMPTS)
+
+
+def test_a_mean_starts_again_after_a_preemption():
+    engine, params = tiny.engine(max_num_batched_tokens=16), PoolingParams(pooling="mean")
+    prompt = tiny.prompts(1, 60, 60)[0]
+    engine.add_pooling_request("a", prompt, params)
+    engine.step()
+    engine._roll_back()
+    compare([tiny.run(engine)["a"].pooled], [alone(tiny.native("llama"), prompt, "mean")])
+
+
+def test_aborted_requests_leave_nothing():
+    engine = tiny.engine(max_num_batched_tokens=16)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_pooling_request(str(i), prompt, PoolingParams(pooling="mean"))
+    engine.step()
+    engine.abort(map(str, range(1, len(PROMPTS))))
+    compare([tiny.run(engine)["0"].pooled], [alone(tiny.native("llama"), PROMPTS[0], "mean")])
+    assert not engine.pooling._poolings
+    check_accounts(engine.scheduler.kv, [])
+
+
+def test_dimensions_are_normalised_again():
+    (found,) = together(tiny.engine(), PROMPTS[:1], PoolingParams(dimensions=5))
+    whole = alone(tiny.native("llama"), PROMPTS[0])[:5]
+    np.testing.assert_allclose(found, whole / np.linalg.norm(whole), atol=1e-5)
+    (raw,) = together(tiny.engine(), PROMPTS[:1], PoolingParams(dimensions=5, normalize=False))
+    np.testing.assert_allclose(raw / np.linalg.norm(raw), found, atol=1e-5)
+    assert abs(np.linalg.norm(raw) - 1) > 0.01
+
+
+def test_scores_are_logits_behind_the_prompt():
+    engine = tiny.engine(max_num_batched_tokens=24)
+    tiny.submit(engine, PROMPTS[:2], 20)
+    for i, prompt in enumerate(PROMPTS):
+        ids = [3, 1, 4][: 1 + i % 3]
+        engine.add_pooling_request(f"s{i}", prompt, PoolingParams(score_token_ids=ids))
+        engine.add_pooling_request(f"e{i}", prompt)
+    done = tiny.run(engine)
+    for i, prompt in enumerate(PROMPTS):
+        wanted = tiny.logits_alone(tiny.native("llama"), prompt)[-1, [3, 1, 4][: 1 + i % 3]]
+        np.testing.assert_allclose(done[f"s{i}"].pooled, wanted, atol=1e-4)
+        compare([done[f"e{i}"].pooled], [alone(tiny.native("llama"), prompt)])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"pooling": "cls"},
+        {"dimensions": 0},
+        {"normalize": 1},
+        {"truncate_prompt_tokens": 0},
+        {"score_token_ids": []},
+    ],
+)
+def test_parameters_out_of_range_are_refused(params):
+    with pytest.raises(RequestError, match=next(iter(params))):
+        PoolingParams(**params)
+
+
+def test_truncated_prompts_keep_their_end_of_sequence():
+    assert truncate([1, 2, 3, 9], 3, [9]) == [1, 2, 9]
+    assert truncate([1, 2, 3, 4], 3, [9]) == [1, 2, 3]
+    assert truncate([1, 2, 9], 3, [9]) == [1, 2, 9]
+    assert truncate([7, 1, 2, 9], 1, [7, 9]) == [7]
+
+
+# The Python API
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tiny.write_folder(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    texts = {"prompts": {"query": "Q: ", "document": ""}, "default_prompt_name": None}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder) -> LLM:
+    return LLM(str(folder), **OPTIONS)
+
+
+def encode(text: str) -> list[int]:
+    return [tiny.CHARACTERS.index(c) for c in text]
+
+
+def test_embed_follows_the_folder(llm):
+    native = tiny.build(tiny.config_of("qwen3", eos_token_id=tiny.EOS))
+    one, other = llm.embed(["Hello", encode("Hello")], prompt_name="query")
+    compare([np.array(one.embedding)], [alone(native, encode("Q: Hello"), "mean")])
+    compare([np.array(other.embedding)], [alone(native, encode("Hello"), "mean")])
+    (last,) = llm.embed("Hello", pooling_params=PoolingParams(pooling="last"))
+    compare([np.array(last.embedding)], [alone(native, encode("Hello"))])
+    assert last.prompt_token_ids == encode("Hello")
+    (cut,) = llm.embed("Hello", pooling_params=PoolingParams(truncate_prompt_tokens=2))
+    assert cut.prompt_token_ids == encode("He")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm: llm.embed("a", prompt_name="no"), "it has: query, document"),
+        (lambda llm: llm.embed(["a", "b" * 300]), "prompt 1: .*max_model_len"),
+        (lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=999)), "dimensions"),
+        (lambda llm: llm.embed(7), "list of them"),
+        (lambda llm: llm.score(["a", "b"], ["c"]), "2 queries for 1 documents"),
+        (lambda llm: llm.score("a", [7]), "list of texts"),
+        (lambda llm: llm.rerank("a", []), "empty"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(llm, call, words):
+    with pytest.raises(RequestError, match=words):
+        call(llm)
+    assert llm.metrics()["requests_running"] == llm.metrics()["requests_waiting"] == 0
+
+
+def test_scores_of_embeddings_are_cosines(llm):
+    texts = ["Paris", "A fish", "Berlin is a town"]
+    query, *documents = llm.embed(["Q: Where?", *texts])
+    wanted = [float(np.dot(query.embedding, d.embedding)) for d in documents]
+    scores = llm.score("Where?", texts)
+    np.testing.assert_allclose([s.score for s in scores], wanted, atol=1e-5)
+    best = llm.rerank("Where?", texts, top_n=2)
+    assert [s.index for s in best] == sorted(range(3), key=lambda i: -wanted[i])[:2]
+
+
+def test_a_reranker_gives_the_probability_of_yes():
+    tokenizer = type("Tokenizer", (), {"encode": lambda self, text, **options: encode_all(text)})()
+    config = PoolingConfig(score_token_ids=(5, 6))
+    plan = plan_scores(config, tokenizer, ["q", "r"], ["d", "e"], PoolingParams(), "Judge")
+    first, second = ("".join(map(chr, ids)) for ids in plan.prompts)
+    assert "<Instruct>: Judge\n<Query>: q\n<Document>: d<|im_end|>" in first
+    assert "<Query>: r\n<Document>: e<|im_end|>" in second
+    assert second.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert plan.params.score_token_ids == (5, 6)
+    scores = plan.scores([np.array([0, 0]), np.array([2, 0])])
+    assert scores == pytest.approx([0.5, 1 / (1 + np.exp(-2))])
+
+
+def encode_all(text: str) -> list[int]:
+    return list(map(ord, text))
+
+
+# The folder
+
+_TYPES = "sentence_transformers.models."
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({}, PoolingConfig()),
+        ({"1_Pooling/config.json": {"pooling_mode": "lasttoken"}}, PoolingConfig()),
+        ({"1_Pooling/config.json": {"pooling_mode": "mean"}}, PoolingConfig("mean")),
+        (
+            {
+                "modules.json": [{"type": f"{_TYPES}Pooling", "path": "2_P"}],
+                "2_P/config.json": {"pooling_mode_mean_tokens": True},
+            },
+            PoolingConfig("mean"),
+        ),
+        (
+            {
+                "modules.json": [{"type": f"{_TYPES}LogitScore", "path": "1_L"}],
+                "1_L/config.json": {"true_token_id": 7, "false_token_id": 8},
+            },
+            PoolingConfig(score_token_ids=(7, 8)),
+        ),
+    ],
+)
+def test_settings_of_a_folder(tmp_path, files, wanted):
+    assert pooling_config(_write(tmp_path, files), "m", {"yes": 7, "no": 8}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"modules.json": [{"type": f"{_TYPES}Dense", "path": "2_Dense"}]}, "Dense"),
+        ({"1_Pooling/config.json": {"pooling_mode_cls_token": True}}, "neither"),
+        ({"config.json": {"use_bidirectional_attention": True}}, "causal"),
+        ({"modules.json": {"type": 3}}, "cannot be read"),
+        (
+            {
+                "modules.json": [{"type": f"{_TYPES}LogitScore", "path": "1_L"}],
+                "1_L/config.json": {"true_token_id": 9},
+            },
+            "reranker",
+        ),
+    ],
+)
+def test_folders_that_give_no_embeddings(tmp_path, files, words):
+    config = pooling_config(_write(tmp_path, files), "m", {"yes": 7, "no": 8})
+    assert words in (config.problem or "")
+
+
+def test_a_name_tells_a_reranker(tmp_path):
+    vocab = {"yes": 7, "no": 8}
+    assert pooling_config(tmp_path, "org/Qwen3-Reranker-4B-4bit", vocab).score_token_ids == (7, 8)
+
+
+def _write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+    return folder

@@ -1,0 +1,106 @@
+"""What `LLM` does beside writing: embeddings and scores."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_metal_lite.engine.engine import LLMEngine
+from vllm_metal_lite.engine.pooling import values_of
+from vllm_metal_lite.engine.prompts import Prompt, as_list
+from vllm_metal_lite.engine.scores import plan_scores
+from vllm_metal_lite.errors import RequestError
+from vllm_metal_lite.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from vllm_metal_lite.pooling_params import PoolingParams
+
+
+class PoolingCalls:
+    """Base of `LLM`, which has the engine."""
+
+    engine: LLMEngine
+    _ids: Iterator[int]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        prompt_name: str | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embeddings of texts or token ids, in order.
+
+        prompt_name: the model's prompt ("query", "document", ...) to put before each text; None:
+        its default, if it has one.
+        Raises RequestError, with the index of a prompt that can never be served.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        before = self.engine.model.pooling.prompt(prompt_name)
+        batch = [_behind(before, prompt) for prompt in as_list(prompts)]
+        return [
+            EmbeddingRequestOutput(
+                done.request_id,
+                done.prompt_token_ids,
+                done.num_cached_tokens,
+                values_of(done, params).tolist(),
+            )
+            for done in self._pool(batch, params, use_tqdm)
+        ]
+
+    def score(
+        self,
+        texts_1: str | Sequence[str],
+        texts_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        instruction: str | None = None,
+        use_tqdm: bool = False,
+    ) -> list[ScoringRequestOutput]:
+        """How well each pair of texts matches, in order: one text for all, or one each.
+
+        A reranker gives the probability that the second text answers the first; other models give
+        the cosine of two embeddings.
+        instruction: what the reranker judges.
+        """
+        model = self.engine.model
+        params = PoolingParams() if pooling_params is None else pooling_params
+        plan = plan_scores(model.pooling, model.tokenizer, texts_1, texts_2, params, instruction)
+        done = self._pool(plan.prompts, plan.params, use_tqdm)
+        values: list[np.ndarray] = [values_of(output, plan.params) for output in done]
+        return [ScoringRequestOutput(i, score) for i, score in enumerate(plan.scores(values))]
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
+    ) -> list[ScoringRequestOutput]:
+        """The documents' indexes and scores, the best first; options: those of `score`."""
+        scores = self.score(query, documents, **options)
+        return sorted(scores, key=lambda output: -output.score)[:top_n]
+
+    def _pool(
+        self, prompts: Sequence[Prompt], params: PoolingParams, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        ids: list[str] = []
+        try:
+            for i, prompt in enumerate(prompts):
+                request_id = str(next(self._ids))
+                try:
+                    self.engine.add_pooling_request(request_id, prompt, params)
+                except RequestError as e:
+                    where = f"prompt {i}: " if len(prompts) > 1 else ""
+                    raise RequestError(where, *e.parts) from None
+                ids.append(request_id)
+            return self._run(ids, use_tqdm)
+        finally:
+            self.engine.abort(ids)
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        raise NotImplementedError
+
+
+def _behind(before: str, prompt: Prompt) -> Prompt:
+    """A prompt with a text before its text; token ids stay as they are."""
+    if isinstance(prompt, str):
+        return before + prompt
+    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+        return {**prompt, "prompt": before + prompt["prompt"]}
+    return prompt

@@ -1,0 +1,90 @@
+"""How a model of embeddings or scores is used, as sentence-transformers writes it to its folder."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_metal_lite.errors import ModelLoadError, RequestError, show
+from vllm_metal_lite.model.files import read_json
+
+# The fields of older folders, and the names in newer ones.
+_MODES = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "lasttoken": "last",
+    "mean": "mean",
+}
+
+
+@dataclass(frozen=True)
+class PoolingConfig:
+    """What a model's folder says of pooling.
+
+    pooling: "last" or "mean".  prompts: texts before a text, by name.  default_prompt_name: the
+    one of texts that name none.
+    score_token_ids: of a reranker that answers "yes" or "no", these tokens.
+    problem: why the model gives no embeddings, in a few words.
+    """
+
+    pooling: str = "last"
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    score_token_ids: tuple[int, ...] | None = None
+    problem: str | None = None
+
+    def prompt(self, name: str | None) -> str:
+        """The text of a prompt; that of no name is the default.  Raises RequestError."""
+        name = self.default_prompt_name if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise RequestError(f"the model has no prompt {show(name)}; it has: {known}")
+        return self.prompts[name]
+
+
+def pooling_config(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
+    """The settings in a model's folder.  What cannot be read becomes the `problem`."""
+    try:
+        return _read(folder, name, vocab)
+    except (ModelLoadError, OSError, ValueError, TypeError, AttributeError) as e:
+        return PoolingConfig(problem=f"its settings cannot be read: {e}")
+
+
+def _read(folder: Path, name: str, vocab: Mapping[str, int]) -> PoolingConfig:
+    modules = folder / "modules.json"
+    listed = json.loads(modules.read_text("utf-8")) if modules.is_file() else []
+    kinds = {str(module["type"]).rpartition(".")[2]: module["path"] for module in listed}
+    texts = read_json(folder / "config_sentence_transformers.json")
+    pooling = read_json(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
+    problem = _problem(read_json(folder / "config.json"), kinds, pooling)
+    labels = tuple(vocab[word] for word in ("yes", "no") if word in vocab)
+    if "LogitScore" in kinds:
+        scores = read_json(folder / kinds["LogitScore"] / "config.json")
+        if labels != (scores.get("true_token_id"), scores.get("false_token_id")):
+            problem = "it is a reranker, and its answers are not yes and no"
+    is_reranker = "LogitScore" in kinds or "qwen3-reranker" in name.lower()
+    return PoolingConfig(
+        pooling=_mode(pooling) or "last",
+        prompts=dict(texts.get("prompts") or {}),
+        default_prompt_name=texts.get("default_prompt_name"),
+        score_token_ids=labels if is_reranker and len(labels) == 2 else None,
+        problem=problem,
+    )
+
+
+def _mode(config: dict[str, Any]) -> str | None:
+    on = [name for name, value in config.items() if name in _MODES and value is True]
+    return _MODES.get(on[0] if on else str(config.get("pooling_mode")))
+
+
+def _problem(config: dict[str, Any], kinds: dict[str, Any], pooling: dict[str, Any]) -> str | None:
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        return "its tokens see those behind them, and this engine's attention is causal"
+    if unknown := kinds.keys() - {"Transformer", "Pooling", "Normalize", "LogitScore"}:
+        return f"it has a module that is not supported: {', '.join(sorted(unknown))}"
+    if pooling and _mode(pooling) is None:
+        return "its pooling is neither that of the last token nor the mean"
+    return None
