@@ -159,10 +159,16 @@ def test_parameters_out_of_range_are_refused(params):
 
 
 def test_truncated_prompts_keep_their_end_of_sequence():
-    assert truncate([1, 2, 3, 9], 3, [9]) == [1, 2, 9]
-    assert truncate([1, 2, 3, 4], 3, [9]) == [1, 2, 3]
-    assert truncate([1, 2, 9], 3, [9]) == [1, 2, 9]
-    assert truncate([7, 1, 2, 9], 1, [7, 9]) == [7]
+    three, context = (
+        PoolingParams(truncate_prompt_tokens=3),
+        PoolingParams(truncate_prompt_tokens=-1),
+    )
+    assert truncate([1, 2, 3, 9], three, 100, [9]) == [1, 2, 9]
+    assert truncate([1, 2, 3, 4], three, 100, [9]) == [1, 2, 3]
+    assert truncate([1, 2, 9], three, 100, [9]) == [1, 2, 9]
+    assert truncate([1, 2, 3, 9], three, 3, [9]) == [1, 9]
+    assert truncate([1, 2, 3, 9], context, 3, [9]) == [1, 9]
+    assert truncate([1, 2, 3, 9], PoolingParams(), 3, [9]) == [1, 2, 3, 9]
 
 
 # The Python API
@@ -230,7 +236,7 @@ def test_scores_of_embeddings_are_cosines(llm):
 def test_a_reranker_gives_the_probability_of_yes():
     tokenizer = type("Tokenizer", (), {"encode": lambda self, text, **options: encode_all(text)})()
     config = PoolingConfig(score_token_ids=(5, 6))
-    plan = plan_scores(config, tokenizer, ["q", "r"], ["d", "e"], PoolingParams(), "Judge")
+    plan = plan_scores(config, tokenizer, ["q", "r"], ["d", "e"], PoolingParams(), 999, "Judge")
     first, second = ("".join(map(chr, ids)) for ids in plan.prompts)
     assert "<Instruct>: Judge\n<Query>: q\n<Document>: d<|im_end|>" in first
     assert "<Query>: r\n<Document>: e<|im_end|>" in second
@@ -238,6 +244,16 @@ def test_a_reranker_gives_the_probability_of_yes():
     assert plan.params.score_token_ids == (5, 6)
     scores = plan.scores([np.array([0, 0]), np.array([2, 0])])
     assert scores == pytest.approx([0.5, 1 / (1 + np.exp(-2))])
+
+
+def test_a_truncated_pair_keeps_its_form():
+    tokenizer = type("Tokenizer", (), {"encode": lambda self, text, **options: encode_all(text)})()
+    config, params = PoolingConfig(score_token_ids=(5, 6)), PoolingParams(truncate_prompt_tokens=-1)
+    (ids,) = plan_scores(config, tokenizer, "q", "d" * 999, params, 500).prompts
+    assert len(ids) == 499
+    assert "".join(map(chr, ids)).endswith(
+        "ddd<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
 
 
 def encode_all(text: str) -> list[int]:

@@ -16,6 +16,7 @@ from tests.support.server_kit import serving
 from vllm_metal_lite import EngineConfig
 from vllm_metal_lite.server import security
 from vllm_metal_lite.server.anthropic_api import messages
+from vllm_metal_lite.server.openai_api import pooling
 from vllm_metal_lite.server.openai_api.chat import ChatCompletionRequest
 from vllm_metal_lite.server.openai_api.completions import CompletionRequest
 from vllm_metal_lite.server.openai_api.responses import ResponsesRequest
@@ -30,6 +31,9 @@ HI = [{"role": "user", "content": "hi"}]
 ENDPOINTS = {
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": HI, "max_tokens": 2}),
     "/v1/completions": (CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
+    "/v1/embeddings": (pooling.EmbeddingRequest, {"input": "hi"}),
+    "/v1/rerank": (pooling.RerankRequest, {"query": "hi", "documents": ["a"]}),
+    "/v1/score": (pooling.ScoreRequest, {"text_1": "hi", "text_2": "a"}),
     "/v1/responses": (ResponsesRequest, {"input": "hi", "max_output_tokens": 2}),
     "/v1/messages": (messages.MessagesRequest, {"messages": HI, "max_tokens": 2}),
     "/v1/messages/count_tokens": (messages.ConversationFields, {"messages": HI}),

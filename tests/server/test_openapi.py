@@ -24,6 +24,9 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 POSTS = {
     "/v1/chat/completions": HI,
     "/v1/completions": {"prompt": [5, 6], "max_tokens": 4},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["a", "b"]},
+    "/v1/score": {"text_1": "hi", "text_2": ["a", "b"]},
     "/v1/responses": {"input": "hi", "max_output_tokens": 4},
     "/v1/messages": HI,
     "/v1/messages/count_tokens": HI,

@@ -27,7 +27,7 @@ from vllm_metal_lite.engine.intake import (
     make_answers,
 )
 from vllm_metal_lite.engine.pooling import ONE_TOKEN, PoolingRequests, check_pooling, truncate
-from vllm_metal_lite.engine.prompts import Prompt, cache_salt, render_chat, text_or_ids, tokenize
+from vllm_metal_lite.engine.prompts import Prompt, cache_salt, encode, render_chat, tokenize
 from vllm_metal_lite.errors import ConfigError, RequestError, one_line, show
 from vllm_metal_lite.kv.store import PagedStore
 from vllm_metal_lite.model.loader import LoadedModel, load
@@ -203,16 +203,15 @@ class LLMEngine:
         params = PoolingParams() if params is None else params
         check_pooling(params, self.model)
         if params.truncate_prompt_tokens is not None:
-            prompt = self._truncated(prompt, params.truncate_prompt_tokens)
+            prompt = self._truncated(prompt, params)
         self.add_request(request_id, prompt, ONE_TOKEN, priority=priority, turn=turn)
         (answer,) = self._requests[request_id]
         self.pooling.add(answer.request, params, answer.result, self.model)
 
-    def _truncated(self, prompt: Prompt, most: int) -> Prompt:
-        _, token_ids = self.tokenize(prompt)
-        fits = self.max_model_len - 1
-        ends = self.model.tokenizer.encode("") if isinstance(text_or_ids(prompt), str) else []
-        kept = truncate(token_ids, fits if most < 0 else min(most, fits), ends)
+    def _truncated(self, prompt: Prompt, params: PoolingParams) -> Prompt:
+        text, token_ids = self.tokenize(prompt)
+        ends = [] if text is None else encode("", self.model.tokenizer)
+        kept = truncate(token_ids, params, self.max_model_len, ends)
         return {"prompt_token_ids": kept, "cache_salt": cache_salt(prompt)}
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:

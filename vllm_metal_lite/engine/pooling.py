@@ -128,9 +128,15 @@ def values_of(output: RequestOutput, params: PoolingParams) -> np.ndarray:
     return values
 
 
-def truncate(token_ids: Sequence[int], most: int, ends: Sequence[int]) -> list[int]:
-    """The first tokens of a prompt, at most `most`; `ends`, if the prompt has them at its end,
-    stay there."""
+def truncate(
+    token_ids: Sequence[int], params: PoolingParams, max_model_len: int, ends: Sequence[int] = ()
+) -> list[int]:
+    """The first tokens of a prompt, as many as `truncate_prompt_tokens` allows; `ends`, if the
+    prompt has them at its end, stay there."""
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return list(token_ids)
+    most = max_model_len - 1 if most < 0 else min(most, max_model_len - 1)
     if len(token_ids) <= most:
         return list(token_ids)
     kept = list(ends) if ends and list(token_ids[-len(ends) :]) == list(ends) else []

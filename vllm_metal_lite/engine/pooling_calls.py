@@ -64,7 +64,15 @@ class PoolingCalls:
         """
         model = self.engine.model
         params = PoolingParams() if pooling_params is None else pooling_params
-        plan = plan_scores(model.pooling, model.tokenizer, texts_1, texts_2, params, instruction)
+        plan = plan_scores(
+            model.pooling,
+            model.tokenizer,
+            texts_1,
+            texts_2,
+            params,
+            self.engine.max_model_len,
+            instruction,
+        )
         done = self._pool(plan.prompts, plan.params, use_tqdm)
         values: list[np.ndarray] = [values_of(output, plan.params) for output in done]
         return [ScoringRequestOutput(i, score) for i, score in enumerate(plan.scores(values))]
@@ -73,6 +81,8 @@ class PoolingCalls:
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
     ) -> list[ScoringRequestOutput]:
         """The documents' indexes and scores, the best first; options: those of `score`."""
+        if top_n is not None and top_n < 0:
+            raise RequestError(f"top_n must be at least 0, got {top_n}")
         scores = self.score(query, documents, **options)
         return sorted(scores, key=lambda output: -output.score)[:top_n]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_metal_lite.engine.pooling import truncate
 from vllm_metal_lite.engine.prompts import Prompt, encode
 from vllm_metal_lite.errors import RequestError, show
 from vllm_metal_lite.model.pooling_config import PoolingConfig
@@ -37,6 +38,7 @@ def plan_scores(
     queries: Any,
     documents: Any,
     params: PoolingParams,
+    max_model_len: int,
     instruction: str | None = None,
 ) -> ScorePlan:
     """The plan of the pairs of queries and documents: one query for all documents, or one each.
@@ -57,7 +59,8 @@ def plan_scores(
 
         def ids(query: str, document: str) -> list[int]:
             text = f"<Instruct>: {asked}\n<Query>: {query}\n<Document>: {document}"
-            return [*before, *encode(text, tokenizer, add_special_tokens=False), *behind]
+            token_ids = encode(text, tokenizer, add_special_tokens=False)
+            return truncate([*before, *token_ids, *behind], params, max_model_len, behind)
 
         return ScorePlan(
             [ids(queries[i], documents[j]) for i, j in pairs],

@@ -14,13 +14,23 @@ from vllm_metal_lite.errors import shorten
 from vllm_metal_lite.server import live, openapi, page, status
 from vllm_metal_lite.server.anthropic_api import messages
 from vllm_metal_lite.server.errors import ApiError, error_response
-from vllm_metal_lite.server.openai_api import chat, completions, model_list, responses, tokenize
+from vllm_metal_lite.server.openai_api import (
+    chat,
+    completions,
+    model_list,
+    pooling,
+    responses,
+    tokenize,
+)
 from vllm_metal_lite.server.security import guards
 from vllm_metal_lite.server.server import Server, endpoint
 
 _POSTS = (
     ("/v1/chat/completions", chat.ChatCompletionRequest, chat.chat_completions),
     ("/v1/completions", completions.CompletionRequest, completions.completions),
+    ("/v1/embeddings", pooling.EmbeddingRequest, pooling.embeddings),
+    ("/v1/rerank", pooling.RerankRequest, pooling.rerank),
+    ("/v1/score", pooling.ScoreRequest, pooling.score),
     ("/v1/responses", responses.ResponsesRequest, responses.create_response),
     ("/v1/messages", messages.MessagesRequest, messages.create_message),
     ("/v1/messages/count_tokens", messages.ConversationFields, messages.count_tokens),

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm_metal_lite.errors import show
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.rules import whole
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server import limits
@@ -72,15 +73,17 @@ class Server:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        pooling: PoolingParams | None = None,
     ) -> AsyncIterator[Generation]:
         """A request that `engine` has accepted; leaving the block ends it.
 
         prefix: of the request's id.  cache_salt: prompts of one salt say nothing of others, so they
-        are neither remembered nor compared.
+        are neither remembered nor compared; nor are pooling requests, those with `pooling`.
 
         Raises ApiError, MetalLiteError or EngineLost.
         """
         self.check_open()
+        remembered = cache_salt is None and pooling is None
         token_ids = prompt.token_ids
         limit = engine.facts.max_model_len
         if len(token_ids) >= limit:
@@ -94,10 +97,10 @@ class Server:
                 async with engine.generate(
                     request_id, token_ids, params,
                     priority=priority, checkpoints=prompt.checkpoints, cache_salt=cache_salt,
-                    on_update=count.update,
+                    pooling=pooling, on_update=count.update,
                 ) as generation:  # fmt: skip
                     count.generation = generation
-                    if cache_salt is None:
+                    if remembered:
                         generation.parted = prompt.parted
                         engine.recent.add(token_ids)
                     self.generations[request_id] = generation
@@ -105,7 +108,7 @@ class Server:
         finally:
             self.num_accepted -= 1
             if (ended := self.generations.get(request_id)) is not None:
-                if cache_salt is None:
+                if remembered:
                     # The last token has no K and V.
                     engine.recent.add([*token_ids, *ended.answers[0].token_ids[:-1]])
                 self.on_end(ended)

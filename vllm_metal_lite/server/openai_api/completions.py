@@ -76,8 +76,8 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
         )
     special = body.add_special_tokens is not False
     try:
-        token_ids = await offload(_token_ids, prompts, engine, special)
-        generations = await _all(
+        token_ids = await offload(token_ids_of, prompts, engine, special)
+        generations = await all_of(
             serving.generate("cmpl-", RenderedPrompt(ids), params, **body.scheduling())
             for ids in token_ids
         )
@@ -108,15 +108,15 @@ async def completions(serving: Serving, body: CompletionRequest) -> Response:
     return await large_json(whole)
 
 
-def split_prompts(prompt: Any) -> list[Prompt]:
+def split_prompts(prompt: Any, param: str = "prompt") -> list[Prompt]:
     """The prompts of a request: a text, token ids, or a list of either.  Raises ApiError (400)."""
     if isinstance(prompt, str) or _are_ids(prompt):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise must_be("prompt", "a text, token ids, or a list of them", prompt)
+        raise must_be(param, "a text, token ids, or a list of them", prompt)
     for i, item in enumerate(prompt):
         if not isinstance(item, str) and not _are_ids(item):
-            raise must_be(f"prompt.{i}", "a text or token ids", item)
+            raise must_be(f"{param}.{i}", "a text or token ids", item)
     return prompt
 
 
@@ -126,7 +126,9 @@ def _are_ids(value: Any) -> bool:
     )
 
 
-def _token_ids(prompts: Sequence[Prompt], engine: EngineClient, special: bool) -> list[list[int]]:
+def token_ids_of(
+    prompts: Sequence[Prompt], engine: EngineClient, special: bool, param: str = "prompt"
+) -> list[list[int]]:
     def ids_of(prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             prompt = encode_prompt(engine, prompt, special)
@@ -135,10 +137,10 @@ def _token_ids(prompts: Sequence[Prompt], engine: EngineClient, special: bool) -
     try:
         return [ids_of(prompt) for prompt in prompts]
     except RequestError as e:
-        raise ApiError(400, str(e), param="prompt") from None
+        raise ApiError(400, str(e), param=param) from None
 
 
-async def _all(starts: Iterable[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+async def all_of(starts: Iterable[Coroutine[Any, Any, Generation]]) -> list[Generation]:
     """The results, in order.  If one fails, none is left running."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -26,6 +26,7 @@ from vllm_metal_lite.config import EngineConfig
 from vllm_metal_lite.engine.pieces import PieceEncoder
 from vllm_metal_lite.errors import ModelLoadError, RequestError
 from vllm_metal_lite.model.loader import load_tokenizer_only
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 from vllm_metal_lite.server.offload import ORIGIN, offload
 from vllm_metal_lite.server.recent import RecentPrompts
@@ -204,6 +205,7 @@ class EngineClient:
         priority: int = 0,
         checkpoints: Sequence[int] = (),
         cache_salt: str | None = None,
+        pooling: PoolingParams | None = None,
         on_update: Callable[[Generation, float], None] | None = None,
     ) -> AsyncIterator[Generation]:
         """A request that the engine has accepted; leaving the block ends it.
@@ -213,7 +215,9 @@ class EngineClient:
         """
         turn = self._fair.turn(ORIGIN.get().client, (g.turn for g in self.generations.values()))
         positions = tuple(checkpoints)
-        add = Add(request_id, prompt_token_ids, params, priority, turn, positions, cache_salt)
+        add = Add(
+            request_id, prompt_token_ids, params, priority, turn, positions, cache_salt, pooling
+        )
         generation = Generation(add, self.tokenizer, on_update)
         self.generations[request_id] = generation
         try:

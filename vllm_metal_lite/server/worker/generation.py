@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from vllm_metal_lite.engine.detokenizer import Detokenizer, texts_of
@@ -64,6 +65,7 @@ class Generation:
         self.request_id, self.params = request.request_id, request.params
         self.prompt_token_ids, self.turn = request.prompt_token_ids, request.turn
         self.num_cached_tokens = 0
+        self.pooled: np.ndarray | None = None  # of a finished pooling request
         self._scored: list[Scores | None] | None = None  # the prompt
         self._texts = texts_of(tokenizer)
         self.parted: Parted | None = None
@@ -123,6 +125,7 @@ class Generation:
             if update.num_cached_tokens is not None:
                 self.num_cached_tokens = update.num_cached_tokens
                 self._scored = update.prompt_logprobs
+                self.pooled = update.pooled
                 self.times.scheduled = update.scheduled_at
             self._take(update)
             self.changed[update.answer_index] = None

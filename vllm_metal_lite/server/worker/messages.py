@@ -4,10 +4,14 @@ Every time is in seconds of `time.monotonic`, which all processes of a machine s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from vllm_metal_lite.model.pooling_config import PoolingConfig
 from vllm_metal_lite.outputs import Logprob
+from vllm_metal_lite.pooling_params import PoolingParams
 from vllm_metal_lite.sampling_params import SamplingParams
 
 # From the server
@@ -17,7 +21,7 @@ from vllm_metal_lite.sampling_params import SamplingParams
 class Add:
     """Queue a request.  The engine's process answers Added or Refused.
 
-    turn: within a priority, see `fair_turns.py`.
+    turn: within a priority, see `fair_turns.py`.  pooling: of a request that draws no tokens.
     """
 
     request_id: str
@@ -27,6 +31,7 @@ class Add:
     turn: int = 0
     checkpoints: tuple[int, ...] = ()
     cache_salt: str | None = None
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,7 @@ class ModelFacts:
     weight_bytes: int
     store_bytes: int
     description: tuple[str, ...]
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,7 @@ class AnswerUpdate(NamedTuple):
     `text`.
     logprobs: one entry for each of token_ids, if asked for.
     scheduled_at: when the request's first step was launched; None but in its first update, as
-    num_cached_tokens.  prompt_logprobs: complete, in that update.
+    num_cached_tokens.  prompt_logprobs: complete, in that update.  pooled: of a pooling request.
     """
 
     answer_index: int
@@ -172,6 +178,7 @@ class AnswerUpdate(NamedTuple):
     scheduled_at: float | None = None
     num_cached_tokens: int | None = None
     prompt_logprobs: list[Scores | None] | None = None
+    pooled: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,18 +162,21 @@ class Worker:
             self._send(Compiled(message.request_id))
 
     def _add(self, message: Add) -> None:
+        prompt = {"prompt_token_ids": message.prompt_token_ids, "cache_salt": message.cache_salt}
+        rank = {"priority": message.priority, "turn": message.turn}
         try:
-            self._engine.add_request(
-                message.request_id,
-                {
-                    "prompt_token_ids": message.prompt_token_ids,
-                    "cache_salt": message.cache_salt,
-                },
-                message.params,
-                priority=message.priority,
-                turn=message.turn,
-                checkpoints=message.checkpoints,
-            )
+            if message.pooling is not None:
+                self._engine.add_pooling_request(
+                    message.request_id, prompt, message.pooling, **rank
+                )
+            else:
+                self._engine.add_request(
+                    message.request_id,
+                    prompt,
+                    message.params,
+                    checkpoints=message.checkpoints,
+                    **rank,
+                )
         except MetalLiteError as e:
             self._send(Refused(message.request_id, str(e)))
         except Exception as e:
@@ -241,6 +244,7 @@ class _Progress:
             updates[0] = updates[0]._replace(
                 scheduled_at=self.scheduled_at,
                 num_cached_tokens=output.num_cached_tokens,
+                pooled=output.pooled,
                 prompt_logprobs=None
                 if scored is None
                 else [None if p is None else pack(p) for p in scored],
@@ -281,4 +285,5 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
         weight_bytes=model.weight_bytes,
         store_bytes=engine.runner.attention.store.nbytes,
         description=tuple(describe(engine)),
+        pooling=model.pooling,
     )

@@ -1,0 +1,115 @@
+"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`, as clients see them, beside the Python API."""
+
+import base64
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tests.support.server_kit import serving
+from vllm_metal_lite import LLM, EngineConfig, PoolingParams
+
+ENGINE = EngineConfig(num_blocks=256, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
+TEXTS = ["Once upon a time", "A dog", "The sun was warm, and Lily went to the park"]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(engine=ENGINE) as running:
+        yield running.url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("demo", num_blocks=256, max_model_len=128)
+
+
+@pytest.fixture(scope="module")
+def wanted(llm):
+    return np.array([output.embedding for output in llm.embed(TEXTS)])
+
+
+def post(url, path, **body):
+    return httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
+
+
+@pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}])
+def test_the_official_client(client, llm, wanted, encoding):
+    """Which asks for base64 by itself."""
+    reply = client.embeddings.create(model="demo", input=TEXTS, **encoding)
+    assert [data.index for data in reply.data] == [0, 1, 2]
+    np.testing.assert_allclose([data.embedding for data in reply.data], wanted, atol=1e-5)
+    count = sum(len(output.prompt_token_ids) for output in llm.embed(TEXTS))
+    assert reply.usage.prompt_tokens == reply.usage.total_tokens == count
+
+
+def test_base64_is_float32(url, wanted):
+    data = post(url, "embeddings", input=TEXTS[0], encoding_format="base64").json()["data"]
+    found = np.frombuffer(base64.b64decode(data[0]["embedding"]), "<f4")
+    np.testing.assert_allclose(found, wanted[0], atol=1e-5)
+
+
+def test_token_ids_and_dimensions(client, llm):
+    ids = llm.get_tokenizer().encode(TEXTS[0])
+    cut = llm.embed(TEXTS[0], pooling_params=PoolingParams(dimensions=8))[0].embedding
+    for given in (ids, [ids, ids]):
+        reply = client.embeddings.create(model="demo", input=given, dimensions=8)
+        for data in reply.data:
+            np.testing.assert_allclose(data.embedding, cut, atol=1e-5)
+
+
+def test_more_inputs_than_may_wait(url):
+    """They are taken in turns, in order."""
+    texts = [TEXTS[i % 3] for i in range(40)]
+    data = post(url, "embeddings", input=texts).json()["data"]
+    assert [item["index"] for item in data] == list(range(40))
+    for i in range(3, 40):
+        np.testing.assert_allclose(data[i]["embedding"], data[i % 3]["embedding"], atol=1e-5)
+
+
+def test_long_inputs_are_cut_if_asked(url):
+    refused = post(url, "embeddings", input="word " * 400)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    reply = post(url, "embeddings", input="word " * 400, truncate_prompt_tokens=-1)
+    assert reply.json()["usage"]["prompt_tokens"] == 127
+
+
+def test_rerank_and_score(url, llm):
+    wanted = [output.score for output in llm.score("A story", TEXTS)]
+    scores = post(url, "score", text_1="A story", text_2=TEXTS).json()
+    found = [item["score"] for item in scores["data"]]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    body = {"query": "A story", "documents": TEXTS, "top_n": 2}
+    results = post(url, "rerank", **body).json()["results"]
+    assert [item["index"] for item in results] == sorted(range(3), key=lambda i: -wanted[i])[:2]
+    assert results[0]["document"] == {"text": TEXTS[results[0]["index"]]}
+    assert results[0]["relevance_score"] == pytest.approx(max(wanted), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("embeddings", {"input": []}, "input"),
+        ("embeddings", {"input": ["a", 7]}, "input.1"),
+        ("embeddings", {"input": [99999999]}, "outside the vocabulary"),
+        ("embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+        ("embeddings", {"input": "a", "dimensions": 1 << 20}, "dimensions"),
+        ("embeddings", {"input": "a", "prompt_name": "query"}, "no prompt"),
+        ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ("rerank", {"query": "a", "documents": []}, "documents"),
+        ("rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+        ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "2 queries"),
+        ("score", {"text_1": "a", "text_2": "b", "cache_salt": 3}, "cache_salt"),
+    ],
+)
+def test_what_is_refused(url, path, body, words):
+    reply = post(url, path, **body)
+    assert reply.status_code == 400
+    assert words in reply.json()["error"]["message"]

@@ -1,0 +1,211 @@
+"""`/v1/embeddings` as OpenAI has it; `/v1/rerank` and `/v1/score` as vLLM has them."""
+
+import asyncio
+import base64
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from starlette.responses import JSONResponse, Response
+
+from vllm_metal_lite.engine.pooling import ONE_TOKEN, truncate
+from vllm_metal_lite.engine.prompts import check_salt, encode
+from vllm_metal_lite.engine.scores import plan_scores
+from vllm_metal_lite.pooling_params import PoolingParams
+from vllm_metal_lite.server.errors import ApiError, ContextOverflow, bad, must_be
+from vllm_metal_lite.server.large_json import large_json
+from vllm_metal_lite.server.offload import offload
+from vllm_metal_lite.server.openai_api.completions import all_of, split_prompts, token_ids_of
+from vllm_metal_lite.server.prompts import RenderedPrompt, check_length
+from vllm_metal_lite.server.server import Body, Serving
+from vllm_metal_lite.server.worker.client import EngineClient
+from vllm_metal_lite.server.worker.generation import Generation
+
+_STEPS_AHEAD = 2  # full steps of prompts that one request keeps in the engine's queue
+
+
+class PoolingBody(Body):
+    """truncate_prompt_tokens: cut longer prompts; -1: to the context; None: refuse them."""
+
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: Any = None
+
+    def params(self) -> PoolingParams:
+        return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens)
+
+    def check(self) -> None:
+        self.params()
+        check_salt(self.cache_salt)
+
+
+class EmbeddingRequest(PoolingBody):
+    """prompt_name: the model's prompt to put before each text."""
+
+    input: Any
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    add_special_tokens: bool | None = None
+    user: str | None = None
+
+    def params(self) -> PoolingParams:
+        return PoolingParams(
+            dimensions=self.dimensions,
+            normalize=self.normalize is not False,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+    def check(self) -> None:
+        super().check()
+        split_prompts(self.input, "input")
+
+
+class RerankRequest(PoolingBody):
+    """instruction: what a reranker judges."""
+
+    query: str
+    documents: list[str]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_n is not None and self.top_n < 0:
+            raise must_be("top_n", "at least 0", self.top_n)
+
+
+class ScoreRequest(PoolingBody):
+    text_1: str | list[str]
+    text_2: str | list[str]
+    instruction: str | None = None
+
+
+async def embeddings(serving: Serving, body: EmbeddingRequest) -> Response:
+    before = serving.engine.facts.pooling.prompt(body.prompt_name)
+    inputs = split_prompts(body.input, "input")
+    prompts = [before + text if isinstance(text, str) else text for text in inputs]
+    params, special = body.params(), body.add_special_tokens is not False
+    generations = await _pool(serving, body, prompts, params, special, "input")
+    values = _values(generations)
+    if body.dimensions is not None and body.dimensions > (most := len(values[0])):
+        raise bad("dimensions", f" must be at most {most}, got {body.dimensions}")
+
+    def whole() -> dict[str, Any]:
+        data = [
+            {"object": "embedding", "index": i, "embedding": _encoded(body, value)}
+            for i, value in enumerate(values)
+        ]
+        return {"object": "list", **_common(serving, generations), "data": data}
+
+    return await large_json(whole)
+
+
+async def rerank(serving: Serving, body: RerankRequest) -> Response:
+    scores, common = await _scores(serving, body, body.query, body.documents)
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+    results: list[dict[str, Any]] = [
+        {"index": i, "relevance_score": scores[i]}
+        | ({} if body.return_documents is False else {"document": {"text": body.documents[i]}})
+        for i in best
+    ]
+    return JSONResponse({**common, "results": results})
+
+
+async def score(serving: Serving, body: ScoreRequest) -> Response:
+    scores, common = await _scores(serving, body, body.text_1, body.text_2)
+    data = [{"object": "score", "index": i, "score": value} for i, value in enumerate(scores)]
+    return JSONResponse({"object": "list", **common, "data": data})
+
+
+async def _scores(
+    serving: Serving, body: RerankRequest | ScoreRequest, queries: Any, documents: Any
+) -> tuple[list[float], dict[str, Any]]:
+    engine, facts = serving.engine, serving.engine.facts
+    for text in [queries, *documents] if isinstance(queries, str) else [*queries, *documents]:
+        check_length(engine, text)
+    make = partial(plan_scores, facts.pooling, engine.tokenizer, queries, documents, body.params())
+    plan = await offload(make, facts.max_model_len, body.instruction)
+    generations = await _pool(serving, body, plan.prompts, plan.params, True, "documents")
+    return plan.scores(_values(generations)), _common(serving, generations)
+
+
+async def _pool(
+    serving: Serving,
+    body: PoolingBody,
+    prompts: Sequence[Any],
+    params: PoolingParams,
+    special: bool,
+    param: str,
+) -> list[Generation]:
+    """The finished requests of the prompts, in order."""
+    engine = serving.engine
+    with serving.preparing():
+        make = partial(_token_ids, engine, prompts, params, special, param)
+        token_ids = await offload(make)
+    seats = engine.facts.max_num_seqs
+    free = asyncio.Semaphore(min(_STEPS_AHEAD * seats, seats + serving.server.config.max_waiting))
+
+    async def run(ids: list[int]) -> Generation:
+        async with free:
+            generation = await serving.generate(
+                "embd-",
+                RenderedPrompt(ids),
+                ONE_TOKEN,
+                pooling=params,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+            )
+            await generation.complete()
+            return generation
+
+    try:
+        return await all_of(map(run, token_ids))
+    except ContextOverflow as e:
+        e.param = param
+        raise
+
+
+def _token_ids(
+    engine: EngineClient, prompts: Sequence[Any], params: PoolingParams, special: bool, param: str
+) -> list[list[int]]:
+    token_ids = token_ids_of(prompts, engine, special, param)
+    ends = encode("", engine.tokenizer, add_special_tokens=special)
+    return [
+        truncate(ids, params, engine.facts.max_model_len, ends if isinstance(prompt, str) else [])
+        for prompt, ids in zip(prompts, token_ids, strict=True)
+    ]
+
+
+def _values(generations: Sequence[Generation]) -> list[np.ndarray]:
+    values = [generation.pooled for generation in generations]
+    if any(value is None or not np.isfinite(value).all() for value in values):
+        raise ApiError(500, "the model computes no finite values for this request")
+    return [value for value in values if value is not None]
+
+
+def _encoded(body: EmbeddingRequest, value: np.ndarray) -> str | list[float]:
+    """Base64 of little-endian float32, or a list."""
+    if body.encoding_format == "base64":
+        return base64.b64encode(value.astype("<f4").tobytes()).decode()
+    return value.tolist()
+
+
+def _common(serving: Serving, generations: Sequence[Generation]) -> dict[str, Any]:
+    count = sum(len(generation.prompt_token_ids) for generation in generations)
+    cached = sum(generation.num_cached_tokens for generation in generations)
+    return {
+        "id": f"embd-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": serving.model,
+        "usage": {
+            "prompt_tokens": count,
+            "total_tokens": count,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        },
+    }
