@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from metal.host import compiler_available, installed
 from tests.support import tiny_models as tiny
+from tests.support.kernel_engine import engine_with_kernels
 from tests.support.pool_accounts import check_accounts
 from vllm_metal_lite import LLM, PoolingParams
 from vllm_metal_lite.backend import mx
@@ -92,6 +94,28 @@ def test_beside_decodes_and_preempted(pooling, speculate):
         [alone(tiny.native("llama"), prompt, pooling) for prompt in PROMPTS],
     )
     assert engine.metrics()["preemptions"] > 0
+
+
+@pytest.mark.skipif(not compiler_available(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_next"])
+def test_through_host_kernels(name):
+    """Steps of decodes are compiled there; steps with embeddings are not."""
+    chats = tiny.prompts(2, 2, 20, seed=9)
+    with installed():
+        engine = engine_with_kernels(name, max_num_batched_tokens=24)
+        tiny.submit(engine, chats, 16)
+        for i, prompt in enumerate(PROMPTS):
+            pooling = ("last", "mean")[i % 2]
+            engine.add_pooling_request(f"e{i}", prompt, PoolingParams(pooling=pooling))
+        done = tiny.run(engine)
+        assert engine.runner.path.uses_kernels
+    tokens = [done[str(i)].outputs[0].token_ids for i in range(len(chats))]
+    assert tokens == tiny.all_alone(name, chats, 16)
+    modes = [("last", "mean")[i % 2] for i in range(len(PROMPTS))]
+    compare(
+        [done[f"e{i}"].pooled for i in range(len(PROMPTS))],
+        [alone(tiny.native(name), p, mode) for p, mode in zip(PROMPTS, modes, strict=True)],
+    )
 
 
 def test_a_step_of_embeddings_samples_nothing(monkeypatch):

@@ -151,7 +151,7 @@ def _embedding(hidden: np.ndarray, params: PoolingParams) -> np.ndarray:
     return hidden / max(float(np.linalg.norm(hidden)), 1e-12)
 
 
-def _rectangle(token_ids: list[Sequence[int]]) -> np.ndarray:
+def _rectangle(token_ids: Sequence[Sequence[int]]) -> np.ndarray:
     """(L, K) int32; shorter rows are filled with token 0."""
     width = max(map(len, token_ids), default=0)
     filled = [[*ids, *[0] * (width - len(ids))] for ids in token_ids]

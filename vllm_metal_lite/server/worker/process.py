@@ -163,19 +163,23 @@ class Worker:
 
     def _add(self, message: Add) -> None:
         prompt = {"prompt_token_ids": message.prompt_token_ids, "cache_salt": message.cache_salt}
-        rank = {"priority": message.priority, "turn": message.turn}
         try:
             if message.pooling is not None:
                 self._engine.add_pooling_request(
-                    message.request_id, prompt, message.pooling, **rank
+                    message.request_id,
+                    prompt,
+                    message.pooling,
+                    priority=message.priority,
+                    turn=message.turn,
                 )
             else:
                 self._engine.add_request(
                     message.request_id,
                     prompt,
                     message.params,
+                    priority=message.priority,
+                    turn=message.turn,
                     checkpoints=message.checkpoints,
-                    **rank,
                 )
         except MetalLiteError as e:
             self._send(Refused(message.request_id, str(e)))
