@@ -187,10 +187,11 @@ class ModelRunner:
         """Logits of the batch's `logits_indices`, in order, perhaps padded; the next state; what
         pooling requests read."""
         attention = self.attention.begin(step, self._state)
-        logits, hidden = self.model.with_hidden(attention, step.logits_indices, self.fusion)
-        wanted = step.batch.pooled
-        pooled = None if wanted is None else pool(wanted, hidden, logits)
-        return logits, attention.state, pooled
+        wanted, rows = step.batch.pooled, step.logits_indices
+        if wanted is None:
+            return self.model(attention, rows, self.fusion), attention.state, None
+        logits, hidden = self.model.with_hidden(attention, rows, self.fusion)
+        return logits, attention.state, pool(wanted, hidden, logits)
 
     def _start(self, *arrays: Any) -> None:
         """Have the device compute a step's arrays."""
