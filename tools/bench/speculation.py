@@ -152,7 +152,7 @@ def main() -> None:
     name, length = ("128x2", 120) if args.tiny else (args.model, args.length)
     model = get_model(name, bits=args.bits)
     prepared = Prepared(model.packed)
-    object.__setattr__(model, "packed", prepared)
+    object.__setattr__(model.fit, "packed", prepared)
     if "widths" in args.only:
         widths(model, prepared, length)
     print(f"\n### {model.name}: tokens a second, answers of {length} tokens\n")
