@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ def main() -> None:
     name, length = ("128x2", 120) if args.tiny else (args.model, args.length)
     model = get_model(name, bits=args.bits)
     prepared = Prepared(model.packed)
-    object.__setattr__(model.fit, "packed", prepared)
+    model = replace(model, fit=model.fit._replace(packed=prepared))
     if "widths" in args.only:
         widths(model, prepared, length)
     print(f"\n### {model.name}: tokens a second, answers of {length} tokens\n")
