@@ -28,7 +28,7 @@ class ForwardBatch:
     seq_lens: (S,) int32, context including this step's tokens.
     block_tables: (S, max_blocks) int32; entries behind a window are meaningless.
     req_indices: (S,) int32, rows of the InputBatch (the requests' seats).  num_decodes: leading
-    segments of length 1.
+    segments of length 1; 0 in a step with drafts, so that its shapes repeat.
     initial_slots, final_slots: (S,) int32, where recurrent layers read the state before a segment
     (EMPTY_SLOT: zeros), and write the state after it.  checkpoints: (C, 3) int32, (segment, packed
     row, slot): `slot` also takes the segment's state before this row, which is not its first.
