@@ -86,7 +86,7 @@ def paged_decode(dtype, kept=None, spec=None, prefix=None, plan=(1, 2)):
 
 
 def fused_decode(dtype, written=None, spec=None, factor=1.0):
-    """As above, in two splits; the newest rows are not in the store yet.  Several tiles a KV head."""
+    """As above, in two splits; the newest rows are not in the store yet.  Several tiles a head."""
     tables = mx.array([[11, 10, 2], [0, 0, 0], [4, 5, 0]], mx.int32)
     heads = KV_HEADS * GROUP
     rows = draw(3, (heads + 2 * KV_HEADS) * DIM, seed=13, dtype=dtype)
