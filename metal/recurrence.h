@@ -181,6 +181,10 @@ METAL_FUNC float advance_row(thread float* state, const device T* q,
   thread float seen[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < HELD; i += 4) {
+    // A compiler must not fetch the whole row before the first product: registers are few.
+    if (TILED && i % 8 == 0) {
+      simdgroup_barrier(mem_flags::mem_none);
+    }
     const int at = column_of(i, col);
     thread float key[4];
     thread float query[4];
