@@ -148,14 +148,13 @@ for (int pair = at + 2; pair <= last; pair += 2) {
       fetch_tile<G, K_DIM, VEC, THREADS>(gates + g_start, G_WIDTH, next, last_end, thread_index,
                                          next_gates);
     }
-    if (next + row < last_end) {
-      next_gate = VECTOR ? 1.0f : float(gates[size_t(next + row) * G_WIDTH + g_start]);
-      next_beta = GATE == GATE_TIME ? 0.0f : float(beta[size_t(next + row) * B_WIDTH + b_start]);
-    }
+    const size_t of_lane = size_t(metal::min(next + row, last_end - 1));
+    next_gate = VECTOR ? 1.0f : float(gates[of_lane * G_WIDTH + g_start]);
+    next_beta = GATE == GATE_TIME ? 0.0f : float(beta[of_lane * B_WIDTH + b_start]);
+    if (active) {
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      if (active && next + col + e < last_end) {
-        next_v[e] = float(v[size_t(next + col + e) * V_WIDTH + v_start]);
+      for (int e = 0; e < 2; e++) {
+        next_v[e] = float(v[size_t(metal::min(next + col + e, last_end - 1)) * V_WIDTH + v_start]);
       }
     }
     if (active && count > 0) {

@@ -61,7 +61,14 @@ _ROWS = (
         "decodes are computed as prompts of one token",
         "attention.decode",
         "decode",
-        constants=("decode_fill", "min_split_context", "min_split_keys", "few_keys"),
+        constants=(
+            "decode_fill",
+            "min_split_context",
+            "min_split_keys",
+            "few_keys",
+            "decode_sums",
+            "decode_sums_of_four",
+        ),
     ),
     KernelRow(
         "latent_attention", "all rows use kv_gather and MLX's SDPA", "attention.decode", "decode"
