@@ -52,6 +52,7 @@ struct bfloat16_t {
 size_t get_global_id(uint);
 size_t get_group_id(uint);
 size_t get_num_groups(uint);
+size_t get_local_size(uint);
 uint get_sub_group_id(void);
 uint get_sub_group_local_id(void);
 void barrier(uint);
@@ -139,7 +140,7 @@ METAL_FUNC void simdgroup_multiply_accumulate(__private simdgroup_matrix<D, 8, 8
                                               __private simdgroup_matrix<A, 8, 8>& a,
                                               __private simdgroup_matrix<B, 8, 8>& b,
                                               __private simdgroup_matrix<C, 8, 8>& c) {
-  d.elements.x = __builtin_fmaf(float(a.elements.x), float(b.elements.x), c.elements.x);
-  d.elements.y = __builtin_fmaf(float(a.elements.y), float(b.elements.y), c.elements.y);
+  d.elements.x = __builtin_fmaf(-float(a.elements.x), float(b.elements.x), c.elements.x);
+  d.elements.y = __builtin_fmaf(-float(a.elements.y), float(b.elements.y), c.elements.y);
 }
 }  // namespace metal
