@@ -10,13 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.production_shapes import texts_of
 from tools.prove.agx import mlx_kernels
 from tools.prove.agx.chain import listing_of
-from tools.prove.agx.shapes import CASES
+from tools.prove.agx.shapes import CASES, texts_of
 
 _LINE = re.compile(r"^ *([0-9a-f]+): [0-9a-f]+ +(\S+) *(.*)$", re.M)
-_SECOND_UNIT = {"shl": 4, "shr": 4, "asr": 4, "extr": 4, "bfeil": 4, "bfi": 4, "imul": 4, "imadd": 4}
+_SECOND_UNIT = {
+    "shl": 4,
+    "shr": 4,
+    "asr": 4,
+    "extr": 4,
+    "bfeil": 4,
+    "bfi": 4,
+    "imul": 4,
+    "imadd": 4,
+}
 _SECOND_UNIT |= {"exp2": 4, "log2": 4, "rcp": 6, "rsqrt": 8}
 _FIRST_UNIT = {"shuffle": 2, "simd": 24}
 _MATRIX_HALF = 10  # metal.h makes two multiply-adds with a negated factor of a product
@@ -32,17 +40,56 @@ class Loop(NamedTuple):
     spilled: int
 
 
-def loops_of(listing: str) -> list[Loop]:
-    """The innermost loops of the longest program of a listing, in order."""
+# What a lane takes from memory, in bytes a turn: weights of 4 bits and their scales, K and V, or a state
+# read and written.  x, q and block tables come from caches.  Rows of x are given, as branches depend on them.
+ROWS = (
+    ("MLX sdpa_vector 128", 0, 16),
+    ("paged_decode group 2 of 128 bfloat16", 0, 128),
+    ("paged_decode group 4 of 128 bfloat16", 0, 128),
+    ("paged_decode group 8 of 128 bfloat16", 0, 128),
+    ("MLX qmv_fast 4 bits", 0, 36),
+    ("skinny_gemm 4 bfloat16 4 bits", 1, 72),
+    ("skinny_gemm 4 bfloat16 4 bits", 4, 72),
+    ("skinny_gemm 8 bfloat16 4 bits", 8, 72),
+    ("expert_gemm Qwen3.6 35B-A3B 4 bfloat16 4 bits", 1, 72),
+    ("expert_gemm Qwen3.6 35B-A3B 4 bfloat16 4 bits", 4, 72),
+    ("MLX gated_delta_seq", 0, 32),
+    ("gated_delta Qwen3-Next bfloat16 rows fused", 0, 256),
+)
+_GIVEN = re.compile(r"const int (rows = x_shape\[0\]|count = plan\[tile \+ 1\]);")
+
+
+def report(root: Path) -> Iterator[str]:
+    """The lines of a table: each kernel's longest loop, beside the cycles a byte that chips have."""
+    chips = " | ".join(f"{name}: {budget:.1f}" for name, budget in CHIPS.items())
+    yield f"| longest loop | rows | instructions | loaded, from memory | cycles a byte | {chips} |"
+    yield "| --- | --- | --- | --- | --- |" + " --- |" * len(CHIPS)
+    of_mlx = {name: text for text, name in mlx_kernels.texts().items()}
+    for name, rows, streamed in ROWS:
+        texts = [of_mlx[name]] if name in of_mlx else texts_of(CASES[name])
+        text = next(t for t in texts if t.kernel.endswith(name.split()[0]) or name in of_mlx)
+        given = _GIVEN.sub(lambda m: f"constexpr int {m[1].split()[0]} = {rows};", text.text)
+        loop = longest_loop(listing_of(root, text._replace(text=given)))
+        each = loop.cycles / streamed
+        shares = " | ".join(f"{each / budget:.0%}" for budget in CHIPS.values())
+        spilled = f" ({loop.spilled} of the stack)" if loop.spilled else ""
+        yield (
+            f"| {name} | {rows or ''} | {loop.instructions:,}{spilled} | {loop.loaded}, {streamed} | "
+            f"{each:.1f} | {shares} |"
+        )
+
+
+def longest_loop(listing: str) -> Loop:
+    """Of the longest program in a listing."""
     programs: list[list[tuple[int, str, str]]] = []
     for at, op, rest in _LINE.findall(listing):
         if at == "0":
             programs.append([])
         programs[-1].append((int(at, 16), op, rest))
     code = max(programs, key=len)
-    jumps = [(at + int(rest), at) for at, op, rest in code if op == "jmp_any" and int(rest) < 0]
-    inner = [s for s in jumps if not any(s[0] <= a and b <= s[1] for a, b in jumps if (a, b) != s)]
-    return [_loop([line for line in code if first <= line[0] <= last]) for first, last in inner]
+    back = [(at + int(rest), at) for at, op, rest in code if op == "jmp_any" and int(rest) < 0]
+    first, last = max(back, key=lambda span: span[1] - span[0])
+    return _loop([line for line in code if first <= line[0] <= last])
 
 
 def _loop(code: list[tuple[int, str, str]]) -> Loop:

@@ -20,14 +20,23 @@ _LAUNCHES = {
     "qmv_fast 4 bits": ("quantized.h", "affine_qmv_fast", "half, 64, 4, false", 64),
     "qmv_fast 8 bits": ("quantized.h", "affine_qmv_fast", "half, 64, 8, false", 64),
     "qmm_t 4 bits": ("quantized.h", "affine_qmm_t", "half, 64, 4, true, false", 128),
-    "gated_delta_seq": ("gated_delta_update.h", "gated_delta_seq", "half, 128, 128, 16, 32, 1", 128),
+    "gated_delta_seq": (
+        "gated_delta_update.h",
+        "gated_delta_seq",
+        "half, 128, 128, 16, 32, 1",
+        128,
+    ),
 }
 _BEFORE = {"quantized.h": ("steel/gemm/gemm.h", "quantized_utils.h")}
 # A prompt that is whole tiles, causal; no mask and no sinks.
 _CONSTANTS = {"align_Q": "true", "align_K": "true", "do_causal": "true", "blocks": "32"}
 _CONSTANT = re.compile(r"constant (\w+) (\w+) \[\[function_constant\(\d+\)\]\];")
-_KERNEL = re.compile(r"template <[^{};]*?>\s*\[\[kernel[^\]]*\]\] void (\w+)\([^{}]*\) \{.*?^\}", re.S | re.M)
-_UTILS = re.compile(r'#line 1 "[^"]*/kernels/utils.h".*?(?=#line \d+ "[^"]*gated_delta_update.h")', re.S)
+_KERNEL = re.compile(
+    r"template <[^{};]*?>\s*\[\[kernel[^\]]*\]\] void (\w+)\([^{}]*\) \{.*?^\}", re.S | re.M
+)
+_UTILS = re.compile(
+    r'#line 1 "[^"]*/kernels/utils.h".*?(?=#line \d+ "[^"]*gated_delta_update.h")', re.S
+)
 _GIVEN = re.compile(r"#line[^\n]*|#pragma METAL[^\n]*")
 _SHORT_LOOP = re.compile(
     r"(?:(?:#pragma unroll|\w+_PRAGMA_UNROLL)\s+)?\b(for \((?:int|short) (?:i|j|row|sc|v) = 0;)"
@@ -44,9 +53,15 @@ def _text(header: str, kernel: str, arguments: str, threads: int) -> KernelText:
     files = [f'#include "{folder}/{name}"' for name in (*_BEFORE.get(header, ()), header)]
     whole = expand_includes("\n".join(files), header, [include_dir()])
     whole = _GIVEN.sub("", _UTILS.sub("", without_comments(whole)))
-    whole = _CONSTANT.sub(lambda m: f"constexpr {m[1]} {m[2]} = {_CONSTANTS.get(m[2], 'false')};", whole)
+    whole = _CONSTANT.sub(
+        lambda m: f"constexpr {m[1]} {m[2]} = {_CONSTANTS.get(m[2], 'false')};", whole
+    )
     (own,) = (found[0] for found in _KERNEL.finditer(whole) if found[1] == kernel)
-    rest = _KERNEL.sub("", whole).replace("const thread noexcept", "const noexcept").replace("() thread {}", "() {}")
+    rest = (
+        _KERNEL.sub("", whole)
+        .replace("const thread noexcept", "const noexcept")
+        .replace("() thread {}", "() {}")
+    )
     rest = rest.replace("src += str_y;", "src += int(str_y);")
     rest = re.sub(r"const constant (\w+)& (\w+)", r"const \1 \2", rest)
     rest = re.sub(r"(const )?constant (const )?(\w+)\*", r"const device \3*", rest)
