@@ -2,8 +2,8 @@
 
     tools/prove/agx/setup.sh FOLDER                        once: Debian, root, 1.1 GB
     python -m tools.prove.agx FOLDER                       a line a text: ten minutes
-    python -m tools.prove.agx FOLDER latent paged_decode   cases whose names hold a word; "MLX": MLX's own
-    python -m tools.prove.agx FOLDER --check               exit with 1 beyond the limits of limits.py
+    python -m tools.prove.agx FOLDER paged_decode MLX      cases whose names hold a word; MLX's own
+    python -m tools.prove.agx FOLDER --check               exit with 1 beyond limits.py
     python -m tools.prove.agx FOLDER --loops               cycles a byte, beside what chips can do
 
 A text's line: instructions, 16-bit registers of a lane, bytes of scratch, the threads that fit and
@@ -26,7 +26,8 @@ from tools.prove.agx.shapes import CASES, texts_of
 
 AT_ONCE = 8
 # A text that must be found: it spills, or does not fit.
-_CONTROL = """[[kernel]] void control(const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
+_CONTROL = """[[kernel]] void control(
+    const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
     uint3 thread_position_in_grid [[thread_position_in_grid]]) {
   thread float held[HELD];
   #pragma unroll

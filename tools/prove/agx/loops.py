@@ -1,8 +1,8 @@
-"""What the inner loop of a kernel costs: instructions and cycles a byte from memory, beside what chips can do.
+"""The inner loop of a kernel: instructions and cycles a byte from memory, beside what chips can do.
 
-Cycles are a simdgroup's on its quarter of a core, as measured by others on an M1 Max (metal-benchmarks):
-1 for most instructions, 4 on a second unit for shifts, integer products, conversions and e^x, 20 for a
-product of 8x8 matrices.  Stores and loads of spilled registers count as one instruction each.
+Cycles are a simdgroup's on its quarter of a core, as others measured them on an M1 Max
+(metal-benchmarks): 1 for most instructions, 4 on a second unit for shifts, integer products,
+conversions and e^x, 20 for a product of 8x8 matrices.  An access to the stack counts as one.
 """
 
 import re
@@ -15,17 +15,8 @@ from tools.prove.agx.chain import listing_of
 from tools.prove.agx.shapes import CASES, texts_of
 
 _LINE = re.compile(r"^ *([0-9a-f]+): [0-9a-f]+ +(\S+) *(.*)$", re.M)
-_SECOND_UNIT = {
-    "shl": 4,
-    "shr": 4,
-    "asr": 4,
-    "extr": 4,
-    "bfeil": 4,
-    "bfi": 4,
-    "imul": 4,
-    "imadd": 4,
-}
-_SECOND_UNIT |= {"exp2": 4, "log2": 4, "rcp": 6, "rsqrt": 8}
+_SECOND_UNIT = dict.fromkeys("shl shr asr extr bfeil bfi imul imadd exp2 log2".split(), 4)
+_SECOND_UNIT |= {"rcp": 6, "rsqrt": 8}
 _FIRST_UNIT = {"shuffle": 2, "simd": 24}
 _MATRIX_HALF = 10  # metal.h makes two multiply-adds with a negated factor of a product
 CHIPS = {"M1": 8 * 128 * 1.28 / 68, "M2 Max": 38 * 128 * 1.4 / 400, "M4 Max": 40 * 128 * 1.6 / 546}
@@ -40,8 +31,8 @@ class Loop(NamedTuple):
     spilled: int
 
 
-# What a lane takes from memory, in bytes a turn: weights of 4 bits and their scales, K and V, or a state
-# read and written.  x, q and block tables come from caches.  Rows of x are given, as branches depend on them.
+# Rows of x, as branches depend on them (0: any), and bytes that a lane takes from memory in a turn:
+# weights of 4 bits and their scales, K and V, or a state read and written.  The rest is in caches.
 ROWS = (
     ("MLX sdpa_vector 128", 0, 16),
     ("paged_decode group 2 of 128 bfloat16", 0, 128),
@@ -56,26 +47,27 @@ ROWS = (
     ("MLX gated_delta_seq", 0, 32),
     ("gated_delta Qwen3-Next bfloat16 rows fused", 0, 256),
 )
-_GIVEN = re.compile(r"const int (rows = x_shape\[0\]|count = plan\[tile \+ 1\]);")
+_GIVEN = re.compile(r"const int (rows|count) = (?:x_shape\[0\]|plan\[tile \+ 1\]);")
 
 
 def report(root: Path) -> Iterator[str]:
-    """The lines of a table: each kernel's longest loop, beside the cycles a byte that chips have."""
+    """The lines of a table: the longest loops, beside the cycles a byte that chips have."""
     chips = " | ".join(f"{name}: {budget:.1f}" for name, budget in CHIPS.items())
-    yield f"| longest loop | rows | instructions | loaded, from memory | cycles a byte | {chips} |"
+    head = "longest loop | rows | instructions | loaded, from memory | cycles a byte"
+    yield f"| {head} | {chips} |"
     yield "| --- | --- | --- | --- | --- |" + " --- |" * len(CHIPS)
     of_mlx = {name: text for text, name in mlx_kernels.texts().items()}
     for name, rows, streamed in ROWS:
         texts = [of_mlx[name]] if name in of_mlx else texts_of(CASES[name])
         text = next(t for t in texts if t.kernel.endswith(name.split()[0]) or name in of_mlx)
-        given = _GIVEN.sub(lambda m: f"constexpr int {m[1].split()[0]} = {rows};", text.text)
+        given = _GIVEN.sub(rf"constexpr int \1 = {rows};", text.text)
         loop = longest_loop(listing_of(root, text._replace(text=given)))
         each = loop.cycles / streamed
         shares = " | ".join(f"{each / budget:.0%}" for budget in CHIPS.values())
         spilled = f" ({loop.spilled} of the stack)" if loop.spilled else ""
         yield (
-            f"| {name} | {rows or ''} | {loop.instructions:,}{spilled} | {loop.loaded}, {streamed} | "
-            f"{each:.1f} | {shares} |"
+            f"| {name} | {rows or ''} | {loop.instructions:,}{spilled} | "
+            f"{loop.loaded}, {streamed} | {each:.1f} | {shares} |"
         )
 
 

@@ -11,6 +11,7 @@ from metal.host.translate import expand_includes, without_comments
 
 # Name: header, kernel, template arguments, threads of a threadgroup as MLX launches the kernel.
 _ATTENTION = "steel/attn/kernels/steel_attention.h", "attention"
+_RECURRENCE = "gated_delta_update.h", "gated_delta_seq"
 _LAUNCHES = {
     "sdpa_vector 128": ("sdpa_vector.h", "sdpa_vector", "half, 128", 1024),
     "sdpa_vector 256": ("sdpa_vector.h", "sdpa_vector", "half, 256", 1024),
@@ -20,12 +21,7 @@ _LAUNCHES = {
     "qmv_fast 4 bits": ("quantized.h", "affine_qmv_fast", "half, 64, 4, false", 64),
     "qmv_fast 8 bits": ("quantized.h", "affine_qmv_fast", "half, 64, 8, false", 64),
     "qmm_t 4 bits": ("quantized.h", "affine_qmm_t", "half, 64, 4, true, false", 128),
-    "gated_delta_seq": (
-        "gated_delta_update.h",
-        "gated_delta_seq",
-        "half, 128, 128, 16, 32, 1",
-        128,
-    ),
+    "gated_delta_seq": (*_RECURRENCE, "half, 128, 128, 16, 32, 1", 128),
 }
 _BEFORE = {"quantized.h": ("steel/gemm/gemm.h", "quantized_utils.h")}
 # A prompt that is whole tiles, causal; no mask and no sinks.
@@ -38,8 +34,16 @@ _UTILS = re.compile(
     r'#line 1 "[^"]*/kernels/utils.h".*?(?=#line \d+ "[^"]*gated_delta_update.h")', re.S
 )
 _GIVEN = re.compile(r"#line[^\n]*|#pragma METAL[^\n]*")
-_SHORT_LOOP = re.compile(
-    r"(?:(?:#pragma unroll|\w+_PRAGMA_UNROLL)\s+)?\b(for \((?:int|short) (?:i|j|row|sc|v) = 0;)"
+_REWRITES = (
+    (r"const thread noexcept|\(\) thread (?=\{\})", lambda m: m[0].replace("thread ", "")),
+    (r"src \+= str_y;", "src += int(str_y);"),
+    (r"const constant (\w+)& (\w+)", r"const \1 \2"),
+    (r"(const )?constant (const )?(\w+)\*", r"const device \3*"),
+    # Apple's compiler unrolls short loops by itself.
+    (
+        r"(?:(?:#pragma unroll|\w+_PRAGMA_UNROLL)\s+)?\bfor (\(\w+ (?:i|j|row|sc|v) = 0;)",
+        r'_Pragma("unroll") for \1',
+    ),
 )
 
 
@@ -53,21 +57,16 @@ def _text(header: str, kernel: str, arguments: str, threads: int) -> KernelText:
     files = [f'#include "{folder}/{name}"' for name in (*_BEFORE.get(header, ()), header)]
     whole = expand_includes("\n".join(files), header, [include_dir()])
     whole = _GIVEN.sub("", _UTILS.sub("", without_comments(whole)))
-    whole = _CONSTANT.sub(
-        lambda m: f"constexpr {m[1]} {m[2]} = {_CONSTANTS.get(m[2], 'false')};", whole
-    )
+    whole = _CONSTANT.sub(_constant, whole)
     (own,) = (found[0] for found in _KERNEL.finditer(whole) if found[1] == kernel)
-    rest = (
-        _KERNEL.sub("", whole)
-        .replace("const thread noexcept", "const noexcept")
-        .replace("() thread {}", "() {}")
-    )
-    rest = rest.replace("src += str_y;", "src += int(str_y);")
-    rest = re.sub(r"const constant (\w+)& (\w+)", r"const \1 \2", rest)
-    rest = re.sub(r"(const )?constant (const )?(\w+)\*", r"const device \3*", rest)
-    # Apple's compiler unrolls short loops by itself.
-    rest = _SHORT_LOOP.sub(r'_Pragma("unroll") \1', rest)
+    rest = _KERNEL.sub("", whole)
+    for pattern, instead in _REWRITES:
+        rest = re.sub(pattern, instead, rest)
     own = re.sub(r"\[\[kernel[^\]]*\]\]", "[[kernel]]", own)
     spelled = f"{kernel}<{arguments}>"
     last = f'template [[host_name("{kernel}")]] [[kernel]] decltype({spelled}) {spelled};\n'
     return KernelText(f"mlx_{kernel}", "\n".join([rest, own, last]), threads)
+
+
+def _constant(found: re.Match) -> str:
+    return f"constexpr {found[1]} {found[2]} = {_CONSTANTS.get(found[2], 'false')};"

@@ -1,4 +1,4 @@
-"""Launches at the shapes of the models that people run, in both types of 16 bits: beside those of the tests."""
+"""Launches at the shapes of models that people run, in both types of 16 bits."""
 
 from collections.abc import Callable
 from functools import partial
