@@ -15,8 +15,8 @@ from tools.prove.agx.chain import listing_of
 from tools.prove.agx.shapes import CASES, texts_of
 
 _LINE = re.compile(r"^ *([0-9a-f]+): [0-9a-f]+ +(\S+) *(.*)$", re.M)
-_SECOND_UNIT = dict.fromkeys("shl shr asr extr bfeil bfi imul imadd exp2 log2".split(), 4)
-_SECOND_UNIT |= {"rcp": 6, "rsqrt": 8}
+_SLOW = ("shl", "shr", "asr", "extr", "bfeil", "bfi", "imul", "imadd", "exp2", "log2")
+_SECOND_UNIT = {**dict.fromkeys(_SLOW, 4), "rcp": 6, "rsqrt": 8}
 _FIRST_UNIT = {"shuffle": 2, "simd": 24}
 _MATRIX_HALF = 10  # metal.h makes two multiply-adds with a negated factor of a product
 CHIPS = {"M1": 8 * 128 * 1.28 / 68, "M2 Max": 38 * 128 * 1.4 / 400, "M4 Max": 40 * 128 * 1.6 / 546}
