@@ -23,21 +23,23 @@ CHIPS = {"M1": 8 * 128 * 1.28 / 68, "M2 Max": 38 * 128 * 1.4 / 400, "M4 Max": 40
 
 
 class Loop(NamedTuple):
-    """Of one turn: instructions, cycles, bytes that a lane loads, stores and loads of the stack."""
+    """Of one turn: instructions, cycles, bytes that a lane loads, those of them in loads of 16 bytes,
+    stores and loads of the stack."""
 
     instructions: int
     cycles: int
     loaded: int
+    wide: int
     spilled: int
 
 
 # Rows of x, as branches depend on them (0: any), and bytes that a lane takes from memory in a turn:
-# weights of 4 bits and their scales, K and V, or a state read and written.  The rest is in caches.
+# weights of 4 bits and their scales, or a state read and written (0: all loads of 16 bytes: K and V).
 ROWS = (
     ("MLX sdpa_vector 128", 0, 16),
-    ("paged_decode group 2 of 128 bfloat16", 0, 128),
-    ("paged_decode group 4 of 128 bfloat16", 0, 128),
-    ("paged_decode group 8 of 128 bfloat16", 0, 128),
+    ("paged_decode group 2 of 128 bfloat16", 0, 0),
+    ("paged_decode group 4 of 128 bfloat16", 0, 0),
+    ("paged_decode group 8 of 128 bfloat16", 0, 0),
     ("MLX qmv_fast 4 bits", 0, 36),
     ("skinny_gemm 4 bfloat16 4 bits", 1, 72),
     ("skinny_gemm 4 bfloat16 4 bits", 4, 72),
@@ -62,6 +64,7 @@ def report(root: Path) -> Iterator[str]:
         text = next(t for t in texts if t.kernel.endswith(name.split()[0]) or name in of_mlx)
         given = _GIVEN.sub(rf"constexpr int \1 = {rows};", text.text)
         loop = longest_loop(listing_of(root, text._replace(text=given)))
+        streamed = streamed or loop.wide
         each = loop.cycles / streamed
         shares = " | ".join(f"{each / budget:.0%}" for budget in CHIPS.values())
         spilled = f" ({loop.spilled} of the stack)" if loop.spilled else ""
@@ -85,12 +88,13 @@ def longest_loop(listing: str) -> Loop:
 
 
 def _loop(code: list[tuple[int, str, str]]) -> Loop:
-    first = second = loaded = spilled = 0
+    first = second = loaded = wide = spilled = 0
     for _, op, rest in code:
         spilled += op.startswith("stack_")
-        if op == "load":
-            kind = re.search(r"i(\d+), (x\w*)", rest)
-            loaded += int(kind[1]) // 8 * len(kind[2])
+        if op == "load" and (kind := re.search(r"i(\d+), (x\w*)", rest)):
+            size = int(kind[1]) // 8 * len(kind[2])
+            loaded += size
+            wide += size * (size == 16)
         if op in _SECOND_UNIT or "_to_" in op:
             second += _SECOND_UNIT.get(op, 4)
         elif op == "ffma" and ".neg" in rest:
@@ -99,4 +103,4 @@ def _loop(code: list[tuple[int, str, str]]) -> Loop:
             first += 4  # 64 bits
         else:
             first += _FIRST_UNIT.get(op, 1)
-    return Loop(len(code), max(first, second), loaded, spilled)
+    return Loop(len(code), max(first, second), loaded, wide, spilled)
