@@ -23,7 +23,7 @@ CHIPS = {"M1": 8 * 128 * 1.28 / 68, "M2 Max": 38 * 128 * 1.4 / 400, "M4 Max": 40
 
 
 class Loop(NamedTuple):
-    """Of one turn: instructions, cycles, bytes that a lane loads, those of them in loads of 16 bytes,
+    """Of one turn: instructions, cycles, bytes that a lane loads, and those in loads of 16 bytes,
     stores and loads of the stack."""
 
     instructions: int
@@ -34,7 +34,7 @@ class Loop(NamedTuple):
 
 
 # Rows of x, as branches depend on them (0: any), and bytes that a lane takes from memory in a turn:
-# weights of 4 bits and their scales, or a state read and written (0: all loads of 16 bytes: K and V).
+# weights of 4 bits with scales, or a state read and written (0: all loads of 16 bytes: K and V).
 ROWS = (
     ("MLX sdpa_vector 128", 0, 16),
     ("paged_decode group 2 of 128 bfloat16", 0, 0),

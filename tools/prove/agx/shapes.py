@@ -11,13 +11,13 @@ from vllm_metal_lite.specs import Quantisation
 
 # The tests have the others: Qwen3 to 8B and 32B, Llama, Gemma 3, gpt-oss.
 _HEADS = (
-    Heads("Granite 4 tiny", 12, 4, 128),
-    Heads("Qwen3 14B", 40, 8, 128),
-    Heads("Nemotron 3 Nano", 32, 2, 128),
-    Heads("Qwen3.5 4B, 9B", 16, 4, 256),
-    Heads("Qwen3.5 27B", 24, 4, 256),
-    Heads("Qwen3.6 35B-A3B", 16, 2, 256),
-    Heads("Gemma 4, all keys", 16, 2, 512),
+    Heads("Granite 4 tiny, 3 of 128", 12, 4, 128),
+    Heads("Qwen3 14B, 5 of 128", 40, 8, 128),
+    Heads("Nemotron 3 Nano, 16 of 128", 32, 2, 128),
+    Heads("Qwen3.5 4B and 9B, 4 of 256", 16, 4, 256),
+    Heads("Qwen3.5 27B, 6 of 256", 24, 4, 256),
+    Heads("Qwen3.6 35B-A3B, 8 of 256", 16, 2, 256),
+    Heads("Gemma 4, 8 of 512", 16, 2, 512),
 )
 _BITS = Quantisation(4, 64)
 
