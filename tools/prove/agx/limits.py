@@ -30,6 +30,7 @@ LIMITS = (
     Limit(("varlen_prefill",), 40, _MATRICES),
     Limit(("shared_prefix", "of 256"), 354, "as varlen_prefill, for decodes: to be mended"),
     Limit(("shared_prefix",), 95, "as above"),
+    Limit(("expert_gemm", " 4 float16 4 bits"), 722, "a branch for each row of x: to be mended"),
     Limit(("skinny_gemm 64", "norm swiglu"), 21, "8 tiles of rows with a norm, seldom fused"),
 )
 
