@@ -165,7 +165,7 @@ class BadWords:
             prefix=mx.array(np.concatenate(padded)),
             members=mx.array(slots),
             member_rows=mx.array(rows),
-            drafts=drafts and drafts.matrix(np.repeat(rows, counts)),
+            drafts=None if drafts is None else drafts.matrix(np.repeat(rows, counts)),
         )
 
     def ban(self, x: mx.array, plan: BadWordsPlan) -> mx.array:
@@ -191,5 +191,5 @@ class BadWords:
         """Record a request's tokens of a step with drafts."""
         if req_index in self._words:
             length = self.recent.shape[1]
-            tail = mx.concatenate([self.recent[req_index], mx.array(token_ids, mx.int32)])
+            tail = mx.concatenate([self.recent[req_index], mx.array(list(token_ids), mx.int32)])
             self.recent[req_index] = tail[-length:]

@@ -362,7 +362,7 @@ class Sampler:
         row["num_generated"] += len(token_ids)
         if row["slot"] >= 0:
             slots = mx.full(len(token_ids), int(row["slot"]), mx.int32)
-            self._seen = self._seen.at[slots, mx.array(token_ids)].add(2)
+            self._seen = self._seen.at[slots, mx.array(list(token_ids))].add(2)
         self._bad_words.accept(req_index, token_ids)
 
     def _penalize(self, x: mx.array, penalties: _Penalties) -> mx.array:
@@ -427,7 +427,7 @@ class Sampler:
             repetition=ops.column(mine["repetition"]) if repeats else None,
             frequency=frequency,
             presence=presence,
-            drafts=drafts and drafts.before(rows),
+            drafts=None if drafts is None else drafts.before(rows),
         )
 
     def _select_allowed(self, req_indices: np.ndarray) -> DeviceMasks | None:
